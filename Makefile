@@ -1,0 +1,50 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install demo check test test-gpu bench bench-peers bench-gpu proto format clean
+
+help:            ## list the targets
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+install: $(STAMP)  ## create .venv with everything in it
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)   ## start a cluster, stream three answers, print their ledgers, stop
+	$(BIN)/kvrelay demo
+
+check: $(STAMP)  ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(STAMP)   ## every test that needs no GPU
+	$(BIN)/pytest -m "not gpu"
+
+test-gpu: $(STAMP)  ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu
+
+bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
+	$(BIN)/python -m bench.engine
+	$(BIN)/python -m bench.serve
+
+bench-peers: $(STAMP)  ## install the peer engines, each in its own environment
+	$(PYTHON) -m bench.peers
+
+bench-gpu: $(STAMP)  ## the benchmarks that need a CUDA device
+	$(BIN)/python -m bench.engine --device cuda
+
+proto: $(STAMP)  ## regenerate the committed gRPC stubs
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto --pyi_out=proto proto/kvrelay/v1/*.proto
+
+format: $(STAMP)  ## format and fix what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:           ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info

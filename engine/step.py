@@ -1,0 +1,74 @@
+"""One engine step, as values: what a scheduler asks for and what comes back. Pure.
+
+The batch is ragged: one call serves prefill chunks and decode tokens of many sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.layout import BlockId
+from kvrelay.types import RequestKey, Sampling, TokenLogprobs
+
+BlockTables = tuple[tuple[BlockId, ...], ...]
+"""# layer group |-> the sequence's blocks, in token order"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Sample the token after the last one of this slice.
+
+    `index` counts the choice's tokens so far: the draw depends on `(seed, choice, index)` alone.
+    `prompt_ids` and `emitted_ids` feed the penalties.
+    """
+
+    sampling: Sampling
+    choice: int
+    index: int
+    prompt_ids: tuple[int, ...]
+    emitted_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """Consecutive tokens of one sequence to run, with the blocks that hold its KV.
+
+    `tables` cover positions `[0, start + len(token_ids))`. With several `samples` (the choices of
+    one prompt) each is drawn from the same logits.
+    """
+
+    key: RequestKey
+    choice: int
+    token_ids: tuple[int, ...]
+    start: int
+    tables: BlockTables
+    samples: tuple[SampleRequest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    slices: tuple[SequenceSlice, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """# slice of the batch |-> one Sampled for each of its samples"""
+
+    sampled: tuple[tuple[Sampled, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBlocks:
+    """Copy-on-write, before the step: `pairs[group]` are (source, destination) blocks."""
+
+    pairs: tuple[tuple[tuple[BlockId, BlockId], ...], ...]

@@ -1,0 +1,95 @@
+"""Who holds which block of one group's device tier. Pure; runs in the worker that owns the blocks.
+
+Every block is in exactly one state. Shared blocks (the choices of one prompt) count their holders.
+
+    free --allocate--> active --release (last holder)--> free
+    free --lease-----> leased --activate---------------> active
+                          `----release-----------------> free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvpool.layout import BlockId
+
+
+class BlockState(Enum):
+    FREE = auto()
+    LEASED = auto()
+    ACTIVE = auto()
+    CACHED = auto()
+
+
+@dataclass(slots=True)
+class BlockPool:
+    """`count` blocks of one layer group; all-or-nothing allocation."""
+
+    count: int
+    _free: list[BlockId] = field(init=False)
+    _holders: dict[BlockId, int] = field(init=False, default_factory=dict)
+    _leased: set[BlockId] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._free = [BlockId(i) for i in reversed(range(self.count))]
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def counts(self) -> dict[BlockState, int]:
+        """# state |-> blocks; the four always add up to `count`"""
+        leased = len(self._leased)
+        return {
+            BlockState.FREE: len(self._free),
+            BlockState.LEASED: leased,
+            BlockState.ACTIVE: len(self._holders) - leased,
+            BlockState.CACHED: 0,
+        }
+
+    def try_allocate(self, blocks: int, *, leased: bool = False) -> tuple[BlockId, ...] | None:
+        """`blocks` blocks with one holder each, or None and nothing changed."""
+        if blocks > len(self._free):
+            return None
+        taken = tuple(self._free.pop() for _ in range(blocks))
+        self._holders.update(dict.fromkeys(taken, 1))
+        if leased:
+            self._leased.update(taken)
+        return taken
+
+    def activate(self, blocks: Iterable[BlockId]) -> None:
+        """The peer that the blocks were leased to has delivered; they are the owner's now."""
+        for block in blocks:
+            assert block in self._leased, f"block {block} is not leased"
+            self._leased.discard(block)
+
+    def share(self, blocks: Iterable[BlockId]) -> None:
+        for block in blocks:
+            assert block in self._holders and block not in self._leased, block
+            self._holders[block] += 1
+
+    def is_shared(self, block: BlockId) -> bool:
+        return self._holders[block] > 1
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Drop one holder of each; a block without a holder is free."""
+        for block in reversed(blocks):
+            left = self._holders[block] - 1
+            if left:
+                self._holders[block] = left
+                continue
+            del self._holders[block]
+            self._leased.discard(block)
+            self._free.append(block)
+
+    def validate(self) -> None:
+        """The conservation law: each block exactly once free or held, no holder count below 1."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not free & self._holders.keys(), free & self._holders.keys()
+        assert free | self._holders.keys() == set(range(self.count)), "a block is lost"
+        assert all(n > 0 for n in self._holders.values())
+        assert self._leased <= self._holders.keys()
+        assert sum(self.counts().values()) == self.count

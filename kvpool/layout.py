@@ -1,0 +1,82 @@
+"""What one token's KV is, and how blocks and slabs lay it out. Pure.
+
+A layout has one or more groups of layers with the same span (full or a window), each with its own
+block table. In a slab, and logically in a block, the order is canonical: for each layer of the
+group, for each plane, `[token, head, dim]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+"""Index of a block inside one group's pool. Never valid in another group or process."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """One tensor kept per token and layer: K, V, or MLA's latent."""
+
+    name: str
+    heads: int
+    dim: int
+
+    @property
+    def elements(self) -> int:
+        return self.heads * self.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers of equal span and shape. `window` None means that all earlier tokens are seen."""
+
+    layers: tuple[int, ...]
+    planes: tuple[Plane, ...]
+    window: int | None = None
+
+    @property
+    def elements_per_token(self) -> int:
+        return len(self.layers) * sum(plane.elements for plane in self.planes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """The KV of a whole model on one worker."""
+
+    groups: tuple[LayerGroup, ...]
+    dtype: str
+    block_size: int
+
+    def __post_init__(self) -> None:
+        assert self.dtype in DTYPE_BYTES, self.dtype
+        assert self.block_size > 0, self.block_size
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        elements = sum(group.elements_per_token for group in self.groups)
+        return elements * self.element_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """One block in every group."""
+        return self.bytes_per_token * self.block_size
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens, in each group."""
+        return -(-tokens // self.block_size)
+
+    def physical_format(self) -> str:
+        return f"{self.dtype}/block{self.block_size}"
+
+    def logical_fingerprint(self, model: str) -> str:
+        """What must be equal on both sides of a handoff. `model` names weights and revision."""
+        shape = repr([(g.layers, g.planes, g.window) for g in self.groups])
+        return blake2b(f"{model}\n{shape}".encode(), digest_size=16).hexdigest()

@@ -1,0 +1,58 @@
+"""The one small hierarchy of what can go wrong and is worth telling a user.
+
+Pure. Bugs are assertions, not these. Every message says what to do.
+"""
+
+from __future__ import annotations
+
+
+class KvrelayError(Exception):
+    """Base of all that kvrelay raises on purpose."""
+
+
+class ConfigError(KvrelayError):
+    """The cluster file or a command-line option is wrong; names the key and what was expected."""
+
+
+class ModelError(KvrelayError):
+    """The checkpoint can't be served; says why."""
+
+
+class InvalidRequest(KvrelayError):
+    """The request can never be served as it is: HTTP 400 (or 404), gRPC INVALID_ARGUMENT.
+
+    `code` is machine readable (`context_length_exceeded`), `param` names the field at fault.
+    """
+
+    def __init__(self, message: str, *, code: str = "invalid_value", param: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+
+class ModelNotFound(InvalidRequest):
+    """The cluster doesn't serve the model that was named: HTTP 404, gRPC NOT_FOUND."""
+
+
+class Refused(KvrelayError):
+    """Not now: HTTP 429 (contended) or 503 (no capacity at all), with a time to come back."""
+
+    def __init__(self, reason: str, message: str, *, retry_after_s: float):
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class RequestFailedError(KvrelayError):
+    """An admitted request could not be finished: HTTP 500/503, gRPC UNAVAILABLE."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+class PeerError(KvrelayError):
+    """A peer is gone, or is not what it must be (fingerprint, wire version)."""

@@ -1,0 +1,164 @@
+"""What routers and workers say to each other, as values. `wire.py` turns them into protobuf.
+
+Pure. A message is a past noun, a command an imperative. Times are the sender's own clock; only
+ages cross the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.types import (
+    FinishReason,
+    Incarnation,
+    RequestKey,
+    RequestSpec,
+    Role,
+    TokenLogprobs,
+)
+
+# --- router -> worker ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """To the decode worker: hold blocks until the KV arrives from `source`."""
+
+    spec: RequestSpec
+    source: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """To the prefill worker: compute the KV, sample token 0 of each choice, hand over."""
+
+    spec: RequestSpec
+    target_address: str
+    target: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """To a worker of role both: prefill and decode here."""
+
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A stop string was found: only the first `valid_tokens` of this choice count."""
+
+    key: RequestKey
+    choice: int
+    valid_tokens: int
+
+
+ToWorker = Reserve | Prefill | Generate | Abort | Stop
+
+
+# --- worker -> router ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHello:
+    name: str
+    incarnation: Incarnation
+    role: Role
+    device: str
+    transport: str
+    transfer_address: str
+    fingerprint: str
+    architecture: str
+    block_size: int
+    total_blocks: int
+    max_model_len: int
+    max_running_requests: int
+    prefill_chunk_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    key: RequestKey
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveRefused:
+    key: RequestKey
+    at_s: float
+    reason: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetime:
+    """A named moment: prefill_received, prefill_started, prefill_chunk, handoff_committed,
+    decode_joined (DESIGN §6)."""
+
+    key: RequestKey
+    at_s: float
+    name: str
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Consecutive tokens of one choice. `finish_reason` only on the choice's last message."""
+
+    key: RequestKey
+    at_s: float
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed:
+    """The worker gave this request up; `reason` is machine readable."""
+
+    key: RequestKey
+    at_s: float
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """The worker holds nothing of this request any more."""
+
+    key: RequestKey
+    at_s: float
+
+
+WorkerEvent = Reserved | ReserveRefused | Lifetime | Tokens | RequestFailed | Released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """A worker's own state, sent with every batch of events, so routers agree unprompted."""
+
+    free_blocks: int = 0
+    leased_blocks: int = 0
+    active_blocks: int = 0
+    cached_blocks: int = 0
+    orphaned_blocks: int = 0
+    running: int = 0
+    waiting: int = 0
+    prefill_waiting_tokens: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+    busy_s: float = 0.0

@@ -1,0 +1,341 @@
+from kvrelay.v1 import inference_pb2 as _inference_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Key(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class RequestSpec(_message.Message):
+    __slots__ = ("key", "prompt_ids", "sampling")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    prompt_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: Sampling
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop_token_ids", "n", "logprobs", "seed", "logit_bias")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    n: int
+    logprobs: int
+    seed: int
+    logit_bias: _containers.ScalarMap[int, float]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+
+class ToWorker(_message.Message):
+    __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    reserve: Reserve
+    prefill: Prefill
+    generate: Generate
+    abort: Abort
+    stop: Stop
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("wire_version", "router_incarnation")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    router_incarnation: str
+    def __init__(self, wire_version: _Optional[int] = ..., router_incarnation: _Optional[str] = ...) -> None: ...
+
+class Reserve(_message.Message):
+    __slots__ = ("spec", "source_incarnation")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    spec: RequestSpec
+    source_incarnation: str
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source_incarnation: _Optional[str] = ...) -> None: ...
+
+class Prefill(_message.Message):
+    __slots__ = ("spec", "target_address", "target_incarnation")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    spec: RequestSpec
+    target_address: str
+    target_incarnation: str
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_address: _Optional[str] = ..., target_incarnation: _Optional[str] = ...) -> None: ...
+
+class Generate(_message.Message):
+    __slots__ = ("spec",)
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    spec: RequestSpec
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("key", "choice", "valid_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    VALID_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    choice: int
+    valid_tokens: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., choice: _Optional[int] = ..., valid_tokens: _Optional[int] = ...) -> None: ...
+
+class FromWorker(_message.Message):
+    __slots__ = ("hello", "events", "counters")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    counters: Counters
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_address", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    name: str
+    incarnation: str
+    role: str
+    device: str
+    transfer_address: str
+    fingerprint: str
+    block_size: int
+    total_blocks: int
+    max_model_len: int
+    max_running_requests: int
+    vocab_size: int
+    transport: str
+    architecture: str
+    prefill_chunk_tokens: int
+    def __init__(self, wire_version: _Optional[int] = ..., name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transfer_address: _Optional[str] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., architecture: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("key", "age_s", "reserved", "reserve_refused", "lifetime", "tokens", "failed", "released")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    age_s: float
+    reserved: Reserved
+    reserve_refused: ReserveRefused
+    lifetime: Lifetime
+    tokens: Tokens
+    failed: RequestFailed
+    released: Released
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., age_s: _Optional[float] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., reserve_refused: _Optional[_Union[ReserveRefused, _Mapping]] = ..., lifetime: _Optional[_Union[Lifetime, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ...) -> None: ...
+
+class Reserved(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReserveRefused(_message.Message):
+    __slots__ = ("reason", "retry_after_s")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    retry_after_s: float
+    def __init__(self, reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class Lifetime(_message.Message):
+    __slots__ = ("name", "tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tokens: int
+    def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Tokens(_message.Message):
+    __slots__ = ("choice", "first_index", "token_ids", "logprobs", "finish_reason", "stop_token_id")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    first_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
+    finish_reason: str
+    stop_token_id: int
+    def __init__(self, choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+
+class RequestFailed(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Released(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Counters(_message.Message):
+    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks")
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    free_blocks: int
+    leased_blocks: int
+    active_blocks: int
+    cached_blocks: int
+    running: int
+    waiting: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    transfer_bytes: int
+    transfers: int
+    transfer_s: float
+    busy_s: float
+    prefill_waiting_tokens: int
+    orphaned_blocks: int
+    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ...) -> None: ...
+
+class DebugKvRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DebugKvResponse(_message.Message):
+    __slots__ = ("worker", "incarnation", "total_blocks", "free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "orphaned_blocks", "held", "slabs", "total_slabs")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SLABS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    incarnation: str
+    total_blocks: int
+    free_blocks: int
+    leased_blocks: int
+    active_blocks: int
+    cached_blocks: int
+    orphaned_blocks: int
+    held: _containers.RepeatedCompositeFieldContainer[HeldBlocks]
+    slabs: _containers.RepeatedCompositeFieldContainer[HeldSlab]
+    total_slabs: int
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ...) -> None: ...
+
+class HeldBlocks(_message.Message):
+    __slots__ = ("holder", "state", "block_ids", "age_s")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    state: str
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    age_s: float
+    def __init__(self, holder: _Optional[str] = ..., state: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class HeldSlab(_message.Message):
+    __slots__ = ("slab_id", "state", "holder", "age_s")
+    SLAB_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    slab_id: int
+    state: str
+    holder: str
+    age_s: float
+    def __init__(self, slab_id: _Optional[int] = ..., state: _Optional[str] = ..., holder: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,98 @@
+"""The seam between the faces (text, HTTP, gRPC) and the dispatcher (placement, workers).
+
+Above it a request is text; below it token ids. The dispatcher yields tokens of each choice in
+index order, without duplicates, and never takes one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.types import FinishReason, Sampling, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A validated request. `received_age_s`: how long ago the face received it, by phase."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """# phase before submission (for example tokenize) |-> seconds, in order"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceTokens:
+    """Next tokens of one choice. The last one has the finish reason and may have no tokens."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class Generation(Protocol):
+    """One admitted request. Closing the iterator early, or `abort`, stops all its work."""
+
+    def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
+        """Raises RequestFailedError when the workers could not finish it."""
+
+    def stop(self, choice: int, valid_tokens: int) -> None:
+        """A stop string ended this choice: no more tokens of it are wanted."""
+
+    def abort(self) -> None: ...
+
+    def ledger(self) -> dict[str, float]:
+        """# phase |-> seconds, from received to the last token so far, in the order of events"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    name: str
+    address: str
+    incarnation: str
+    role: str
+    device: str
+    transport: str
+    total_blocks: int
+    free_blocks: int
+    block_size: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the workers say about the model they serve."""
+
+    architecture: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+
+
+class Dispatcher(Protocol):
+    """Admits, places and follows requests. Lives in the router's event loop."""
+
+    async def submit(self, request: GenerationRequest) -> Generation:
+        """Raises Refused (not now) or InvalidRequest (never). Returns once admitted."""
+
+    def abort(self, request_id: str) -> None:
+        """Unknown ids are ignored."""
+
+    def ready(self) -> bool:
+        """At least one prefill and one decode (or one both) worker can serve."""
+
+    def workers(self) -> tuple[WorkerStatus, ...]: ...
+
+    def model(self) -> ModelFacts | None:
+        """None until the first worker has said what it serves."""
+
+    def running_requests(self) -> int: ...
+
+    async def debug_kv(self) -> list[dict[str, object]]:
+        """Each worker's block counts and every held block and slab with holder and age."""
