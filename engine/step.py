@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.layout import BlockId
 from kvrelay.types import RequestKey, Sampling, TokenLogprobs
+
+from kvpool.layout import BlockId
 
 BlockTables = tuple[tuple[BlockId, ...], ...]
 """# layer group |-> the sequence's blocks, in token order"""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kvrelay.types import RequestKey
+
 from kvpool.blocks import BlockPool, BlockState
 from kvpool.layout import BlockId, KvLayout
-from kvrelay.types import RequestKey
 
 Tables = tuple[tuple[BlockId, ...], ...]
 """# layer group |-> blocks, in token order"""
@@ -105,7 +106,8 @@ class BlockTables:
     def fork(self, source: Holder, target: Holder, *, now_s: float) -> None:
         """`target` shares all blocks of `source`; writers make them their own first."""
         entry = self._entries[source]
-        assert not entry.leased and target not in self._entries
+        assert not entry.leased
+        assert target not in self._entries
         for pool, table in zip(self.pools, entry.tables, strict=True):
             pool.share(table)
         tables = [list(table) for table in entry.tables]
