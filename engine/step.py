@@ -42,7 +42,7 @@ class SequenceSlice:
     choice: int
     token_ids: tuple[int, ...]
     start: int
-    tables: BlockTables
+    tables: Tables
     samples: tuple[SampleRequest, ...] = ()
 
 
@@ -68,8 +68,38 @@ class StepOutcome:
     sampled: tuple[tuple[Sampled, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyBlocks:
-    """Copy-on-write, before the step: `pairs[group]` are (source, destination) blocks."""
+# --- between a scheduler and its worker ---------------------------------------------------------
 
-    pairs: tuple[tuple[tuple[BlockId, BlockId], ...], ...]
+
+@dataclass(frozen=True, slots=True)
+class StepWanted:
+    """The device is free: is there a step to run?"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    outcome: StepOutcome
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; leases may have ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Make the copies, then run the batch; its outcome comes back as StepDone."""
+
+    batch: StepBatch
+    copies: tuple[CopyPairs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Tell the router that the request came from."""
+
+    events: tuple[WorkerEvent, ...]
+
+
+Command = RunStep | Emit | SendPeer | WriteSlab | ScatterSlab | ReplaceSlab
