@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool.handoff import ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
+from kvpool.tables import CopyPairs, Tables
+from kvrelay.messages import WorkerEvent
 from kvrelay.types import RequestKey, Sampling, TokenLogprobs
-
-from kvpool.layout import BlockId
-
-BlockTables = tuple[tuple[BlockId, ...], ...]
-"""# layer group |-> the sequence's blocks, in token order"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

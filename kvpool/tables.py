@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvrelay.types import RequestKey
-
 from kvpool.blocks import BlockPool, BlockState
 from kvpool.layout import BlockId, KvLayout
+from kvrelay.types import RequestKey
 
 Tables = tuple[tuple[BlockId, ...], ...]
 """# layer group |-> blocks, in token order"""
