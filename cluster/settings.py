@@ -1,0 +1,56 @@
+"""What one process is told when it starts: everything resolved, nothing left to guess.
+
+Made from the cluster file by `resolve`, or from the options of `kvrelay router` and
+`kvrelay worker`. Plain values, so that they travel to another machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.types import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """`host` is the address to listen on and to publish; `dtype` "auto" is the checkpoint's own.
+
+    `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
+    fixes the size of the pool, else `memory_fraction` of the device decides.
+    """
+
+    name: str
+    role: Role
+    model: str
+    revision: str | None
+    device: str
+    dtype: str
+    block_size: int
+    prefill_chunk_tokens: int
+    max_running_requests: int
+    max_model_len: int | None
+    memory_fraction: float
+    kv_memory_bytes: int | None
+    device_share: int
+    cpu_threads: int | None
+    transports: tuple[str, ...]
+    staging_slabs: int
+    slab_tokens: int | None
+    lease_ttl_s: float
+    host: str
+    port_range: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """`name` is the cluster's. Port 0 lets the system choose."""
+
+    name: str
+    model: str
+    revision: str | None
+    served_model_name: str
+    host: str
+    http_port: int
+    grpc_port: int
+    max_body_bytes: int
+    max_waiting_requests: int
