@@ -16,6 +16,10 @@ import torch
 RegionName = NewType("RegionName", str)
 """A registered region of one endpoint, as told to a peer. Unique for the endpoint's life."""
 
+MAX_MESSAGE_BYTES = 64 * 1024
+SEND_TIMEOUT_S = 5.0
+"""How long `notify` waits for a peer that does not read before it raises."""
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -43,15 +47,17 @@ class Connection(Protocol):
 
     def notify(self, payload: bytes) -> None:
         """Deliver `payload` (at most 64 KiB), whole and in order, to the peer's `on_message`.
-        Raises PeerError when the peer is gone."""
+        Blocks while the peer has too much unread; raises PeerError, and delivers nothing, when
+        that lasts `SEND_TIMEOUT_S` or the peer is gone."""
 
     def close(self) -> None:
-        """Idempotent. The other side's `on_lost` is called."""
+        """Idempotent. The other side's `on_lost` is called, this side's is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """Called on a transport thread; must not block."""
+    """Called on a transport thread; must not block. `on_connect` is for connections that a peer
+    opened, and comes before their first message."""
 
     on_connect: Callable[[Connection], None]
     on_message: Callable[[Connection, bytes], None]
