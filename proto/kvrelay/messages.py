@@ -93,7 +93,6 @@ class ReserveRefused:
     key: RequestKey
     at_s: float
     reason: str
-    retry_after_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

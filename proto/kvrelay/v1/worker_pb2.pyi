@@ -207,12 +207,10 @@ class Reserved(_message.Message):
     def __init__(self) -> None: ...
 
 class ReserveRefused(_message.Message):
-    __slots__ = ("reason", "retry_after_s")
+    __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
-    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    retry_after_s: float
-    def __init__(self, reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Lifetime(_message.Message):
     __slots__ = ("name", "tokens")

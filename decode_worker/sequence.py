@@ -1,0 +1,81 @@
+"""One sequence being decoded: a choice of a request, or a prompt whose choices are still one. Pure.
+
+prompt ids | emitted ids
+[0 ............ computed)   KV is in the blocks
+               [computed, length)   to be run next; 1 token when decoding, more after a
+                                    preemption or for a prompt that is prefilled here
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.finish import finish_reason, needs_history
+from engine.step import Sampled, SampleRequest
+from kvpool.tables import Holder
+from kvrelay.messages import Tokens
+from kvrelay.types import FinishReason, RequestKey, RequestSpec
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """`arrival` orders sequences: the newest is preempted first. `choices` share all so far."""
+
+    spec: RequestSpec
+    choices: tuple[int, ...]
+    holder: Holder
+    arrival: int
+    emitted: list[int] = field(default_factory=list)
+    computed: int = 0
+    joined: bool = False
+    dropped: bool = False
+
+    @property
+    def key(self) -> RequestKey:
+        return self.spec.key
+
+    @property
+    def length(self) -> int:
+        return len(self.spec.prompt_ids) + len(self.emitted)
+
+    @property
+    def needed(self) -> int:
+        return self.length - self.computed
+
+    def next_tokens(self, take: int) -> tuple[int, ...]:
+        prompt = self.spec.prompt_ids
+        start, end = self.computed, self.computed + take
+        if start >= len(prompt):
+            return tuple(self.emitted[start - len(prompt) : end - len(prompt)])
+        return prompt[start:end] + tuple(self.emitted[: max(0, end - len(prompt))])
+
+    def samples(self) -> tuple[SampleRequest, ...]:
+        """What to draw once all tokens are run."""
+        history = needs_history(self.spec.sampling)
+        return tuple(
+            SampleRequest(
+                sampling=self.spec.sampling,
+                choice=choice,
+                index=len(self.emitted),
+                prompt_ids=self.spec.prompt_ids if history else (),
+                emitted_ids=tuple(self.emitted) if history else (),
+            )
+            for choice in self.choices
+        )
+
+    def finish_reason(self, token_id: int) -> FinishReason | None:
+        """Were `token_id` the next token."""
+        return finish_reason(self.spec.sampling, token_id=token_id, emitted=len(self.emitted) + 1)
+
+    def tokens_event(self, choice: int, sampled: Sampled, now_s: float) -> Tokens:
+        reason = self.finish_reason(sampled.token_id)
+        return Tokens(
+            key=self.key,
+            at_s=now_s,
+            choice=choice,
+            first_index=len(self.emitted),
+            token_ids=(sampled.token_id,),
+            logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
+            finish_reason=reason,
+            stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
+        )
