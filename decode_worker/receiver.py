@@ -25,7 +25,7 @@ from kvpool.handoff import (
     SlabWanted,
 )
 from kvpool.leases import LeaseTable
-from kvpool.slabs import SlabPool
+from kvpool.slabs import LeaseId, SlabId, SlabPool
 from kvpool.tables import BlockTables, Holder
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
@@ -72,7 +72,7 @@ class Receiver:
 
     tables: BlockTables
     slabs: SlabPool
-    regions: dict[int, str]
+    regions: dict[SlabId, str]
     leases: LeaseTable[RequestKey]
     transfers: int = 0
     transfer_bytes: int = 0
@@ -81,7 +81,9 @@ class Receiver:
     """Reservations that ended without a commit, and hold nothing any more: for the router."""
     _reservations: dict[RequestKey, _Reservation] = field(default_factory=dict)
     _awaiting_slab: deque[SlabWanted] = field(default_factory=deque)
-    _lent: dict[RequestKey, dict[int, int]] = field(default_factory=dict)  # key |-> slab |-> lease
+    _lent: dict[RequestKey, dict[SlabId, LeaseId]] = field(
+        default_factory=dict
+    )  # key |-> slab |-> lease
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._reservations
@@ -107,8 +109,10 @@ class Receiver:
     def wanted(self, peer: Incarnation, wanted: SlabWanted, now_s: float) -> list[Command]:
         reservation = self._reservations.get(wanted.key)
         if reservation is None or reservation.cancelled:
-            cancel = CancelTransfer(key=wanted.key, reason="no such reservation")
-            return [SendPeer(peer=peer, message=cancel)]
+            return [self._cancel_at(peer, wanted.key, "no such reservation")]
+        if wanted.bytes > self.slabs.slab_bytes:
+            reason = f"a slab holds {self.slabs.slab_bytes} bytes, {wanted.bytes} were wanted"
+            return [self._cancel_at(peer, wanted.key, reason)]
         self.leases.renew(wanted.key, now_s)
         self._awaiting_slab.append(wanted)
         return self._lend(now_s)
@@ -168,7 +172,7 @@ class Receiver:
         self.transfer_s += done.seconds
         return commands, []
 
-    def _forget_slab(self, key: RequestKey, slab_id: int) -> None:
+    def _forget_slab(self, key: RequestKey, slab_id: SlabId) -> None:
         lent = self._lent.get(key)
         if lent is not None:
             lent.pop(slab_id, None)
@@ -216,13 +220,16 @@ class Receiver:
         self._end(reservation)
         for slab_id, lease_id in self._lent.get(key, {}).items():
             self.slabs.begin_fence(slab_id, lease_id, now_s, self.leases.ttl_s)
-        message = CancelTransfer(key=key, reason=reason)
-        return [SendPeer(peer=reservation.message.source, message=message)]
+        return [self._cancel_at(reservation.message.source, key, reason)]
+
+    @staticmethod
+    def _cancel_at(peer: Incarnation, key: RequestKey, reason: str) -> SendPeer:
+        return SendPeer(peer=peer, message=CancelTransfer(key=key, reason=reason))
 
     def fenced(self, key: RequestKey, now_s: float) -> list[Command]:
         """The writer says that it stopped, asked or by itself: its slabs and blocks are free."""
         for slab_id, lease_id in self._lent.pop(key, {}).items():
-            self.slabs.take_back(slab_id, lease_id)
+            self.slabs.fence_acknowledged(slab_id, lease_id)
         reservation = self._reservations.get(key)
         if reservation is not None and not reservation.cancelled:
             self._end(reservation)
@@ -267,12 +274,12 @@ class Receiver:
                 failures.append(Failure(reservation.message.spec.key, "peer_lost", reason))
                 self._end(reservation)
         commands: list[Command] = []
-        for slab_id in self.slabs.holder_lost(peer):
-            self._forget_lease(slab_id)
-            commands.append(ReplaceSlab(slab_id=slab_id))
+        for lost in self.slabs.holder_lost(peer):
+            self._forget_lease(lost.slab_id)
+            commands.append(ReplaceSlab(slab_id=lost.slab_id))
         return commands, failures
 
-    def _forget_lease(self, slab_id: int) -> None:
+    def _forget_lease(self, slab_id: SlabId) -> None:
         for key in [key for key, lent in self._lent.items() if slab_id in lent]:
             self._forget_slab(key, slab_id)
 

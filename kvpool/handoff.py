@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool.slabs import LeaseId, SlabId
 from kvpool.tables import Tables
 from kvrelay.types import Incarnation, RequestKey
 
@@ -41,17 +42,17 @@ class SlabWanted:
 class SlabLent:
     key: RequestKey
     piece: int
-    slab_id: int
+    slab_id: SlabId
     region: str
-    lease_id: int
+    lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabFilled:
     key: RequestKey
     piece: int
-    slab_id: int
-    lease_id: int
+    slab_id: SlabId
+    lease_id: LeaseId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +134,8 @@ class SlabScattered:
 
     key: RequestKey
     piece: int
-    slab_id: int
-    lease_id: int
+    slab_id: SlabId
+    lease_id: LeaseId
     bytes: int
     seconds: float
     error: str | None = None
@@ -172,9 +173,10 @@ class ScatterSlab:
 class ReplaceSlab:
     """Its writer fell silent: deregister the region and register a fresh one in its place."""
 
-    slab_id: int
+    slab_id: SlabId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabReplaced:
-    slab_id: int
+    slab_id: SlabId
+    region: str

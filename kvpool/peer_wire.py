@@ -18,6 +18,7 @@ from kvpool.handoff import (
     SlabWanted,
     TransferCancelled,
 )
+from kvpool.slabs import LeaseId, SlabId
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation, RequestKey
 from kvrelay.v1 import peer_pb2, worker_pb2
@@ -115,17 +116,17 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
             return SlabLent(
                 key=_key_of(lent.key),
                 piece=lent.piece,
-                slab_id=lent.slab_id,
+                slab_id=SlabId(lent.slab_id),
                 region=lent.region,
-                lease_id=lent.lease_id,
+                lease_id=LeaseId(lent.lease_id),
             )
         case "slab_filled":
             filled = envelope.slab_filled
             return SlabFilled(
                 key=_key_of(filled.key),
                 piece=filled.piece,
-                slab_id=filled.slab_id,
-                lease_id=filled.lease_id,
+                slab_id=SlabId(filled.slab_id),
+                lease_id=LeaseId(filled.lease_id),
             )
         case "commit":
             commit = envelope.commit
