@@ -33,7 +33,9 @@ class SequenceSlice:
     """Consecutive tokens of one sequence to run, with the blocks that hold its KV.
 
     `tables` cover positions `[0, start + len(token_ids))`. With several `samples` (the choices of
-    one prompt) each is drawn from the same logits.
+    one prompt) each is drawn from the same logits. `prompt_tokens` is the whole prompt's length
+    when this is only a chunk of it: some models (LongRoPE) treat long sequences differently from
+    their first token on.
     """
 
     key: RequestKey
@@ -42,6 +44,7 @@ class SequenceSlice:
     start: int
     tables: Tables
     samples: tuple[SampleRequest, ...] = ()
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""The door from transformers' models to kvrelay's own attention. Runs in the worker.
+
+Model families look the implementation up by its name; what a layer's call means in this step is
+said by the `AttentionState` of the `ContextVar`, set around the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import AttentionInterface
+
+NAME = "kvrelay"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns queries and keys into weights, beyond plain softmax attention.
+
+    `softcap` c replaces each score s by c * tanh(s / c) (Gemma 2); `sinks` `[heads]` are logits
+    that take weight and give no value (GPT-OSS). `window` counts the token itself.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class AttentionState(Protocol):
+    """What the attention of one forward pass reads and writes."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        """`query` `[1, heads, tokens, dim]`, `key` and `value` `[1, kv_heads, tokens, dim]`, not
+        yet cached. Returns `[1, tokens, heads, value_dim]`."""
+
+
+_STATE: ContextVar[AttentionState] = ContextVar("kvrelay_attention")
+
+
+@contextmanager
+def attention_state(state: AttentionState) -> Iterator[None]:
+    """Every attention layer called inside uses `state`."""
+    token = _STATE.set(state)
+    try:
+        yield
+    finally:
+        _STATE.reset(token)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    scores = Scores(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return _STATE.get().attend(layer, query, key, value, scores), None
+
+
+def register() -> None:
+    """Make `attn_implementation="kvrelay"` known to transformers. Idempotent.
+
+    No mask function is registered under the name, so models build no mask.
+    """
+    AttentionInterface.register(NAME, _attention)

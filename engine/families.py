@@ -1,0 +1,67 @@
+"""Which model families can be served, decided from the configuration before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from kvrelay.errors import ModelError
+
+_SPANS = {"full_attention", "sliding_attention"}
+_REFUSED = {
+    "falcon": "its attention bypasses transformers' attention interface",
+    "bloom": "its attention bypasses transformers' attention interface",
+    "mpt": "its attention bypasses transformers' attention interface",
+    "qwen3_next": "its linear-attention layers keep a state that is no KV",
+    "llama4_text": "its chunked attention is not supported",
+    "llama4": "its chunked attention is not supported",
+}
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Raises ModelError, with the reason, for a family that would give wrong tokens."""
+    kind = config.model_type
+    if kind in _REFUSED:
+        raise ModelError(f"the {kind} family can't be served: {_REFUSED[kind]}")
+    _check_class(config)
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SPANS)
+    if odd:
+        raise ModelError(f"the {kind} family can't be served: it has {', '.join(odd)} layers")
+    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
+        raise ModelError(
+            f"this {kind} checkpoint can't be served: with dynamic RoPE a token's KV depends on "
+            "the longest sequence of its batch"
+        )
+
+
+def _check_class(config: PretrainedConfig) -> None:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{config.model_type} has no causal language model in transformers")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not model_class._supports_attention_backend:
+        raise ModelError(
+            f"the {config.model_type} family can't be served: its attention bypasses "
+            "transformers' attention interface"
+        )
+
+
+def longrope_border_tokens(config: PretrainedConfig) -> int | None:
+    """Sequences longer than this use other RoPE factors (LongRoPE, arXiv:2402.13753 §3); None:
+    the model doesn't."""
+    borders = [
+        int(rope["original_max_position_embeddings"])
+        for rope in _ropes(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(borders, default=None)
+
+
+def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """The RoPE parameters, of all layers or of each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from (value for value in parameters.values() if isinstance(value, Mapping))

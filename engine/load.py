@@ -1,0 +1,85 @@
+"""Puts an engine together: load, probe, check, profile, size, allocate."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.checkpoint import Checkpoint
+from engine.model import Model, load_model
+from engine.probe import derive_layout, probe
+from engine.profile import profile_memory
+from engine.runner import Engine, EngineFacts
+from engine.self_check import check_against_eager
+from engine.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
+from engine.step import StepBatch
+from kvpool.layout import KvLayout
+from kvpool.memory import KvMemory
+from kvrelay.errors import ModelError
+
+
+def load_engine(
+    checkpoint: Checkpoint,
+    *,
+    device: str,
+    dtype: str,
+    block_size: int,
+    blocks: int | None,
+    limits: EngineLimits,
+) -> Engine:
+    """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
+
+    Raises ModelError when the family, the files or the memory don't allow serving.
+    """
+    model = load_model(checkpoint, device=device, dtype=dtype)
+    shapes = probe(model)
+    layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
+    needs_masks = not all(shape.is_plain for shape in shapes.values())
+    wanted = _max_model_len(checkpoint, limits)
+
+    def build(memory: KvMemory, sizing: KvSizing) -> Engine:
+        facts = _facts(checkpoint, layout, model, sizing.max_model_len)
+        return Engine(model, memory, facts, sizing, needs_masks=needs_masks)
+
+    draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
+    check_against_eager(model, layout, lambda memory, batch: build(memory, draft).logits(batch))
+
+    def run(memory: KvMemory, batch: StepBatch) -> object:
+        return build(memory, draft).run(batch)
+
+    profile = (
+        profile_memory(model, layout, limits, wanted, run)
+        if blocks is None
+        else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
+    )
+    sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
+    return build(KvMemory(layout, sizing.blocks, torch.device(device)), sizing)
+
+
+def _max_model_len(checkpoint: Checkpoint, limits: EngineLimits) -> int:
+    own, asked = checkpoint.max_position_embeddings, limits.max_model_len
+    if own is None and asked is None:
+        raise ModelError(
+            f"{checkpoint.path}/config.json names no context length: set max_model_len"
+        )
+    if own is not None and asked is not None and asked > own:
+        raise ModelError(f"max_model_len is {asked}, but {checkpoint.name} ends at {own}: lower it")
+    found = asked if asked is not None else own
+    assert found is not None
+    return found
+
+
+def _facts(checkpoint: Checkpoint, layout: KvLayout, model: Model, limit: int) -> EngineFacts:
+    return EngineFacts(
+        architecture=checkpoint.architecture,
+        vocab_size=checkpoint.vocab_size,
+        max_model_len=limit,
+        fingerprint=layout.logical_fingerprint(checkpoint.fingerprint_source),
+        device=_device_name(model.device),
+        dtype=model.dtype_name,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

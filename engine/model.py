@@ -1,0 +1,97 @@
+"""Loads a checkpoint through transformers and runs it ragged over an attention state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from engine import attention
+from engine.attention import AttentionState, attention_state
+from engine.checkpoint import Checkpoint
+from engine.families import check_family
+from kvrelay.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A causal language model with kvrelay's attention. Frozen, in evaluation mode."""
+
+    module: Any
+    config: PretrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def weight_bytes(self) -> int:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        state: AttentionState,
+    ) -> torch.Tensor:
+        """One ragged call. `token_ids`, `positions` `[1, tokens]`; logits `[rows, vocab]`."""
+        with attention_state(state):
+            output = self.module(
+                input_ids=token_ids,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=logit_rows,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def eager_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """transformers' own eager forward of whole sequences: `[batch, tokens, vocab]`."""
+        self.module.set_attn_implementation("eager")
+        try:
+            logits: torch.Tensor = self.module(input_ids=token_ids, use_cache=False).logits
+        finally:
+            self.module.set_attn_implementation(attention.NAME)
+        return logits
+
+
+def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
+    """`dtype` is a key of DTYPES or "auto" (the checkpoint's own). Raises ModelError."""
+    config = _load_config(checkpoint)
+    check_family(config)
+    attention.register()
+    wanted = _resolve_dtype(config, dtype)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path, config=config, dtype=wanted, attn_implementation=attention.NAME
+        )
+        module = module.to(torch.device(device)).eval().requires_grad_(False)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
+    return Model(module=module, config=config, device=torch.device(device), dtype=wanted)
+
+
+def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(checkpoint.path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{checkpoint.path}/config.json can't be used: {reason}") from error
+
+
+def _resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    own = getattr(config, "dtype", None)
+    return next((known for known in DTYPES.values() if known == own), torch.float32)

@@ -1,0 +1,112 @@
+"""Measures what a step needs beside weights and KV: one pass at the largest chunk and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from engine.model import Model
+from engine.plan import GATHER_BYTES, layer_block_bytes
+from engine.sizing import EngineLimits, MemoryProfile
+from engine.step import SampleRequest, SequenceSlice, StepBatch
+from kvpool.layout import BlockId, KvLayout
+from kvpool.memory import KvMemory
+from kvrelay.types import RequestKey, Sampling
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def profile_memory(
+    model: Model,
+    layout: KvLayout,
+    limits: EngineLimits,
+    max_model_len: int,
+    run: Callable[[KvMemory, StepBatch], object],
+) -> MemoryProfile:
+    """`run` executes a step in the given memory. Contexts are short here; what long ones add
+    (gathered KV, masks) is computed."""
+    chunk = min(limits.prefill_chunk_tokens, max_model_len)
+    memory = KvMemory(layout, layout.blocks_for(chunk), model.device)
+    batch = _largest_batch(layout, chunk, limits.max_running_requests)
+    peak = _peak_bytes(model.device, lambda: run(memory, batch))
+    gathered = max(_gathered_bytes(layout, g, max_model_len) for g in range(len(layout.groups)))
+    masks = 2 * len(layout.groups) * chunk * max_model_len * layout.element_bytes
+    return MemoryProfile(
+        total_bytes=_total_bytes(model.device),
+        weight_bytes=model.weight_bytes if model.device.type == "cuda" else 0,
+        activation_bytes=peak + gathered + masks,
+    )
+
+
+def _gathered_bytes(layout: KvLayout, group: int, max_model_len: int) -> int:
+    one_row = layout.blocks_for(max_model_len) * layer_block_bytes(layout, group)
+    return max(one_row, GATHER_BYTES)
+
+
+def _largest_batch(layout: KvLayout, chunk: int, rows: int) -> StepBatch:
+    """A chunk and `rows` one-token sequences, all in the same blocks: only sizes matter here."""
+    blocks = tuple(BlockId(i) for i in range(layout.blocks_for(chunk)))
+    pieces = [_piece(layout, blocks, chunk), *[_piece(layout, blocks[:1], 1)] * rows]
+    return StepBatch(slices=tuple(pieces))
+
+
+def _piece(layout: KvLayout, blocks: tuple[BlockId, ...], tokens: int) -> SequenceSlice:
+    sampling = Sampling(max_tokens=1, seed=0, temperature=1.0)
+    request = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
+    return SequenceSlice(
+        key=RequestKey("profile", 0),
+        choice=0,
+        token_ids=(0,) * tokens,
+        start=0,
+        tables=(blocks,) * len(layout.groups),
+        samples=(request,),
+    )
+
+
+def _peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    before = psutil.Process().memory_info().rss
+    _reset_peak_rss()
+    step()
+    return max(0, max(_peak_rss_bytes(), psutil.Process().memory_info().rss) - before)
+
+
+def _reset_peak_rss() -> None:
+    """Linux: 5 resets the process's high-water mark (proc(5), clear_refs)."""
+    refs = Path("/proc/self/clear_refs")
+    if refs.exists():
+        refs.write_text("5")
+
+
+def _peak_rss_bytes() -> int:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(found[0]) * 1024 if found else 0
+
+
+def _total_bytes(device: torch.device) -> int:
+    """The GPU's whole memory; on CPU what is available now, with the weights already loaded."""
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        return total
+    available = psutil.virtual_memory().available
+    return min(available, _cgroup_room_bytes(available))
+
+
+def _cgroup_room_bytes(default: int) -> int:
+    """cgroup v2: what the container may still take."""
+    limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if not (limit.exists() and current.exists()):
+        return default
+    text = limit.read_text().strip()
+    return default if text == "max" else max(0, int(text) - int(current.read_text()))
