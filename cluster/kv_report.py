@@ -1,0 +1,43 @@
+"""Every held block and slab of a worker, with holder and age: what `/debug/kv` shows."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from decode_worker.receiver import Receiver
+from kvpool.blocks import BlockState
+from kvpool.tables import BlockTables
+from kvrelay.messages import WorkerHello
+from kvrelay.v1 import worker_pb2 as pb
+
+
+def kv_report(
+    hello: WorkerHello, tables: BlockTables, receiver: Receiver, now_s: float
+) -> pb.DebugKvResponse:
+    counts = tables.counts()
+    held = [
+        pb.HeldBlocks(
+            holder=str(entry.holder),
+            state=entry.state.name.lower(),
+            block_ids=list(chain.from_iterable(entry.tables)),
+            age_s=now_s - entry.since_s,
+        )
+        for entry in tables.held()
+    ]
+    slabs = [
+        pb.HeldSlab(slab_id=s.slab_id, state=s.state, holder=s.holder, age_s=s.age_s)
+        for s in receiver.slabs.held(now_s)
+    ]
+    return pb.DebugKvResponse(
+        worker=hello.name,
+        incarnation=hello.incarnation,
+        total_blocks=tables.blocks,
+        free_blocks=counts[BlockState.FREE],
+        leased_blocks=counts[BlockState.LEASED],
+        active_blocks=counts[BlockState.ACTIVE],
+        cached_blocks=counts[BlockState.CACHED],
+        orphaned_blocks=tables.orphaned(),
+        held=held,
+        slabs=slabs,
+        total_slabs=receiver.slabs.count,
+    )

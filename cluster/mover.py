@@ -1,0 +1,160 @@
+"""The transfer thread of a worker: collates blocks into lent slabs and scatters filled ones.
+
+It runs beside the step thread, on blocks that no step writes: a prompt's finished chunks on one
+side, blocks reserved for a handoff on the other.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from cluster.peers import PeerLinks
+from kvpool.handoff import (
+    ReplaceSlab,
+    ScatterSlab,
+    SlabFilled,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+    WriteSlab,
+)
+from kvpool.memory import KvMemory
+from kvpool.memory_collate import read_slab, slab_bytes, write_slab
+from kvpool.slabs import SlabId
+from kvpool.transport.base import Region, RegionName
+from kvrelay.errors import PeerError
+
+Job = WriteSlab | ScatterSlab | ReplaceSlab
+Outcome = SlabWritten | SlabScattered | SlabReplaced
+
+
+class Mover:
+    """`regions[slab]` is the registered memory of this worker's own staging slabs."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        links: PeerLinks,
+        fingerprint: str,
+        *,
+        slabs: int,
+        slab_tokens: int,
+        post: Callable[[Outcome], None],
+        crashed: Callable[[BaseException], None],
+    ) -> None:
+        self._memory = memory
+        self._links = links
+        self._fingerprint = fingerprint
+        self._post = post
+        self._crashed = crashed
+        self._slab_bytes = slab_bytes(memory.layout, slab_tokens)
+        self.regions: dict[SlabId, Region] = {
+            SlabId(i): links.endpoint.register(self._slab_bytes) for i in range(slabs)
+        }
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvrelay-mover", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        for region in self.regions.values():
+            self._links.endpoint.deregister(region)
+        self.regions.clear()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        try:
+            self._work()
+        except Exception as error:
+            self._crashed(error)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            match job:
+                case WriteSlab():
+                    self._post(self._write(job))
+                case ScatterSlab():
+                    self._post(self._scatter(job))
+                case ReplaceSlab(slab_id=slab_id):
+                    self._post(self._replace(slab_id))
+
+    def _write(self, job: WriteSlab) -> SlabWritten:
+        started_s, size, error = time.monotonic(), 0, None
+        try:
+            size = self._gather(job)
+            filled = SlabFilled(
+                key=job.lent.key,
+                piece=job.lent.piece,
+                slab_id=job.lent.slab_id,
+                lease_id=job.lent.lease_id,
+            )
+            self._links.notify(job.peer, filled)
+        except PeerError as failure:
+            error = str(failure)
+        return SlabWritten(
+            key=job.lent.key,
+            piece=job.lent.piece,
+            bytes=size,
+            seconds=time.monotonic() - started_s,
+            error=error,
+        )
+
+    def _gather(self, job: WriteSlab) -> int:
+        connection = self._links.connection(job.peer)
+        region = RegionName(job.lent.region)
+        window = connection.window(region)
+        staging = window if window is not None else torch.empty(self._slab_bytes, dtype=torch.uint8)
+        size = write_slab(
+            self._memory,
+            job.tables,
+            job.start,
+            job.tokens,
+            fingerprint=self._fingerprint,
+            lease_id=job.lent.lease_id,
+            chunk=job.lent.piece,
+            window=staging,
+        )
+        if window is None:
+            connection.write(region, 0, staging[:size])
+        return size
+
+    def _scatter(self, job: ScatterSlab) -> SlabScattered:
+        started_s, size, error = time.monotonic(), 0, None
+        filled = job.filled
+        try:
+            header = read_slab(
+                self._memory,
+                job.tables,
+                fingerprint=self._fingerprint,
+                lease_id=filled.lease_id,
+                window=self.regions[filled.slab_id].memory,
+            )
+            size = header.payload_bytes
+        except PeerError as failure:
+            error = str(failure)
+        return SlabScattered(
+            key=filled.key,
+            piece=filled.piece,
+            slab_id=filled.slab_id,
+            lease_id=filled.lease_id,
+            bytes=size,
+            seconds=time.monotonic() - started_s,
+            error=error,
+        )
+
+    def _replace(self, slab_id: SlabId) -> SlabReplaced:
+        self._links.endpoint.deregister(self.regions[slab_id])
+        self.regions[slab_id] = self._links.endpoint.register(self._slab_bytes)
+        return SlabReplaced(slab_id=slab_id, region=self.regions[slab_id].name)

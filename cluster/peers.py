@@ -1,0 +1,125 @@
+"""A worker's links to other workers: connects, says hello, refuses what doesn't match.
+
+Callbacks come on transport threads and only queue; everything else runs on the step thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from kvpool.handoff import FromPeer, PeerHello, PeerLost, PeerMessage, SendPeer
+from kvpool.peer_wire import decode, encode
+from kvpool.transport.base import Callbacks, Connection, Endpoint
+from kvpool.transport.registry import open_endpoint
+from kvrelay.errors import PeerError
+from kvrelay.types import Incarnation
+
+log = logging.getLogger(__name__)
+
+
+class PeerLinks:
+    """# incarnation of a peer |-> the connection to it, once both have said hello"""
+
+    def __init__(
+        self, scheme: str, hello: PeerHello, post: Callable[[FromPeer | PeerLost], None]
+    ) -> None:
+        self._hello = hello
+        self._post = post
+        self._lock = threading.Lock()
+        self._by_peer: dict[Incarnation, Connection] = {}
+        self._peer_of: dict[Connection, Incarnation] = {}
+        callbacks = Callbacks(
+            on_connect=lambda connection: None, on_message=self._received, on_lost=self._lost
+        )
+        self.endpoint: Endpoint = open_endpoint(scheme, hello.incarnation, callbacks)
+
+    def connection(self, peer: Incarnation) -> Connection:
+        """Raises PeerError when there is none."""
+        with self._lock:
+            found = self._by_peer.get(peer)
+        if found is None:
+            raise PeerError(f"no connection to worker {peer}")
+        return found
+
+    def send(self, command: SendPeer) -> None:
+        """Connect first if need be. A peer that can't be reached is reported as lost."""
+        try:
+            self._connected(command).notify(encode(command.message))
+        except PeerError as error:
+            self._post(PeerLost(peer=command.peer, reason=str(error)))
+
+    def notify(self, peer: Incarnation, message: PeerMessage) -> None:
+        """Raises PeerError."""
+        self.connection(peer).notify(encode(message))
+
+    def _connected(self, command: SendPeer) -> Connection:
+        with self._lock:
+            known = self._by_peer.get(command.peer)
+        if known is not None or command.address is None:
+            return known if known is not None else self.connection(command.peer)
+        connection = self.endpoint.connect(command.address)
+        self._admit(connection, command.peer)
+        connection.notify(encode(self._hello))
+        return connection
+
+    def _admit(self, connection: Connection, peer: Incarnation) -> None:
+        with self._lock:
+            self._by_peer[peer] = connection
+            self._peer_of[connection] = peer
+
+    def _received(self, connection: Connection, payload: bytes) -> None:
+        try:
+            message = decode(payload)
+            if isinstance(message, PeerHello):
+                self._greeted(connection, message)
+                return
+            with self._lock:
+                peer = self._peer_of.get(connection)
+            if peer is None:
+                raise PeerError("a peer spoke before its hello")
+        except PeerError as error:
+            self._drop(connection, str(error))
+            return
+        self._post(FromPeer(peer=peer, message=message))
+
+    def _greeted(self, connection: Connection, theirs: PeerHello) -> None:
+        with self._lock:
+            expected = self._peer_of.get(connection)
+        if expected is None:  # they connected to us
+            self._admit(connection, theirs.incarnation)
+            connection.notify(encode(self._hello))
+        elif expected != theirs.incarnation:
+            raise PeerError(f"worker {expected} is gone; {theirs.incarnation} is in its place")
+        self._check(theirs)
+
+    def _check(self, theirs: PeerHello) -> None:
+        ours = self._hello
+        for name in ("wire_version", "fingerprint", "physical_format"):
+            mine, other = getattr(ours, name), getattr(theirs, name)
+            if mine != other:
+                raise PeerError(
+                    f"worker {theirs.incarnation} has {name} {other}, this one {mine}: both must "
+                    "run the same kvrelay, model, dtype and block size"
+                )
+
+    def _drop(self, connection: Connection, reason: str) -> None:
+        log.error("refused a peer: %s", reason)
+        with self._lock:
+            peer = self._peer_of.get(connection)
+        if peer is not None:
+            self._post(PeerLost(peer=peer, reason=reason))
+        connection.close()
+        self._lost(connection)
+
+    def _lost(self, connection: Connection) -> None:
+        with self._lock:
+            peer = self._peer_of.pop(connection, None)
+            if peer is None or self._by_peer.get(peer) is not connection:
+                return
+            del self._by_peer[peer]
+        self._post(PeerLost(peer=peer, reason=f"the connection to worker {peer} was lost"))
+
+    def close(self) -> None:
+        self.endpoint.close()

@@ -1,0 +1,298 @@
+"""The loop of a worker: receive, decide, run, settle. One thread owns all of a worker's state.
+
+Both schedulers live here over one set of block tables; the role only tells routers what to send.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.mover import Mover
+from cluster.peers import PeerLinks
+from decode_worker.scheduler import DecodeScheduler
+from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepOutcome, StepWanted, Tick
+from kvpool.blocks import BlockState
+from kvpool.handoff import (
+    CancelTransfer,
+    Committed,
+    FromPeer,
+    PeerLost,
+    ReplaceSlab,
+    ScatterSlab,
+    SendPeer,
+    SlabLent,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+    WriteSlab,
+)
+from kvpool.tables import BlockTables, CopyPairs
+from kvrelay.messages import (
+    Abort,
+    Counters,
+    Generate,
+    Prefill,
+    Released,
+    Reserve,
+    ReserveRefused,
+    Stop,
+    ToWorker,
+    WorkerEvent,
+)
+from kvrelay.types import RequestKey
+from prefill_worker.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+
+class StepEngine(Protocol):
+    """What the loop needs of an engine."""
+
+    def run(self, batch: StepBatch) -> StepOutcome: ...
+
+    def copy_blocks(self, pairs: CopyPairs) -> None: ...
+
+
+class RouterStream(Protocol):
+    """One router's open stream; `send` is thread safe and never blocks."""
+
+    def send(self, events: list[WorkerEvent], counters: Counters) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    stream: RouterStream
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class RouterJoined:
+    stream: RouterStream
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    stream: RouterStream
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run this on the loop's thread, between steps."""
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A thread beside the loop has died of a bug: so does the worker."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    pass
+
+
+Incoming = (
+    FromRouter
+    | RouterJoined
+    | RouterLost
+    | FromPeer
+    | PeerLost
+    | SlabWritten
+    | SlabScattered
+    | SlabReplaced
+    | Call
+    | Crashed
+    | Close
+)
+
+
+class WorkerLoop:
+    def __init__(
+        self,
+        engine: StepEngine,
+        tables: BlockTables,
+        prefill: PrefillScheduler,
+        decode: DecodeScheduler,
+        inbox: queue.SimpleQueue[Incoming],
+    ) -> None:
+        self._engine = engine
+        self._tables = tables
+        self.prefill = prefill
+        self.decode = decode
+        self.inbox = inbox
+        self.draining = False
+        self._routes: dict[RequestKey, RouterStream] = {}
+        self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
+        self._next_tick_s = 0.0
+        self._closing = False
+        self._steps = 0
+        self._busy_s = 0.0
+
+    def attach(self, links: PeerLinks, mover: Mover) -> None:
+        self._links = links
+        self._mover = mover
+
+    @property
+    def idle(self) -> bool:
+        return not self._routes
+
+    def run(self) -> None:
+        """Until Close; raises what a step raised."""
+        worked = False
+        while not self._closing:
+            self._receive(wait=not worked)
+            worked = self._step(self.decode)
+            worked = self._step(self.prefill) or worked
+
+    # --- receive --------------------------------------------------------------------------------
+
+    def _receive(self, *, wait: bool) -> None:
+        if wait:
+            timeout_s = max(0.0, self._next_tick_s - time.monotonic())
+            with suppress(queue.Empty):
+                self._settle(self.inbox.get(timeout=timeout_s))
+        while not self.inbox.empty():
+            self._settle(self.inbox.get_nowait())
+        if time.monotonic() >= self._next_tick_s:
+            self._tick()
+        self._flush()
+
+    def _tick(self) -> None:
+        self._next_tick_s = time.monotonic() + TICK_S
+        self._both(Tick())
+        for stream in self._outbox:
+            stream.send([], self.counters())
+
+    def _settle(self, event: Incoming) -> None:
+        match event:
+            case FromRouter(stream=stream, message=message):
+                self._from_router(stream, message)
+            case FromPeer(message=SlabLent() | Committed() | CancelTransfer()) | SlabWritten():
+                self._execute(self.prefill.handle(event, time.monotonic()))
+            case FromPeer() | SlabScattered() | SlabReplaced():
+                self._execute(self.decode.handle(event, time.monotonic()))
+            case PeerLost():
+                self._both(event)
+            case RouterJoined(stream=stream):
+                self._outbox[stream] = []
+                stream.send([], self.counters())
+            case RouterLost(stream=stream):
+                self._router_lost(stream)
+            case Call(function=function):
+                function()
+            case Crashed(error=error):
+                raise error
+            case Close():
+                self._closing = True
+
+    def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
+        match message:
+            case Reserve(spec=spec) | Generate(spec=spec):
+                self._routes[spec.key] = stream
+                if self.draining:
+                    self._emit([ReserveRefused(key=spec.key, at_s=_now(), reason="draining")])
+                else:
+                    self._execute(self.decode.handle(message, _now()))
+            case Prefill(spec=spec):
+                self._routes[spec.key] = stream
+                self._execute(self.prefill.handle(message, _now()))
+            case Stop():
+                self._execute(self.decode.handle(message, _now()))
+            case Abort():
+                self._both(message)
+
+    def _both(self, event: Abort | PeerLost | Tick) -> None:
+        self._execute(self.prefill.handle(event, _now()))
+        self._execute(self.decode.handle(event, _now()))
+
+    def _router_lost(self, stream: RouterStream) -> None:
+        """Its requests have no one left to answer to."""
+        self._outbox.pop(stream, None)
+        for key in [key for key, owner in self._routes.items() if owner is stream]:
+            self._both(Abort(key=key))
+
+    # --- decide and run -------------------------------------------------------------------------
+
+    def _step(self, scheduler: DecodeScheduler | PrefillScheduler) -> bool:
+        """Whether there was a step to run."""
+        commands = scheduler.handle(StepWanted(), _now())
+        step = next((c for c in commands if isinstance(c, RunStep)), None)
+        self._execute(c for c in commands if c is not step)
+        if step is not None:
+            self._execute(scheduler.handle(self._run_step(step), _now()))
+        self._flush()
+        return step is not None
+
+    def _run_step(self, step: RunStep) -> StepDone:
+        started_s = time.monotonic()
+        for pairs in step.copies:
+            self._engine.copy_blocks(pairs)
+        outcome = self._engine.run(step.batch)
+        seconds = time.monotonic() - started_s
+        self._steps += 1
+        self._busy_s += seconds
+        return StepDone(outcome=outcome, seconds=seconds)
+
+    def _execute(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case Emit(events=events):
+                    self._emit(events)
+                case SendPeer():
+                    self._links.send(command)
+                case WriteSlab() | ScatterSlab() | ReplaceSlab():
+                    self._mover.put(command)
+                case RunStep():
+                    raise AssertionError("a step outside of its turn")
+
+    # --- settle ---------------------------------------------------------------------------------
+
+    def _emit(self, events: Iterable[WorkerEvent]) -> None:
+        for event in events:
+            stream = self._routes.get(event.key)
+            if isinstance(event, Released | ReserveRefused):
+                self._routes.pop(event.key, None)
+            if stream in self._outbox:
+                self._outbox[stream].append(event)
+
+    def _flush(self) -> None:
+        for stream, events in self._outbox.items():
+            if events:
+                stream.send(events, self.counters())
+                self._outbox[stream] = []
+
+    def counters(self) -> Counters:
+        blocks = self._tables.counts()
+        prefill, decode, receiver = self.prefill, self.decode, self.decode.receiver
+        return Counters(
+            free_blocks=blocks[BlockState.FREE],
+            leased_blocks=blocks[BlockState.LEASED],
+            active_blocks=blocks[BlockState.ACTIVE],
+            cached_blocks=blocks[BlockState.CACHED],
+            running=decode.sequences + prefill.handing_over,
+            waiting=len(decode.awaiting_prefill) + prefill.waiting,
+            prefill_waiting_tokens=prefill.waiting_tokens + decode.waiting_tokens,
+            steps=self._steps,
+            prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
+            generated_tokens=decode.generated_tokens,
+            preemptions=decode.preemptions,
+            transfers=prefill.transfers + receiver.transfers,
+            transfer_bytes=prefill.transfer_bytes + receiver.transfer_bytes,
+            transfer_s=prefill.transfer_s + receiver.transfer_s,
+            busy_s=self._busy_s,
+        )
+
+
+def _now() -> float:
+    return time.monotonic()
