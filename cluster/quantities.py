@@ -46,14 +46,11 @@ def format_size(size_bytes: int) -> str:
 
 
 def _scaled(given: object, units: dict[str, float] | dict[str, int], expected: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", given) if _is_text(given) else None
-    if match is None or match[2] not in units:
+    text = given if isinstance(given, str) else ""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
+    if match is None or match[2] not in units or float(match[1]) == 0:
         raise ValueError(expected)
     return float(match[1]) * units[match[2]]
-
-
-def _is_text(given: object) -> bool:
-    return isinstance(given, str)
 
 
 def _text_schema(units: dict[str, float] | dict[str, int], example: str) -> WithJsonSchema:

@@ -1,0 +1,113 @@
+"""The Ray actors that host a router or a worker: thin shells around the same objects that run as
+plain processes. No token and no KV ever passes through their methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from cluster.logs import configure_logging
+from cluster.plan import NODE_HOST
+from cluster.settings import RouterSettings, WorkerSettings
+from kvrelay.errors import KvrelayError
+
+EVERY_INTERFACE = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The process says why it can't serve; starting it again would fail the same way."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAt:
+    """Where clients reach a router."""
+
+    host: str
+    http_port: int
+    grpc_port: int
+
+    @property
+    def http(self) -> str:
+        return f"http://{self.host}:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"{self.host}:{self.grpc_port}"
+
+
+class WorkerHost:
+    """Async actor. `start` may be asked again, by a controller that was restarted."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        from cluster.worker import WorkerProcess
+
+        configure_logging(settings.name)
+        self._worker = WorkerProcess(replace(settings, host=_own_host(settings.host)))
+        self._address: str | None = None
+
+    async def start(self) -> str | StartFailed:
+        try:
+            self._address = self._address or await self._worker.start()
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        return self._address
+
+    async def wait_closed(self) -> None:
+        await self._worker.wait_closed()
+
+    async def stop(self, drain_s: float) -> None:
+        await self._worker.stop(drain_s=drain_s)
+
+
+class RouterHost:
+    """Async actor; `start` and `add_worker` may be asked again."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        from cluster.router import RouterProcess
+
+        configure_logging("router")
+        self._settings = settings
+        self._router = RouterProcess(settings)
+        self._at: RouterAt | None = None
+        self._workers: set[str] = set()
+        self._closed = asyncio.Event()
+
+    async def start(self) -> RouterAt | StartFailed:
+        try:
+            self._at = self._at or await self._start()
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        return self._at
+
+    async def add_worker(self, address: str) -> None:
+        if address not in self._workers:
+            self._workers.add(address)
+            await self._router.add_worker(address)
+
+    async def remove_worker(self, address: str) -> None:
+        if address in self._workers:
+            self._workers.remove(address)
+            await self._router.remove_worker(address)
+
+    async def wait_closed(self) -> None:
+        await self._closed.wait()
+
+    async def stop(self, drain_s: float) -> None:
+        await self._router.stop(drain_s=drain_s)
+        self._closed.set()
+
+    async def _start(self) -> RouterAt:
+        ports = await self._router.start()
+        host = self._settings.host
+        reachable = _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
+        return RouterAt(host=reachable, http_port=ports.http_port, grpc_port=ports.grpc_port)
+
+
+def _own_host(host: str) -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address()) if host == NODE_HOST else host

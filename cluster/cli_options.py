@@ -1,0 +1,75 @@
+"""Options that several commands share, and how they become overrides of the cluster file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.config_load import Override, load_config
+from kvrelay.errors import ConfigError
+
+
+class Format(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG]", help="The cluster file (YAML).")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any key, such as engine.block_size=32."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="A folder or a hub id [default: the bundled model]")
+]
+HttpPort = Annotated[int | None, typer.Option("--http-port", help="0: the system chooses.")]
+GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="0: the system chooses.")]
+NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's name.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray, or auto to find one."),
+]
+FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
+
+
+def given(**options: object) -> list[Override]:
+    """One override for each option that was given; `__` in a name stands for a dot."""
+    return [
+        Override(tuple(name.split("__")), value)
+        for name, value in options.items()
+        if value is not None
+    ]
+
+
+def parsed(texts: Iterable[str] | None) -> list[Override]:
+    return [Override.parse(text) for text in texts or ()]
+
+
+def only(overrides: Iterable[Override], *sections: str) -> list[Override]:
+    """All of them. Raises ConfigError for a key that the command would not use."""
+    kept = list(overrides)
+    for override in kept:
+        if override.path[0] not in sections:
+            key = ".".join(override.path)
+            raise ConfigError(f"--set {key}: not used here, only {', '.join(sections)} are")
+    return kept
+
+
+def replicas(path: Path | None, role: str, count: int | None) -> list[Override]:
+    """`--prefill N`: the replicas of the role's one pool."""
+    if count is None:
+        return []
+    pools = load_config(path).workers
+    matching = [index for index, pool in enumerate(pools) if pool.role == role]
+    if len(matching) != 1:
+        raise ConfigError(
+            f"--{role} {count}: the cluster file has {len(matching)} {role} pools, "
+            "use --set workers.INDEX.replicas=N"
+        )
+    return [Override(("workers", str(matching[0]), "replicas"), count)]

@@ -1,0 +1,97 @@
+"""`kvrelay router` and `kvrelay worker`: single processes, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from cluster.cli_options import (
+    GrpcPort,
+    HttpPort,
+    ModelOption,
+    NameOption,
+    SetOption,
+    given,
+    only,
+    parsed,
+)
+from kvrelay.types import Role
+
+WORKER_SECTIONS = ("model", "engine", "scheduler", "transfer", "network", "drain_timeout")
+ROUTER_SECTIONS = ("name", "model", "router", "drain_timeout")
+
+
+def router(
+    model: ModelOption = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Run a router; workers join it with kvrelay worker --join."""
+    overrides = given(
+        name=name,
+        model__path=model,
+        router__host=host,
+        router__http_port=http_port,
+        router__grpc_port=grpc_port,
+    )
+    overrides += only(parsed(set_), *ROUTER_SECTIONS)
+
+    from cluster.config_load import load_config
+    from cluster.logs import configure_logging
+    from cluster.plan import router_settings
+    from cluster.resolve import resolve
+    from cluster.site import local_site
+
+    config = resolve(load_config(None, overrides), local_site())
+    configure_logging("router")
+    from cluster.plain import run_router
+
+    asyncio.run(run_router(router_settings(config), drain_s=config.drain_timeout))
+
+
+def worker(
+    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's gRPC address.")],
+    role: Annotated[Role, typer.Option(help="What this worker does.")],
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    model: ModelOption = None,
+    name: Annotated[str | None, typer.Option(help="[default: the role and the pid]")] = None,
+    cpu_threads: Annotated[int | None, typer.Option(help="[default: all CPUs]")] = None,
+    device_share: Annotated[int, typer.Option(min=1, help="Workers on this device.")] = 1,
+    set_: SetOption = None,
+) -> None:
+    """Run one worker and join it to a router."""
+    import os
+
+    overrides = [
+        *given(model__path=model),
+        *only(parsed(set_), *WORKER_SECTIONS),
+        *given(workers=[_pool(device, cpu_threads)]),
+    ]
+
+    from cluster.config_load import load_config
+    from cluster.logs import configure_logging
+    from cluster.net import host_towards
+    from cluster.plan import worker_settings
+    from cluster.resolve import resolve
+    from cluster.site import local_site
+
+    site = replace(local_site(), host=host_towards(join))
+    config = resolve(load_config(None, overrides), site)
+    process_name = name or f"{role}-{os.getpid()}"
+    settings = worker_settings(config, config.workers[0], process_name)
+    settings = replace(settings, role=role, device_share=device_share)
+    configure_logging(process_name)
+    from cluster.plain import run_worker
+
+    asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
+
+
+def _pool(device: str, cpu_threads: int | None) -> dict[str, object]:
+    """Role both stands in for the worker's own: a cluster file needs both sides."""
+    return {"role": Role.BOTH, "device": device, "cpu_threads": cpu_threads}

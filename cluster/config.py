@@ -1,0 +1,226 @@
+"""The cluster file as strict, frozen models: what may be written, and what it means. Pure.
+
+An unknown key, a wrong type or unit, or an impossible value is an error. "auto" is None here and
+is replaced by `resolve`; reading files and wording errors is `config_load`'s work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    WrapSerializer,
+    field_validator,
+    model_validator,
+)
+
+from cluster.quantities import Bytes, Seconds
+from kvrelay.types import Role
+
+
+def _none_if_auto(given: object) -> object:
+    return None if given == "auto" else given
+
+
+def _auto_if_none(value: object, inner: SerializerFunctionWrapHandler) -> object:
+    return "auto" if value is None else inner(value)
+
+
+def _spelled(pattern: str, expected: str) -> tuple[AfterValidator, WithJsonSchema]:
+    """Text that matches the whole of `pattern`; `expected` says so in words."""
+
+    def check(given: str) -> str:
+        if not re.fullmatch(pattern, given):
+            raise ValueError(expected)
+        return given
+
+    return AfterValidator(check), WithJsonSchema({"type": "string", "pattern": f"^({pattern})$"})
+
+
+_AUTO = (BeforeValidator(_none_if_auto), WrapSerializer(_auto_if_none))
+_AUTO_SCHEMA: Any = {"description": 'Or "auto".'}
+
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+AutoCount = Annotated[Count | None, *_AUTO, Field(json_schema_extra=_AUTO_SCHEMA)]
+AutoBytes = Annotated[Bytes | None, *_AUTO, Field(json_schema_extra=_AUTO_SCHEMA)]
+AutoText = Annotated[str | None, *_AUTO, Field(json_schema_extra=_AUTO_SCHEMA)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
+Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
+Quantity = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class Model(Section):
+    """Which checkpoint is served, and how."""
+
+    path: str | None = None
+    """A folder or a hub id; none: the bundled model."""
+    revision: str | None = None
+    """The hub revision: a branch, a tag or a commit."""
+    served_name: AutoText = None
+    """What clients call it; auto: the hub id, or the folder's name."""
+    dtype: Dtype = "auto"
+    """Auto: the checkpoint's own. A pool's dtype overrides it."""
+    max_model_len: AutoCount = None
+    """Prompt plus output, in tokens; auto: what the model was made for."""
+
+
+class Engine(Section):
+    """The paged KV pool of each worker."""
+
+    block_size: Annotated[int, Field(ge=8, le=128)] = 16
+    """Tokens in a KV block."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of the device's memory for weights, staging and KV together."""
+    kv_memory: AutoBytes = None
+    """Size of the KV pool of one worker; auto: what memory_fraction leaves."""
+
+
+class Scheduler(Section):
+    prefill_chunk_tokens: Annotated[int, Field(ge=16)] = 512
+    """The most prompt tokens that one step computes."""
+    max_running_requests: Count = 64
+    """The most sequences that one step advances."""
+
+
+class Parallel(Section):
+    tensor: int = 1
+    """Devices that share one model copy; only 1 works so far."""
+
+    @field_validator("tensor")
+    @classmethod
+    def _only_one(cls, given: int) -> int:
+        if given != 1:
+            raise ValueError("1: tensor parallelism isn't supported yet")
+        return given
+
+
+class WorkerPool(Section):
+    """Workers of one role that are alike. A role may have several pools."""
+
+    role: Role
+    replicas: Count = 1
+    device: Device = "cpu"
+    """cpu, cuda (a GPU that Ray picks) or cuda:N (that GPU of the machine)."""
+    resources: dict[str, Quantity] = Field(default_factory=dict)
+    """What Ray sets aside for each worker: CPU, GPU, memory (bytes), or your own names."""
+    accelerator_type: str | None = None
+    """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
+    cpu_threads: AutoCount = None
+    """Threads of one worker; auto: the CPUs, shared out."""
+    parallel: Parallel = Parallel()
+    dtype: Dtype | None = None
+    """None: as model.dtype says."""
+
+
+class Router(Section):
+    replicas: int = 1
+    """Only 1 works so far."""
+    host: str = "127.0.0.1"
+    """The address that clients connect to; 0.0.0.0 for every interface."""
+    http_port: Port = 8000
+    """0: the system chooses."""
+    grpc_port: Port = 50051
+    """0: the system chooses."""
+    max_body: Bytes = 4 * 2**20
+    """The largest HTTP body or gRPC message that is read."""
+    max_waiting_requests: Annotated[int, Field(ge=0)] = 64
+    """Requests admitted beyond what the workers run at once; more are refused."""
+    resources: dict[str, Quantity] = Field(default_factory=dict)
+    """What Ray sets aside for the router."""
+
+    @field_validator("replicas")
+    @classmethod
+    def _only_one(cls, given: int) -> int:
+        if given != 1:
+            raise ValueError("1: several routers aren't supported yet")
+        return given
+
+    @model_validator(mode="after")
+    def _two_ports(self) -> Router:
+        if self.http_port == self.grpc_port != 0:
+            raise ValueError("two different ports for http_port and grpc_port")
+        return self
+
+
+class Transfer(Section):
+    """How KV travels from prefill to decode workers."""
+
+    transports: Annotated[tuple[Literal["shm"], ...], Field(min_length=1)] = ("shm",)
+    """Links to use, best first. shm: shared memory of one host."""
+    staging_slabs: Annotated[int, Field(ge=2)] = 4
+    """Buffers that a worker lends to its peers."""
+    slab_tokens: AutoCount = None
+    """Tokens that one slab holds; auto: a prefill chunk."""
+    lease_ttl: Seconds = 30.0
+    """How long blocks and slabs stay held for a peer that makes no progress."""
+
+
+class Network(Section):
+    host: AutoText = None
+    """Address of the workers; auto: loopback on a Ray of our own, else the node's."""
+    port_range: tuple[Port, Port] | None = None
+    """First and last port that workers may use; none: the system chooses."""
+
+    @field_validator("port_range")
+    @classmethod
+    def _ascending(cls, given: tuple[int, int] | None) -> tuple[int, int] | None:
+        if given is not None and not 1024 <= given[0] <= given[1]:
+            raise ValueError("[first, last] with 1024 <= first <= last")
+        return given
+
+
+class RaySection(Section):
+    address: str | None = None
+    """HOST:PORT of a running Ray, or auto to find one; none: RAY_ADDRESS, else our own."""
+    startup_timeout: Seconds = 600.0
+    """How long placement and loading may take, autoscaling included."""
+    driver_timeout: Seconds = 15.0
+    """A serve command that is silent for so long is gone; the cluster drains and stops."""
+
+
+DEFAULT_POOLS = (WorkerPool(role=Role.PREFILL), WorkerPool(role=Role.DECODE))
+
+
+class Config(Section):
+    """A kvrelay cluster. Every key has a default: an empty file serves the bundled model."""
+
+    name: Name = "kvrelay"
+    """Several clusters share one Ray by name."""
+    model: Model = Model()
+    engine: Engine = Engine()
+    scheduler: Scheduler = Scheduler()
+    workers: tuple[WorkerPool, ...] = DEFAULT_POOLS
+    router: Router = Router()
+    transfer: Transfer = Transfer()
+    network: Network = Network()
+    ray: RaySection = RaySection()
+    drain_timeout: Seconds = 30.0
+    """How long running requests may take to finish when the cluster stops."""
+
+    @field_validator("workers")
+    @classmethod
+    def _can_serve(cls, given: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
+        count = Counter(pool.role for pool in given)
+        if bool(count[Role.PREFILL]) != bool(count[Role.DECODE]):
+            present, absent = sorted((Role.PREFILL, Role.DECODE), key=lambda role: -count[role])
+            raise ValueError(f"a {absent} pool beside the {present} pool")
+        if not given:
+            raise ValueError("a prefill pool and a decode pool, or a pool of role both")
+        return given

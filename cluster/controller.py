@@ -1,0 +1,247 @@
+"""The detached Ray actor that owns all others of one cluster: the shell around `supervisor`.
+
+It outlives its driver just long enough to drain and remove every actor, itself included. Ray starts
+it again when it dies; it then finds its actors by their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import assert_never
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from cluster.actor import RouterAt, StartFailed
+from cluster.fleet import Fleet
+from cluster.logs import configure_logging
+from cluster.plan import ClusterPlan
+from cluster.supervisor import (
+    ROUTER,
+    Announce,
+    Command,
+    DriverSeen,
+    Event,
+    Limits,
+    Lost,
+    Note,
+    Phase,
+    Remove,
+    Serving,
+    Start,
+    Stop,
+    StopAsked,
+    Stopped,
+    Supervisor,
+    Tick,
+    Withdraw,
+)
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+STOP_GRACE_S = 10.0
+"""A process that has not stopped so long after its drain is killed."""
+LAST_REPORT_S = 3.0
+"""How long a stopped controller waits for its driver to read so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all."""
+
+    phase: Phase
+    error: str | None
+    notes: tuple[str, ...]
+    noted: int
+    router: RouterAt | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStatus:
+    name: str
+    state: str
+    address: str | None
+    starts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    name: str
+    phase: str
+    router: RouterAt | None
+    processes: tuple[ProcessStatus, ...]
+
+
+class Controller:
+    """Async actor: its loop starts with it, so that a restarted one goes on by itself."""
+
+    def __init__(self, plan: ClusterPlan, detach: bool) -> None:
+        configure_logging("controller")
+        self._plan = plan
+        self._fleet = Fleet(plan)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._notes: list[str] = []
+        self._router_at: RouterAt | None = None
+        self._router_calls = asyncio.Lock()
+        self._last_report = asyncio.Event()
+        self._core = self._new_core(detach)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._run())
+
+    async def heartbeat(self, seen: int, stop: bool) -> Report:
+        """The driver lives and has `seen` so many notes; `stop`: it wants the cluster gone."""
+        self._events.put_nowait(StopAsked() if stop else DriverSeen())
+        report = Report(
+            phase=self._core.phase,
+            error=self._core.error,
+            notes=tuple(self._notes[seen:]),
+            noted=len(self._notes),
+            router=self._router_at,
+        )
+        if report.phase is Phase.STOPPED:
+            self._last_report.set()
+        return report
+
+    async def status(self) -> ClusterStatus:
+        return ClusterStatus(
+            name=self._plan.name,
+            phase=self._core.phase,
+            router=self._router_at,
+            processes=tuple(
+                ProcessStatus(name=p.name, state=p.state, address=p.address, starts=p.life)
+                for p in self._core.processes()
+            ),
+        )
+
+    # The loop: wait, decide, act
+
+    def _new_core(self, detach: bool) -> Supervisor:
+        limits = Limits(
+            startup_timeout_s=self._plan.startup_timeout_s,
+            driver_timeout_s=None if detach else self._plan.driver_timeout_s,
+        )
+        names = tuple(worker.settings.name for worker in self._plan.workers)
+        return Supervisor(names, limits, time.monotonic())
+
+    async def _run(self) -> None:
+        try:
+            event: Event = Tick()
+            while self._core.phase is not Phase.STOPPED:
+                for command in self._core.handle(event, time.monotonic()):
+                    self._execute(command)
+                event = await self._next_event()
+            await self._linger()
+            self._exit(restart=False)
+        except Exception:
+            log.exception("the controller failed; Ray starts it again")
+            self._exit(restart=True)
+
+    async def _next_event(self) -> Event:
+        try:
+            return await asyncio.wait_for(self._events.get(), TICK_S)
+        except TimeoutError:
+            return Tick()
+
+    async def _linger(self) -> None:
+        """A driver that is still there reads the last report before this actor goes."""
+        try:
+            await asyncio.wait_for(self._last_report.wait(), LAST_REPORT_S)
+            await asyncio.sleep(TICK_S)
+        except TimeoutError:
+            log.info("no driver read the last report")
+
+    def _exit(self, *, restart: bool) -> None:
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=not restart)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Start():
+                self._spawn(self._start(command))
+            case Stop():
+                self._spawn(self._stop(command))
+            case Remove(name=name):
+                self._fleet.kill(name)
+            case Announce(address=address):
+                self._spawn(self._tell_router("add_worker", address))
+            case Withdraw(address=address):
+                self._spawn(self._tell_router("remove_worker", address))
+            case Note(text=text):
+                log.info(text)
+                self._notes.append(text)
+            case _:
+                assert_never(command)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # One process
+
+    async def _start(self, command: Start) -> None:
+        """From creation to the end of the process, whatever ends it."""
+        name, life = command.name, command.life
+        try:
+            host = self._fleet.create(name)
+            started = await host.start.remote()
+            if isinstance(started, StartFailed):
+                refused = Lost(name=name, life=life, reason=started.reason, fatal=True)
+                self._events.put_nowait(refused)
+                return
+            address = self._adopt(started)
+            self._events.put_nowait(Serving(name=name, life=life, address=address))
+            await host.wait_closed.remote()
+            reason = "it closed"
+        except (RayError, ValueError) as error:
+            reason = _reason(error)
+        self._events.put_nowait(Lost(name=name, life=life, reason=reason))
+
+    def _adopt(self, started: str | RouterAt) -> str:
+        if isinstance(started, str):
+            return started
+        self._router_at = started
+        self._fleet.keep_ports(started)
+        return f"{started.http} and {started.grpc}"
+
+    async def _stop(self, command: Stop) -> None:
+        host = self._fleet.find(command.name)
+        if host is not None and command.drain:
+            await self._drain(command.name, host.stop.remote(self._plan.drain_s))
+        self._fleet.kill(command.name)
+        self._events.put_nowait(Stopped(name=command.name))
+
+    async def _drain(self, name: str, stopping: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.wait_for(stopping, self._plan.drain_s + STOP_GRACE_S)
+        except (RayError, TimeoutError) as error:
+            log.warning("%s did not stop well: %s", name, _reason(error))
+
+    async def _tell_router(self, method: str, address: str) -> None:
+        """In the order of the commands. A router that is gone hears it all when it is back."""
+        async with self._router_calls:
+            router = self._fleet.find(ROUTER)
+            if router is None:
+                return
+            try:
+                await getattr(router, method).remote(address)
+            except RayError as error:
+                self._notes.append(f"router: {method} {address}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """One line that says why."""
+    match error:
+        case RayTaskError():
+            cause = error.cause
+            return f"{type(cause).__name__}: {cause}".splitlines()[0]
+        case RayActorError() if "creation task" in str(error):
+            return str(error).strip().splitlines()[-1]
+        case RayActorError():
+            return "its process died"
+        case _:
+            return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,90 @@
+"""Creates, finds and kills the Ray actors of one cluster, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from cluster.actor import RouterAt, RouterHost, WorkerHost
+from cluster.plan import ClusterPlan, Placement
+from cluster.supervisor import ROUTER
+
+NAMESPACE = "kvrelay"
+CALLS_AT_ONCE = 64
+
+Handle = Any
+"""Ray's actor handles have no useful type."""
+
+
+def actor_name(cluster: str, process: str) -> str:
+    return f"{cluster}/{process}"
+
+
+class Fleet:
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._router = plan.router
+        self._workers = {worker.settings.name: worker for worker in plan.workers}
+        self._handles: dict[str, Handle] = {}
+
+    def create(self, name: str) -> Handle:
+        """A new actor, or the one that a former controller left under this name."""
+        if name == ROUTER:
+            made = self._make(name, RouterHost, self._router, self._plan.router_placement)
+        else:
+            worker = self._workers[name]
+            made = self._make(name, WorkerHost, worker.settings, worker.placement)
+        self._handles[name] = made
+        return made
+
+    def find(self, name: str) -> Handle | None:
+        """The actor, if this controller made it, or a former one left it behind."""
+        if name not in self._handles:
+            with contextlib.suppress(ValueError):
+                self._handles[name] = ray.get_actor(self._actor_name(name), namespace=NAMESPACE)
+        return self._handles.get(name)
+
+    def kill(self, name: str) -> None:
+        handle = self.find(name)
+        if handle is not None:
+            ray.kill(handle, no_restart=True)
+            del self._handles[name]
+
+    def keep_ports(self, at: RouterAt) -> None:
+        """A router that is started again answers where the first one did."""
+        self._router = replace(self._router, http_port=at.http_port, grpc_port=at.grpc_port)
+
+    def _actor_name(self, name: str) -> str:
+        return actor_name(self._plan.name, name)
+
+    def _make(self, name: str, host: type, settings: object, place: Placement) -> Handle:
+        options = _ray_options(place)
+        return (
+            ray.remote(host)
+            .options(name=self._actor_name(name), get_if_exists=True, **options)
+            .remote(settings)
+        )
+
+
+def _ray_options(place: Placement) -> dict[str, Any]:
+    """Detached: a controller that is restarted finds its actors alive."""
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "max_concurrency": CALLS_AT_ONCE,
+        "num_cpus": place.cpus,
+        "num_gpus": place.gpus,
+        "resources": dict(place.custom),
+    }
+    if place.memory_bytes:
+        options["memory"] = place.memory_bytes
+    if place.accelerator_type:
+        options["accelerator_type"] = place.accelerator_type
+    if place.machine_devices:
+        visible = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        options["runtime_env"] = {"env_vars": visible}
+    return options

@@ -1,0 +1,162 @@
+"""`kvrelay serve`: starts a cluster on Ray, follows it, and takes it down again.
+
+Runs in the driver. The cluster belongs to its controller actor; this process only asks for it,
+prints what the controller notes, and beats as long as it lives.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import RayError
+
+from cluster.config import Config
+from cluster.controller import Controller, Report
+from cluster.fleet import NAMESPACE, Handle, actor_name
+from cluster.plan import ClusterPlan, plan_cluster
+from cluster.rays import Connected
+from cluster.resolve import resolve
+from cluster.supervisor import Phase
+from kvrelay.errors import ConfigError, KvrelayError
+
+BEAT_S = 0.25
+ANSWER_S = 60.0
+CONTROLLER = "controller"
+CONTROLLER_CALLS_AT_ONCE = 64
+
+Printer = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Prints progress with the seconds since the command began."""
+
+    began_s: float
+
+    def __call__(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began_s:6.1f} s  {text}", flush=True)
+
+
+class Driver:
+    """One cluster, seen from the command that started it."""
+
+    def __init__(self, config: Config, here: Connected, *, detach: bool, say: Printer) -> None:
+        if detach and here.own:
+            raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
+        self.plan = plan_cluster(resolve(config, here.site))
+        self._say = say
+        self._detach = detach
+        self._seen = 0
+        self._stopping = threading.Event()
+        self._controller = _create_controller(self.plan, detach)
+
+    def stop(self) -> None:
+        """Ask the cluster to drain and go. Safe in a signal handler, and on any thread."""
+        self._stopping.set()
+
+    def wait_ready(self) -> Report:
+        """Until all serve, or `stop` was called. Raises KvrelayError when it can't start."""
+        report = self._beat()
+        while report.phase is Phase.STARTING and not self._stopping.is_set():
+            self._stopping.wait(BEAT_S)
+            report = self._beat()
+        return report if report.phase is Phase.READY else self.follow()
+
+    def follow(self) -> Report:
+        """Beat until the cluster has stopped. Raises KvrelayError when it stopped by itself."""
+        report = self._beat()
+        while report.phase is not Phase.STOPPED:
+            self._pause(report.phase)
+            report = self._beat()
+        _wait_gone(self.plan.name)
+        if report.error:
+            raise KvrelayError(report.error)
+        return report
+
+    def _pause(self, phase: Phase) -> None:
+        if phase is Phase.STOPPING:
+            time.sleep(BEAT_S)
+        else:
+            self._stopping.wait(self.plan.driver_timeout_s / 5)
+
+    def _beat(self) -> Report:
+        beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
+        try:
+            report: Report = ray.get(beat, timeout=ANSWER_S)
+        except RayError as error:
+            raise KvrelayError(f"the controller is lost: {error}") from None
+        for note in report.notes:
+            self._say(note)
+        self._seen = report.noted
+        return report
+
+
+def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> None:
+    """Returns when the cluster is gone after a signal, or at once with `detach`."""
+    driver = Driver(config, here, detach=detach, say=say)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: driver.stop())
+    report = driver.wait_ready()
+    if report.phase is Phase.STOPPED:
+        return
+    for line in welcome(driver.plan, report):
+        say(line) if line.startswith("ready") else print(line, flush=True)
+    if not detach:
+        driver.follow()
+
+
+def welcome(plan: ClusterPlan, report: Report) -> list[str]:
+    """The addresses, and a first request to paste."""
+    assert report.router is not None, "ready"
+    body = f'{{"model": "{plan.router.served_model_name}", "prompt": "It was", "max_tokens": 32}}'
+    return [
+        f"ready: {plan.router.served_model_name} on {len(plan.workers)} workers",
+        "",
+        f"  HTTP  {report.router.http}/v1",
+        f"  gRPC  {report.router.grpc}",
+        "",
+        f"  curl {report.router.http}/v1/completions \\",
+        f"    -H 'content-type: application/json' -d '{body}'",
+        "",
+    ]
+
+
+def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
+    name = actor_name(plan.name, CONTROLLER)
+    try:
+        return (
+            ray.remote(Controller)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=CONTROLLER_CALLS_AT_ONCE,
+            )
+            .remote(plan, detach)
+        )
+    except ValueError:
+        raise ConfigError(
+            f"a cluster named {plan.name} already runs on this Ray: choose another --name"
+        ) from None
+
+
+def _wait_gone(cluster: str) -> None:
+    """The controller's own actor goes last."""
+    deadline_s = time.monotonic() + ANSWER_S
+    while find_controller(cluster) is not None and time.monotonic() < deadline_s:
+        time.sleep(BEAT_S)
+
+
+def find_controller(cluster: str) -> Handle | None:
+    try:
+        return ray.get_actor(actor_name(cluster, CONTROLLER), namespace=NAMESPACE)
+    except (ValueError, RayError):
+        return None

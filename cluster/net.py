@@ -1,0 +1,27 @@
+"""Addresses: reading HOST:PORT, and finding this machine's own."""
+
+from __future__ import annotations
+
+import socket
+
+from kvrelay.errors import ConfigError
+
+
+def host_towards(join: str) -> str:
+    """This machine's address on the way to HOST:PORT. Raises ConfigError if there is none."""
+    host, port = split_address(join, "--join")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--join {join}: no way to {host}: {error.strerror}") from None
+
+
+def split_address(text: str, option: str) -> tuple[str, int]:
+    """HOST:PORT. Raises ConfigError, naming the option."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{option} {text}: expected HOST:PORT")
+    return host.strip("[]"), int(port)

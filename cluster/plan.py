@@ -1,0 +1,120 @@
+"""What a resolved cluster file amounts to: each process, its settings and its place. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.config import Config, WorkerPool
+from cluster.resolve import device_share, worker_names
+from cluster.settings import RouterSettings, WorkerSettings
+
+NODE_HOST = "auto"
+"""A worker's host that stands for the address of the node where Ray places it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What Ray sets aside. `machine_devices`: device numbers are the machine's, not Ray's."""
+
+    cpus: float = 0.0
+    gpus: float = 0.0
+    memory_bytes: float = 0.0
+    accelerator_type: str | None = None
+    custom: tuple[tuple[str, float], ...] = ()
+    machine_devices: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    settings: WorkerSettings
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    name: str
+    router: RouterSettings
+    router_placement: Placement
+    workers: tuple[WorkerPlan, ...]
+    startup_timeout_s: float
+    driver_timeout_s: float
+    drain_s: float
+
+
+def plan_cluster(config: Config) -> ClusterPlan:
+    """`config` must be resolved."""
+    named = zip(config.workers, worker_names(config.workers), strict=True)
+    workers = (
+        WorkerPlan(settings=worker_settings(config, pool, name), placement=_placement(pool))
+        for pool, names in named
+        for name in names
+    )
+    return ClusterPlan(
+        name=config.name,
+        router=router_settings(config),
+        router_placement=_place(config.router.resources),
+        workers=tuple(workers),
+        startup_timeout_s=config.ray.startup_timeout,
+        driver_timeout_s=config.ray.driver_timeout,
+        drain_s=config.drain_timeout,
+    )
+
+
+def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettings:
+    assert config.model.path is not None, "resolved"
+    return WorkerSettings(
+        name=name,
+        role=pool.role,
+        model=config.model.path,
+        revision=config.model.revision,
+        device=pool.device,
+        dtype=pool.dtype or config.model.dtype,
+        block_size=config.engine.block_size,
+        prefill_chunk_tokens=config.scheduler.prefill_chunk_tokens,
+        max_running_requests=config.scheduler.max_running_requests,
+        max_model_len=config.model.max_model_len,
+        memory_fraction=config.engine.memory_fraction,
+        kv_memory_bytes=config.engine.kv_memory,
+        device_share=device_share(pool, config.workers),
+        cpu_threads=pool.cpu_threads,
+        transports=config.transfer.transports,
+        staging_slabs=config.transfer.staging_slabs,
+        slab_tokens=config.transfer.slab_tokens,
+        lease_ttl_s=config.transfer.lease_ttl,
+        host=config.network.host or NODE_HOST,
+        port_range=config.network.port_range,
+    )
+
+
+def router_settings(config: Config) -> RouterSettings:
+    assert config.model.path is not None, "resolved"
+    assert config.model.served_name is not None, "resolved"
+    return RouterSettings(
+        name=config.name,
+        model=config.model.path,
+        revision=config.model.revision,
+        served_model_name=config.model.served_name,
+        host=config.router.host,
+        http_port=config.router.http_port,
+        grpc_port=config.router.grpc_port,
+        max_body_bytes=config.router.max_body,
+        max_waiting_requests=config.router.max_waiting_requests,
+    )
+
+
+def _placement(pool: WorkerPool) -> Placement:
+    return _place(pool.resources, pool.accelerator_type, ":" in pool.device)
+
+
+def _place(
+    resources: dict[str, float], accelerator: str | None = None, machine_devices: bool = False
+) -> Placement:
+    known = ("CPU", "GPU", "memory")
+    return Placement(
+        cpus=resources.get("CPU", 0.0),
+        gpus=resources.get("GPU", 0.0),
+        memory_bytes=resources.get("memory", 0.0),
+        accelerator_type=accelerator,
+        custom=tuple((name, value) for name, value in resources.items() if name not in known),
+        machine_devices=machine_devices,
+    )

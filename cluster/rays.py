@@ -1,0 +1,122 @@
+"""Starting a Ray of our own, or joining one that runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from cluster.config import Config
+from cluster.resolve import Site
+from cluster.site import local_site
+from kvrelay.errors import ConfigError
+
+OBJECT_STORE_BYTES = 80 * 2**20
+"""The least that Ray takes: no KV and no token goes through its object store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """`own`: this process started Ray, and Ray ends with it."""
+
+    own: bool
+    site: Site
+
+
+def ray_address(configured: str | None) -> str | None:
+    """The Ray to join: as configured, else RAY_ADDRESS; None for one of our own.
+
+    Raises ConfigError for an address that is none of a running Ray's control service.
+    """
+    address = configured or os.environ.get("RAY_ADDRESS")
+    if address == "local" or not address:
+        return None
+    if "://" in address:
+        raise ConfigError(
+            f"Ray at {address}: expected HOST:PORT of its head or auto; "
+            "for http:// use ray job submit --address"
+        )
+    return address
+
+
+@contextmanager
+def connected(config: Config, *, log_to_driver: bool) -> Iterator[Connected]:
+    """A connection to Ray for as long as the context lasts. Raises ConfigError without one."""
+    ray = _import_ray()
+    address = ray_address(config.ray.address)
+    if address is None:
+        _start_own(config, log_to_driver)
+        here = Connected(own=True, site=local_site())
+    else:
+        join(address, log_to_driver=log_to_driver)
+        here = Connected(own=False, site=_joined_site())
+    try:
+        yield here
+    finally:
+        ray.shutdown()
+
+
+def join(address: str, *, log_to_driver: bool = False) -> None:
+    """Connect to a running Ray. Raises ConfigError, in one line, when there is none."""
+    ray = _import_ray()
+    try:
+        ray.init(
+            address=address, log_to_driver=log_to_driver, logging_level="ERROR", namespace="kvrelay"
+        )
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"Ray at {address}: can't connect: {reason}") from None
+
+
+def _start_own(config: Config, log_to_driver: bool) -> None:
+    """Room for every worker is declared, whatever the machine has: sharing it out is our job."""
+    ray = _import_ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    workers = sum(pool.replicas for pool in config.workers)
+    ray.init(
+        address="local",
+        num_cpus=max(workers, local_site().node_cpus),
+        resources=_custom_resources(config),
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=log_to_driver,
+        logging_level="ERROR",
+        namespace="kvrelay",
+    )
+
+
+def _custom_resources(config: Config) -> dict[str, float]:
+    """On a Ray of our own this machine is every node, so it has all that was named."""
+    named: dict[str, float] = {}
+    for pool in config.workers:
+        for name, amount in pool.resources.items():
+            named[name] = named.get(name, 0.0) + amount * pool.replicas
+    for name, amount in config.router.resources.items():
+        named[name] = named.get(name, 0.0) + amount
+    return {name: amount for name, amount in named.items() if name not in ("CPU", "GPU", "memory")}
+
+
+def _joined_site() -> Site:
+    """What all nodes offer together; each worker listens on its node's own address."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = [node.get("CPU", 0.0) for node in nodes]
+    return replace(
+        local_site(),
+        total_cpus=sum(cpus),
+        node_cpus=max(1, int(max(cpus, default=1))),
+        host=None,
+    )
+
+
+def _import_ray():  # type: ignore[no-untyped-def]
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "Ray isn't installed: pip install 'ray[default]', or run kvrelay router and "
+            "kvrelay worker as plain processes"
+        ) from None
+    return ray

@@ -1,0 +1,88 @@
+"""Replaces every "auto" of a cluster file by what this machine or Ray cluster offers. Pure.
+
+`dtype`, `max_model_len`, `kv_memory` and `slab_tokens` stay "auto": only a worker that has loaded
+the checkpoint and measured its device can tell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import floor
+from pathlib import PurePath
+
+from cluster.config import Config, Model, WorkerPool
+from kvrelay.types import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where the cluster will run. `host` is the workers' address, or None for each node's own."""
+
+    total_cpus: float
+    node_cpus: int
+    host: str | None
+    bundled_path: str
+
+
+def resolve(config: Config, site: Site) -> Config:
+    """The same cluster with nothing left to the machine's choice; idempotent."""
+    share = threads_per_worker(config.workers, site)
+    pools = tuple(_resolve_pool(pool, config.workers, share, site) for pool in config.workers)
+    network = config.network.model_copy(update={"host": config.network.host or site.host})
+    update = {"model": _resolve_model(config.model, site), "workers": pools, "network": network}
+    return config.model_copy(update=update)
+
+
+def worker_names(pools: tuple[WorkerPool, ...]) -> tuple[tuple[str, ...], ...]:
+    """# pool |-> its workers' names: the role and a number counted over all pools of the role"""
+    next_number: Counter[Role] = Counter()
+    names = []
+    for pool in pools:
+        first = next_number[pool.role]
+        next_number[pool.role] += pool.replicas
+        names.append(tuple(f"{pool.role}-{first + i}" for i in range(pool.replicas)))
+    return tuple(names)
+
+
+def device_share(pool: WorkerPool, pools: tuple[WorkerPool, ...]) -> int:
+    """How many workers use the device of one worker of `pool`, itself included.
+
+    With "cuda" Ray picks the device, and the GPU fraction of the pool says how many fit on it.
+    """
+    if pool.device == "cuda":
+        return max(1, floor(1 / (pool.resources.get("GPU") or 1)))
+    return sum(other.replicas for other in pools if other.device == pool.device)
+
+
+def threads_per_worker(pools: tuple[WorkerPool, ...], site: Site) -> int:
+    """CPU threads of a CPU worker without a number of its own: an equal share, at least one."""
+    asked = sum(pool.replicas * (pool.cpu_threads or 0) for pool in pools)
+    on_gpus = sum(p.replicas for p in pools if p.device != "cpu" and p.cpu_threads is None)
+    sharing = sum(p.replicas for p in pools if p.device == "cpu" and p.cpu_threads is None)
+    spare = floor((site.total_cpus - asked - on_gpus) / max(1, sharing))
+    return max(1, min(spare, site.node_cpus))
+
+
+def _resolve_pool(
+    pool: WorkerPool, pools: tuple[WorkerPool, ...], share: int, site: Site
+) -> WorkerPool:
+    threads = pool.cpu_threads or (share if pool.device == "cpu" else 1)
+    workers = sum(p.replicas for p in pools)
+    fits = 0 < site.total_cpus < workers and pool.cpu_threads is None
+    resources = {"CPU": floor(site.total_cpus / workers * 100) / 100 if fits else float(threads)}
+    if pool.device != "cpu":
+        resources["GPU"] = floor(1e4 / device_share(pool, pools)) / 1e4
+    return pool.model_copy(update={"cpu_threads": threads, "resources": resources | pool.resources})
+
+
+def _resolve_model(model: Model, site: Site) -> Model:
+    path = model.path or site.bundled_path
+    served = model.served_name or ("kvrelay-tiny" if model.path is None else _name_of(path))
+    return model.model_copy(update={"path": path, "served_name": served})
+
+
+def _name_of(path: str) -> str:
+    """A hub id as it is; of a folder its last part."""
+    parts = PurePath(path).parts
+    return path if len(parts) <= 2 and not path.startswith(("/", ".", "~")) else parts[-1]

@@ -1,0 +1,77 @@
+"""`kvrelay status`: what the controller of a cluster and its router say, for people or programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.errors import ConfigError
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+
+ANSWER_S = 10.0
+
+Facts = dict[str, object]
+"""JSON: what `--format json` prints."""
+
+
+def of_router(address: str) -> Facts:
+    """What the router at HOST:PORT says. Raises ConfigError when none answers."""
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        try:
+            info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            raise ConfigError(f"{address}: no router answers: {error.details()}") from None
+    return MessageToDict(
+        info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def of_cluster(name: str, address: str) -> Facts:
+    """What the controller of a cluster on this Ray says, and its router if it has one."""
+    import ray
+
+    from cluster.launch import find_controller
+    from cluster.rays import join
+
+    join(address)
+    try:
+        controller = find_controller(name)
+        if controller is None:
+            raise ConfigError(f"no cluster named {name} runs on this Ray")
+        status = ray.get(controller.status.remote(), timeout=ANSWER_S)
+        server = of_router(status.router.grpc) if status.router else None
+        return asdict(status) | {"server": server}
+    finally:
+        ray.shutdown()
+
+
+def as_json(facts: Facts) -> str:
+    return json.dumps(facts, indent=2)
+
+
+def print_table(facts: Facts) -> None:
+    """Processes as the controller sees them, then workers as the router sees them."""
+    console = Console(soft_wrap=True)
+    server = facts.get("server", facts)
+    if "processes" in facts:
+        console.print(f"cluster {facts['name']}: {facts['phase']}")
+        console.print(_table(facts["processes"], ("name", "state", "starts", "address")))
+    if isinstance(server, dict):
+        ready = "ready" if server["ready"] else "not ready"
+        console.print(f"router: {ready}, {server['running_requests']} requests running")
+        shown = ("name", "role", "device", "transport", "free_blocks", "total_blocks", "running")
+        console.print(_table(server["workers"], (*shown, "waiting")))
+
+
+def _table(rows: object, columns: tuple[str, ...]) -> Table:
+    assert isinstance(rows, list | tuple)
+    table = Table(*(column.replace("_", " ") for column in columns), box=None)
+    for row in rows:
+        table.add_row(*("-" if row[column] is None else str(row[column]) for column in columns))
+    return table
