@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from engine import attention
 from engine.attention import AttentionState, attention_state
 from engine.checkpoint import Checkpoint
-from engine.families import check_family
+from engine.families import check_family, longrope_border_tokens
+from engine.longrope import LongRope
 from kvrelay.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,6 +26,7 @@ class Model:
     config: PretrainedConfig
     device: torch.device
     dtype: torch.dtype
+    longrope: LongRope | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -79,7 +81,14 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
-    return Model(module=module, config=config, device=torch.device(device), dtype=wanted)
+    border = longrope_border_tokens(config)
+    return Model(
+        module=module,
+        config=config,
+        device=torch.device(device),
+        dtype=wanted,
+        longrope=None if border is None else LongRope(module, border),
+    )
 
 
 def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:

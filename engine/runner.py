@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from engine.families import longrope_border_tokens
+from engine.longrope import LongRope
 from engine.model import Model
 from engine.paged import PagedAttention
 from engine.plan import Planner
@@ -53,7 +53,6 @@ class Engine:
             for g, group in enumerate(memory.layout.groups)
             for i, layer in enumerate(group.layers)
         }
-        self._border_tokens = longrope_border_tokens(model.config)
 
     @property
     def layout(self) -> KvLayout:
@@ -67,23 +66,22 @@ class Engine:
 
     def logits(self, batch: StepBatch) -> torch.Tensor:
         """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order."""
-        border = self._border_tokens
-        long = [border is not None and _length_tokens(s) > border for s in batch.slices]
-        if len(set(long)) < 2:
-            return self._forward(_whole(batch.slices, border))
-        return self._forward_apart(batch.slices, long)
+        if self.model.longrope is None:
+            return self._forward(batch.slices)
+        return self._forward_apart(self.model.longrope, batch.slices)
 
     def copy_blocks(self, pairs: CopyPairs) -> None:
         self.memory.copy_blocks(pairs)
 
-    def _forward_apart(self, slices: Sequence[SequenceSlice], long: Sequence[bool]) -> torch.Tensor:
-        """LongRoPE picks its factors per call: short and long sequences run in calls of their own,
-        their logits are put back in order."""
+    def _forward_apart(self, rope: LongRope, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        """Short and long sequences run in calls of their own; the logits come back in order."""
         parts, places = [], []
-        for wanted in (False, True):
-            picked = [i for i, is_long in enumerate(long) if is_long == wanted]
-            chosen = [slices[i] for i in picked]
-            parts.append(self._forward(_whole(chosen, self._border_tokens)))
+        for is_long in (False, True):
+            picked = [i for i, s in enumerate(slices) if rope.needs_long(s) == is_long]
+            if not picked:
+                continue
+            with rope.long(is_long):
+                parts.append(self._forward([rope.whole(slices[i]) for i in picked]))
             places += [i for i in picked if slices[i].samples]
         order = sorted(range(len(places)), key=places.__getitem__)
         return torch.cat(parts)[order]
@@ -92,26 +90,3 @@ class Engine:
         plan = self._planner.plan(slices)
         state = PagedAttention(self.memory, plan, self._places)
         return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
-
-
-def _length_tokens(piece: SequenceSlice) -> int:
-    return max(piece.prompt_tokens, piece.start + len(piece.token_ids))
-
-
-def _whole(slices: Sequence[SequenceSlice], border: int | None) -> Sequence[SequenceSlice]:
-    """A sequence that grows over LongRoPE's border in this step is computed anew from its first
-    token, for its earlier KV was made with the other factors."""
-    if border is None:
-        return slices
-    return [_restart(s) if _crosses(s, border) else s for s in slices]
-
-
-def _crosses(piece: SequenceSlice, border: int) -> bool:
-    return bool(piece.samples) and piece.start == border and piece.prompt_tokens <= border
-
-
-def _restart(piece: SequenceSlice) -> SequenceSlice:
-    request = piece.samples[0]
-    known = (*request.prompt_ids, *request.emitted_ids)[: piece.start]
-    assert len(known) == piece.start, (len(known), piece.start)
-    return replace(piece, token_ids=(*known, *piece.token_ids), start=0)
