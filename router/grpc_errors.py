@@ -1,0 +1,74 @@
+"""kvrelay's errors as gRPC statuses with google.rpc details."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
+
+log = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "kvrelay"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcError:
+    code: grpc.StatusCode
+    message: str
+    details: tuple[Message, ...] = ()
+
+    def status_details(self) -> bytes:
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        for detail in self.details:
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return status.SerializeToString()
+
+
+def grpc_error_of(error: Exception) -> GrpcError:
+    match error:
+        case ModelNotFound():
+            return _invalid(grpc.StatusCode.NOT_FOUND, error)
+        case InvalidRequest():
+            return _invalid(grpc.StatusCode.INVALID_ARGUMENT, error)
+        case Refused():
+            return _refused(error)
+        case RequestFailedError():
+            return GrpcError(grpc.StatusCode.UNAVAILABLE, error.message, (_info(error.reason),))
+        case _:
+            log.error("a call failed", exc_info=error)
+            message = "internal error: the router's log has the details"
+            return GrpcError(grpc.StatusCode.INTERNAL, message, (_info("internal"),))
+
+
+def _info(reason: str, param: str | None = None) -> error_details_pb2.ErrorInfo:
+    metadata = {"param": param} if param is not None else {}
+    return error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN, metadata=metadata)
+
+
+def _invalid(code: grpc.StatusCode, error: InvalidRequest) -> GrpcError:
+    return GrpcError(code, error.message, (_info(error.code, error.param),))
+
+
+def _refused(error: Refused) -> GrpcError:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+    no_capacity = error.reason == "no_capacity"
+    code = grpc.StatusCode.UNAVAILABLE if no_capacity else grpc.StatusCode.RESOURCE_EXHAUSTED
+    return GrpcError(code, error.message, (_info(error.reason), retry))
+
+
+async def abort_with(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    reply = grpc_error_of(error)
+    trailing = ((STATUS_DETAILS_KEY, reply.status_details()),)
+    await context.abort(reply.code, reply.message, trailing_metadata=trailing)
+    raise AssertionError("abort raises")

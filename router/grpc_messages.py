@@ -1,0 +1,101 @@
+"""kvrelay.v1.Inference's messages <-> the router's values."""
+
+from __future__ import annotations
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.types import TokenLogprobs
+from kvrelay.v1 import inference_pb2 as pb
+from router.choice_text import TextDelta
+from router.generation import WorkerStatus
+from router.sampling_defaults import RequestedSampling
+from router.serving import ChatPrompt, Prompt, TextGeneration
+
+OPTIONAL_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "max_tokens",
+    "logprobs",
+    "seed",
+)
+
+
+def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
+    given = {name: getattr(message, name) for name in OPTIONAL_FIELDS if message.HasField(name)}
+    return RequestedSampling(
+        **given,
+        min_tokens=message.min_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        skip_special_tokens=message.skip_special_tokens
+        if message.HasField("skip_special_tokens")
+        else True,
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        ignore_eos=message.ignore_eos,
+        n=message.n if message.HasField("n") else 1,
+        logit_bias=dict(message.logit_bias),
+    )
+
+
+def prompt_of(request: pb.GenerateRequest) -> Prompt:
+    match request.WhichOneof("input"):
+        case "tokenized":
+            return tuple(request.tokenized.input_ids)
+        case "text":
+            return request.text
+        case "chat":
+            return _chat(request.chat)
+        case _:
+            raise InvalidRequest("set one of tokenized, text or chat", param="input")
+
+
+def _chat(chat: pb.ChatInput) -> ChatPrompt:
+    if not chat.messages:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    return ChatPrompt([{"role": m.role, "content": m.content} for m in chat.messages])
+
+
+def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        request_id=generation.request_id,
+        index=delta.choice,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[_logprobs(entry) for entry in delta.logprobs],
+        finish_reason=delta.finish_reason or "",
+        prompt_tokens=len(generation.prompt_ids),
+        completion_tokens=delta.completion_tokens,
+        seed=generation.sampling.seed,
+    )
+    if delta.stop_string is not None:
+        response.stop_string = delta.stop_string
+    elif delta.stop_token_id is not None:
+        response.stop_token_id = delta.stop_token_id
+    return response
+
+
+def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        chosen=pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
+        top=[pb.TokenLogprob(token_id=i, logprob=logprob) for i, logprob in entry.top],
+    )
+
+
+def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
+    return pb.WorkerInfo(
+        name=worker.name,
+        address=worker.address,
+        incarnation=worker.incarnation,
+        role=worker.role,
+        device=worker.device,
+        transport=worker.transport,
+        total_blocks=worker.total_blocks,
+        free_blocks=worker.free_blocks,
+        block_size=worker.block_size,
+        running=worker.running,
+        waiting=worker.waiting,
+    )

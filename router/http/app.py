@@ -1,0 +1,71 @@
+"""The ASGI application: routes, error shapes, the echoed x-request-id."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrelay.errors import KvrelayError
+from router.http import info
+from router.http.chat import chat_completions
+from router.http.completions import completions
+from router.http.errors import on_bug, on_http_exception, on_kvrelay_error
+from router.http.face import HttpFace
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+ROUTES = [
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/models", info.models),
+    Route("/v1/models/{model:path}", info.model),
+    Route("/tokenize", info.tokenize, methods=["POST"]),
+    Route("/detokenize", info.detokenize, methods=["POST"]),
+    Route("/health", info.health),
+    Route("/ready", info.ready),
+    Route("/metrics", info.metrics),
+    Route("/debug/kv", info.debug_kv),
+    Route("/version", info.version),
+]
+
+
+def create_app(face: HttpFace) -> Starlette:
+    app = Starlette(
+        routes=ROUTES,
+        middleware=[Middleware(RequestIdEcho)],
+        exception_handlers={
+            KvrelayError: on_kvrelay_error,
+            HTTPException: on_http_exception,
+            Exception: on_bug,
+        },
+    )
+    app.state.face = face
+    return app
+
+
+class RequestIdEcho:
+    """Every response has x-request-id: the client's own, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"].append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,113 @@
+"""HTTP body -> strict model, or an InvalidRequest that names the field and what was expected."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from kvrelay.errors import InvalidRequest
+from router.http.body_fields import ANYTHING, MESSAGE_NEUTRAL, Neutral
+from router.http.errors import BodyTooLarge, UnsupportedMediaType
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def read_body(
+    request: Request, kind: type[Body], neutral: Mapping[str, Neutral], max_body_bytes: int
+) -> Body:
+    """Raises InvalidRequest; BodyTooLarge and UnsupportedMediaType are kinds of it."""
+    _check_media_type(request)
+    fields = _json_object(await _read(request, max_body_bytes))
+    _drop_neutral(fields, neutral, "")
+    for position, message in enumerate(_message_objects(fields)):
+        _drop_neutral(message, MESSAGE_NEUTRAL, f"messages[{position}].")
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _message_objects(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = fields.get("messages")
+    return [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+
+
+def _check_media_type(request: Request) -> None:
+    media_type = request.headers.get("content-type", "application/json").split(";")[0].strip()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise UnsupportedMediaType(
+            f"the content type is {media_type!r}: send application/json",
+            code="unsupported_media_type",
+        )
+
+
+async def _read(request: Request, max_body_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_body_bytes:
+        raise _too_large(max_body_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_body_bytes:
+            raise _too_large(max_body_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body exceeds the limit of {limit} bytes", code="body_too_large")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, Neutral], prefix: str) -> None:
+    """Known fields without an effect here leave; one with a value that asks for more is refused."""
+    for name in neutral.keys() & fields.keys():
+        value = fields.pop(name)
+        allowed = neutral[name]
+        if value is None or allowed is ANYTHING:
+            continue
+        assert isinstance(allowed, tuple)
+        if not any(type(value) is type(a) and value == a for a in allowed) and not (
+            isinstance(value, int | float) and not isinstance(value, bool) and value in allowed
+        ):
+            raise InvalidRequest(
+                f"{prefix}{name} is not supported: {_advice(allowed)}",
+                code="unsupported_parameter",
+                param=f"{prefix}{name}",
+            )
+
+
+def _advice(allowed: tuple[Any, ...]) -> str:
+    return f"leave it out or send {' or '.join(json.dumps(a) for a in (None, *allowed))}"
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            return InvalidRequest(f"unknown field {path!r}", code="unknown_parameter", param=path)
+        case "missing":
+            return InvalidRequest(
+                f"the field {path!r} is missing", code="missing_parameter", param=path
+            )
+        case _:
+            return InvalidRequest(f"{path}: {first['msg']}", code="invalid_type", param=path)

@@ -1,0 +1,142 @@
+"""The request bodies, as strict models. A field that isn't here is refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class StrictBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(StrictBody):
+    """What completions and chat completions share. null means: not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = None
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeBody(StrictBody):
+    """vLLM's: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(StrictBody):
+    tokens: list[TokenId]
+
+
+ANYTHING = object()
+"""Accepted whatever its value: it changes no answer."""
+
+Neutral = tuple[Any, ...] | object
+
+COMMON_NEUTRAL: dict[str, Neutral] = {
+    "user": ANYTHING,
+    "metadata": ANYTHING,
+    "safety_identifier": ANYTHING,
+    "prompt_cache_key": ANYTHING,
+    "prompt_cache_retention": ANYTHING,
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "response_format": ({"type": "text"},),
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "best_of": (1,),
+}
+
+COMPLETION_NEUTRAL: dict[str, Neutral] = {**COMMON_NEUTRAL, "suffix": ("",)}
+
+CHAT_NEUTRAL: dict[str, Neutral] = {
+    **COMMON_NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+MESSAGE_NEUTRAL: dict[str, Neutral] = {
+    "refusal": (),
+    "audio": (),
+    "annotations": ([],),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+}
+"""Of OpenAI's messages; null is neutral for every field. An answer sent back has them."""

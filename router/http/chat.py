@@ -1,0 +1,142 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay.errors import InvalidRequest
+from router.choice_text import TextDelta
+from router.http.bodies import read_body
+from router.http.body_fields import CHAT_NEUTRAL, ChatBody, ChatMessage
+from router.http.face import HttpFace, face_of, new_id
+from router.http.logprobs import chat_logprobs
+from router.http.parameters import sampling_of, stop_reason, stream_flags, wants_ledger
+from router.http.reply import GenerationResponse, Reply, Totals
+from router.serving import ChatPrompt, TextRequest
+
+
+async def chat_completions(request: Request) -> Response:
+    received_s = time.perf_counter()
+    face = face_of(request)
+    body = await read_body(request, ChatBody, CHAT_NEUTRAL, face.max_body_bytes)
+    reply = ChatReply(face, body, ledger=wants_ledger(request))
+    asked = TextRequest(
+        request_id=reply.id,
+        prompt=chat_prompt(body.messages, body.add_generation_prompt is not False),
+        sampling=sampling_of(body, max_tokens=_max_tokens(body), logprobs=_logprobs(body)),
+        model=body.model or "",
+        received_s=received_s,
+    )
+    return GenerationResponse(face.service, [asked], reply)
+
+
+def chat_prompt(messages: Sequence[ChatMessage], add_generation_prompt: bool) -> ChatPrompt:
+    """Raises InvalidRequest: no messages, or content that isn't text."""
+    if not messages:
+        raise InvalidRequest("messages is empty: send at least one", param="messages")
+    return ChatPrompt(
+        [_plain(message, position) for position, message in enumerate(messages)],
+        add_generation_prompt,
+    )
+
+
+def _plain(message: ChatMessage, position: int) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": _content(message, position)}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _content(message: ChatMessage, position: int) -> str:
+    """Text parts are joined by newlines."""
+    param = f"messages[{position}].content"
+    match message.content:
+        case None:
+            raise InvalidRequest(f"{param} is missing: send text", param=param)
+        case str() as text:
+            return text
+        case parts:
+            wrong = [part.type for part in parts if part.type != "text" or part.text is None]
+            if wrong:
+                raise InvalidRequest(
+                    f"{param}: parts of type {wrong[0]!r} are not supported, send text",
+                    code="unsupported_parameter",
+                    param=param,
+                )
+            return "\n".join(part.text for part in parts if part.text is not None)
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _logprobs(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    return None
+
+
+class ChatReply(Reply):
+    def __init__(self, face: HttpFace, body: ChatBody, *, ledger: bool) -> None:
+        stream, include_usage = stream_flags(body)
+        super().__init__(stream=stream, include_usage=include_usage, ledger=ledger)
+        self.id = new_id("chatcmpl")
+        self._eos_ids = face.service.defaults.eos_token_ids
+        self._tokenizer = face.service.tokenizer
+        self._with_logprobs = bool(body.logprobs)
+        self._with_token_ids = bool(body.return_token_ids)
+        self._begun: set[int] = set()
+        self._envelope: dict[str, object] = {
+            "id": self.id,
+            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "created": int(time.time()),
+            "model": face.service.model_name,
+        }
+
+    def chunk(self, position: int, delta: TextDelta) -> dict[str, object]:
+        said: dict[str, object] = {"content": delta.text}
+        prompt: dict[str, object] = {}
+        if delta.choice not in self._begun:
+            prompt = self._prompt_ids() if not self._begun else {}
+            self._begun.add(delta.choice)
+            said = {"role": "assistant", "content": delta.text}
+        choice = {**self._choice(delta), "delta": said}
+        return {**self._envelope, **prompt, "choices": [choice]}
+
+    def closing_chunk(self) -> dict[str, object]:
+        return {**self._envelope, "choices": []}
+
+    def whole(self, totals: Totals) -> dict[str, object]:
+        choices = [
+            {
+                **self._choice(delta),
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            }
+            for delta in totals.values()
+        ]
+        return {**self._envelope, **self._prompt_ids(), "choices": choices, "usage": self.usage()}
+
+    def _choice(self, delta: TextDelta) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": delta.choice,
+            "logprobs": chat_logprobs(self._tokenizer, delta.logprobs)
+            if self._with_logprobs
+            else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": stop_reason(delta, self._eos_ids),
+        }
+        if self._with_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _prompt_ids(self) -> dict[str, object]:
+        if not self._with_token_ids:
+            return {}
+        return {"prompt_token_ids": self.generations[0].prompt_ids}

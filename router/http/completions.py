@@ -1,0 +1,113 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay.errors import InvalidRequest
+from router.choice_text import TextDelta
+from router.http.bodies import read_body
+from router.http.body_fields import COMPLETION_NEUTRAL, CompletionBody
+from router.http.face import HttpFace, face_of, new_id
+from router.http.logprobs import CompletionLogprobs
+from router.http.parameters import sampling_of, stop_reason, stream_flags, wants_ledger
+from router.http.reply import GenerationResponse, Reply, Totals
+from router.serving import TextRequest
+
+MAX_PROMPTS = 128
+
+
+async def completions(request: Request) -> Response:
+    received_s = time.perf_counter()
+    face = face_of(request)
+    body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, face.max_body_bytes)
+    reply = CompletionReply(face, body, ledger=wants_ledger(request))
+    return GenerationResponse(face.service, _requests(body, reply.id, received_s), reply)
+
+
+def _requests(body: CompletionBody, call_id: str, received_s: float) -> list[TextRequest]:
+    first = TextRequest(
+        request_id=call_id,
+        prompt="",
+        sampling=sampling_of(body, max_tokens=body.max_tokens, logprobs=body.logprobs),
+        model=body.model or "",
+        add_special_tokens=body.add_special_tokens is not False,
+        received_s=received_s,
+    )
+    prompts = _prompts(body)
+    if len(prompts) == 1:
+        return [replace(first, prompt=prompts[0])]
+    return [
+        replace(first, request_id=f"{call_id}-{position}", prompt=prompt)
+        for position, prompt in enumerate(prompts)
+    ]
+
+
+def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
+    """A list of numbers is one prompt; a list of strings or of lists is several."""
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    numbers = tuple(part for part in body.prompt if isinstance(part, int))
+    if numbers:
+        return [numbers]
+    parts = [part for part in body.prompt if not isinstance(part, int)]
+    if not 1 <= len(parts) <= MAX_PROMPTS:
+        raise InvalidRequest(
+            f"the prompt is an empty list or has over {MAX_PROMPTS} prompts", param="prompt"
+        )
+    return [part if isinstance(part, str) else tuple(part) for part in parts]
+
+
+class CompletionReply(Reply):
+    def __init__(self, face: HttpFace, body: CompletionBody, *, ledger: bool) -> None:
+        stream, include_usage = stream_flags(body)
+        super().__init__(stream=stream, include_usage=include_usage, ledger=ledger)
+        self.id = new_id("cmpl")
+        self._eos_ids = face.service.defaults.eos_token_ids
+        self._with_logprobs = body.logprobs is not None
+        self._with_token_ids = bool(body.return_token_ids)
+        self._choices_per_prompt = body.n or 1
+        self._logprobs = defaultdict[int, CompletionLogprobs](
+            partial(CompletionLogprobs, face.service.tokenizer)
+        )
+        self._begun: set[int] = set()
+        self._envelope: dict[str, object] = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": face.service.model_name,
+        }
+
+    def chunk(self, position: int, delta: TextDelta) -> dict[str, object]:
+        return {**self._envelope, "choices": [self._choice(position, delta)]}
+
+    def closing_chunk(self) -> dict[str, object]:
+        return {**self._envelope, "choices": []}
+
+    def whole(self, totals: Totals) -> dict[str, object]:
+        choices = [self._choice(position, delta) for (position, _), delta in totals.items()]
+        return {**self._envelope, "choices": choices, "usage": self.usage()}
+
+    def _choice(self, position: int, delta: TextDelta) -> dict[str, object]:
+        index = position * self._choices_per_prompt + delta.choice
+        choice: dict[str, object] = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": self._logprobs[index].shape(delta.logprobs)
+            if self._with_logprobs
+            else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": stop_reason(delta, self._eos_ids),
+        }
+        if self._with_token_ids:
+            choice["token_ids"] = delta.token_ids
+            if index not in self._begun:
+                self._begun.add(index)
+                choice["prompt_token_ids"] = self.generations[position].prompt_ids
+        return choice

@@ -1,0 +1,120 @@
+"""Every error leaves in OpenAI's shape: {"error": {message, type, code, param}}."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay.errors import InvalidRequest, KvrelayError, ModelNotFound, Refused, RequestFailedError
+
+log = logging.getLogger(__name__)
+
+
+class BodyTooLarge(InvalidRequest):
+    """HTTP 413."""
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """HTTP 415."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorReply:
+    status: int
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, object]:
+        fields = {
+            "message": self.message,
+            "type": self.type,
+            "code": self.code,
+            "param": self.param,
+        }
+        return {"error": fields}
+
+    def response(self) -> Response:
+        # ASCII escapes: the message may quote a client's lone surrogate.
+        content = json.dumps(self.body())
+        return Response(content, self.status, self.headers, media_type="application/json")
+
+
+INTERNAL = ErrorReply(
+    status=500,
+    message="internal error: the router's log has the details",
+    type="server_error",
+    code="internal",
+)
+
+
+def reply_of(error: Exception) -> ErrorReply:
+    match error:
+        case InvalidRequest():
+            return _invalid(error)
+        case Refused():
+            return _refused(error)
+        case RequestFailedError():
+            status = 500 if error.reason == "internal" else 503
+            return ErrorReply(
+                status=status, message=error.message, type="server_error", code=error.reason
+            )
+        case KvrelayError():
+            return ErrorReply(status=500, message=str(error), type="server_error")
+        case _:
+            return INTERNAL
+
+
+def _invalid(error: InvalidRequest) -> ErrorReply:
+    statuses = {ModelNotFound: 404, BodyTooLarge: 413, UnsupportedMediaType: 415}
+    return ErrorReply(
+        status=statuses.get(type(error), 400),
+        message=error.message,
+        type="invalid_request_error",
+        code=error.code,
+        param=error.param,
+    )
+
+
+def _refused(error: Refused) -> ErrorReply:
+    contended = error.reason != "no_capacity"
+    return ErrorReply(
+        status=429 if contended else 503,
+        message=error.message,
+        type="rate_limit_error" if contended else "server_error",
+        code=error.reason,
+        headers={
+            "retry-after": str(max(math.ceil(error.retry_after_s), 1)),
+            "retry-after-ms": str(max(math.ceil(1000 * error.retry_after_s), 1)),
+        },
+    )
+
+
+async def on_kvrelay_error(request: Request, error: Exception) -> Response:
+    return reply_of(error).response()
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405."""
+    assert isinstance(error, HTTPException)
+    return ErrorReply(
+        status=error.status_code,
+        message=f"{request.method} {request.url.path}: {error.detail}",
+        type="invalid_request_error",
+        code="not_found" if error.status_code == 404 else "method_not_allowed",
+        headers=error.headers or {},
+    ).response()
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    """The server's middleware logs the traceback after this."""
+    return INTERNAL.response()

@@ -1,0 +1,111 @@
+"""The endpoints that generate nothing: models, tokens, health, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.types import Role
+from router.generation import WorkerStatus
+from router.http.bodies import read_body
+from router.http.body_fields import DetokenizeBody, TokenizeBody
+from router.http.chat import chat_prompt
+from router.http.encoding import json_response
+from router.http.face import HttpFace, face_of
+from router.serving import Prompt
+
+
+async def models(request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model_card(face_of(request))]})
+
+
+async def model(request: Request) -> Response:
+    face = face_of(request)
+    face.service.check_model(request.path_params["model"])
+    return json_response(_model_card(face))
+
+
+def _model_card(face: HttpFace) -> dict[str, object]:
+    facts = face.service.dispatcher.model()
+    return {
+        "id": face.service.model_name,
+        "object": "model",
+        "created": int(face.started_s),
+        "owned_by": "kvrelay",
+        "root": face.service.model_name,
+        "max_model_len": facts.max_model_len if facts is not None else None,
+    }
+
+
+async def tokenize(request: Request) -> Response:
+    face = face_of(request)
+    body = await read_body(request, TokenizeBody, {}, face.max_body_bytes)
+    face.service.check_model(body.model or "")
+    ids = await face.service.prompt_ids(
+        _prompt_of(body), add_special_tokens=body.add_special_tokens is not False
+    )
+    texts = [face.service.tokenizer.backend.id_to_token(i) for i in ids]
+    return json_response(
+        {
+            "count": len(ids),
+            "max_model_len": face.service.facts().max_model_len,
+            "tokens": ids,
+            "token_strs": texts if body.return_token_strs else None,
+        }
+    )
+
+
+def _prompt_of(body: TokenizeBody) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    if body.messages is not None:
+        return chat_prompt(body.messages, body.add_generation_prompt is not False)
+    return body.prompt or ""
+
+
+async def detokenize(request: Request) -> Response:
+    face = face_of(request)
+    body = await read_body(request, DetokenizeBody, {}, face.max_body_bytes)
+    face.service.check_model(body.model or "")
+    text = face.service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text})
+
+
+async def health(request: Request) -> Response:
+    return json_response({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    dispatcher = face_of(request).service.dispatcher
+    if dispatcher.ready():
+        return json_response({"ready": True})
+    reason = not_ready_reason(dispatcher.workers())
+    return json_response({"ready": False, "reason": reason}, status=503)
+
+
+def not_ready_reason(workers: Sequence[WorkerStatus]) -> str:
+    roles = {worker.role for worker in workers}
+    if not roles:
+        return "no worker has joined yet"
+    if Role.BOTH not in roles:
+        missing = [role for role in (Role.PREFILL, Role.DECODE) if role not in roles]
+        if missing:
+            return f"no {' and no '.join(missing)} worker has joined yet"
+    return "the workers that joined can't serve yet"
+
+
+async def metrics(request: Request) -> Response:
+    content = face_of(request).service.metrics.exposition()
+    return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+async def debug_kv(request: Request) -> Response:
+    return json_response({"workers": await face_of(request).service.dispatcher.debug_kv()})
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": face_of(request).version})

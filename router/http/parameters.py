@@ -1,0 +1,79 @@
+"""Request body -> the face-independent sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from kvrelay.errors import InvalidRequest
+from router.choice_text import TextDelta
+from router.http.body_fields import GenerationBody
+from router.sampling_defaults import RequestedSampling
+
+LEDGER_HEADER = "x-kvrelay-ledger"
+
+
+def sampling_of(
+    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+) -> RequestedSampling:
+    return RequestedSampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        n=1 if body.n is None else body.n,
+        logprobs=logprobs,
+        seed=body.seed,
+        logit_bias=_logit_bias(body.logit_bias),
+    )
+
+
+def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    match stop:
+        case None:
+            return ()
+        case str():
+            return (stop,)
+        case list():
+            return tuple(stop)
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token_id): value for token_id, value in (bias or {}).items()}
+    except ValueError:
+        raise InvalidRequest(
+            'logit_bias: the keys must be token ids, such as "50256"', param="logit_bias"
+        ) from None
+
+
+def stream_flags(body: GenerationBody) -> tuple[bool, bool]:
+    """(stream, include_usage)"""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "stream_options needs stream: true", code="invalid_value", param="stream_options"
+        )
+    options = body.stream_options
+    return bool(body.stream), options is not None and bool(options.include_usage)
+
+
+def wants_ledger(request: Request) -> bool:
+    return request.headers.get(LEDGER_HEADER, "0") not in ("", "0")
+
+
+def stop_reason(delta: TextDelta, eos_ids: Sequence[int]) -> str | int | None:
+    """vLLM's: the stop string or stop token id; null for an end-of-sequence id."""
+    if delta.stop_string is not None:
+        return delta.stop_string
+    return None if delta.stop_token_id in eos_ids else delta.stop_token_id

@@ -1,0 +1,153 @@
+"""What `/metrics` says, by vLLM's names and units under the prefix `kvrelay:`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.generation import Dispatcher, WorkerStatus
+
+TTFT_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+ITL_BUCKETS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+E2E_BUCKETS_S = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0),
+)
+
+
+LABELS = ("worker", "role")
+
+
+def _usage(worker: WorkerStatus) -> float:
+    return 1 - worker.free_blocks / worker.total_blocks if worker.total_blocks else 0.0
+
+
+class RouterMetrics:
+    """One registry of its own, so that several routers can live in one process."""
+
+    def __init__(self, dispatcher: Dispatcher, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name}
+        self.ttft = self._histogram("time_to_first_token_seconds", "", TTFT_BUCKETS_S)
+        self.itl = self._histogram("inter_token_latency_seconds", "", ITL_BUCKETS_S)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "", E2E_BUCKETS_S)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens admitted.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "kvrelay:request_success",
+            "Requests finished, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "kvrelay:request_rejections",
+            "Requests refused or invalid, by reason.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self._phases = Histogram(
+            "kvrelay:request_phase_seconds",
+            "Time of each phase of a request's ledger.",
+            ["model_name", "phase"],
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.registry.register(ClusterGauges(dispatcher, model_name))
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(**self._labels, reason=reason).inc()
+
+    def started(self, received_s: float, prompt_tokens: int) -> RequestTimer:
+        self.prompt_tokens.inc(prompt_tokens)
+        return RequestTimer(self, received_s)
+
+    def finished(self, reason: str, ledger: Mapping[str, float]) -> None:
+        self._success.labels(**self._labels, finished_reason=reason).inc()
+        for phase, seconds in ledger.items():
+            self._phases.labels(**self._labels, phase=phase).observe(seconds)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        documentation = text or name.replace("_", " ")
+        return Histogram(
+            f"kvrelay:{name}",
+            documentation,
+            ["model_name"],
+            buckets=buckets,
+            registry=self.registry,
+        ).labels(**self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"kvrelay:{name}", text, ["model_name"], registry=self.registry).labels(
+            **self._labels
+        )
+
+
+class RequestTimer:
+    """Times one request. All arguments and readings are perf_counter seconds."""
+
+    def __init__(self, metrics: RouterMetrics, received_s: float) -> None:
+        self._metrics = metrics
+        self._received_s = received_s
+        self._last_token_s: dict[int, float] = {}  # choice |-> its latest token
+
+    def tokens(self, choice: int, count: int, now_s: float) -> None:
+        if not count:
+            return
+        self._metrics.generation_tokens.inc(count)
+        previous_s = self._last_token_s.get(choice)
+        if previous_s is not None:
+            self._metrics.itl.observe(now_s - previous_s)
+        elif not self._last_token_s:
+            self._metrics.ttft.observe(now_s - self._received_s)
+        self._last_token_s[choice] = now_s
+
+    def finished(self, reason: str, ledger: Mapping[str, float]) -> None:
+        self._metrics.e2e.observe(time.perf_counter() - self._received_s)
+        self._metrics.finished(reason, ledger)
+
+
+WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage),
+    ("num_requests_waiting", "Requests waiting at the worker.", lambda w: w.waiting),
+    ("worker_requests_running", "Requests running at the worker.", lambda w: w.running),
+    ("kv_blocks_total", "KV blocks of the worker.", lambda w: w.total_blocks),
+    ("kv_blocks_free", "KV blocks neither held nor cached.", lambda w: w.free_blocks),
+)
+
+
+class ClusterGauges(Collector):
+    """Read from the dispatcher at the moment of each scrape."""
+
+    def __init__(self, dispatcher: Dispatcher, model_name: str) -> None:
+        self._dispatcher = dispatcher
+        self._model_name = model_name
+
+    def collect(self) -> Iterable[Metric]:
+        running = self._dispatcher.running_requests()
+        yield self._gauge("num_requests_running", "Requests admitted and unfinished.", running)
+        yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
+        workers = self._dispatcher.workers()
+        for name, text, value in WORKER_GAUGES:
+            gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=("model_name", *LABELS))
+            for worker in workers:
+                labels = (self._model_name, worker.name, worker.role)
+                gauge.add_metric(labels, float(value(worker)))
+            yield gauge
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=("model_name",))
+        gauge.add_metric((self._model_name,), float(value))
+        return gauge

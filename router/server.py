@@ -1,0 +1,151 @@
+"""Both public faces in the running event loop: HTTP by an embedded uvicorn, and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import uvicorn
+
+from kvrelay.errors import ConfigError
+from router.generation import Dispatcher
+from router.grpc_face import Health, InferenceFace, create_grpc_server
+from router.http.app import create_app
+from router.http.face import HttpFace
+from router.metrics import RouterMetrics
+from router.sampling_defaults import GenerationDefaults
+from router.serving import TextService
+from router.tokenizer import TextTokenizer
+
+HEALTH_PERIOD_S = 0.1
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaceOptions:
+    """Port 0: the system chooses."""
+
+    host: str = "0.0.0.0"
+    http_port: int = 8000
+    grpc_port: int = 50051
+    max_body_bytes: int = 32 * 2**20
+    cluster: str = "kvrelay"
+
+
+class EmbeddedUvicorn(uvicorn.Server):
+    """Signals belong to the process that embeds it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Faces:
+    """Raises ModelError when the checkpoint has no usable tokenizer."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        checkpoint_dir: Path,
+        served_model_name: str,
+        options: FaceOptions,
+    ) -> None:
+        self._options = options
+        self.service = TextService(
+            dispatcher,
+            TextTokenizer.load(checkpoint_dir),
+            model_name=served_model_name,
+            defaults=GenerationDefaults.load(checkpoint_dir),
+            metrics=RouterMetrics(dispatcher, served_model_name),
+        )
+        self._health = Health(dispatcher)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> tuple[int, int]:
+        """(HTTP port, gRPC port). Raises ConfigError, and starts nothing, when one is busy."""
+        listener = _listen(self._options.host, self._options.http_port)
+        try:
+            grpc_port = await self._start_grpc()
+        except BaseException:
+            listener.close()
+            raise
+        self._http = self._http_server()
+        self._tasks = [
+            asyncio.create_task(self._http.serve(sockets=[listener])),
+            asyncio.create_task(self._watch_health()),
+        ]
+        while not self._http.started and not self._tasks[0].done():
+            await asyncio.sleep(0.001)
+        return listener.getsockname()[1], grpc_port
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new requests, lets running ones finish for `grace_s`, then aborts them."""
+        serving, watching = self._tasks
+        watching.cancel()
+        self._http.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._http.should_exit = True
+        await asyncio.gather(self._grpc.stop(grace_s), serving, watching, return_exceptions=True)
+        if self._http.server_state.tasks:
+            await asyncio.wait(self._http.server_state.tasks)
+
+    async def _start_grpc(self) -> int:
+        options = self._options
+        face = InferenceFace(self.service, version=version("kvrelay"), cluster=options.cluster)
+        self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
+        await self._health.refresh()
+        address = f"{options.host}:{options.grpc_port}"
+        try:
+            port = self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            raise _busy("gRPC", address) from error
+        await self._grpc.start()
+        return port
+
+    def _http_server(self) -> uvicorn.Server:
+        face = HttpFace(
+            service=self.service,
+            max_body_bytes=self._options.max_body_bytes,
+            version=version("kvrelay"),
+            started_s=time.time(),
+        )
+        config = uvicorn.Config(
+            create_app(face),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            http="httptools",
+            ws="none",
+        )
+        return EmbeddedUvicorn(config)
+
+    async def _watch_health(self) -> None:
+        """Those who Watch the health service hear of a change within the period."""
+        while True:
+            await self._health.refresh()
+            await asyncio.sleep(HEALTH_PERIOD_S)
+
+
+def _busy(kind: str, address: str) -> ConfigError:
+    return ConfigError(f"the {kind} port {address} is in use: choose another or 0 for any")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _busy("HTTP", f"{host}:{port}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,189 @@
+"""The model's tokenizer, without torch or transformers: text <-> token ids, and chat -> text.
+
+Runs in the router. Gives the ids that transformers' AutoTokenizer gives for the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+from kvrelay.errors import InvalidRequest, ModelError
+from router.chat_template import ChatTemplate
+from router.token_bytes import TokenBytes
+
+NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+EXTRA_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty when the file is absent. Raises ModelError when it isn't a JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+class TextTokenizer:
+    def __init__(
+        self, tokenizer: Tokenizer, special: Mapping[str, str], template: str | None
+    ) -> None:
+        self.backend = tokenizer
+        self.special_tokens = dict(special)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._token_bytes = TokenBytes(tokenizer)
+        self._template = ChatTemplate(template, special) if template is not None else None
+
+    @classmethod
+    def load(cls, folder: Path) -> TextTokenizer:
+        """Raises ModelError when the folder has no usable tokenizer.json."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{folder} has no tokenizer.json: save the model's fast tokenizer there"
+            )
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ModelError(f"{path} can't be loaded: {error}") from error
+        config = {
+            **read_json(folder / "special_tokens_map.json"),
+            **read_json(folder / "tokenizer_config.json"),
+        }
+        special = _special_tokens(config)
+        _configure(backend, config, special)
+        return cls(backend, special, _chat_template(folder, config))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Raises InvalidRequest when the text holds half of a surrogate pair."""
+        try:
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the text is not valid Unicode: {error.reason}") from error
+        return tuple(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text; half a character where it is half a character."""
+        return self._token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        return self._token_bytes(token_id).decode(errors="replace")
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Raises InvalidRequest: no template, or the template refuses the messages."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use /v1/completions (or text input), "
+                "or add chat_template.jinja to the checkpoint",
+                code="no_chat_template",
+                param="messages",
+            )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: _token_text(config.get(name)) for name in NAMED_SPECIAL_TOKENS}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _configure(backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """What tokenizer_config.json says beyond tokenizer.json."""
+    backend.no_truncation()
+    backend.no_padding()
+    _add_missing_tokens(backend, config, special)
+    if "add_bos_token" in config or "add_eos_token" in config:
+        _set_template(backend, config, special)
+
+
+def _add_missing_tokens(
+    backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder") or {}
+    by_id = [value for _, value in sorted(declared.items(), key=lambda item: int(item[0]))]
+    extra = [value for name in EXTRA_SPECIAL_TOKENS for value in _values(config.get(name))]
+    for value in [*by_id, *special.values(), *extra]:
+        text = _token_text(value)
+        if text and text not in known:
+            backend.add_tokens([_added_token(value, text, special)])
+            known.add(text)
+
+
+def _values(tokens: object) -> list[object]:
+    match tokens:
+        case dict():
+            return list(tokens.values())
+        case list():
+            return tokens
+        case _:
+            return []
+
+
+def _added_token(value: object, text: str, special: Mapping[str, str]) -> AddedToken:
+    options = dict(value) if isinstance(value, dict) else {"special": True}
+    allowed = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    kept = {name: bool(options[name]) for name in allowed if name in options}
+    if text in special.values():
+        kept["special"] = True
+    return AddedToken(text, **kept)
+
+
+def _set_template(
+    backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    """An explicit add_bos_token or add_eos_token replaces tokenizer.json's post-processor."""
+    bos = special.get("bos_token") if config.get("add_bos_token") else None
+    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    used = [token for token in (bos, eos) if token is not None]
+    single = " ".join([*([bos] if bos else []), "$A:0", *([eos] if eos else [])])
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in used]
+    )
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """A file of its own wins; a list of named templates gives the one named default."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    match config.get("chat_template"):
+        case str() as source:
+            return source
+        case list() as named:
+            return next((t["template"] for t in named if t.get("name") == "default"), None)
+        case _:
+            return None

@@ -1,0 +1,165 @@
+"""An in-memory Dispatcher: scripted tokens, gates to stop at any moment, and what was asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.errors import KvrelayError
+from kvrelay.types import FinishReason, TokenLogprobs
+from router.generation import (
+    ChoiceTokens,
+    GenerationRequest,
+    ModelFacts,
+    WorkerStatus,
+)
+
+Script = Callable[[GenerationRequest, int], Sequence[int]]
+"""(request, choice) |-> the tokens the model would say"""
+
+FACTS = ModelFacts(
+    architecture="LlamaForCausalLM", fingerprint="f00d", max_model_len=512, vocab_size=3072
+)
+
+WORKER = WorkerStatus(
+    name="both-0",
+    address="127.0.0.1:1",
+    incarnation="abc",
+    role="both",
+    device="cpu",
+    transport="loopback",
+    total_blocks=100,
+    free_blocks=75,
+    block_size=16,
+    running=0,
+    waiting=0,
+)
+
+
+def echo(request: GenerationRequest, choice: int) -> Sequence[int]:
+    """Says the prompt again, without its first token (the model's begin token)."""
+    return request.prompt_ids[1:]
+
+
+@dataclass
+class FakeGeneration:
+    owner: FakeDispatcher
+    request: GenerationRequest
+    stopped: dict[int, int] = field(default_factory=dict)
+    aborted: bool = False
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
+        try:
+            await self.owner.moment("first_token")
+            said = {c: self._spoken(c) for c in range(self.request.sampling.n)}
+            for index in range(max(len(tokens) for tokens in said.values())):
+                if index == 1:
+                    await self.owner.moment("second_token")
+                for choice, tokens in said.items():
+                    if index < len(tokens) and choice not in self.stopped:
+                        yield self._step(choice, tokens, index)
+                await asyncio.sleep(0)
+                self.owner.fail_if_due(index + 1)
+        finally:
+            self.owner.running.pop(self.request.request_id, None)
+
+    def _spoken(self, choice: int) -> list[int]:
+        return list(self.owner.script(self.request, choice))[: self.request.sampling.max_tokens]
+
+    def _step(self, choice: int, tokens: list[int], index: int) -> ChoiceTokens:
+        token_id = tokens[index]
+        stops = token_id in self.request.sampling.stop_token_ids
+        if stops:
+            del tokens[index + 1 :]
+        last = index + 1 == len(tokens)
+        limit = index + 1 == self.request.sampling.max_tokens
+        reason = FinishReason.LENGTH if limit and not stops else FinishReason.STOP
+        self.owner.yielded_tokens += 1
+        return ChoiceTokens(
+            choice=choice,
+            token_ids=(token_id,),
+            logprobs=self._logprobs(token_id),
+            finish_reason=reason if last else None,
+            stop_token_id=token_id if stops else None,
+        )
+
+    def _logprobs(self, token_id: int) -> tuple[TokenLogprobs, ...]:
+        count = self.request.sampling.logprobs
+        if count is None:
+            return ()
+        best = tuple((token_id + i, -0.5 - i) for i in range(count))
+        return (TokenLogprobs(token_id, -0.5, best),)
+
+    def stop(self, choice: int, valid_tokens: int) -> None:
+        self.stopped[choice] = valid_tokens
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.owner.abort(self.request.request_id)
+
+    def ledger(self) -> dict[str, float]:
+        return {**self.request.phases_s, "prefill": 0.001, "decode": 0.002}
+
+
+@dataclass
+class FakeDispatcher:
+    """`moment_reached[name]` is set when a request gets there; it goes on if `gates` lacks it."""
+
+    script: Script = echo
+    facts: ModelFacts | None = FACTS
+    statuses: tuple[WorkerStatus, ...] = (WORKER,)
+    is_ready: bool = True
+    refusal: KvrelayError | None = None
+    failure: KvrelayError | Exception | None = None
+    fail_after_tokens: int = -1
+    gates: set[str] = field(default_factory=set)
+    yielded_tokens: int = 0
+    requests: list[GenerationRequest] = field(default_factory=list)
+    generations: list[FakeGeneration] = field(default_factory=list)
+    running: dict[str, FakeGeneration] = field(default_factory=dict)
+    aborted: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    reached: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+    async def moment(self, name: str) -> None:
+        if name in self.gates:
+            self.reached.put_nowait(name)
+            await asyncio.Event().wait()
+
+    def fail_if_due(self, tokens: int) -> None:
+        if tokens == self.fail_after_tokens:
+            assert self.failure is not None
+            raise self.failure
+
+    async def submit(self, request: GenerationRequest) -> FakeGeneration:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        try:
+            await self.moment("submit")
+        except asyncio.CancelledError:
+            self.aborted.put_nowait(request.request_id)
+            raise
+        generation = FakeGeneration(self, request)
+        self.generations.append(generation)
+        self.running[request.request_id] = generation
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        self.running.pop(request_id, None)
+        self.aborted.put_nowait(request_id)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return self.statuses
+
+    def model(self) -> ModelFacts | None:
+        return self.facts
+
+    def running_requests(self) -> int:
+        return len(self.running)
+
+    async def debug_kv(self) -> list[dict[str, object]]:
+        return [{"worker": w.name, "total_blocks": w.total_blocks} for w in self.statuses]
