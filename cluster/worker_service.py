@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,20 +18,27 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.wire import decode_to_worker, encode_batch, encode_hello
 
+log = logging.getLogger(__name__)
+
 
 class GrpcRouterStream:
     """The loop's side of one router's stream: encodes on the caller's thread, sends on ours."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._batches: asyncio.Queue[pb.FromWorker] = asyncio.Queue()
+        self._batches: asyncio.Queue[pb.FromWorker | None] = asyncio.Queue()
 
     def send(self, events: Sequence[WorkerEvent], counters: Counters) -> None:
         batch = encode_batch(events, counters, time.monotonic())
         self._loop.call_soon_threadsafe(self._batches.put_nowait, batch)
 
-    async def next(self) -> pb.FromWorker:
-        return await self._batches.get()
+    def end(self) -> None:
+        """The router has closed its side."""
+        self._batches.put_nowait(None)
+
+    async def batches(self) -> AsyncIterator[pb.FromWorker]:
+        while (batch := await self._batches.get()) is not None:
+            yield batch
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -55,7 +63,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         reader = asyncio.ensure_future(self._read(stream, requests))
         try:
             yield pb.FromWorker(hello=encode_hello(self._hello))
-            while (batch := await self._next(stream, reader)) is not None:
+            async for batch in stream.batches():
                 yield batch
         finally:
             reader.cancel()
@@ -74,20 +82,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
 
     async def _read(self, stream: GrpcRouterStream, requests: AsyncIterator[pb.ToWorker]) -> None:
-        async for message in requests:
-            self._inbox.put(FromRouter(stream, decode_to_worker(message)))
-
-    @staticmethod
-    async def _next(stream: GrpcRouterStream, reader: asyncio.Future[None]) -> pb.FromWorker | None:
-        """None when the router has closed its side; raises what it could not read."""
-        waiting = asyncio.ensure_future(stream.next())
-        await asyncio.wait([waiting, reader], return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            return waiting.result()
-        waiting.cancel()
-        if (error := reader.exception()) is not None:
-            raise PeerError(str(error)) from error
-        return None
+        try:
+            async for message in requests:
+                self._inbox.put(FromRouter(stream, decode_to_worker(message)))
+        except PeerError as error:
+            log.error("closed a router's stream: %s", error)
+        finally:
+            stream.end()
 
     async def DebugKv(  # noqa: N802
         self, request: pb.DebugKvRequest, context: grpc.aio.ServicerContext

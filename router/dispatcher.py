@@ -1,0 +1,257 @@
+"""The router's shell: turns the core's commands into messages, and their answers into events.
+
+Lives in one event loop. A request's handle is a queue that the core's deliveries fill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from uuid import uuid4
+
+from google.protobuf.json_format import MessageToDict
+
+from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
+from kvrelay.messages import Counters, WorkerEvent, WorkerHello
+from kvrelay.types import Incarnation, Role
+from router.core import (
+    Aborted,
+    Admit,
+    ChoiceStopped,
+    Command,
+    Deliver,
+    Event,
+    Fail,
+    Refuse,
+    RouterCore,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
+from router.generation import ChoiceTokens, GenerationRequest, ModelFacts, WorkerStatus
+from router.ledger import Ledger
+from router.link import WorkerLink
+from router.placement import WorkerView
+
+log = logging.getLogger(__name__)
+
+
+class WorkerGeneration:
+    """A request on the workers. What it yields comes in index order, each token once."""
+
+    def __init__(self, dispatcher: WorkerDispatcher, request_id: str) -> None:
+        self.request_id = request_id
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.record: Ledger | None = None
+        self._dispatcher = dispatcher
+        self._deliveries: asyncio.Queue[Deliver | Fail | None] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
+        try:
+            while (delivery := await self._deliveries.get()) is not None:
+                if isinstance(delivery, Fail):
+                    raise RequestFailedError(delivery.reason, delivery.message)
+                for tokens in delivery.tokens:
+                    yield tokens
+                if delivery.done:
+                    return
+        finally:
+            self.abort()
+
+    def stop(self, choice: int, valid_tokens: int) -> None:
+        self._dispatcher.stop(self.request_id, choice, valid_tokens)
+
+    def abort(self) -> None:
+        self._dispatcher.abort(self.request_id)
+
+    def ledger(self) -> dict[str, float]:
+        return self.record.phases() if self.record is not None else {}
+
+    def put(self, delivery: Deliver | Fail | None) -> None:
+        self._deliveries.put_nowait(delivery)
+
+
+class WorkerDispatcher:
+    """Implements `router.generation.Dispatcher` over real workers."""
+
+    def __init__(self) -> None:
+        self.core = RouterCore()
+        self.incarnation = Incarnation(uuid4().hex)
+        self._links: dict[str, WorkerLink] = {}  # address |-> link
+        self._attached: dict[Incarnation, WorkerLink] = {}
+        self._generations: dict[str, WorkerGeneration] = {}
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def add_worker(self, address: str) -> None:
+        if address not in self._links:
+            self._links[address] = WorkerLink(address, self.incarnation, self)
+
+    async def remove_worker(self, address: str) -> None:
+        link = self._links.pop(address, None)
+        if link is not None:
+            await link.close()
+
+    async def close(self) -> None:
+        for address in list(self._links):
+            await self.remove_worker(address)
+
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+        for view in self.core.workers.values():
+            if view.hello.fingerprint != hello.fingerprint:
+                raise PeerError(
+                    f"worker {hello.name} serves another model than {view.hello.name} "
+                    f"(fingerprint {hello.fingerprint}, not {view.hello.fingerprint})"
+                )
+        log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
+        self._attached[hello.incarnation] = link
+        self._post(WorkerJoined(hello=hello))
+
+    def said(
+        self, worker: Incarnation, events: tuple[WorkerEvent, ...], counters: Counters
+    ) -> None:
+        self._post(WorkerSaid(incarnation=worker, events=events, counters=counters))
+
+    def lost(self, worker: Incarnation, reason: str) -> None:
+        link = self._attached.pop(worker, None)
+        if link is not None:
+            log.warning("lost the worker at %s: %s", link.address, reason)
+            self._post(WorkerLost(incarnation=worker))
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerationRequest) -> WorkerGeneration:
+        if request.request_id in self.core.requests:
+            raise InvalidRequest(
+                f"request id {request.request_id} is running already: choose another",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        generation = WorkerGeneration(self, request.request_id)
+        self._generations[request.request_id] = generation
+        self._post(Submitted(request=request))
+        if request.request_id in self.core.requests:
+            generation.record = self.core.ledger(request.request_id)
+        try:
+            await generation.admitted
+        except BaseException:
+            self.abort(request.request_id)
+            self._generations.pop(request.request_id, None)
+            raise
+        return generation
+
+    def stop(self, request_id: str, choice: int, valid_tokens: int) -> None:
+        stopped = ChoiceStopped(request_id=request_id, choice=choice, valid_tokens=valid_tokens)
+        self._post(stopped)
+        self._end_if_gone(request_id)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.core.requests:
+            self._post(Aborted(request_id=request_id))
+        self._end_if_gone(request_id)
+
+    def _end_if_gone(self, request_id: str) -> None:
+        if request_id not in self.core.requests:
+            generation = self._generations.pop(request_id, None)
+            if generation is not None:
+                generation.put(None)
+
+    # --- state ----------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        return self.model() is not None and self._longest() > 0
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return tuple(self._status(view) for view in self.core.workers.values())
+
+    def _status(self, view: WorkerView) -> WorkerStatus:
+        hello, counters = view.hello, view.counters
+        link = self._attached.get(hello.incarnation)
+        return WorkerStatus(
+            name=hello.name,
+            address=link.address if link is not None else "",
+            incarnation=hello.incarnation,
+            role=hello.role,
+            device=hello.device,
+            transport=hello.transport,
+            total_blocks=hello.total_blocks,
+            free_blocks=counters.free_blocks,
+            block_size=hello.block_size,
+            running=counters.running,
+            waiting=counters.waiting,
+        )
+
+    def model(self) -> ModelFacts | None:
+        hello = next((view.hello for view in self.core.workers.values()), None)
+        if hello is None:
+            return None
+        return ModelFacts(
+            architecture=hello.architecture,
+            fingerprint=hello.fingerprint,
+            max_model_len=self._longest() or hello.max_model_len,
+            vocab_size=hello.vocab_size,
+        )
+
+    def _longest(self) -> int:
+        """The longest sequence that some pair of workers, or one of role both, can hold."""
+        longest = dict.fromkeys(Role, 0)
+        for view in self.core.workers.values():
+            role = view.hello.role
+            longest[role] = max(longest[role], view.hello.max_model_len)
+        return max(longest[Role.BOTH], min(longest[Role.PREFILL], longest[Role.DECODE]))
+
+    def running_requests(self) -> int:
+        return len(self.core.requests)
+
+    async def debug_kv(self) -> list[dict[str, object]]:
+        links = list(self._attached.values())
+        reports = await asyncio.gather(*(link.debug_kv() for link in links))
+        return [
+            MessageToDict(
+                report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+            for report in reports
+        ]
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _post(self, event: Event) -> None:
+        for command in self.core.handle(event, time.monotonic()):
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Send(worker=worker, message=message):
+                link = self._attached.get(worker)
+                if link is not None:
+                    link.send(message)
+            case Deliver(request_id=request_id, done=done):
+                self._generation(request_id, done=done).put(command)
+            case Admit(request_id=request_id):
+                self._settle_admission(self._generations[request_id], None)
+            case Refuse(request_id=request_id, refusal=refusal, retry_after_s=retry_after_s):
+                error = Refused(refusal.reason, refusal.message, retry_after_s=retry_after_s)
+                self._settle_admission(self._generation(request_id, done=True), error)
+            case Fail(request_id=request_id):
+                generation = self._generation(request_id, done=True)
+                failure = RequestFailedError(command.reason, command.message)
+                self._settle_admission(generation, failure)
+                generation.put(command)
+
+    def _generation(self, request_id: str, *, done: bool) -> WorkerGeneration:
+        if done:
+            return self._generations.pop(request_id)
+        return self._generations[request_id]
+
+    @staticmethod
+    def _settle_admission(generation: WorkerGeneration, error: Exception | None) -> None:
+        if generation.admitted.done():
+            return
+        if error is None:
+            generation.admitted.set_result(None)
+        else:
+            generation.admitted.set_exception(error)

@@ -1,0 +1,50 @@
+"""Where a request's time went: named moments whose gaps are the phases. Pure.
+
+Moments of workers are put on the router's clock by their age when they arrive, so a hop's two ways
+are both charged to the phase that waits for the answer. Phases up to `first_token_return` sum to
+the time to first token, all of them to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# moment |-> the phase that ends with it
+PHASES: Mapping[str, str] = {
+    "placed": "place",
+    "reserved": "reserve",
+    "prefill_received": "dispatch",
+    "prefill_started": "prefill_queue",
+    "first_token": "prefill",
+    "first_token_received": "first_token_return",
+    "handoff_committed": "handoff",
+    "decode_joined": "decode_queue",
+    "last_token": "decode",
+    "last_token_received": "last_token_return",
+}
+
+
+@dataclass(slots=True)
+class Ledger:
+    """`before_s` are the phases before submission, as the face measured them."""
+
+    before_s: Mapping[str, float]
+    submitted_s: float
+    _moments: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, moment: str, at_s: float) -> None:
+        """Known moments count once, `last_token*` each time."""
+        if moment in PHASES and (moment not in self._moments or moment.startswith("last_")):
+            self._moments.pop(moment, None)
+            self._moments[moment] = at_s
+
+    def phases(self) -> dict[str, float]:
+        """# phase |-> seconds, in the order in which the moments came; repeated ones add up"""
+        phases = dict(self.before_s)
+        previous_s = self.submitted_s
+        for moment, at_s in sorted(self._moments.items(), key=lambda item: item[1]):
+            name = PHASES[moment]
+            phases[name] = phases.get(name, 0.0) + max(0.0, at_s - previous_s)
+            previous_s = max(previous_s, at_s)
+        return phases

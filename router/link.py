@@ -1,0 +1,111 @@
+"""One worker as the router reaches it: an Attach stream that is opened again when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from kvrelay.errors import PeerError
+from kvrelay.messages import Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.types import WIRE_VERSION, Incarnation
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire import decode_counters, decode_event, decode_hello, encode_to_worker
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+MESSAGE_BYTES = 64 * 1024 * 1024
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+]
+
+
+class LinkOwner(Protocol):
+    """Called in the event loop."""
+
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+        """Raises PeerError to refuse the worker for good."""
+
+    def said(
+        self, worker: Incarnation, events: tuple[WorkerEvent, ...], counters: Counters
+    ) -> None: ...
+
+    def lost(self, worker: Incarnation, reason: str) -> None: ...
+
+
+class WorkerLink:
+    def __init__(self, address: str, router: Incarnation, owner: LinkOwner) -> None:
+        self.address = address
+        self.hello: WorkerHello | None = None
+        self._router = router
+        self._owner = owner
+        self._outgoing: asyncio.Queue[pb.ToWorker] = asyncio.Queue()
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._task = asyncio.ensure_future(self._run())
+
+    def send(self, message: ToWorker) -> None:
+        """Queued; lost with the stream, as `lost` then tells."""
+        self._outgoing.put_nowait(encode_to_worker(message))
+
+    async def debug_kv(self) -> pb.DebugKvResponse:
+        return await self._stub.DebugKv(pb.DebugKvRequest(), timeout=30)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._attach()
+                reason = "it closed the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            except PeerError as error:
+                log.error("worker at %s refused: %s", self.address, error)
+                return
+            finally:
+                self._detached("the link was closed")
+            log.warning("worker at %s: %s; trying again", self.address, reason)
+            await asyncio.sleep(RETRY_S)
+
+    async def _attach(self) -> None:
+        self._outgoing = asyncio.Queue()
+        stream = self._stub.Attach(self._requests(self._outgoing))
+        try:
+            async for batch in stream:
+                if batch.HasField("hello"):
+                    hello = decode_hello(batch.hello)
+                    self._owner.joined(self, hello)
+                    self.hello = hello
+                elif self.hello is not None:
+                    self._said(self.hello.incarnation, batch)
+        finally:
+            stream.cancel()
+
+    def _said(self, worker: Incarnation, batch: pb.FromWorker) -> None:
+        now_s = time.monotonic()
+        events = tuple(decode_event(event, now_s) for event in batch.events)
+        self._owner.said(worker, events, decode_counters(batch.counters))
+
+    def _detached(self, reason: str) -> None:
+        hello, self.hello = self.hello, None
+        if hello is not None:
+            self._owner.lost(hello.incarnation, reason)
+
+    async def _requests(self, outgoing: asyncio.Queue[pb.ToWorker]) -> AsyncIterator[pb.ToWorker]:
+        hello = pb.RouterHello(wire_version=WIRE_VERSION, router_incarnation=self._router)
+        yield pb.ToWorker(hello=hello)
+        while True:
+            yield await outgoing.get()
