@@ -1,0 +1,91 @@
+"""The other process of test_shm.py: `shm_peer.py MODE ADDRESS REGION`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+from transport_kit import Side
+
+from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.memory import KvMemory
+from kvpool.memory_collate import write_slab
+from kvpool.tables import Tables
+from kvpool.transport.base import Connection, RegionName
+from kvpool.transport.memfd import mapped_inode
+
+MODEL = "5a" * 16
+TOKENS = 100
+LEASE_ID = 42
+
+
+def layout(block_size: int) -> KvLayout:
+    planes = (Plane(name="k", heads=2, dim=8), Plane(name="v", heads=2, dim=8))
+    groups = (
+        LayerGroup(layers=(0, 2), planes=planes),
+        LayerGroup(layers=(1,), planes=planes, window=16),
+    )
+    return KvLayout(groups=groups, dtype="float32", block_size=block_size)
+
+
+def numbered_memory(block_size: int, tables: Tables) -> KvMemory:
+    """Every element of the sequence's KV is a number of its own; other slots stay zero."""
+    memory, number = KvMemory(layout(block_size), 32, "cpu"), 1
+    for planes, table in zip(memory.planes, tables, strict=True):
+        for plane in planes:
+            for token in range(TOKENS):
+                slot = table[token // block_size] * block_size + token % block_size
+                row = plane[:, slot]
+                row.copy_(torch.arange(number, number + row.numel()).view(row.shape))
+                number += row.numel()
+    return memory
+
+
+def tables(block_size: int, first: int) -> Tables:
+    """Two tables whose blocks are in no order, others for each `first`."""
+    count = -(-TOKENS // block_size)
+    one = tuple(BlockId((first + 7 * i) % 32) for i in range(count))
+    return one, one[::-1]
+
+
+def write_for_ever(connection: Connection, region: RegionName) -> None:
+    data = torch.ones(1 << 20, dtype=torch.uint8)
+    connection.write(region, 0, data)
+    connection.notify(b"writing")
+    while True:
+        connection.write(region, 0, data)
+
+
+def write_one_slab(connection: Connection, region: RegionName) -> None:
+    window = connection.window(region)
+    assert window is not None
+    ours = tables(8, 3)
+    write_slab(
+        numbered_memory(8, ours),
+        ours,
+        0,
+        TOKENS,
+        fingerprint=MODEL,
+        lease_id=LEASE_ID,
+        chunk=0,
+        window=window,
+    )
+    facts = {"pid": os.getpid(), "inode": mapped_inode("self", region)}
+    connection.notify(json.dumps(facts).encode())
+    sys.stdin.read()
+
+
+def main(mode: str, address: str, region: str) -> None:
+    with Side("shm") as side:
+        connection = side.endpoint.connect(address)
+        match mode:
+            case "write-for-ever":
+                write_for_ever(connection, RegionName(region))
+            case "write-one-slab":
+                write_one_slab(connection, RegionName(region))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

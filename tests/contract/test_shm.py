@@ -1,0 +1,241 @@
+"""What only the shm transport promises: two processes, one memory; killed peers; nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import shm_peer
+import torch
+from transport_kit import PATIENCE_S, Side, held, is_mapped, send_until_refused, until
+
+from kvpool.memory import KvMemory
+from kvpool.memory_collate import read_slab, slab_bytes
+from kvpool.transport.base import Region
+from kvpool.transport.memfd import mapped_inode
+from kvrelay.errors import PeerError
+from kvrelay.types import WIRE_VERSION
+
+_PEER = Path(__file__).with_name("shm_peer.py")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = held()
+    yield
+    assert held() == before, "threads, descriptors or mappings are left"
+
+
+@contextmanager
+def _peer(mode: str, owner: Side, region: Region) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, str(_PEER), mode, owner.endpoint.address, region.name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def test_one_slab_is_mapped_in_two_processes_and_scattered() -> None:
+    """The writer's blocks have 8 tokens, the reader's 16."""
+    ours = shm_peer.tables(16, 5)
+    memory = KvMemory(shm_peer.layout(16), 32, "cpu")
+    with Side("shm") as owner:
+        region = owner.region(slab_bytes(memory.layout, shm_peer.TOKENS))
+        with _peer("write-one-slab", owner, region) as process:
+            facts = json.loads(owner.next())
+            assert facts["pid"] == process.pid != os.getpid()
+            inodes = {mapped_inode(pid, region.name) for pid in (os.getpid(), process.pid)}
+            assert inodes == {facts["inode"]}
+            assert None not in inodes
+            read_slab(
+                memory,
+                ours,
+                fingerprint=shm_peer.MODEL,
+                lease_id=shm_peer.LEASE_ID,
+                window=region.memory,
+            )
+            process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0
+        del region
+    expected = shm_peer.numbered_memory(16, ours)
+    for planes, others in zip(memory.planes, expected.planes, strict=True):
+        for plane, other in zip(planes, others, strict=True):
+            assert torch.equal(plane, other)
+
+
+def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_nothing_else() -> None:
+    with Side("shm") as owner:
+        region, spared = owner.region(1 << 20), owner.region(64)
+        with _peer("write-for-ever", owner, region) as process:
+            assert owner.next() == b"writing"
+            connection = owner.connected.get(timeout=PATIENCE_S)
+            process.send_signal(signal.SIGKILL)
+            assert owner.lost.get(timeout=PATIENCE_S) is connection
+        with pytest.raises(PeerError, match="gone"):
+            connection.notify(b"are you there?")
+        owner.endpoint.deregister(region)
+        name = region.name
+        del region
+        assert not is_mapped(name)
+        with Side("shm") as next_writer:
+            again = next_writer.endpoint.connect(owner.endpoint.address)
+            again.write(spared.name, 0, torch.ones(64, dtype=torch.uint8))
+        assert bool(spared.memory.all())
+        del spared, connection, again
+
+
+def test_a_stopped_peer_does_not_hold_the_sender_for_ever() -> None:
+    with Side("shm", send_timeout_s=0.2) as owner:
+        region = owner.region(1 << 20)
+        with _peer("write-for-ever", owner, region) as process:
+            assert owner.next() == b"writing"
+            connection = owner.connected.get(timeout=PATIENCE_S)
+            process.send_signal(signal.SIGSTOP)
+            assert "read nothing" in send_until_refused(connection)[1]
+        del region
+
+
+def test_a_retired_region_is_freed_with_its_last_mapping() -> None:
+    with Side("shm") as owner, Side("shm") as writer:
+        connection = writer.endpoint.connect(owner.endpoint.address)
+        region, other = owner.region(1 << 16), owner.region(1 << 16)
+        name, window = region.name, connection.window(region.name)
+        owner.endpoint.deregister(region)
+        del region
+        assert window is not None
+        window.fill_(1)  # a late actor harms no one
+        assert is_mapped(name)
+        with pytest.raises(PeerError, match="retired"):
+            connection.write(name, 0, torch.zeros(1))
+        del window
+        assert not is_mapped(name)
+        del other
+
+
+def test_mapping_a_new_region_drops_retired_ones() -> None:
+    with Side("shm") as owner, Side("shm") as writer:
+        connection = writer.endpoint.connect(owner.endpoint.address)
+        names = []
+        for _ in range(5):
+            region = owner.region(4096)
+            connection.write(region.name, 0, torch.ones(4096, dtype=torch.uint8))
+            names.append(region.name)
+            owner.endpoint.deregister(region)
+            del region
+        assert [is_mapped(name) for name in names] == [False] * 4 + [True]
+
+
+def test_a_region_cannot_be_resized_by_a_peer() -> None:
+    with Side("shm") as owner:
+        region = owner.region(4096)
+        fd = _fetch_descriptor(owner, region)
+        for size in (0, 1 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+        os.close(fd)
+        del region
+
+
+def _dial(owner: Side) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(PATIENCE_S)
+    sock.connect("\0kvrelay-" + owner.endpoint.address.partition(":")[2])
+    return sock
+
+
+def _fetch_descriptor(owner: Side, region: Region) -> int:
+    with _dial(owner) as sock:
+        sock.send(b"\x05" + region.name.encode())
+        _, fds, _, _ = socket.recv_fds(sock, 1024, 1)
+    (fd,) = fds
+    return fd
+
+
+def test_another_wire_version_is_refused_with_a_reason() -> None:
+    with Side("shm") as owner, _dial(owner) as sock:
+        sock.send(b"\x01" + struct.pack("<H", WIRE_VERSION + 1) + b"shm:other")
+        answer = sock.recv(1000)
+        assert answer[0] == 3
+        assert f"wire version {WIRE_VERSION + 1}".encode() in answer
+        assert sock.recv(1000) == b""
+        assert owner.connected.empty()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff", b"\x04early", b"\x01", b"\x05no-such-region"])
+def test_garbage_is_dropped_and_others_are_served(garbage: bytes) -> None:
+    with Side("shm") as owner, Side("shm") as writer:
+        with _dial(owner) as sock:
+            sock.send(garbage)
+            while sock.recv(1000):
+                pass
+        writer.endpoint.connect(owner.endpoint.address).notify(b"hello")
+        assert owner.next() == b"hello"
+        assert owner.lost.empty()
+
+
+def test_garbage_in_a_connection_ends_it() -> None:
+    with Side("shm") as owner, _dial(owner) as sock:
+        sock.send(b"\x01" + struct.pack("<H", WIRE_VERSION) + b"shm:other")
+        assert sock.recv(1000)[0] == 2
+        sock.send(b"\x63")
+        assert owner.lost.get(timeout=PATIENCE_S) is owner.connected.get(timeout=PATIENCE_S)
+
+
+def test_silent_strangers_do_not_hold_up_connect_or_close() -> None:
+    with Side("shm") as owner, Side("shm") as writer:
+        strangers = [_dial(owner) for _ in range(3)]
+        writer.endpoint.connect(owner.endpoint.address).notify(b"hello")
+        assert owner.next() == b"hello"
+        owner.endpoint.close()
+        for stranger in strangers:
+            assert stranger.recv(10) == b""
+            stranger.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a process as another user")
+def test_another_user_is_turned_away() -> None:
+    script = """
+import socket, sys
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect("\\0kvrelay-" + sys.argv[1])
+try:
+    sock.send(b"\\x05" + sys.argv[2].encode())
+    print(len(sock.recv(1000)))
+except OSError:
+    print(0)
+"""
+    python = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else sys.executable
+    with Side("shm") as owner:
+        region = owner.region(10)
+        incarnation = owner.endpoint.address.partition(":")[2]
+        command = [python, "-c", script, incarnation, region.name]
+        answers = {
+            user: subprocess.run(command, user=user, capture_output=True, check=True, cwd="/")
+            for user in (0, 65534)
+        }
+        del region
+    assert int(answers[0].stdout) > 0
+    assert int(answers[65534].stdout) == 0
+
+
+def test_regions_leave_no_name_behind() -> None:
+    names = sorted(os.listdir("/dev/shm"))
+    with Side("shm") as owner:
+        region = owner.region(100)
+        assert sorted(os.listdir("/dev/shm")) == names
+        assert mapped_inode("self", region.name) is not None
+        assert mapped_inode("self", type(region.name)(region.name + "0")) is None
+        name = region.name
+        del region
+    until(lambda: not is_mapped(name))

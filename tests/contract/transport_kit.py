@@ -1,0 +1,88 @@
+"""One side of a transport under test, and what a process holds before and after."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Self
+
+from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
+from kvpool.transport.registry import open_endpoint
+from kvrelay.errors import PeerError
+from kvrelay.types import Incarnation
+
+PATIENCE_S = 20.0
+
+
+class Side:
+    """An endpoint whose callbacks queue; `reading` cleared makes it a peer that does not read."""
+
+    def __init__(self, scheme: str, *, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self.connected: queue.Queue[Connection] = queue.Queue()
+        self.messages: queue.Queue[bytes] = queue.Queue()
+        self.lost: queue.Queue[Connection] = queue.Queue()
+        self.reading = threading.Event()
+        self.reading.set()
+        self.threads: set[int] = set()
+        self.on_message: Callable[[Connection], None] = lambda connection: None
+        self.endpoint = open_endpoint(
+            scheme,
+            Incarnation(uuid.uuid4().hex),
+            Callbacks(
+                on_connect=self.connected.put, on_message=self._receive, on_lost=self.lost.put
+            ),
+            send_timeout_s=send_timeout_s,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reading.set()
+        self.endpoint.close()
+
+    def region(self, nbytes: int) -> Region:
+        return self.endpoint.register(nbytes)
+
+    def next(self) -> bytes:
+        return self.messages.get(timeout=PATIENCE_S)
+
+    def _receive(self, connection: Connection, payload: bytes) -> None:
+        self.reading.wait()
+        self.threads.add(threading.get_ident())
+        self.messages.put(payload)
+        self.on_message(connection)
+
+
+def held() -> tuple[int, int, int]:
+    """Threads, descriptors and mappings of regions that this process has."""
+    with open("/proc/self/maps") as maps:
+        mapped = sum("/memfd:kvrelay-" in line for line in maps)
+    return threading.active_count(), len(os.listdir("/proc/self/fd")), mapped
+
+
+def is_mapped(name: RegionName) -> bool:
+    with open("/proc/self/maps") as maps:
+        return any(f"/memfd:{name} " in line for line in maps)
+
+
+def send_until_refused(connection: Connection) -> tuple[int, str]:
+    """60 kB messages, numbered from 0, until notify raises: how many were taken, and why."""
+    for sent in range(10_000):
+        try:
+            connection.notify(sent.to_bytes(4, "little") + bytes(60_000))
+        except PeerError as error:
+            return sent, str(error)
+    raise AssertionError("600 MB were taken though no one reads")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns as soon as the condition holds; fails when it does not within PATIENCE_S."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.002)
