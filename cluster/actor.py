@@ -83,10 +83,15 @@ class RouterHost:
             return StartFailed(str(error))
         return self._at
 
-    async def add_worker(self, address: str) -> None:
-        if address not in self._workers:
-            self._workers.add(address)
+    async def add_worker(self, address: str) -> StartFailed | None:
+        if address in self._workers:
+            return None
+        try:
             await self._router.add_worker(address)
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        self._workers.add(address)
+        return None
 
     async def remove_worker(self, address: str) -> None:
         if address in self._workers:

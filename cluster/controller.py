@@ -20,13 +20,12 @@ from cluster.actor import RouterAt, StartFailed
 from cluster.fleet import Fleet
 from cluster.logs import configure_logging
 from cluster.plan import ClusterPlan
-from cluster.supervisor import (
-    ROUTER,
+from cluster.supervision import (
     Announce,
     Command,
     DriverSeen,
     Event,
-    Limits,
+    Joined,
     Lost,
     Note,
     Phase,
@@ -36,10 +35,10 @@ from cluster.supervisor import (
     Stop,
     StopAsked,
     Stopped,
-    Supervisor,
     Tick,
     Withdraw,
 )
+from cluster.supervisor import ROUTER, Limits, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +47,7 @@ STOP_GRACE_S = 10.0
 """A process that has not stopped so long after its drain is killed."""
 LAST_REPORT_S = 3.0
 """How long a stopped controller waits for its driver to read so."""
+ROUTER_GONE = StartFailed("the router is gone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +166,12 @@ class Controller:
                 self._spawn(self._stop(command))
             case Remove(name=name):
                 self._fleet.kill(name)
-            case Announce(address=address):
-                self._spawn(self._tell_router("add_worker", address))
+            case Announce():
+                self._spawn(self._announce(command))
             case Withdraw(address=address):
-                self._spawn(self._tell_router("remove_worker", address))
+                self._spawn(self._withdraw(address))
             case Note(text=text):
-                log.info(text)
+                log.debug(text)
                 self._notes.append(text)
             case _:
                 assert_never(command)
@@ -179,7 +179,13 @@ class Controller:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the controller failed", exc_info=error)
+            self._notes.append(f"controller: {_reason(error)}")
 
     # One process
 
@@ -221,19 +227,31 @@ class Controller:
         except (RayError, TimeoutError) as error:
             log.warning("%s did not stop well: %s", name, _reason(error))
 
-    async def _tell_router(self, method: str, address: str) -> None:
-        """In the order of the commands. A router that is gone hears it all when it is back."""
+    # The router hears of workers in the order of the commands; one that died, when it is back.
+
+    async def _announce(self, command: Announce) -> None:
+        refused = await self._ask_router("add_worker", command.address)
+        if refused is not ROUTER_GONE:
+            reason = None if refused is None else refused.reason
+            joined = Joined(name=command.name, life=command.life, refused=reason)
+            self._events.put_nowait(joined)
+
+    async def _withdraw(self, address: str) -> None:
+        await self._ask_router("remove_worker", address)
+
+    async def _ask_router(self, method: str, address: str) -> StartFailed | None:
         async with self._router_calls:
             router = self._fleet.find(ROUTER)
             if router is None:
-                return
+                return ROUTER_GONE
             try:
-                await getattr(router, method).remote(address)
-            except RayError as error:
-                self._notes.append(f"router: {method} {address}: {_reason(error)}")
+                answer: StartFailed | None = await getattr(router, method).remote(address)
+            except RayActorError:
+                return ROUTER_GONE
+            return answer
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """One line that says why."""
     match error:
         case RayTaskError():

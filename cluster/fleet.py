@@ -40,8 +40,8 @@ class Fleet:
         self._handles[name] = made
         return made
 
-    def find(self, name: str) -> Handle | None:
-        """The actor, if this controller made it, or a former one left it behind."""
+    def find(self, name: str) -> Handle:
+        """The actor, made by this controller or left by a former one; None without it."""
         if name not in self._handles:
             with contextlib.suppress(ValueError):
                 self._handles[name] = ray.get_actor(self._actor_name(name), namespace=NAMESPACE)

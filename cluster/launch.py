@@ -21,7 +21,7 @@ from cluster.fleet import NAMESPACE, Handle, actor_name
 from cluster.plan import ClusterPlan, plan_cluster
 from cluster.rays import Connected
 from cluster.resolve import resolve
-from cluster.supervisor import Phase
+from cluster.supervision import Phase
 from kvrelay.errors import ConfigError, KvrelayError
 
 BEAT_S = 0.25

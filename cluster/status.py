@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 
@@ -10,6 +11,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from cluster.actor import RouterAt
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 
@@ -45,10 +47,16 @@ def of_cluster(name: str, address: str) -> Facts:
         if controller is None:
             raise ConfigError(f"no cluster named {name} runs on this Ray")
         status = ray.get(controller.status.remote(), timeout=ANSWER_S)
-        server = of_router(status.router.grpc) if status.router else None
-        return asdict(status) | {"server": server}
+        return asdict(status) | {"server": _server(status.router)}
     finally:
         ray.shutdown()
+
+
+def _server(router: RouterAt | None) -> Facts | None:
+    """None while the router can't be asked."""
+    with contextlib.suppress(ConfigError):
+        return None if router is None else of_router(router.grpc)
+    return None
 
 
 def as_json(facts: Facts) -> str:
@@ -67,6 +75,8 @@ def print_table(facts: Facts) -> None:
         console.print(f"router: {ready}, {server['running_requests']} requests running")
         shown = ("name", "role", "device", "transport", "free_blocks", "total_blocks", "running")
         console.print(_table(server["workers"], (*shown, "waiting")))
+    else:
+        console.print("router: no answer")
 
 
 def _table(rows: object, columns: tuple[str, ...]) -> Table:

@@ -8,125 +8,35 @@ processes and what happens to them into the next event. Every start of a process
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import assert_never
+
+from cluster.supervision import (
+    Announce,
+    Command,
+    DriverSeen,
+    Event,
+    Joined,
+    Lost,
+    Note,
+    Phase,
+    Remove,
+    Serving,
+    Start,
+    State,
+    Stop,
+    StopAsked,
+    Stopped,
+    Tick,
+    Withdraw,
+)
 
 ROUTER = "router-0"
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
+STABLE_S = 60.0
+"""A process that served for so long starts its back-off anew."""
 STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after so many starts."""
-
-
-class Phase(StrEnum):
-    STARTING = "starting"
-    READY = "ready"
-    STOPPING = "stopping"
-    STOPPED = "stopped"
-
-
-class State(StrEnum):
-    STARTING = "starting"
-    SERVING = "serving"
-    BACKING_OFF = "backing off"
-    STOPPING = "stopping"
-    GONE = "gone"
-
-
-# --- events -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """A process has started; `address` is what others reach it by."""
-
-    name: str
-    life: int
-    address: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A process failed to start, crashed, or closed. `fatal`: trying again can't help."""
-
-    name: str
-    life: int
-    reason: str
-    fatal: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class DriverSeen:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    pass
-
-
-Event = Serving | Lost | Stopped | DriverSeen | StopAsked | Tick
-
-
-# --- commands -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    name: str
-    life: int
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell the router that this worker serves."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Withdraw:
-    """Tell the router that the worker at this address is gone."""
-
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Remove the process, after a drain if it serves; answered by `Stopped`."""
-
-    name: str
-    drain: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """Remove what is left of a process that was lost."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """One line for the people who watch."""
-
-    text: str
-
-
-Command = Start | Announce | Withdraw | Stop | Remove | Note
-
-
-# --- the core -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +52,8 @@ class Process:
     state: State = State.GONE
     life: int = 0
     failures: int = 0
-    served: bool = False
+    served_s: float | None = None
+    joined: bool = False
     address: str | None = None
     start_at_s: float = 0.0
 
@@ -169,26 +80,29 @@ class Supervisor:
             case Tick():
                 return self._tick(now_s)
             case Serving():
-                return self._serving(event)
+                return self._serving(event, now_s)
             case Lost():
                 return self._lost(event, now_s)
+            case Joined():
+                return self._joined(event)
             case Stopped(name=name):
                 return self._stopped(name)
             case DriverSeen():
                 self._driver_seen_s = now_s
-                return []
+                return self._tick(now_s)
             case StopAsked():
                 return self._stop("asked to stop")
             case _:
                 assert_never(event)
 
     def validate(self) -> None:
-        """Ready means all serve; stopped means none is left."""
+        """A process serves exactly when it has an address; a stopped cluster has none left."""
         states = {process.state for process in self.processes()}
         assert self.phase is not Phase.STOPPED or states == {State.GONE}, states
         assert self.phase is not Phase.STARTING or State.GONE not in states, states
         for process in self.processes():
-            assert (process.state is State.SERVING) <= (process.address is not None), process
+            assert (process.state is State.SERVING) == (process.address is not None), process
+            assert process.state is State.SERVING or not process.joined, process
 
     # Starting and restarting
 
@@ -218,13 +132,12 @@ class Supervisor:
         process.state = State.STARTING
         return Start(process.name, process.life)
 
-    def _serving(self, event: Serving) -> list[Command]:
+    def _serving(self, event: Serving, now_s: float) -> list[Command]:
         process = self._current(event.name, event.life)
         if process is None or process.state is not State.STARTING:
             return []
         process.state, process.address = State.SERVING, event.address
-        process.served = True
-        self._check_ready()
+        process.served_s = now_s
         note = Note(f"{process.name} serves on {event.address}")
         return [note, *self._announcements(process)]
 
@@ -233,20 +146,26 @@ class Supervisor:
         if self.router.state is not State.SERVING:
             return []
         known = self.workers.values() if newcomer is self.router else (newcomer,)
-        addresses = (p.address for p in known if p.state is State.SERVING)
-        return [Announce(address) for address in addresses if address is not None]
+        return [Announce(p.name, p.life, p.address) for p in known if p.address is not None]
 
-    def _check_ready(self) -> None:
-        complete = all(p.state is State.SERVING for p in self.processes())
-        if self.phase is Phase.STARTING and complete:
+    def _joined(self, event: Joined) -> list[Command]:
+        worker = self._current(event.name, event.life)
+        if worker is None or worker.state is not State.SERVING:
+            return []
+        if event.refused is not None:
+            text = f"the router refused {event.name}: {event.refused}"
+            return self._fail(text) if self.phase is Phase.STARTING else [Note(text)]
+        worker.joined = True
+        if self.phase is Phase.STARTING and all(p.joined for p in self.workers.values()):
             self.phase = Phase.READY
+        return []
 
     def _lost(self, event: Lost, now_s: float) -> list[Command]:
         process = self._current(event.name, event.life)
         if process is None or process.state not in (State.STARTING, State.SERVING):
             return []
-        was, address = process.state, process.address
-        process.failures = 1 if was is State.SERVING else process.failures + 1
+        address = process.address
+        process.failures = 1 if self._was_stable(process, now_s) else process.failures + 1
         if self._hopeless(process, event):
             return self._fail(f"{process.name}: {event.reason}")
         wait_s = min(FIRST_BACKOFF_S * 2 ** (process.failures - 1), LAST_BACKOFF_S)
@@ -254,12 +173,17 @@ class Supervisor:
         note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
         return [note, *self._withdrawal(process, address), Remove(process.name)]
 
+    def _was_stable(self, process: Process, now_s: float) -> bool:
+        if process.state is not State.SERVING or process.served_s is None:
+            return False
+        return now_s - process.served_s >= STABLE_S
+
     def _hopeless(self, process: Process, event: Lost) -> bool:
-        return not process.served and (event.fatal or process.failures >= STARTS_BEFORE_FATAL)
+        return process.served_s is None and (event.fatal or process.failures >= STARTS_BEFORE_FATAL)
 
     def _withdrawal(self, process: Process, address: str | None) -> list[Command]:
-        is_router, process.address = process is self.router, None
-        if is_router or address is None or self.router.state is not State.SERVING:
+        process.address, process.joined = None, False
+        if process is self.router or address is None or self.router.state is not State.SERVING:
             return []
         return [Withdraw(address)]
 
@@ -278,7 +202,7 @@ class Supervisor:
 
     def _stopped(self, name: str) -> list[Command]:
         process = self._named(name)
-        process.state, process.address = State.GONE, None
+        process.state = State.GONE
         if process is self.router:
             return [self._stop_process(worker) for worker in self.workers.values()]
         if all(p.state is State.GONE for p in self.processes()):
@@ -287,7 +211,7 @@ class Supervisor:
 
     def _stop_process(self, process: Process) -> Command:
         drain = process.state is State.SERVING
-        process.state, process.address = State.STOPPING, None
+        process.state, process.address, process.joined = State.STOPPING, None, False
         return Stop(process.name, drain)
 
     def _named(self, name: str) -> Process:
