@@ -12,11 +12,9 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
+from kvrelay.status import ERROR_DOMAIN, STATUS_DETAILS_KEY
 
 log = logging.getLogger(__name__)
-
-ERROR_DOMAIN = "kvrelay"
-STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from router.generation import Dispatcher
@@ -19,7 +20,6 @@ from router.grpc_errors import abort_with
 from router.grpc_messages import prompt_of, response_of, sampling_of, worker_info
 from router.serving import TextRequest, TextService
 
-LEDGER_METADATA = "kvrelay-ledger"
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -43,7 +43,7 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
             await abort_with(context, error)
         if request.ledger:
             ledger = json.dumps(generation.ledger_ms())
-            context.set_trailing_metadata(((LEDGER_METADATA, ledger),))
+            context.set_trailing_metadata(((LEDGER_KEY, ledger),))
 
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext

@@ -1,4 +1,4 @@
-"""An in-memory Dispatcher: scripted tokens, gates to stop at any moment, and what was asked of it."""
+"""An in-memory Dispatcher: scripted tokens, gates at its moments, a record of what was asked."""
 
 from __future__ import annotations
 

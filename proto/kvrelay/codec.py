@@ -1,0 +1,182 @@
+"""The client's arguments -> protobuf, and protobuf -> the client's results."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.results import (
+    ChatMessage,
+    Choice,
+    Chunk,
+    Generated,
+    ModelInfo,
+    ServerInfo,
+    WorkerInfo,
+)
+from kvrelay.status import LEDGER_KEY, Metadata
+from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.v1 import inference_pb2 as pb
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids or a chat."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Absent: the model's generation config, then the neutral value."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    n: int
+    logprobs: int
+    seed: int
+    logit_bias: Mapping[int, float]
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    request_id: str
+    model: str
+    ledger: bool
+
+
+REQUEST_FIELDS = ("request_id", "model", "ledger")
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """Raises InvalidRequest for a value that the protocol can't carry."""
+    try:
+        return _generate_request(prompt, options)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"a value has the wrong type or range: {error}") from error
+
+
+def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    sampling = {name: value for name, value in options.items() if name not in REQUEST_FIELDS}
+    request = pb.GenerateRequest(
+        request_id=options.get("request_id") or f"gen-{uuid.uuid4().hex}",
+        model=options.get("model", ""),
+        ledger=options.get("ledger", False),
+        sampling_params=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif any(isinstance(part, ChatMessage) for part in prompt):
+        request.chat.CopyFrom(pb.ChatInput(messages=[_message(part) for part in prompt]))
+    else:
+        request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
+    return request
+
+
+def _message(part: object) -> pb.ChatMessage:
+    if not isinstance(part, ChatMessage):
+        raise TypeError(f"a chat is made of ChatMessage, not {part!r}")
+    return pb.ChatMessage(role=part.role, content=part.content)
+
+
+def chunk_of(response: pb.GenerateResponse) -> Chunk:
+    reason = response.WhichOneof("stop_reason")
+    finish = FinishReason(response.finish_reason) if response.finish_reason else None
+    return Chunk(
+        request_id=response.request_id,
+        index=response.index,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        logprobs=tuple(_logprobs(entry) for entry in response.logprobs),
+        finish_reason=finish,
+        stop_string=response.stop_string if reason == "stop_string" else None,
+        stop_token_id=response.stop_token_id if reason == "stop_token_id" else None,
+        prompt_tokens=response.prompt_tokens,
+        completion_tokens=response.completion_tokens,
+        seed=response.seed,
+    )
+
+
+def _logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return TokenLogprobs(entry.chosen.token_id, entry.chosen.logprob, top)
+
+
+def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Generated:
+    indexes = sorted({chunk.index for chunk in chunks})
+    by_choice = [[chunk for chunk in chunks if chunk.index == index] for index in indexes]
+    return Generated(
+        request_id=chunks[0].request_id,
+        choices=tuple(_choice(own) for own in by_choice),
+        prompt_tokens=chunks[0].prompt_tokens,
+        completion_tokens=sum(own[-1].completion_tokens for own in by_choice),
+        seed=chunks[0].seed,
+        ledger_ms=ledger_ms,
+    )
+
+
+def _choice(chunks: Sequence[Chunk]) -> Choice:
+    last = chunks[-1]
+    assert last.finish_reason is not None, f"choice {last.index} ended without a finish reason"
+    return Choice(
+        index=last.index,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        finish_reason=last.finish_reason,
+        stop_string=last.stop_string,
+        stop_token_id=last.stop_token_id,
+    )
+
+
+def ledger_of(trailing: Metadata | None) -> dict[str, float]:
+    found = [value for key, value in trailing or () if key == LEDGER_KEY]
+    return json.loads(found[0]) if found else {}
+
+
+def model_info_of(response: pb.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(
+        model=response.model,
+        architecture=response.architecture,
+        vocab_size=response.vocab_size,
+        max_model_len=response.max_model_len,
+        eos_token_ids=tuple(response.eos_token_ids),
+        fingerprint=response.fingerprint,
+    )
+
+
+def server_info_of(response: pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=response.version,
+        cluster=response.cluster,
+        uptime_s=response.uptime_s,
+        ready=response.ready,
+        running_requests=response.running_requests,
+        workers=tuple(_workers(response.workers)),
+    )
+
+
+def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
+    for w in workers:
+        yield WorkerInfo(
+            name=w.name,
+            address=w.address,
+            incarnation=w.incarnation,
+            role=w.role,
+            device=w.device,
+            transport=w.transport,
+            total_blocks=w.total_blocks,
+            free_blocks=w.free_blocks,
+            block_size=w.block_size,
+            running=w.running,
+            waiting=w.waiting,
+        )

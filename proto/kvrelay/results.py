@@ -1,0 +1,103 @@
+"""What the client gives back, as values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvrelay.types import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one choice gained. The last one of a choice has its finish reason.
+
+    `token_ids` may run ahead of `text`, which never holds half a character.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_string: str | None
+    stop_token_id: int | None
+    prompt_tokens: int
+    completion_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A whole answer. `ledger_ms` is empty unless it was asked for."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    seed: int
+    ledger_ms: Mapping[str, float] = field(default_factory=dict)
+    """# phase |-> milliseconds, in the order of events"""
+
+    @property
+    def text(self) -> str:
+        """The first choice's."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first choice's."""
+        return self.choices[0].token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    model: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    name: str
+    address: str
+    incarnation: str
+    role: str
+    device: str
+    transport: str
+    total_blocks: int
+    free_blocks: int
+    block_size: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    version: str
+    cluster: str
+    uptime_s: float
+    ready: bool
+    running_requests: int
+    workers: tuple[WorkerInfo, ...]

@@ -1,0 +1,56 @@
+"""How kvrelay's errors travel in gRPC statuses, and how the client gets them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from kvrelay.errors import (
+    InvalidRequest,
+    KvrelayError,
+    ModelNotFound,
+    Refused,
+    RequestFailedError,
+)
+
+ERROR_DOMAIN = "kvrelay"
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+LEDGER_KEY = "kvrelay-ledger"
+
+Metadata = Sequence[tuple[str, str | bytes]]
+
+
+def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> KvrelayError:
+    """The error that the server meant; RequestFailedError for what gRPC itself says."""
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    for detail in _status(trailing).details:
+        _ = detail.Unpack(info) or detail.Unpack(retry)
+    if info.domain != ERROR_DOMAIN:
+        return RequestFailedError(code.name.lower(), message)
+    param = info.metadata.get("param")
+    match code:
+        case grpc.StatusCode.NOT_FOUND:
+            return ModelNotFound(message, code=info.reason, param=param)
+        case grpc.StatusCode.INVALID_ARGUMENT:
+            return InvalidRequest(message, code=info.reason, param=param)
+    if retry.HasField("retry_delay"):
+        delay_s = retry.retry_delay.ToNanoseconds() / 1e9
+        return Refused(info.reason, message, retry_after_s=delay_s)
+    return RequestFailedError(info.reason, message)
+
+
+def _status(trailing: Metadata) -> status_pb2.Status:
+    for key, value in trailing:
+        if key == STATUS_DETAILS_KEY and isinstance(value, bytes):
+            return status_pb2.Status.FromString(value)
+    return status_pb2.Status()
+
+
+def raise_for(error: grpc.RpcError) -> NoReturn:
+    """Raises the kvrelay error that a failed call stands for."""
+    trailing = tuple(error.trailing_metadata() or ())
+    raise error_of(error.code(), error.details() or "", trailing) from error
