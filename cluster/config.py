@@ -140,8 +140,6 @@ class Router(Section):
     """0: the system chooses."""
     max_body: Bytes = 4 * 2**20
     """The largest HTTP body or gRPC message that is read."""
-    max_waiting_requests: Annotated[int, Field(ge=0)] = 64
-    """Requests admitted beyond what the workers run at once; more are refused."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for the router."""
 

@@ -98,7 +98,6 @@ def router_settings(config: Config) -> RouterSettings:
         http_port=config.router.http_port,
         grpc_port=config.router.grpc_port,
         max_body_bytes=config.router.max_body,
-        max_waiting_requests=config.router.max_waiting_requests,
     )
 
 

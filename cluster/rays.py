@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -74,16 +75,30 @@ def _start_own(config: Config, log_to_driver: bool) -> None:
     ray = _import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     workers = sum(pool.replicas for pool in config.workers)
-    ray.init(
-        address="local",
-        num_cpus=max(workers, local_site().node_cpus),
-        resources=_custom_resources(config),
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=log_to_driver,
-        logging_level="ERROR",
-        namespace="kvrelay",
-    )
+    with _children_ignore_sigterm():
+        ray.init(
+            address="local",
+            num_cpus=max(workers, local_site().node_cpus),
+            resources=_custom_resources(config),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=log_to_driver,
+            logging_level="ERROR",
+            namespace="kvrelay",
+        )
+
+
+@contextmanager
+def _children_ignore_sigterm() -> Iterator[None]:
+    """A signal to our whole process group must reach only us: we drain before Ray ends.
+
+    Ray does the same for SIGINT. Its processes inherit the mask; Ray kills what doesn't terminate.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _custom_resources(config: Config) -> dict[str, float]:

@@ -53,4 +53,3 @@ class RouterSettings:
     http_port: int
     grpc_port: int
     max_body_bytes: int
-    max_waiting_requests: int
