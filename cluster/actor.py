@@ -13,6 +13,8 @@ from cluster.settings import RouterSettings, WorkerSettings
 from kvrelay.errors import KvrelayError
 
 EVERY_INTERFACE = ("0.0.0.0", "::")
+JOIN_TIMEOUT_S = 30.0
+JOIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,6 @@ class RouterHost:
         self._settings = settings
         self._router = RouterProcess(settings)
         self._at: RouterAt | None = None
-        self._workers: set[str] = set()
         self._closed = asyncio.Event()
 
     async def start(self) -> RouterAt | StartFailed:
@@ -84,19 +85,21 @@ class RouterHost:
         return self._at
 
     async def add_worker(self, address: str) -> StartFailed | None:
-        if address in self._workers:
-            return None
+        """Returns when requests can go there, or why none ever will."""
+        await self._router.add_worker(address)
         try:
-            await self._router.add_worker(address)
-        except KvrelayError as error:
-            return StartFailed(str(error))
-        self._workers.add(address)
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                while not self._is_attached(address):
+                    await asyncio.sleep(JOIN_POLL_S)
+        except TimeoutError:
+            return StartFailed(f"{address} did not join, see the log of the router")
         return None
 
     async def remove_worker(self, address: str) -> None:
-        if address in self._workers:
-            self._workers.remove(address)
-            await self._router.remove_worker(address)
+        await self._router.remove_worker(address)
+
+    def _is_attached(self, address: str) -> bool:
+        return any(worker.address == address for worker in self._router.dispatcher.workers())
 
     async def wait_closed(self) -> None:
         await self._closed.wait()

@@ -6,14 +6,12 @@ import contextlib
 import json
 from dataclasses import asdict
 
-import grpc
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
 from cluster.actor import RouterAt
-from kvrelay.errors import ConfigError
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc
+from kvrelay.client import Client
+from kvrelay.errors import ConfigError, KvrelayError
 
 ANSWER_S = 10.0
 
@@ -23,15 +21,11 @@ Facts = dict[str, object]
 
 def of_router(address: str) -> Facts:
     """What the router at HOST:PORT says. Raises ConfigError when none answers."""
-    with grpc.insecure_channel(address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        try:
-            info = stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=ANSWER_S)
-        except grpc.RpcError as error:
-            raise ConfigError(f"{address}: no router answers: {error.details()}") from None
-    return MessageToDict(
-        info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    try:
+        with Client(address, timeout_s=ANSWER_S) as client:
+            return asdict(client.server_info())
+    except KvrelayError as error:
+        raise ConfigError(f"{address}: no router answers: {error}") from None
 
 
 def of_cluster(name: str, address: str) -> Facts:
