@@ -217,7 +217,7 @@ class DecodeScheduler:
             if sequence.holder != whole.holder:
                 self.tables.fork(whole.holder, sequence.holder, now_s=now_s)
             self._alive[whole.key].append(sequence)
-            self.running.append(sequence)
+            self._insert(sequence)
         if whole.choices[0] in finished:
             self.tables.release(whole.holder)
 
@@ -309,10 +309,11 @@ class DecodeScheduler:
 
     def _joined(self, now_s: float) -> list[Command]:
         fresh = [sequence for sequence, _ in self._on_device if not sequence.joined]
+        names = {}
         for sequence in fresh:
             sequence.joined = True
-        keys = dict.fromkeys(sequence.key for sequence in fresh)
-        events = tuple(Lifetime(key=key, at_s=now_s, name="decode_joined") for key in keys)
+            names[sequence.key] = "decode_joined" if sequence.emitted else "prefill_started"
+        events = tuple(Lifetime(key=key, at_s=now_s, name=name) for key, name in names.items())
         return [Emit(events=events)] if events else []
 
     # --- outcomes -------------------------------------------------------------------------------

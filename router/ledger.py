@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # moment |-> the phase that ends with it
-PHASES: Mapping[str, str] = {
+PHASES: dict[str, str] = {
     "placed": "place",
     "reserved": "reserve",
     "prefill_received": "dispatch",
@@ -36,15 +36,24 @@ class Ledger:
     def mark(self, moment: str, at_s: float) -> None:
         """Known moments count once, `last_token*` each time."""
         if moment in PHASES and (moment not in self._moments or moment.startswith("last_")):
-            self._moments.pop(moment, None)
             self._moments[moment] = at_s
 
     def phases(self) -> dict[str, float]:
-        """# phase |-> seconds, in the order in which the moments came; repeated ones add up"""
+        """# phase |-> seconds, in order"""
         phases = dict(self.before_s)
         previous_s = self.submitted_s
-        for moment, at_s in sorted(self._moments.items(), key=lambda item: item[1]):
-            name = PHASES[moment]
-            phases[name] = phases.get(name, 0.0) + max(0.0, at_s - previous_s)
+        for moment, at_s in self._in_order():
+            phases[PHASES[moment]] = max(0.0, at_s - previous_s)
             previous_s = max(previous_s, at_s)
         return phases
+
+    def _in_order(self) -> list[tuple[str, float]]:
+        """Moments in their logical order. A batch that was read late dates its moments late, so
+        none is later than those that follow it."""
+        ordered: list[tuple[str, float]] = []
+        latest_s = float("inf")
+        for moment in reversed(PHASES):
+            if moment in self._moments:
+                latest_s = min(latest_s, self._moments[moment])
+                ordered.append((moment, latest_s))
+        return ordered[::-1]

@@ -6,12 +6,13 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import grpc
 import uvicorn
 
 from kvrelay.errors import ConfigError
@@ -56,8 +57,12 @@ class Faces:
         checkpoint_dir: Path,
         served_model_name: str,
         options: FaceOptions,
+        *,
+        add_services: Callable[[grpc.aio.Server], None] = lambda server: None,
     ) -> None:
+        """`add_services` may put more services on the gRPC server, beside the public one."""
         self._options = options
+        self._add_services = add_services
         self.service = TextService(
             dispatcher,
             TextTokenizer.load(checkpoint_dir),
@@ -99,6 +104,7 @@ class Faces:
         options = self._options
         face = InferenceFace(self.service, version=version("kvrelay"), cluster=options.cluster)
         self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
+        self._add_services(self._grpc)
         await self._health.refresh()
         address = f"{options.host}:{options.grpc_port}"
         try:

@@ -1,0 +1,97 @@
+"""One router process: the dispatcher, the public faces and the registry that workers join.
+
+The same object serves as `kvrelay router` and inside a Ray actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.settings import RouterSettings
+from engine.checkpoint import open_checkpoint
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from router.dispatcher import WorkerDispatcher
+from router.server import FaceOptions, Faces
+
+log = logging.getLogger(__name__)
+
+__all__ = ["RouterAddress", "RouterProcess", "RouterSettings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAddress:
+    http_port: int
+    grpc_port: int
+
+
+class RegistryService(worker_pb2_grpc.RegistryServicer):
+    """A worker that was started with --join keeps this call open for as long as it lives."""
+
+    def __init__(self, dispatcher: WorkerDispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def Register(  # noqa: N802
+        self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext
+    ) -> pb.RegisterResponse:
+        joined: list[str] = []
+        try:
+            async for request in requests:
+                self._dispatcher.add_worker(request.address)
+                joined.append(request.address)
+        finally:
+            for address in joined:
+                await self._dispatcher.remove_worker(address)
+        return pb.RegisterResponse()
+
+
+class RouterProcess:
+    """Start once, stop once."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+
+    async def start(self) -> RouterAddress:
+        """Serve on both public ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
+        settings = self._settings
+        checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.revision)
+        self.dispatcher = WorkerDispatcher()
+        options = FaceOptions(
+            host=settings.host,
+            http_port=settings.http_port,
+            grpc_port=settings.grpc_port,
+            max_body_bytes=settings.max_body_bytes,
+            cluster=settings.name,
+        )
+        self._faces = Faces(
+            self.dispatcher,
+            checkpoint.path,
+            settings.served_model_name,
+            options,
+            add_services=self._add_registry,
+        )
+        http_port, grpc_port = await self._faces.start()
+        return RouterAddress(http_port=http_port, grpc_port=grpc_port)
+
+    def _add_registry(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.dispatcher), server)
+
+    async def add_worker(self, address: str) -> None:
+        self.dispatcher.add_worker(address)
+
+    async def remove_worker(self, address: str) -> None:
+        await self.dispatcher.remove_worker(address)
+
+    async def stop(self, *, drain_s: float) -> None:
+        """Take no new requests, finish what runs for up to `drain_s`, then close everything."""
+        deadline_s = time.monotonic() + drain_s
+        await self._faces.stop(drain_s)
+        while self.dispatcher.running_requests() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        await self.dispatcher.close()
