@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 from kvrelay.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
@@ -81,8 +81,8 @@ class TextTokenizer:
         """Raises InvalidRequest when the text holds half of a surrogate pair."""
         try:
             encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text is not valid Unicode: {error.reason}") from error
+        except TypeError as error:
+            raise InvalidRequest("the text is not valid Unicode: half a surrogate pair") from error
         return tuple(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -121,12 +121,13 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _configure(backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """What tokenizer_config.json says beyond tokenizer.json."""
+    """What tokenizer_config.json says beyond tokenizer.json.
+
+    Not add_bos_token and add_eos_token: tokenizer.json's post-processor has the last word.
+    """
     backend.no_truncation()
     backend.no_padding()
     _add_missing_tokens(backend, config, special)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _set_template(backend, config, special)
 
 
 def _add_missing_tokens(
@@ -160,19 +161,6 @@ def _added_token(value: object, text: str, special: Mapping[str, str]) -> AddedT
     if text in special.values():
         kept["special"] = True
     return AddedToken(text, **kept)
-
-
-def _set_template(
-    backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
-) -> None:
-    """An explicit add_bos_token or add_eos_token replaces tokenizer.json's post-processor."""
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
-    used = [token for token in (bos, eos) if token is not None]
-    single = " ".join([*([bos] if bos else []), "$A:0", *([eos] if eos else [])])
-    backend.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in used]
-    )
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:

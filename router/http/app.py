@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,7 +17,7 @@ from kvrelay.errors import KvrelayError
 from router.http import info
 from router.http.chat import chat_completions
 from router.http.completions import completions
-from router.http.errors import on_bug, on_http_exception, on_kvrelay_error
+from router.http.errors import on_bug, on_disconnect, on_http_exception, on_kvrelay_error
 from router.http.face import HttpFace
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -43,6 +44,7 @@ def create_app(face: HttpFace) -> Starlette:
         exception_handlers={
             KvrelayError: on_kvrelay_error,
             HTTPException: on_http_exception,
+            ClientDisconnect: on_disconnect,
             Exception: on_bug,
         },
     )

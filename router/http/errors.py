@@ -115,6 +115,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     ).response()
 
 
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """The client left while its body was read: nobody reads this."""
+    return Response(status_code=499)
+
+
 async def on_bug(request: Request, error: Exception) -> Response:
     """The server's middleware logs the traceback after this."""
     return INTERNAL.response()
