@@ -51,7 +51,8 @@ class Connection(Protocol):
         that lasts `SEND_TIMEOUT_S` or the peer is gone."""
 
     def close(self) -> None:
-        """Idempotent. The other side's `on_lost` is called, this side's is not."""
+        """Idempotent. The other side's `on_lost` is called, after all that was sent to it; this
+        side's is not, and what it has not yet been given is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

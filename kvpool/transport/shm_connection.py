@@ -76,12 +76,14 @@ class ShmConnection(Windowed):
         return mapping
 
     def _next_message(self) -> bytes | None:
-        """None at the end, and for a peer that breaks the protocol."""
+        """None at the end, once closed here, and for a peer that breaks the protocol."""
         try:
             received = shm_wire.receive(self._socket)
         except (OSError, PeerError):
             return None
-        return received[1] if received and received[0] is Packet.MESSAGE else None
+        if received is None or received[0] is not Packet.MESSAGE or self._closed:
+            return None
+        return received[1]
 
     def _end(self) -> None:
         self._lost = True

@@ -1,4 +1,4 @@
-"""The other process of test_shm.py: `shm_peer.py MODE ADDRESS REGION`."""
+"""The other process of test_shm.py: `python -m tests.contract.shm_peer MODE ADDRESS REGION`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 
 import torch
-from transport_kit import Side
 
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
@@ -15,6 +14,7 @@ from kvpool.memory_collate import write_slab
 from kvpool.tables import Tables
 from kvpool.transport.base import Connection, RegionName
 from kvpool.transport.memfd import mapped_inode
+from tests.contract.transport_kit import Side
 
 MODEL = "5a" * 16
 TOKENS = 100

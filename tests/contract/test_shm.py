@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import shm_peer
 import torch
-from transport_kit import PATIENCE_S, Side, held, is_mapped, send_until_refused, until
 
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, slab_bytes
@@ -24,8 +22,17 @@ from kvpool.transport.base import Region
 from kvpool.transport.memfd import mapped_inode
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION
+from tests.contract import shm_peer
+from tests.contract.transport_kit import (
+    PATIENCE_S,
+    Side,
+    held,
+    is_mapped,
+    send_until_refused,
+    until,
+)
 
-_PEER = Path(__file__).with_name("shm_peer.py")
+_ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +44,8 @@ def nothing_is_left() -> Iterator[None]:
 
 @contextmanager
 def _peer(mode: str, owner: Side, region: Region) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, str(_PEER), mode, owner.endpoint.address, region.name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", shm_peer.__name__, mode, owner.endpoint.address, region.name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as process:
         try:
             yield process
         finally:
@@ -190,6 +197,22 @@ def test_garbage_in_a_connection_ends_it() -> None:
         assert sock.recv(1000)[0] == 2
         sock.send(b"\x63")
         assert owner.lost.get(timeout=PATIENCE_S) is owner.connected.get(timeout=PATIENCE_S)
+
+
+def test_what_a_peer_sent_before_it_died_arrives() -> None:
+    """Even when it died with messages unread, which resets the connection."""
+    with Side("shm") as owner, _dial(owner) as sock:
+        owner.reading.clear()
+        sock.send(b"\x01" + struct.pack("<H", WIRE_VERSION) + b"shm:other")
+        assert sock.recv(1000)[0] == 2
+        for i in range(3):
+            sock.send(b"\x04" + bytes([i]))
+        owner.connected.get(timeout=PATIENCE_S).notify(b"never read")
+        until(lambda: owner.waiting)
+        sock.close()
+        owner.reading.set()
+        assert [owner.next() for _ in range(3)] == [b"\0", b"\1", b"\2"]
+        owner.lost.get(timeout=PATIENCE_S)
 
 
 def test_silent_strangers_do_not_hold_up_connect_or_close() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transport_kit import PATIENCE_S, Side, held, send_until_refused, until
 
 from kvpool.transport.base import MAX_MESSAGE_BYTES, Connection, RegionName
 from kvpool.transport.registry import open_endpoint, scheme_of, schemes
 from kvrelay.errors import ConfigError, PeerError
+from tests.contract.transport_kit import PATIENCE_S, Side, held, send_until_refused, until
 
 MakeSide = Callable[..., Side]
 
@@ -295,6 +295,20 @@ def test_what_was_sent_before_close_arrives(make_side: MakeSide) -> None:
     owner.reading.set()
     assert [owner.next()[0] for _ in range(3)] == [0, 1, 2]
     owner.lost.get(timeout=PATIENCE_S)
+
+
+def test_what_was_not_delivered_before_close_here_is_dropped(make_side: MakeSide) -> None:
+    owner, _, connection = _pair(make_side)
+    accepted = owner.connected.get(timeout=PATIENCE_S)
+    owner.reading.clear()
+    for payload in (b"being delivered", b"waits", b"waits too"):
+        connection.notify(payload)
+    until(lambda: owner.waiting)
+    accepted.close()
+    owner.reading.set()
+    owner.endpoint.close()
+    assert owner.next() == b"being delivered"
+    assert owner.messages.empty()
 
 
 def test_a_callback_may_close(make_side: MakeSide) -> None:

@@ -27,6 +27,7 @@ class Side:
         self.lost: queue.Queue[Connection] = queue.Queue()
         self.reading = threading.Event()
         self.reading.set()
+        self.waiting = False
         self.threads: set[int] = set()
         self.on_message: Callable[[Connection], None] = lambda connection: None
         self.endpoint = open_endpoint(
@@ -52,7 +53,9 @@ class Side:
         return self.messages.get(timeout=PATIENCE_S)
 
     def _receive(self, connection: Connection, payload: bytes) -> None:
+        self.waiting = True
         self.reading.wait()
+        self.waiting = False
         self.threads.add(threading.get_ident())
         self.messages.put(payload)
         self.on_message(connection)
