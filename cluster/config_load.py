@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Hashable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def _apply(raw: Node, override: Override) -> None:
         last = depth == len(override.path) - 1
         key = _key_in(at, part, override.path[: depth + 1])
         if last:
-            at[key] = override.value
+            at[key] = deepcopy(override.value)
         elif isinstance(at, dict):
             at = at[key] if isinstance(at.get(key), dict | list) else at.setdefault(key, {})
         else:

@@ -68,28 +68,29 @@ def run_demo() -> None:
 
 
 def _over_grpc(address: str) -> Iterator[Answered]:
-    title = f"gRPC {PROMPT}"
-    began_s = _begin(title)
-    with (
-        Client(address, timeout_s=TIMEOUT_S) as client,
-        client.stream(PROMPT, max_tokens=MAX_TOKENS, ledger=True) as stream,
-    ):
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
-        yield _end(title, stream.ledger_ms, began_s)
+    """Asks for the model first, so that the time to connect is in no request."""
+    with Client(address, timeout_s=TIMEOUT_S) as client:
+        client.model_info()
+        began_s = _begin("gRPC", PROMPT)
+        with client.stream(PROMPT, max_tokens=MAX_TOKENS, ledger=True) as stream:
+            for chunk in stream:
+                print(chunk.text, end="", flush=True)
+            yield _end("gRPC", stream.ledger_ms, began_s)
 
 
 def _over_http(base: str) -> Iterator[Answered]:
-    yield _stream_http(base, "completions", {"prompt": PROMPT})
+    began_s = _begin("HTTP completions", PROMPT)
+    events = _events(f"{base}/v1/completions", {"prompt": PROMPT})
+    yield _stream_http("HTTP completions", events, began_s)
+    began_s = _begin("HTTP chat", QUESTION)
     question = [{"role": "user", "content": QUESTION}]
-    yield _stream_http(base, "chat/completions", {"messages": question})
+    events = _events(f"{base}/v1/chat/completions", {"messages": question})
+    yield _stream_http("HTTP chat", events, began_s)
 
 
-def _stream_http(base: str, path: str, ask: Mapping[str, object]) -> Answered:
-    title = f"HTTP /v1/{path}"
-    began_s = _begin(title)
+def _stream_http(title: str, events: Iterator[Event], began_s: float) -> Answered:
     ledger: Mapping[str, float] = {}
-    for event in _events(f"{base}/v1/{path}", dict(ask) | {"max_tokens": MAX_TOKENS}):
+    for event in events:
         print(_text(event), end="", flush=True)
         ledger = _ledger(event) or ledger
     return _end(title, ledger, began_s)
@@ -97,7 +98,7 @@ def _stream_http(base: str, path: str, ask: Mapping[str, object]) -> Answered:
 
 def _events(url: str, body: Mapping[str, object]) -> Iterator[Event]:
     """Server-sent events as `curl -N` would show them, parsed, up to [DONE]."""
-    data = json.dumps(dict(body) | {"stream": True}).encode()
+    data = json.dumps(dict(body) | {"stream": True, "max_tokens": MAX_TOKENS}).encode()
     headers = {"content-type": "application/json", "x-kvrelay-ledger": "1"}
     with urlopen(Request(url, data, headers), timeout=TIMEOUT_S) as reply:
         for line in reply:
@@ -123,8 +124,8 @@ def _mappings(value: object) -> list[dict[str, object]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _begin(title: str) -> float:
-    print(f"\n{title}\n  ", end="", flush=True)
+def _begin(title: str, prompt: str) -> float:
+    print(f"\n{title}: {prompt}\n  ", end="", flush=True)
     return time.monotonic()
 
 

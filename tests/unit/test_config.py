@@ -1,0 +1,314 @@
+"""The cluster file: what is refused and how it is said, overrides, and what "auto" becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from cluster.config import Config
+from cluster.config_load import Override, load_config
+from cluster.plan import NODE_HOST, Placement, plan_cluster
+from cluster.quantities import (
+    format_duration,
+    format_size,
+    parse_duration_s,
+    parse_size_bytes,
+)
+from cluster.resolve import Site, resolve
+from kvrelay.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+SITE = Site(total_cpus=8, node_cpus=8, host="127.0.0.1", bundled_path="/bundled/checkpoint")
+
+
+def set_(*texts: str) -> Config:
+    return load_config(None, [Override.parse(text) for text in texts])
+
+
+REFUSED = {
+    "nam=x": "nam: unknown key, did you mean name?",
+    "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
+    "router.zzz=1": "router.zzz: unknown key, expected one of grpc_port, host, http_port, "
+    "max_body, replicas, resources",
+    "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
+    "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
+    "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
+    "engine.memory_fraction=1.1": "engine.memory_fraction: got 1.1, "
+    "expected less than or equal to 1",
+    "engine.kv_memory=2": "engine.kv_memory: got 2, expected a size with its unit "
+    '(B, KB, MB, GB, KiB, MiB, GiB), such as "2GiB"',
+    "engine.kv_memory=2Gib": 'engine.kv_memory: got "2Gib", expected a size with its unit '
+    '(B, KB, MB, GB, KiB, MiB, GiB), such as "2GiB"',
+    "transfer.lease_ttl=30": "transfer.lease_ttl: got 30, expected a duration with its unit "
+    '(ms, s, m, h), such as "30s"',
+    "transfer.lease_ttl=0s": 'transfer.lease_ttl: got "0s", expected a duration with its unit '
+    '(ms, s, m, h), such as "30s"',
+    "transfer.transports=[nixl]": "transfer.transports.0: got \"nixl\", expected 'shm' "
+    "(and 1 more)",
+    "workers.0.replicas=0": "workers.0.replicas: got 0, expected greater than or equal to 1",
+    "workers.0.replicas=true": "workers.0.replicas: got true, expected a valid integer",
+    "workers.0.role=foo": "workers.0.role: got \"foo\", expected 'prefill', 'decode' or 'both'",
+    "workers.0.device=gpu": 'workers.0.device: got "gpu", expected cpu, cuda or cuda:N',
+    "workers.0.parallel.tensor=2": "workers.0.parallel.tensor: got 2, "
+    "expected 1: tensor parallelism isn't supported yet",
+    "router.replicas=2": "router.replicas: got 2, expected 1: several routers aren't supported yet",
+    "router.http_port=50051": "router: got a mapping, "
+    "expected two different ports for http_port and grpc_port",
+    "router.http_port=65536": "router.http_port: got 65536, expected less than or equal to 65535",
+    "network.port_range=[9, 3]": "network.port_range: got a list of 2, "
+    "expected [first, last] with 1024 <= first <= last",
+    "model.path=3": "model.path: got 3, expected a valid string",
+    "model.dtype=fp8": "model.dtype: got \"fp8\", expected 'auto', 'float32', "
+    "'bfloat16' or 'float16'",
+    "engine=3": "engine: got 3, expected an object",
+    "name=My_Cluster": 'name: got "My_Cluster", expected a-z, 0-9 and inner dashes',
+    "workers=[]": "workers: got a list of 0, "
+    "expected a prefill pool and a decode pool, or a pool of role both",
+    "workers=[{role: prefill}]": "workers: got a list of 1, "
+    "expected a decode pool beside the prefill pool",
+    "workers=[{role: decode}, {role: both}]": "workers: got a list of 2, "
+    "expected a prefill pool beside the decode pool",
+    "workers=[{replicas: 2}]": "workers.0.role: missing, it is required",
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.items())
+def test_refused_in_one_line_that_names_the_key(given: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        set_(given)
+    assert str(error.value) == message
+
+
+def test_counts_further_errors() -> None:
+    with pytest.raises(ConfigError, match=r"\(and 1 more\)$"):
+        set_("nam=1", "engin=2")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("name", "--set name: expected path.to.key=value"),
+        ("workers.2.role=both", "--set workers.2: expected an index below 2"),
+        ("workers.first.role=both", "--set workers.first: expected an index below 2"),
+        ("workers.0.role.x=1", "--set workers.0.role.x: workers.0.role has no keys below it"),
+        ("name=[", "--set name, line 1: not valid YAML: "),
+    ],
+)
+def test_set_that_leads_nowhere(given: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        set_(given)
+    assert str(error.value).startswith(message)
+
+
+def test_set_makes_sections_and_reaches_lists() -> None:
+    config = set_("workers.1.replicas=3", "workers.0.resources.mine=0.5", "engine.kv_memory=1MiB")
+    assert config.workers[1].replicas == 3
+    assert config.workers[0].resources == {"mine": 0.5}
+    assert config.engine.kv_memory == 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "{path}, line 1: not valid YAML: "),
+        ("name: a\nname: b\n", "{path}, line 2: not valid YAML: the key name is given twice"),
+        ("- 1\n", "{path}: got a list of 1, expected a mapping of keys"),
+        ("engine:\n  block_sizes: 3\n", "{path}: engine.block_sizes: unknown key, did you mean"),
+    ],
+)
+def test_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(message.format(path=path))
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: can't read it: No such file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_empty_file_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("# nothing\n")
+    assert load_config(path) == Config()
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().name = "other"  # type: ignore[misc]
+
+
+def test_what_show_prints_reads_back_the_same(tmp_path: Path) -> None:
+    resolved = resolve(set_("drain_timeout=1500ms", "router.max_body=3000B"), SITE)
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(resolved.model_dump(mode="json")))
+    assert load_config(path) == resolved
+    assert resolve(resolved, SITE) == resolved
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_examples_load_and_resolve(name: str) -> None:
+    plan = plan_cluster(resolve(load_config(CONFIGS / name), SITE))
+    assert plan.workers
+
+
+def test_examples_are_there() -> None:
+    assert {"local.yaml", "one-gpu.yaml", "8-gpu.yaml"} <= {p.name for p in CONFIGS.iterdir()}
+
+
+def test_cpus_are_shared_out() -> None:
+    config = resolve(set_("workers.0.replicas=2"), SITE)
+    assert [pool.cpu_threads for pool in config.workers] == [2, 2]
+    assert [pool.resources for pool in config.workers] == [{"CPU": 2.0}, {"CPU": 2.0}]
+
+
+def test_explicit_threads_leave_less_for_the_others() -> None:
+    config = resolve(set_("workers.0.cpu_threads=6"), SITE)
+    assert [pool.cpu_threads for pool in config.workers] == [6, 2]
+
+
+def test_more_workers_than_cpus_still_fit() -> None:
+    small = Site(total_cpus=1, node_cpus=1, host=None, bundled_path="/b")
+    config = resolve(set_(), small)
+    assert [pool.cpu_threads for pool in config.workers] == [1, 1]
+    assert sum(pool.resources["CPU"] for pool in config.workers) <= 1
+
+
+def test_two_roles_share_one_gpu() -> None:
+    plan = plan_cluster(resolve(load_config(CONFIGS / "one-gpu.yaml"), SITE))
+    for worker in plan.workers:
+        assert worker.settings.device == "cuda:0"
+        assert worker.settings.device_share == 2
+        assert worker.placement == Placement(cpus=1.0, gpus=0.5, machine_devices=True)
+
+
+def test_eight_gpus_are_eight_workers() -> None:
+    plan = plan_cluster(resolve(load_config(CONFIGS / "8-gpu.yaml"), SITE))
+    assert sum(worker.placement.gpus for worker in plan.workers) == 8
+    assert {worker.settings.device_share for worker in plan.workers} == {1}
+
+
+def test_names_count_over_the_pools_of_a_role() -> None:
+    pools = "workers=[{role: both, replicas: 2}, {role: both, device: cuda}]"
+    plan = plan_cluster(resolve(set_(pools), SITE))
+    assert [w.settings.name for w in plan.workers] == ["both-0", "both-1", "both-2"]
+    assert [w.settings.device_share for w in plan.workers] == [2, 2, 1]
+
+
+def test_placement_splits_known_and_custom_resources() -> None:
+    config = set_(
+        "workers.0.resources={CPU: 3, memory: 1000000000, mine: 1}",
+        "workers.0.accelerator_type=H100",
+    )
+    plan = plan_cluster(resolve(config, SITE))
+    assert plan.workers[0].placement == Placement(
+        cpus=3.0, memory_bytes=1e9, accelerator_type="H100", custom=(("mine", 1.0),)
+    )
+
+
+def test_model_and_network_defaults() -> None:
+    bundled = plan_cluster(resolve(set_(), SITE))
+    assert bundled.router.served_model_name == "kvrelay-tiny"
+    assert bundled.workers[0].settings.model == "/bundled/checkpoint"
+    on_ray = Site(total_cpus=8, node_cpus=8, host=None, bundled_path="/b")
+    named = plan_cluster(resolve(set_("model.path=/models/some-llama"), on_ray))
+    assert named.router.served_model_name == "some-llama"
+    assert named.workers[0].settings.host == NODE_HOST
+    hub = plan_cluster(resolve(set_("model.path=org/some-llama"), SITE))
+    assert hub.router.served_model_name == "org/some-llama"
+
+
+def test_pool_dtype_overrides_the_model() -> None:
+    plan = plan_cluster(resolve(set_("model.dtype=float16", "workers.0.dtype=float32"), SITE))
+    assert [worker.settings.dtype for worker in plan.workers] == ["float32", "float16"]
+
+
+CHANGES = {
+    "name": "other",
+    "model.path": "/m",
+    "model.revision": "v2",
+    "model.served_name": "s",
+    "model.dtype": "float16",
+    "model.max_model_len": 77,
+    "engine.block_size": 64,
+    "engine.memory_fraction": 0.5,
+    "engine.kv_memory": "3MiB",
+    "scheduler.prefill_chunk_tokens": 33,
+    "scheduler.max_running_requests": 5,
+    "workers.0.role": "prefill",
+    "workers.0.replicas": 2,
+    "workers.0.device": "cuda",
+    "workers.0.resources": {"x": 1},
+    "workers.0.accelerator_type": "A100",
+    "workers.0.cpu_threads": 3,
+    "workers.0.dtype": "float32",
+    "router.host": "0.0.0.0",
+    "router.http_port": 1,
+    "router.grpc_port": 2,
+    "router.max_body": "5MiB",
+    "router.resources": {"y": 1},
+    "transfer.staging_slabs": 9,
+    "transfer.slab_tokens": 128,
+    "transfer.lease_ttl": "9s",
+    "network.host": "10.0.0.1",
+    "network.port_range": [3000, 4000],
+    "ray.startup_timeout": "9s",
+    "ray.driver_timeout": "9s",
+    "drain_timeout": "9s",
+}
+ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas", "transfer.transports"}
+USED_BEFORE_THE_PLAN = {"ray.address"}
+
+
+ALL_ROLES = Override(("workers",), [{"role": "both"}, {"role": "prefill"}, {"role": "decode"}])
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGES.items())
+def test_every_key_changes_the_plan(key: str, value: object) -> None:
+    changed = load_config(None, [ALL_ROLES, Override(tuple(key.split(".")), value)])
+    default = load_config(None, [ALL_ROLES])
+    assert plan_cluster(resolve(changed, SITE)) != plan_cluster(resolve(default, SITE))
+
+
+def test_no_key_is_missing_from_the_test_above() -> None:
+    known = {*CHANGES, *ONE_VALUE_SO_FAR, *USED_BEFORE_THE_PLAN}
+    dumped = Config().model_dump(mode="json")
+    dumped["workers"] = {"0": dumped["workers"][0]}
+    assert set(_paths(dumped)) == known
+
+
+def _paths(tree: dict[str, object], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        if isinstance(value, dict) and key != "resources":
+            found += _paths(value, f"{prefix}{key}.")
+        else:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30s", 30), ("500ms", 0.5), ("1.5m", 90), ("2h", 7200)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration_s(text) == pytest.approx(seconds)
+    assert parse_duration_s(format_duration(seconds)) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1B", 1), ("4MiB", 2**22), ("1.5GiB", 3 * 2**29), ("2GB", 2 * 10**9)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size_bytes(text) == size
+    assert parse_size_bytes(format_size(size)) == size
+
+
+@pytest.mark.parametrize("given", ["30", "-1s", "s", "", "1 day", None, 30, True, ["1s"]])
+def test_no_duration(given: object) -> None:
+    with pytest.raises(ValueError, match="a duration with its unit"):
+        parse_duration_s(given)
