@@ -85,9 +85,7 @@ def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, Neutral], prefix
         if value is None or allowed is ANYTHING:
             continue
         assert isinstance(allowed, tuple)
-        if not any(type(value) is type(a) and value == a for a in allowed) and not (
-            isinstance(value, int | float) and not isinstance(value, bool) and value in allowed
-        ):
+        if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
             raise InvalidRequest(
                 f"{prefix}{name} is not supported: {_advice(allowed)}",
                 code="unsupported_parameter",
@@ -99,15 +97,32 @@ def _advice(allowed: tuple[Any, ...]) -> str:
     return f"leave it out or send {' or '.join(json.dumps(a) for a in (None, *allowed))}"
 
 
+EITHER = {
+    "prompt": "a string, token ids (whole numbers from 0), or a list of strings or of token ids",
+    "stop": "a string or a list of strings",
+    "content": 'a string or a list of {"type": "text", "text": ...}',
+}
+"""# field of several types |-> what it may be: pydantic would complain of each type in turn"""
+
+
 def _invalid(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
+    where = first["loc"]
+    for position, part in enumerate(where):
+        if part in EITHER:
+            path = _path(where[: position + 1])
+            return InvalidRequest(f"{path} must be {EITHER[part]}", code="invalid_type", param=path)
+    path = _path(where)
     match first["type"]:
         case "extra_forbidden":
             return InvalidRequest(f"unknown field {path!r}", code="unknown_parameter", param=path)
         case "missing":
-            return InvalidRequest(
-                f"the field {path!r} is missing", code="missing_parameter", param=path
-            )
+            message = f"the field {path!r} is missing"
+            return InvalidRequest(message, code="missing_parameter", param=path)
         case _:
             return InvalidRequest(f"{path}: {first['msg']}", code="invalid_type", param=path)
+
+
+def _path(where: tuple[int | str, ...]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in where]
+    return "".join(parts).removeprefix(".")

@@ -52,6 +52,7 @@ class FakeGeneration:
     async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
         try:
             await self.owner.moment("first_token")
+            self.owner.fail_if_due(0)
             said = {c: self._spoken(c) for c in range(self.request.sampling.n)}
             for index in range(max(len(tokens) for tokens in said.values())):
                 if index == 1:

@@ -1,0 +1,70 @@
+"""Real HTTP and gRPC servers over the in-memory dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from router.server import FaceOptions, Faces
+from tests.unit.fake_dispatcher import FakeDispatcher
+
+MODEL = "tiny"
+LIMIT_S = 30.0
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs an async test in a loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def bounded() -> None:
+            await asyncio.wait_for(test(*args, **kwargs), LIMIT_S)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+@dataclass
+class Served:
+    faces: Faces
+    dispatcher: FakeDispatcher
+    url: str
+    http_port: int
+    grpc_address: str
+
+    @asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with httpx.AsyncClient(base_url=self.url, timeout=LIMIT_S, trust_env=False) as client:
+            yield client
+
+    @asynccontextmanager
+    async def openai(self) -> AsyncIterator[openai.AsyncOpenAI]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0
+        ) as client:
+            yield client
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, dispatcher: FakeDispatcher | None = None, **options: Any
+) -> AsyncIterator[Served]:
+    dispatcher = dispatcher or FakeDispatcher()
+    settings = FaceOptions(host="127.0.0.1", http_port=0, grpc_port=0, **options)
+    faces = Faces(dispatcher, folder, MODEL, settings)
+    http_port, grpc_port = await faces.start()
+    url = f"http://127.0.0.1:{http_port}"
+    try:
+        yield Served(faces, dispatcher, url, http_port, f"127.0.0.1:{grpc_port}")
+    finally:
+        await faces.stop(grace_s=1.0)
+        assert not dispatcher.running, "a request is still running after the server stopped"
