@@ -1,0 +1,194 @@
+"""A real cluster for tests: a router in a thread of this process, workers in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from cluster.router import RouterProcess, RouterSettings
+from cluster.settings import WorkerSettings
+from kvrelay.types import Role
+
+PATIENCE_S = 60.0
+REPOSITORY = Path(__file__).parents[2]
+
+
+def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline_s = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"gave up waiting until {what}"
+        time.sleep(0.005)
+
+
+def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> WorkerSettings:
+    """Small and exact: fp32, 16-token blocks, 64-token chunks."""
+    plain = WorkerSettings(
+        name=name,
+        role=role,
+        model=str(model),
+        revision=None,
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        prefill_chunk_tokens=64,
+        max_running_requests=16,
+        max_model_len=None,
+        memory_fraction=0.2,
+        kv_memory_bytes=64 * 2**20,
+        device_share=2,
+        cpu_threads=1,
+        transports=("shm",),
+        staging_slabs=4,
+        slab_tokens=None,
+        lease_ttl_s=30.0,
+        host="127.0.0.1",
+        port_range=None,
+    )
+    return replace(plain, **changes)
+
+
+class WorkerHost:
+    """Another process that hosts workers (tests/integration/worker_host.py)."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.worker_host"],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self, settings: WorkerSettings) -> str:
+        answer = self._ask({"start": asdict(settings)})
+        assert "address" in answer, answer
+        return answer["address"]
+
+    def stop(self, name: str) -> None:
+        self._ask({"stop": name})
+
+    def _ask(self, command: dict[str, Any]) -> dict[str, str]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "the worker host died"
+        answer: dict[str, str] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if not self.process.stdin.closed:
+            self.process.stdin.close()
+        self.process.wait(timeout=PATIENCE_S)
+        self.process.stdout.close()
+
+
+class RouterThread:
+    """A RouterProcess in its own event loop."""
+
+    def __init__(self, model: Path, **changes: Any) -> None:
+        plain = RouterSettings(
+            name="test",
+            model=str(model),
+            revision=None,
+            served_model_name="test-model",
+            host="127.0.0.1",
+            http_port=0,
+            grpc_port=0,
+            max_body_bytes=4 * 2**20,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.process = RouterProcess(replace(plain, **changes))
+        self.address = self.call(self.process.start())
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+    def close(self) -> None:
+        self.call(self.process.stop(drain_s=2.0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@dataclass
+class Cluster:
+    router: RouterThread
+    http: httpx.Client
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.router.address.grpc_port}"
+
+    @property
+    def http_url(self) -> str:
+        return f"http://127.0.0.1:{self.router.address.http_port}"
+
+    def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
+        body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}
+        response = self.http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def kv(self) -> list[dict[str, Any]]:
+        workers: list[dict[str, Any]] = self.http.get("/debug/kv").json()["workers"]
+        return workers
+
+    def assert_clean(self) -> None:
+        """Soon after the last request nothing is held anywhere."""
+
+        def clean() -> bool:
+            return all(
+                w["free_blocks"] == w["total_blocks"] and not w["held"] and not w["slabs"]
+                for w in self.kv()
+            )
+
+        wait_until(clean, f"nothing is held: {self.kv()}", 20.0)
+        assert all(worker["orphaned_blocks"] == 0 for worker in self.kv())
+        assert self.router.process.dispatcher.running_requests() == 0
+
+
+@contextmanager
+def running_cluster(
+    model: Path, workers: list[tuple[WorkerHost, WorkerSettings]], **router: Any
+) -> Iterator[Cluster]:
+    """A router and these workers, ready; all stopped and clean at the end."""
+    thread = RouterThread(model, **router)
+    url = f"http://127.0.0.1:{thread.address.http_port}"
+    try:
+        for host, settings in workers:
+            thread.call(thread.process.add_worker(host.start(settings)))
+        dispatcher = thread.process.dispatcher
+        wait_until(lambda: len(dispatcher.workers()) == len(workers), "all workers joined")
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+            cluster = Cluster(thread, http)
+            yield cluster
+            cluster.assert_clean()
+    finally:
+        thread.close()
+        for host, settings in workers:
+            host.stop(settings.name)

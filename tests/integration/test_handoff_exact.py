@@ -1,0 +1,86 @@
+"""Token-exact through the handoff: prefill in one process, decode in another, tokens of generate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvrelay.types import Role
+from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
+from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.reference import Reference, assert_same_tokens, greedy, load_reference
+
+TOKENS = 64
+# Block borders at multiples of 16, chunk borders at multiples of 64.
+LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200, 700]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "mixtral",
+]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[WorkerHost, WorkerHost]]:
+    with WorkerHost() as prefill, WorkerHost() as decode:
+        yield prefill, decode
+
+
+def prompts(lengths: list[int]) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+def ask(cluster: Cluster, prompt: list[int]) -> list[int]:
+    answer = cluster.completion(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_equals_generate(
+    family: str, hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path
+) -> None:
+    model = random_checkpoint(tmp_path / family, family)
+    reference_model = load_reference(model)
+    asked = prompts(LENGTHS if family == "llama" else [1, 17, 65, 200])
+    references = [greedy(reference_model, prompt, TOKENS) for prompt in asked]
+    assert len({t for r in references for t in r.token_ids}) >= 20
+    workers = [
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, model)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, model)),
+    ]
+    with running_cluster(model, workers) as cluster:
+        alone = [ask(cluster, prompt) for prompt in asked[:2]]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            together = list(pool.map(lambda prompt: ask(cluster, prompt), asked))
+        slabs_of_both(hosts)
+    check(f"{family} alone", alone, references[:2])
+    check(f"{family} together", together, references)
+
+
+def check(what: str, found: list[list[int]], references: list[Reference]) -> None:
+    for ids, reference in zip(found, references, strict=True):
+        assert_same_tokens(ids, reference, what)
+
+
+def slabs_of_both(hosts: tuple[WorkerHost, WorkerHost]) -> None:
+    """The slabs are one memory: the same memfd inode is mapped in two different processes."""
+    assert hosts[0].pid != hosts[1].pid
+    shared = mapped_slabs(hosts[0].pid) & mapped_slabs(hosts[1].pid)
+    assert shared, "no slab is mapped in both processes"
+
+
+def mapped_slabs(pid: int) -> set[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "memfd:kvrelay" in line}
