@@ -16,15 +16,19 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     WithJsonSchema,
     WrapSerializer,
     field_validator,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from cluster.quantities import Bytes, Seconds
 from kvrelay.types import Role
+
+Json = dict[str, Any]
 
 
 def _none_if_auto(given: object) -> object:
@@ -46,14 +50,21 @@ def _spelled(pattern: str, expected: str) -> tuple[AfterValidator, WithJsonSchem
     return AfterValidator(check), WithJsonSchema({"type": "string", "pattern": f"^({pattern})$"})
 
 
-_AUTO = (BeforeValidator(_none_if_auto), WrapSerializer(_auto_if_none))
-_AUTO_SCHEMA: Any = {"description": 'Or "auto".'}
+class _AutoInSchema:
+    """The JSON schema allows "auto" beside what the type allows."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        return {"anyOf": [*handler(core)["anyOf"], {"const": "auto"}]}
+
+
+_AUTO = (BeforeValidator(_none_if_auto), WrapSerializer(_auto_if_none), _AutoInSchema)
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-AutoCount = Annotated[Count | None, *_AUTO, Field(json_schema_extra=_AUTO_SCHEMA)]
-AutoBytes = Annotated[Bytes | None, *_AUTO, Field(json_schema_extra=_AUTO_SCHEMA)]
-AutoText = Annotated[str | None, *_AUTO, Field(json_schema_extra=_AUTO_SCHEMA)]
+AutoCount = Annotated[Count | None, *_AUTO]
+AutoBytes = Annotated[Bytes | None, *_AUTO]
+AutoText = Annotated[str | None, *_AUTO]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
 Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
