@@ -22,7 +22,7 @@ _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 48, "head_dim": 16},
     "qwen2": {},
-    "qwen3": {"head_dim": 32},
+    "qwen3": {"head_dim": 32, "num_hidden_layers": 4},
     "gemma2": {
         "sliding_window": 40,
         "head_dim": 16,
@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "head_dim": 16,
         "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "phi3": {"sliding_window": None},
     "phi3_longrope": {
@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 256,
         },
     },
-    "olmo2": {"initializer_range": 0.5},
+    "olmo2": {"num_hidden_layers": 4, "initializer_range": 0.4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {
         "head_dim": 16,
