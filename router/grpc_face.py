@@ -17,7 +17,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from router.generation import Dispatcher
 from router.grpc_errors import abort_with
-from router.grpc_messages import prompt_of, response_of, sampling_of, worker_info
+from router.grpc_messages import check_supported, prompt_of, response_of, sampling_of, worker_info
 from router.serving import TextRequest, TextService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -83,6 +83,7 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
 
 
 def _text_request(request: pb.GenerateRequest, received_s: float) -> TextRequest:
+    check_supported(request)
     return TextRequest(
         request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
         prompt=prompt_of(request),

@@ -41,6 +41,15 @@ def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
     )
 
 
+def check_supported(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest: what this version can't honour is refused, never ignored."""
+    for name in ("slo", "tier", "tenant"):
+        if getattr(request, name) != getattr(pb.GenerateRequest(), name):
+            raise InvalidRequest(
+                f"{name} is not supported: leave it out", code="unsupported_parameter", param=name
+            )
+
+
 def prompt_of(request: pb.GenerateRequest) -> Prompt:
     match request.WhichOneof("input"):
         case "tokenized":

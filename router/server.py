@@ -86,12 +86,19 @@ class Faces:
             asyncio.create_task(self._http.serve(sockets=[listener])),
             asyncio.create_task(self._watch_health()),
         ]
-        while not self._http.started and not self._tasks[0].done():
+        while not self._http.started:
+            if self._tasks[0].done():
+                await self._tasks[0]
             await asyncio.sleep(0.001)
         return listener.getsockname()[1], grpc_port
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, lets running ones finish for `grace_s`, then aborts them."""
+        """Takes no new requests, lets running ones finish for `grace_s`, then aborts them.
+
+        Nothing happens when it wasn't started.
+        """
+        if not self._tasks:
+            return
         serving, watching = self._tasks
         watching.cancel()
         self._http.config.timeout_graceful_shutdown = math.ceil(grace_s)

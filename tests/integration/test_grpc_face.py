@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -224,11 +226,20 @@ async def test_reflection_names_the_services(folder: Path) -> None:
 
 
 @in_loop
-async def test_a_request_without_input_says_so(folder: Path) -> None:
+async def test_requests_that_cannot_be_honoured_say_so(folder: Path) -> None:
+    wrong = {
+        "set one of tokenized, text or chat": pb.GenerateRequest(),
+        "messages is empty": pb.GenerateRequest(chat=pb.ChatInput()),
+        "slo is not supported": pb.GenerateRequest(text="a", slo=pb.Slo(ttft_ms=5)),
+        "tier is not supported": pb.GenerateRequest(text="a", tier="gold"),
+        "tenant is not supported": pb.GenerateRequest(text="a", tenant="x"),
+    }
     async with served(folder) as s, grpc.aio.insecure_channel(s.grpc_address) as channel:
-        call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest())
-        with pytest.raises(grpc.aio.AioRpcError, match="set one of tokenized, text or chat"):
-            await call.read()
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for words, request in wrong.items():
+            with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
+                await stub.Generate(request).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @in_loop
@@ -259,6 +270,15 @@ async def test_nobody_listening_is_a_failure_in_words(folder: Path) -> None:
         with pytest.raises(RequestFailedError) as caught:
             await client.generate(TEXT)
         assert caught.value.reason == "unavailable"
+
+
+def test_light_imports() -> None:
+    """Workers import kvrelay.types without gRPC; a router needs no torch."""
+    code = (
+        "import sys, kvrelay.types; assert 'grpc' not in sys.modules\n"
+        "import router.server; assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_package_exports_its_client() -> None:
