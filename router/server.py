@@ -49,7 +49,10 @@ class EmbeddedUvicorn(uvicorn.Server):
 
 
 class Faces:
-    """Raises ModelError when the checkpoint has no usable tokenizer."""
+    """Raises ModelError when the checkpoint has no usable tokenizer.
+
+    `add_services` may add more services to the gRPC port before it opens.
+    """
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Faces:
         options = self._options
         face = InferenceFace(self.service, version=version("kvrelay"), cluster=options.cluster)
         self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
+        self._add_services(self._grpc)
         self._add_services(self._grpc)
         await self._health.refresh()
         address = f"{options.host}:{options.grpc_port}"
