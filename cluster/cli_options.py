@@ -19,7 +19,8 @@ class Format(StrEnum):
 
 
 ConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG]", help="The cluster file (YAML).")
+    Path | None,
+    typer.Argument(metavar="[CONFIG]", envvar="KVRELAY_CONFIG", help="The cluster file (YAML)."),
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -1,0 +1,51 @@
+"""Kubernetes manifests as `kubectl apply -k` would send them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+OVERLAYS = ("cpu", "gpu")
+
+Manifest = dict[str, Any]
+
+
+@cache
+def render(overlay: str) -> tuple[Manifest, ...]:
+    """Skips the test without kubectl."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed: nothing renders the manifests")
+    folder = DEPLOY / "kubernetes" / "overlays" / overlay
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def one(overlay: str, kind: str, name: str | None = None) -> Manifest:
+    """The only manifest of this kind (and name)."""
+    named = [m for m in render(overlay) if m["kind"] == kind]
+    (found,) = [m for m in named if name is None or m["metadata"]["name"] == name]
+    return found
+
+
+def groups(overlay: str) -> dict[str, Manifest]:
+    """# worker group |-> its spec"""
+    specs = one(overlay, "RayCluster")["spec"]["workerGroupSpecs"]
+    return {spec["groupName"]: spec for spec in specs}
+
+
+def cluster_file(overlay: str) -> str:
+    return str(one(overlay, "ConfigMap")["data"]["cluster.yaml"])
+
+
+def group_resources(spec: Manifest) -> dict[str, float]:
+    """Custom resources of one pod, out of KubeRay's doubly quoted JSON."""
+    given: str = spec["rayStartParams"].get("resources", '"{}"')
+    return dict(yaml.safe_load(given.strip('"').replace('\\"', '"')))

@@ -1,0 +1,208 @@
+"""The manifests: valid by their schemas, and in agreement with each other and the cluster file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from cluster.config import Config
+from cluster.config_load import load_config
+from tests.integration.manifests import (
+    DEPLOY,
+    OVERLAYS,
+    Manifest,
+    cluster_file,
+    group_resources,
+    groups,
+    one,
+    render,
+)
+
+KUBERNETES_VERSION = "1.31"
+CRDS = Path(os.environ.get("KVRELAY_CRDS", DEPLOY.parents[1] / "shared" / "crds"))
+
+ROUTER_PODS = {"ray.io/cluster": "kvrelay", "ray.io/group": "router"}
+
+each_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
+
+
+def config_of(overlay: str, tmp_path: Path) -> Config:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(cluster_file(overlay))
+    return load_config(path)
+
+
+def own_kinds(overlay: str) -> list[Manifest]:
+    return [m for m in render(overlay) if re.fullmatch(r"v1|policy/v1", m["apiVersion"])]
+
+
+@each_overlay
+def test_kubernetes_accepts_them(overlay: str) -> None:
+    checked = own_kinds(overlay)
+    assert {m["kind"] for m in checked} == {"ConfigMap", "Service", "PodDisruptionBudget"}
+    for manifest in checked:
+        kubernetes_validate.validate(manifest, KUBERNETES_VERSION, strict=True)
+
+
+def test_the_check_of_kubernetes_can_fail() -> None:
+    broken = {**one("cpu", "Service", "kvrelay"), "spec": {"porst": []}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, KUBERNETES_VERSION, strict=True)
+
+
+@each_overlay
+@pytest.mark.parametrize("kind", ["RayCluster", "RayJob"])
+def test_kuberay_accepts_them(overlay: str, kind: str) -> None:
+    crd_validator(kind).validate(one(overlay, kind))
+
+
+def test_the_check_of_kuberay_can_fail() -> None:
+    manifest = json.loads(json.dumps(one("cpu", "RayCluster")))
+    manifest["spec"]["workerGroupSpecs"][0]["minReplica"] = 0
+    assert not crd_validator("RayCluster").is_valid(manifest)
+
+
+@cache
+def crd_validator(kind: str) -> jsonschema.Draft7Validator:
+    """Skips the test without KubeRay's definitions."""
+    path = CRDS / f"ray.io_{kind.lower()}s.yaml"
+    if not path.exists():
+        pytest.skip(f"no {path.name} in {CRDS}: KVRELAY_CRDS names the folder of KubeRay's CRDs")
+    versions = yaml.load(path.read_text(), yaml.CSafeLoader)["spec"]["versions"]
+    (schema,) = [v["schema"]["openAPIV3Schema"] for v in versions if v["name"] == "v1"]
+    return jsonschema.Draft7Validator(closed(schema))
+
+
+def closed(schema: Any) -> Any:
+    """Refuses unknown fields, as `kubectl apply` does."""
+    match schema:
+        case dict() if "properties" in schema:
+            inner = {name: closed(value) for name, value in schema["properties"].items()}
+            if schema.get("x-kubernetes-preserve-unknown-fields"):
+                return schema | {"properties": inner}
+            return schema | {"properties": inner, "additionalProperties": False}
+        case dict():
+            return {name: closed(value) for name, value in schema.items()}
+        case _:
+            return schema
+
+
+@each_overlay
+def test_no_rayservice(overlay: str) -> None:
+    assert "RayService" not in {m["kind"] for m in render(overlay)}
+
+
+@each_overlay
+def test_every_worker_has_a_group_with_room(overlay: str, tmp_path: Path) -> None:
+    config = config_of(overlay, tmp_path)
+    asked: Counter[str] = Counter()
+    for pool in config.workers:
+        for name, amount in pool.resources.items():
+            asked[name] += int(amount * pool.replicas)
+    asked.update({name: int(amount) for name, amount in config.router.resources.items()})
+    assert asked, "every process names its group"
+    offered = {
+        name: int(amount) * spec["maxReplicas"]
+        for spec in groups(overlay).values()
+        for name, amount in group_resources(spec).items()
+    }
+    assert all(offered[name] >= amount for name, amount in asked.items())
+
+
+@each_overlay
+def test_peers_over_shared_memory_share_a_pod(overlay: str, tmp_path: Path) -> None:
+    config = config_of(overlay, tmp_path)
+    assert config.transfer.transports == ("shm",)
+    used = {name for pool in config.workers for name in pool.resources}
+    homes = [spec for spec in groups(overlay).values() if used & {*group_resources(spec)}]
+    assert len(homes) == 1
+    assert homes[0]["maxReplicas"] == 1
+
+
+@each_overlay
+def test_gpus_suffice(overlay: str, tmp_path: Path) -> None:
+    config = config_of(overlay, tmp_path)
+    wanted = sum(pool.replicas for pool in config.workers if pool.device == "cuda")
+    limits = groups(overlay)["both"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert int(limits.get("nvidia.com/gpu", 0)) == wanted
+
+
+@each_overlay
+def test_groups_scale_from_nothing(overlay: str) -> None:
+    """A RayJob waits for its pods to be ready, and a router's is not before the job serves."""
+    assert one(overlay, "RayCluster")["spec"]["enableInTreeAutoscaling"] is True
+    assert {*groups(overlay)} == {"router", "prefill", "decode", "both"}
+    for spec in groups(overlay).values():
+        assert (spec["minReplicas"], spec["replicas"]) == (0, 0)
+        assert spec["maxReplicas"] >= 1
+
+
+@each_overlay
+def test_services_and_probes_lead_to_the_router(overlay: str, tmp_path: Path) -> None:
+    router = config_of(overlay, tmp_path).router
+    assert router.host == "0.0.0.0"
+    (container,) = groups(overlay)["router"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"http": router.http_port, "grpc": router.grpc_port}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+    for name, port in (("kvrelay", router.http_port), ("kvrelay-grpc", router.grpc_port)):
+        service = one(overlay, "Service", name)
+        assert service["spec"]["selector"] == {
+            "ray.io/cluster": "kvrelay",
+            "ray.io/group": "router",
+        }
+        assert [p["targetPort"] for p in service["spec"]["ports"]] == [port]
+
+
+@each_overlay
+def test_budgets_name_groups_that_exist(overlay: str) -> None:
+    routers = one(overlay, "PodDisruptionBudget", "kvrelay-routers")["spec"]
+    assert routers["selector"]["matchLabels"]["ray.io/group"] == "router"
+    workers = one(overlay, "PodDisruptionBudget", "kvrelay-workers")["spec"]
+    (named,) = [e for e in workers["selector"]["matchExpressions"] if e["key"] == "ray.io/group"]
+    assert {*named["values"], "router"} == {*groups(overlay)}
+
+
+@each_overlay
+def test_prometheus_finds_the_http_port(overlay: str) -> None:
+    spec = one(overlay, "ServiceMonitor")["spec"]
+    service = one(overlay, "Service", "kvrelay")
+    assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    (endpoint,) = spec["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert endpoint["path"] == "/metrics"
+
+
+@each_overlay
+def test_the_job_finds_its_cluster_and_its_file(overlay: str) -> None:
+    cluster, job = one(overlay, "RayCluster"), one(overlay, "RayJob")["spec"]
+    assert job["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}
+    assert job["entrypoint"] == "kvrelay serve"
+    pod = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert env["KVRELAY_CONFIG"] == f"{mounts['config']}/cluster.yaml"
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "config"]
+    assert volume["configMap"]["name"] == one(overlay, "ConfigMap")["metadata"]["name"]
+
+
+def test_dockerfile_copies_what_exists_and_ends_in_serve() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
+    for name in (name for names in copied for name in names):
+        assert (DEPLOY.parent / name).exists(), name
+    assert re.findall(r"^FROM \S+ AS (\w+)$", text, re.M) == ["base", "cpu", "cuda"]
+    assert 'ENTRYPOINT ["kvrelay"]\nCMD ["serve"]' in text
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text()
+    assert all(f"!{name}\n" in ignored for names in copied for name in names)
