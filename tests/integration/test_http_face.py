@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,18 @@ async def test_ledger_on_demand(folder: Path) -> None:
         *_, last, done = events(stream.text)
         assert (list(last["kvrelay"]["ledger_ms"]), done) == (names, "[DONE]")
         assert "kvrelay" not in (await completion(client)).json()
+
+
+@in_loop
+async def test_answers_are_not_held_back_by_the_network_stack(folder: Path) -> None:
+    """Nagle's algorithm and a delayed acknowledgement together cost 40 ms for each answer."""
+    async with served(folder) as s, s.http() as client:
+        times_s = []
+        for _ in range(11):
+            began_s = time.perf_counter()
+            await completion(client, max_tokens=1)
+            times_s.append(time.perf_counter() - began_s)
+        assert sorted(times_s)[5] < 0.03
 
 
 @in_loop
