@@ -10,8 +10,14 @@ MESSAGE_BYTES = 64 * 1024 * 1024
 
 
 def grpc_server() -> grpc.aio.Server:
-    """Without so_reuseport, which would let two servers share a port in silence."""
-    options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MESSAGE_BYTES)]
+    """Without so_reuseport, which would let two servers share a port in silence. Keepalive pings
+    are welcome at any time: a router sends them while a long step keeps its worker silent."""
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
     return grpc.aio.server(options=options)
 
 

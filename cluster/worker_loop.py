@@ -198,19 +198,30 @@ class WorkerLoop:
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
         match message:
-            case Reserve(spec=spec) | Generate(spec=spec):
-                self._routes[spec.key] = stream
-                if self.draining:
-                    self._emit([ReserveRefused(key=spec.key, at_s=_now(), reason="draining")])
+            case Reserve(spec=spec) | Generate(spec=spec) | Prefill(spec=spec):
+                if spec.key in self._routes:
+                    self._refuse(stream, spec.key, "duplicate_request")
+                elif self.draining and not isinstance(message, Prefill):
+                    self._refuse(stream, spec.key, "draining")
                 else:
-                    self._execute(self.decode.handle(message, _now()))
-            case Prefill(spec=spec):
-                self._routes[spec.key] = stream
-                self._execute(self.prefill.handle(message, _now()))
-            case Stop():
+                    self._start(stream, message)
+            case Stop(key=key) if self._routes.get(key) is stream:
                 self._execute(self.decode.handle(message, _now()))
-            case Abort():
+            case Abort(key=key) if self._routes.get(key) is stream:
                 self._both(message)
+            case Stop() | Abort():
+                pass  # nothing of it is held for this router
+
+    def _start(self, stream: RouterStream, message: Reserve | Generate | Prefill) -> None:
+        self._routes[message.spec.key] = stream
+        if isinstance(message, Prefill):
+            self._execute(self.prefill.handle(message, _now()))
+        else:
+            self._execute(self.decode.handle(message, _now()))
+
+    def _refuse(self, stream: RouterStream, key: RequestKey, reason: str) -> None:
+        if stream in self._outbox:
+            self._outbox[stream].append(ReserveRefused(key=key, at_s=_now(), reason=reason))
 
     def _both(self, event: Abort | PeerLost | Tick) -> None:
         self._execute(self.prefill.handle(event, _now()))

@@ -9,8 +9,9 @@ yields the same tokens; those already delivered are dropped by their index.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvrelay.messages import (
     Abort,
@@ -129,10 +130,12 @@ Command = Send | Admit | Refuse | Deliver | Fail
 class _Request:
     request: GenerationRequest
     ledger: Ledger
-    attempt: int = 0
+    attempt: int  # names this try: no two tries of this router share one
+    tries: int = 1
     placement: Placement | None = None
     tried: set[Incarnation] = field(default_factory=set)
     admitted: bool = False
+    committed: bool = False  # this attempt's KV is at the decode worker
     next_index: dict[int, int] = field(default_factory=dict)  # choice |-> tokens delivered
     early: dict[tuple[int, int], Tokens] = field(default_factory=dict)  # overtook an earlier one
     finished: set[int] = field(default_factory=set)
@@ -152,15 +155,28 @@ class _Request:
         return len(self.finished) == self.request.sampling.n
 
     @property
+    def handed_over(self) -> bool:
+        """KV and first tokens have left the prefill worker: it may die now."""
+        choices = range(self.request.sampling.n)
+        return self.committed and all(self.next_index.get(choice, 0) > 0 for choice in choices)
+
+    @property
     def legs(self) -> tuple[Incarnation, ...]:
+        """The workers that this attempt still needs."""
         if self.placement is None:
             return ()
         prefill = self.placement.prefill
-        return (self.placement.decode, *([prefill] if prefill is not None else []))
+        if prefill is None or self.handed_over:
+            return (self.placement.decode,)
+        return (self.placement.decode, prefill)
 
 
 @dataclass(slots=True)
 class RouterCore:
+    """`attempts` numbers the tries of all requests: a request id may come again, or at another
+    router, while a worker still holds the earlier one, so routers start at different numbers."""
+
+    attempts: Iterator[int] = field(default_factory=count)
     workers: dict[Incarnation, WorkerView] = field(default_factory=dict)
     requests: dict[str, _Request] = field(default_factory=dict)
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
@@ -189,7 +205,7 @@ class RouterCore:
     def _submitted(self, request: GenerationRequest, now_s: float) -> list[Command]:
         assert request.request_id not in self.requests, f"{request.request_id} runs already"
         ledger = Ledger(before_s=request.phases_s, submitted_s=now_s)
-        state = _Request(request=request, ledger=ledger)
+        state = _Request(request=request, ledger=ledger, attempt=next(self.attempts))
         self.requests[request.request_id] = state
         return self._place(state, NO_CAPACITY, now_s)
 
@@ -239,10 +255,10 @@ class RouterCore:
         return commands
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
-        if isinstance(event, Released):
+        if isinstance(event, Released | ReserveRefused):
             view.forget(event.key)
         state = self.requests.get(event.key.request_id)
-        if state is None or state.key != event.key:
+        if state is None or state.key != event.key or view.incarnation not in state.legs:
             return []
         match event:
             case Tokens():
@@ -253,6 +269,7 @@ class RouterCore:
                 self._forget_legs(state)
                 return self._place(state, refused_by_worker(reason), now_s)
             case Lifetime(name=name, at_s=at_s):
+                state.committed |= name == "handoff_committed"
                 state.ledger.mark(name, at_s)
                 return []
             case RequestFailed(reason=reason, message=message):
@@ -268,6 +285,7 @@ class RouterCore:
             commands.append(Admit(request_id=state.request.request_id))
         placement = state.placement
         assert placement is not None
+        commands += self._stops(state, placement.decode)
         if placement.prefill is None:
             return commands
         target = self.workers[placement.decode].hello
@@ -275,6 +293,19 @@ class RouterCore:
             spec=state.spec, target_address=target.transfer_address, target=target.incarnation
         )
         return [*commands, Send(worker=placement.prefill, message=message)]
+
+    @staticmethod
+    def _stops(state: _Request, decode: Incarnation) -> list[Command]:
+        """Choices that ended in an earlier attempt need no decoding in this one."""
+        return [
+            Send(
+                worker=decode,
+                message=Stop(
+                    key=state.key, choice=choice, valid_tokens=state.next_index.get(choice, 0)
+                ),
+            )
+            for choice in sorted(state.finished)
+        ]
 
     def _tokens(self, state: _Request, event: Tokens, now_s: float) -> list[Command]:
         """In index order, each once: what overtook an earlier token waits for it."""
@@ -352,7 +383,11 @@ class RouterCore:
         return self._abort_legs(state)
 
     def _abort_legs(self, state: _Request) -> list[Command]:
-        """The workers say Released once nothing is held; until then the places stay taken."""
+        """The workers say Released once nothing is held; until then the places stay taken. Of a
+        prompt that has not been sent yet a prefill worker says nothing."""
+        for leg in state.legs:
+            if leg in self.workers:
+                self.workers[leg].prompt_tokens.pop(state.key, None)
         return [
             Send(worker=leg, message=Abort(key=state.key))
             for leg in state.legs
@@ -370,10 +405,12 @@ class RouterCore:
     ) -> list[Command]:
         """Run it again elsewhere; what the old attempt still says is dropped."""
         aborts = self._abort_legs(state)
-        if state.attempt + 1 >= MAX_ATTEMPTS:
+        if state.tries >= MAX_ATTEMPTS:
             return [*aborts, *self._fail(state, reason, message)]
         self._forget_legs(state)
-        state.attempt += 1
+        state.tries += 1
+        state.attempt = next(self.attempts)
+        state.committed = False
         state.early.clear()
         state.tried.clear()
         refusal = Refusal(reason=reason, message=message)

@@ -9,6 +9,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from itertools import count
+from secrets import randbits
 from uuid import uuid4
 
 from google.protobuf.json_format import MessageToDict
@@ -39,6 +41,9 @@ from router.placement import WorkerView
 
 log = logging.getLogger(__name__)
 
+MAX_REQUEST_ID_BYTES = 256
+"""It stands in every message between workers, and these are at most 64 KiB."""
+
 
 class WorkerGeneration:
     """A request on the workers. What it yields comes in index order, each token once."""
@@ -63,10 +68,12 @@ class WorkerGeneration:
             self.abort()
 
     def stop(self, choice: int, valid_tokens: int) -> None:
-        self._dispatcher.stop(self.request_id, choice, valid_tokens)
+        if self._dispatcher.runs(self):
+            self._dispatcher.stop(self.request_id, choice, valid_tokens)
 
     def abort(self) -> None:
-        self._dispatcher.abort(self.request_id)
+        if self._dispatcher.runs(self):  # the id may be another request's by now
+            self._dispatcher.abort(self.request_id)
 
     def ledger(self) -> dict[str, float]:
         return self.record.phases() if self.record is not None else {}
@@ -79,7 +86,7 @@ class WorkerDispatcher:
     """Implements `router.generation.Dispatcher` over real workers."""
 
     def __init__(self) -> None:
-        self.core = RouterCore()
+        self.core = RouterCore(attempts=count(randbits(30)))  # of 32 bits on the wire
         self.incarnation = Incarnation(uuid4().hex)
         self._links: dict[str, WorkerLink] = {}  # address |-> link
         self._attached: dict[Incarnation, WorkerLink] = {}
@@ -125,12 +132,7 @@ class WorkerDispatcher:
     # --- requests -------------------------------------------------------------------------------
 
     async def submit(self, request: GenerationRequest) -> WorkerGeneration:
-        if request.request_id in self.core.requests:
-            raise InvalidRequest(
-                f"request id {request.request_id} is running already: choose another",
-                code="duplicate_request_id",
-                param="request_id",
-            )
+        self._check(request)
         generation = WorkerGeneration(self, request.request_id)
         self._generations[request.request_id] = generation
         self._post(Submitted(request=request))
@@ -143,6 +145,30 @@ class WorkerDispatcher:
             self._generations.pop(request.request_id, None)
             raise
         return generation
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raises InvalidRequest for what no worker could take, even when idle."""
+        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+            raise InvalidRequest(
+                f"request_id has more than {MAX_REQUEST_ID_BYTES} bytes: choose a shorter one",
+                param="request_id",
+            )
+        if request.request_id in self.core.requests:
+            raise InvalidRequest(
+                f"request id {request.request_id} is running already: choose another",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        places = [view.hello.max_running_requests for view in self.core.workers.values()]
+        if places and request.sampling.n > max(places):
+            raise InvalidRequest(
+                f"n is {request.sampling.n}, but a worker runs at most {max(places)} sequences "
+                "at once: ask for fewer choices",
+                param="n",
+            )
+
+    def runs(self, generation: WorkerGeneration) -> bool:
+        return self._generations.get(generation.request_id) is generation
 
     def stop(self, request_id: str, choice: int, valid_tokens: int) -> None:
         stopped = ChoiceStopped(request_id=request_id, choice=choice, valid_tokens=valid_tokens)

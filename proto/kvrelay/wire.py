@@ -41,6 +41,9 @@ from kvrelay.v1 import inference_pb2 as public_pb
 from kvrelay.v1 import worker_pb2 as pb
 
 
+MAX_TOP_K = 2**31 - 1  # more than any vocabulary
+
+
 def encode_key(key: RequestKey) -> pb.Key:
     return pb.Key(request_id=key.request_id, attempt=key.attempt)
 
@@ -56,7 +59,7 @@ def encode_sampling(sampling: Sampling) -> pb.Sampling:
     return pb.Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        top_k=sampling.top_k,
+        top_k=min(sampling.top_k, MAX_TOP_K),
         min_p=sampling.min_p,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
@@ -173,6 +176,8 @@ def decode_hello(message: pb.WorkerHello) -> WorkerHello:
             f"this router {WIRE_VERSION}: install the same kvrelay on both"
         )
     fields = {name: getattr(message, name) for name in WorkerHello.__dataclass_fields__}
+    if message.role not in tuple(Role):
+        raise PeerError(f"worker {message.name} has the unknown role {message.role!r}")
     fields["role"] = Role(message.role)
     return WorkerHello(**fields)
 
@@ -253,9 +258,15 @@ def _decode_tokens(message: pb.Tokens, key: RequestKey, at_s: float) -> Tokens:
         first_index=message.first_index,
         token_ids=tuple(message.token_ids),
         logprobs=tuple(decode_logprobs(entry) for entry in message.logprobs),
-        finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        finish_reason=_decode_reason(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
     )
+
+
+def _decode_reason(text: str) -> FinishReason | None:
+    if text and text not in tuple(FinishReason):
+        raise PeerError(f"a worker sent the unknown finish reason {text!r}")
+    return FinishReason(text) if text else None
 
 
 def encode_batch(events: Iterable[WorkerEvent], counters: Counters, now_s: float) -> pb.FromWorker:
