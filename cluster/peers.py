@@ -44,25 +44,38 @@ class PeerLinks:
         return found
 
     def send(self, command: SendPeer) -> None:
-        """Connect first if need be. A peer that can't be reached is reported as lost."""
+        """Connect first if need be. A peer that can't be reached is reported as lost; an answer
+        to one that is not connected (any more) goes nowhere, and it has been told or will ask."""
         try:
-            self._connected(command).notify(encode(command.message))
+            connection = self._connected(command)
+            if connection is not None:
+                connection.notify(encode(command.message))
         except PeerError as error:
-            self._post(PeerLost(peer=command.peer, reason=str(error)))
+            self._give_up(command.peer, str(error))
 
     def notify(self, peer: Incarnation, message: PeerMessage) -> None:
         """Raises PeerError."""
         self.connection(peer).notify(encode(message))
 
-    def _connected(self, command: SendPeer) -> Connection:
+    def _connected(self, command: SendPeer) -> Connection | None:
         with self._lock:
             known = self._by_peer.get(command.peer)
         if known is not None or command.address is None:
-            return known if known is not None else self.connection(command.peer)
+            return known
         connection = self.endpoint.connect(command.address)
         self._admit(connection, command.peer)
         connection.notify(encode(self._hello))
         return connection
+
+    def _give_up(self, peer: Incarnation, reason: str) -> None:
+        """The next message connects anew; closing tells the peer, so both sides start over."""
+        with self._lock:
+            connection = self._by_peer.pop(peer, None)
+            if connection is not None:
+                self._peer_of.pop(connection, None)
+        if connection is not None:
+            connection.close()
+        self._post(PeerLost(peer=peer, reason=reason))
 
     def _admit(self, connection: Connection, peer: Incarnation) -> None:
         with self._lock:
@@ -106,20 +119,19 @@ class PeerLinks:
 
     def _drop(self, connection: Connection, reason: str) -> None:
         log.error("refused a peer: %s", reason)
-        with self._lock:
-            peer = self._peer_of.get(connection)
-        if peer is not None:
-            self._post(PeerLost(peer=peer, reason=reason))
         connection.close()
-        self._lost(connection)
+        self._forget(connection, reason)
 
     def _lost(self, connection: Connection) -> None:
+        self._forget(connection, f"the connection to worker {connection.peer_address} was lost")
+
+    def _forget(self, connection: Connection, reason: str) -> None:
         with self._lock:
             peer = self._peer_of.pop(connection, None)
             if peer is None or self._by_peer.get(peer) is not connection:
                 return
             del self._by_peer[peer]
-        self._post(PeerLost(peer=peer, reason=f"the connection to worker {peer} was lost"))
+        self._post(PeerLost(peer=peer, reason=reason))
 
     def close(self) -> None:
         self.endpoint.close()

@@ -162,11 +162,13 @@ class WorkerProcess:
             chunk_tokens=settings.prefill_chunk_tokens,
             slab_tokens=slab_tokens,
         )
+        longrope = engine.model.longrope
         decode = DecodeScheduler(
             tables=tables,
             receiver=receiver,
             chunk_tokens=settings.prefill_chunk_tokens,
             max_running=settings.max_running_requests,
+            rope_border_tokens=longrope.border_tokens if longrope is not None else None,
         )
         loop = WorkerLoop(engine, tables, prefill, decode, self._inbox)
         loop.attach(links, mover)

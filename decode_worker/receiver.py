@@ -43,7 +43,8 @@ class _Reservation:
 
     @property
     def complete(self) -> bool:
-        return self.commit is not None and self.scattered == self.commit.pieces
+        all_here = self.commit is not None and self.scattered == self.commit.pieces
+        return all_here and self.scattering == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +91,14 @@ class Receiver:
 
     @property
     def reserved_choices(self) -> int:
-        return sum(r.message.spec.sampling.n for r in self._reservations.values())
+        live = (r for r in self._reservations.values() if not r.cancelled)
+        return sum(r.message.spec.sampling.n for r in live)
 
     def try_reserve(self, message: Reserve, now_s: float) -> bool:
         """Lease blocks for the prompt; False and nothing changed when they have run out."""
         key = message.spec.key
-        assert key not in self._reservations, f"{key} is reserved already"
         holder = Holder("decode", key)
+        assert holder not in self.tables, f"{key} is here already"
         tokens = len(message.spec.prompt_ids) + 1
         if not self.tables.try_grow(holder, tokens, now_s=now_s, leased=True):
             return False
@@ -143,7 +145,8 @@ class Receiver:
 
     def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:
         """A late writer's slab is ignored: its lease is not current."""
-        if not self.slabs.mark_filled(filled.slab_id, filled.lease_id):
+        is_lent = self._lent.get(filled.key, {}).get(filled.slab_id) == filled.lease_id
+        if not is_lent or not self.slabs.mark_filled(filled.slab_id, filled.lease_id):
             return []
         self._forget_slab(filled.key, filled.slab_id)
         reservation = self._reservations.get(filled.key)
@@ -256,14 +259,17 @@ class Receiver:
     def expire(self, now_s: float) -> tuple[list[Command], list[Failure]]:
         """Ends what nobody renewed: reservations fail, silent writers' slabs are retired."""
         commands: list[Command] = []
-        failures = []
-        for key in self.leases.expire(now_s):
-            message = f"no progress from the prefill worker in {self.leases.ttl_s:g} s"
-            failures.append(Failure(key, "handoff_timeout", message))
-            commands += self.cancel(key, message, now_s)
+        silent = dict.fromkeys(self.leases.expire(now_s))
         for expired in self.slabs.expire(now_s):
-            self._forget_lease(expired.slab_id)
+            silent |= dict.fromkeys(self._forget_lease(expired.slab_id))
             commands.append(ReplaceSlab(slab_id=expired.slab_id))
+        failures = []
+        for key in silent:
+            message = f"no progress from the prefill worker in {self.leases.ttl_s:g} s"
+            cancels = self.cancel(key, message, now_s)
+            if cancels:
+                failures.append(Failure(key, "handoff_timeout", message))
+            commands += cancels
         return commands, failures
 
     def peer_lost(self, peer: Incarnation, reason: str) -> tuple[list[Command], list[Failure]]:
@@ -279,9 +285,12 @@ class Receiver:
             commands.append(ReplaceSlab(slab_id=lost.slab_id))
         return commands, failures
 
-    def _forget_lease(self, slab_id: SlabId) -> None:
-        for key in [key for key, lent in self._lent.items() if slab_id in lent]:
+    def _forget_lease(self, slab_id: SlabId) -> list[RequestKey]:
+        """Whose slab it was: a piece lost with it never comes."""
+        keys = [key for key, lent in self._lent.items() if slab_id in lent]
+        for key in keys:
             self._forget_slab(key, slab_id)
+        return keys
 
     def validate(self) -> None:
         self.slabs.validate()

@@ -19,6 +19,7 @@ from engine.step import (
     Emit,
     RunStep,
     Sampled,
+    SampleRequest,
     SequenceSlice,
     StepBatch,
     StepDone,
@@ -68,12 +69,16 @@ Event = (
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
-    """`chunk_tokens` bounds the prefill tokens mixed into a step, `max_running` the sequences."""
+    """`chunk_tokens` bounds the prefill tokens mixed into a step, `max_running` the sequences.
+
+    A sequence that grows to `rope_border_tokens` is shown to the engine whole (LongRoPE).
+    """
 
     tables: BlockTables
     receiver: Receiver
     chunk_tokens: int
     max_running: int
+    rope_border_tokens: int | None = None
     running: list[Sequence] = field(default_factory=list)  # by arrival
     awaiting_prefill: deque[Sequence] = field(default_factory=deque)  # preempted ones first
     prompt_tokens: int = 0
@@ -147,6 +152,7 @@ class DecodeScheduler:
     def _generate(self, spec: RequestSpec, now_s: float) -> list[Command]:
         refusal = self._refusal(spec)
         holder = Holder("decode", spec.key)
+        assert holder not in self.tables, f"{spec.key} is here already"
         fits = refusal is None and self.tables.try_grow(
             holder, len(spec.prompt_ids) + 1, now_s=now_s
         )
@@ -304,8 +310,12 @@ class DecodeScheduler:
             token_ids=sequence.next_tokens(take),
             start=sequence.computed,
             tables=self.tables.tables(sequence.holder),
-            samples=sequence.samples() if take == sequence.needed else (),
+            samples=self._samples(sequence) if take == sequence.needed else (),
+            prompt_tokens=sequence.whole_tokens,
         )
+
+    def _samples(self, sequence: Sequence) -> tuple[SampleRequest, ...]:
+        return sequence.samples(whole=sequence.computed == self.rope_border_tokens)
 
     def _joined(self, now_s: float) -> list[Command]:
         fresh = [sequence for sequence, _ in self._on_device if not sequence.joined]
@@ -346,7 +356,7 @@ class DecodeScheduler:
             self.running.remove(sequence)
             self._alive[sequence.key].remove(sequence)
             ids = tuple(one.token_id for one in sampled)
-            self._split(sequence, ids, finished, now_s)
+            self._split(sequence, ids, finished | sequence.stopped, now_s)
         elif finished:
             self._drop(sequence)
         else:
@@ -380,6 +390,8 @@ class DecodeScheduler:
         for sequence in list(self._alive.get(message.key, ())):
             if sequence.choices == (message.choice,):
                 self._drop(sequence)
+            else:
+                sequence.stopped |= {message.choice} & {*sequence.choices}
         events = self._released_if_done(message.key, now_s)
         return [Emit(events=tuple(events))] if events else []
 

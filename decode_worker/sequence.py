@@ -19,7 +19,8 @@ from kvrelay.types import FinishReason, RequestKey, RequestSpec
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """`arrival` orders sequences: the newest is preempted first. `choices` share all so far."""
+    """`arrival` orders sequences: the newest is preempted first. `choices` share all so far;
+    those `stopped` end with the token that the choices part at."""
 
     spec: RequestSpec
     choices: tuple[int, ...]
@@ -29,6 +30,7 @@ class Sequence:
     computed: int = 0
     joined: bool = False
     dropped: bool = False
+    stopped: set[int] = field(default_factory=set)
 
     @property
     def key(self) -> RequestKey:
@@ -49,9 +51,14 @@ class Sequence:
             return tuple(self.emitted[start - len(prompt) : end - len(prompt)])
         return prompt[start:end] + tuple(self.emitted[: max(0, end - len(prompt))])
 
-    def samples(self) -> tuple[SampleRequest, ...]:
-        """What to draw once all tokens are run."""
-        history = needs_history(self.spec.sampling)
+    @property
+    def whole_tokens(self) -> int:
+        """What is being computed as one prompt: after a preemption the emitted tokens too."""
+        return self.length if self.needed > 1 else len(self.spec.prompt_ids)
+
+    def samples(self, *, whole: bool = False) -> tuple[SampleRequest, ...]:
+        """What to draw once all tokens are run; with the `whole` history, or where it matters."""
+        history = whole or needs_history(self.spec.sampling)
         return tuple(
             SampleRequest(
                 sampling=self.spec.sampling,

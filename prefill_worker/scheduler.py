@@ -45,7 +45,7 @@ from kvrelay.messages import (
     Tokens,
     WorkerEvent,
 )
-from kvrelay.types import RequestKey
+from kvrelay.types import Incarnation, RequestKey
 from prefill_worker.sender import Sender
 
 Event = Prefill | Abort | StepWanted | StepDone | FromPeer | PeerLost | SlabWritten | Tick
@@ -123,7 +123,8 @@ class PrefillScheduler:
             case PeerLost(peer=peer, reason=reason):
                 return self._peer_lost(peer, reason, now_s)
             case Tick():
-                return [job.sender.renew() for job in self._jobs.values()]
+                live = [job for job in self._jobs.values() if job.sender.cancelled is None]
+                return [job.sender.renew() for job in live]
 
     # --- chunks ---------------------------------------------------------------------------------
 
@@ -177,6 +178,7 @@ class PrefillScheduler:
             start=job.computed,
             tables=self.tables.tables(job.holder),
             samples=self._samples(job) if last else (),
+            prompt_tokens=len(job.prompt),
         )
 
     @staticmethod
@@ -234,21 +236,31 @@ class PrefillScheduler:
         return [*writes, *self._commit_if_ready(job)]
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
+        """What comes for a job that is over, or from another than its target, changes nothing."""
         match event.message:
-            case SlabLent() as lent:
-                job = self._jobs.get(lent.key)
-                if job is None or job.sender.cancelled is not None:
-                    return []
+            case SlabLent(key=key) as lent if (job := self._live(key, event.peer)) is not None:
                 return [*job.sender.lent(lent, self.tables.tables(job.holder))]
-            case Committed(key=key):
-                return self._gone(key, now_s)
+            case Committed(key=key) if (job := self._live(key, event.peer)) is not None:
+                return self._gone(key, now_s) if job.committing else []
             case CancelTransfer(key=key, reason=reason):
-                if key not in self._jobs:
-                    fence = TransferCancelled(key=key, reason=reason)
-                    return [SendPeer(peer=event.peer, message=fence)]
-                return self._cancel(key, reason, now_s)
+                return self._cancelled_by(event.peer, key, reason, now_s)
             case _:
                 return []
+
+    def _live(self, key: RequestKey, peer: str) -> _Job | None:
+        job = self._jobs.get(key)
+        if job is None or job.sender.cancelled is not None or job.message.target != peer:
+            return None
+        return job
+
+    def _cancelled_by(
+        self, peer: Incarnation, key: RequestKey, reason: str, now_s: float
+    ) -> list[Command]:
+        """The decode worker won't have it. Its router is told: no one else may tell it why."""
+        if key not in self._jobs:
+            return [SendPeer(peer=peer, message=TransferCancelled(key=key, reason=reason))]
+        job = self._live(key, peer)
+        return [] if job is None else self._fail(job, "transfer_cancelled", reason, now_s)
 
     def _written(self, event: SlabWritten, now_s: float) -> list[Command]:
         job = self._jobs[event.key]

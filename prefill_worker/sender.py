@@ -70,7 +70,10 @@ class Sender:
         return [self._to_peer(message) for message in wanted]
 
     def lent(self, lent: SlabLent, tables: Tables) -> list[WriteSlab]:
-        self._lent[lent.piece] = lent
+        """A slab for a piece that never was, or has one already, is left to its lease."""
+        is_wanted = lent.piece < len(self._pieces) and lent.piece not in self._writing | self._sent
+        if is_wanted:
+            self._lent[lent.piece] = lent
         return self._writes(tables)
 
     def computed(self, end: int, tables: Tables) -> list[WriteSlab]:

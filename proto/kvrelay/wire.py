@@ -40,7 +40,6 @@ from kvrelay.types import (
 from kvrelay.v1 import inference_pb2 as public_pb
 from kvrelay.v1 import worker_pb2 as pb
 
-
 MAX_TOP_K = 2**31 - 1  # more than any vocabulary
 
 
