@@ -19,7 +19,8 @@ from kvrelay.wire import decode_counters, decode_event, decode_hello, encode_to_
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 5.0
 MESSAGE_BYTES = 64 * 1024 * 1024
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -48,7 +49,7 @@ class WorkerLink:
         self.hello: WorkerHello | None = None
         self._router = router
         self._owner = owner
-        self._outgoing: asyncio.Queue[pb.ToWorker] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._task = asyncio.ensure_future(self._run())
@@ -66,6 +67,8 @@ class WorkerLink:
         await self._channel.close()
 
     async def _run(self) -> None:
+        """Attach again and again, more and more slowly while it fails."""
+        retry_s = FIRST_RETRY_S
         while True:
             try:
                 await self._attach()
@@ -76,13 +79,15 @@ class WorkerLink:
                 log.error("worker at %s refused: %s", self.address, error)
                 return
             finally:
-                self._detached("the link was closed")
-            log.warning("worker at %s: %s; trying again", self.address, reason)
-            await asyncio.sleep(RETRY_S)
+                was_attached = self._detached("the link was closed")
+            retry_s = FIRST_RETRY_S if was_attached else min(2 * retry_s, LAST_RETRY_S)
+            log.debug("worker at %s: %s; trying again", self.address, reason)
+            await asyncio.sleep(retry_s)
 
     async def _attach(self) -> None:
-        self._outgoing = asyncio.Queue()
-        stream = self._stub.Attach(self._requests(self._outgoing))
+        outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
+        self._outgoing = outgoing
+        stream = self._stub.Attach(self._requests(outgoing))
         try:
             async for batch in stream:
                 if batch.HasField("hello"):
@@ -93,19 +98,24 @@ class WorkerLink:
                     self._said(self.hello.incarnation, batch)
         finally:
             stream.cancel()
+            outgoing.put_nowait(None)
 
     def _said(self, worker: Incarnation, batch: pb.FromWorker) -> None:
         now_s = time.monotonic()
         events = tuple(decode_event(event, now_s) for event in batch.events)
         self._owner.said(worker, events, decode_counters(batch.counters))
 
-    def _detached(self, reason: str) -> None:
+    def _detached(self, reason: str) -> bool:
+        """Whether there was a worker to lose."""
         hello, self.hello = self.hello, None
         if hello is not None:
             self._owner.lost(hello.incarnation, reason)
+        return hello is not None
 
-    async def _requests(self, outgoing: asyncio.Queue[pb.ToWorker]) -> AsyncIterator[pb.ToWorker]:
+    async def _requests(
+        self, outgoing: asyncio.Queue[pb.ToWorker | None]
+    ) -> AsyncIterator[pb.ToWorker]:
         hello = pb.RouterHello(wire_version=WIRE_VERSION, router_incarnation=self._router)
         yield pb.ToWorker(hello=hello)
-        while True:
-            yield await outgoing.get()
+        while (message := await outgoing.get()) is not None:
+            yield message

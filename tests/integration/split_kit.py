@@ -147,6 +147,13 @@ class Cluster:
     def http_url(self) -> str:
         return f"http://127.0.0.1:{self.router.address.http_port}"
 
+    def add(self, host: WorkerHost, settings: WorkerSettings) -> None:
+        """One more worker; it is the caller's to stop."""
+        dispatcher = self.router.process.dispatcher
+        before = len(dispatcher.workers())
+        self.router.call(self.router.process.add_worker(host.start(settings)))
+        wait_until(lambda: len(dispatcher.workers()) > before, f"{settings.name} joined")
+
     def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}
         response = self.http.post("/v1/completions", json=body)

@@ -253,16 +253,12 @@ class Fabric:
     @staticmethod
     def _sample(memory: Memory, piece: SequenceSlice) -> tuple[Sampled, ...]:
         whole = memory.run(piece)
-        return tuple(
-            Sampled(
-                token_id=right_token(
-                    whole[: len(whole) - wanted.index],
-                    wanted.choice,
-                    whole[len(whole) - wanted.index :],
-                )
-            )
-            for wanted in piece.samples
-        )
+        samples = []
+        for wanted in piece.samples:
+            prompt_end = len(whole) - wanted.index
+            token = right_token(whole[:prompt_end], wanted.choice, whole[prompt_end:])
+            samples.append(Sampled(token_id=token))
+        return tuple(samples)
 
     # --- slabs ----------------------------------------------------------------------------------
 

@@ -1,0 +1,228 @@
+"""Whole clusters of real processes: roles, preemption, sampling, refusals, a worker that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checkpoint import open_checkpoint
+from engine.model import Model, load_model
+from kvrelay.types import Role
+from tests.integration.split_kit import (
+    Cluster,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.reference import assert_same_tokens, generate_reference
+
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[WorkerHost, WorkerHost]]:
+    with WorkerHost() as first, WorkerHost() as second:
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def split(model: Path, hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
+    workers = [
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, model)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, model)),
+    ]
+    with running_cluster(model, workers) as cluster:
+        yield cluster
+
+
+def load(model: Path) -> Model:
+    return load_model(open_checkpoint(str(model)), device="cpu", dtype="float32")
+
+
+def prompts(count: int, longest: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [
+        [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(count)
+    ]
+
+
+def ask_all(cluster: Cluster, asked: list[list[int]], **fields: Any) -> list[list[int]]:
+    def ask(prompt: list[int]) -> list[int]:
+        plain = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        answer = cluster.completion(prompt, **{**plain, **fields})
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(ask, asked))
+
+
+def test_role_both_equals_generate(model: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:
+    asked = prompts(8, 200)
+    reference = load(model)
+    settings = worker_settings("both-0", Role.BOTH, model)
+    with running_cluster(model, [(hosts[0], settings)]) as cluster:
+        found = ask_all(cluster, asked)
+    for ids, prompt in zip(found, asked, strict=True):
+        assert_same_tokens(generate_reference(reference, prompt, tokens=TOKENS), ids)
+
+
+@pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
+def test_preempted_requests_finish_with_the_same_tokens(
+    model: Path, hosts: tuple[WorkerHost, WorkerHost], role: Role
+) -> None:
+    """Blocks for 192 tokens, eight requests that want over 60 each."""
+    asked = prompts(8, 30)
+    token_bytes = 4 * 2 * 2 * 16 * 4  # layers, planes, heads, dim, fp32
+    small = {"kv_memory_bytes": 192 * token_bytes, "max_model_len": 96}
+    workers = [(hosts[1], worker_settings("small-0", role, model, **small))]
+    if role is Role.DECODE:
+        workers.append((hosts[0], worker_settings("prefill-0", Role.PREFILL, model)))
+    reference = load(model)
+    with running_cluster(model, workers) as cluster:
+        found = ask_until_admitted(cluster, asked)
+        views = cluster.router.process.dispatcher.core.workers.values()
+        assert sum(view.counters.preemptions for view in views) > 0
+    for ids, prompt in zip(found, asked, strict=True):
+        assert_same_tokens(generate_reference(reference, prompt, tokens=TOKENS), ids)
+
+
+def ask_until_admitted(cluster: Cluster, asked: list[list[int]]) -> list[list[int]]:
+    """As a client does that is told to come back."""
+
+    def ask(prompt: list[int]) -> list[int]:
+        body = {"model": "test-model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        while True:
+            response = cluster.http.post("/v1/completions", json=body)
+            if response.status_code != 429:
+                break
+            threading.Event().wait(float(response.headers["retry-after-ms"]) / 1000)
+        assert response.status_code == 200, response.text
+        ids: list[int] = response.json()["choices"][0]["token_ids"]
+        return ids
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return list(pool.map(ask, asked))
+
+
+def test_same_seed_same_text_whatever_the_batch(split: Cluster) -> None:
+    prompt = prompts(1, 100)[0]
+    fields = {"temperature": 1.0, "seed": 11, "max_tokens": 32}
+    alone = ask_all(split, [prompt], **fields)[0]
+    crowd = ask_all(split, [prompt, *prompts(7, 150)], **fields)
+    assert crowd[0] == alone
+    other = ask_all(split, [prompt], **{**fields, "seed": 12})[0]
+    assert other != alone
+
+
+def test_n_choices_share_the_prompt_and_differ(split: Cluster) -> None:
+    prompt = prompts(1, 100)[0]
+    fields = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    answer = split.completion(prompt, n=4, **fields)
+    texts = [tuple(choice["token_ids"]) for choice in answer["choices"]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    single = split.completion(prompt, n=1, **fields)
+    assert tuple(single["choices"][0]["token_ids"]) == texts[0]
+    greedy_choices = split.completion(prompt, n=3, **{**fields, "temperature": 0})["choices"]
+    assert len({tuple(choice["token_ids"]) for choice in greedy_choices}) == 1
+
+
+def test_a_full_cluster_refuses_at_once_and_says_when(
+    model: Path, hosts: tuple[WorkerHost, WorkerHost]
+) -> None:
+    settings = worker_settings("both-0", Role.BOTH, model, max_running_requests=2)
+    with running_cluster(model, [(hosts[0], settings)]) as cluster:
+        body = {"model": "test-model", "prompt": [5, 6, 7], "ignore_eos": True}
+        with (
+            cluster.http.stream(
+                "POST", "/v1/completions", json={**body, "max_tokens": 900, "stream": True}
+            ) as one,
+            cluster.http.stream(
+                "POST", "/v1/completions", json={**body, "max_tokens": 900, "stream": True}
+            ) as two,
+        ):
+            next(one.iter_lines())
+            next(two.iter_lines())
+            refused = cluster.http.post("/v1/completions", json={**body, "max_tokens": 4})
+        assert refused.status_code == 429, refused.text
+        assert refused.json()["error"]["code"] == "slots_exhausted"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert float(refused.headers["retry-after-ms"]) > 0
+
+
+def test_what_can_never_fit_is_invalid_and_names_the_limit(split: Cluster) -> None:
+    body = {"model": "test-model", "prompt": [5] * 1100, "max_tokens": 4}
+    response = split.http.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "1024" in response.json()["error"]["message"]
+    assert "retry-after" not in response.headers
+
+
+def test_no_workers_is_no_capacity(model: Path) -> None:
+    with running_cluster(model, []) as cluster:
+        assert cluster.http.get("/health").status_code == 200
+        assert cluster.http.get("/ready").status_code == 503
+        body = {"model": "test-model", "prompt": [5], "max_tokens": 4}
+        response = cluster.http.post("/v1/completions", json=body)
+        assert response.status_code == 503, response.text
+        assert response.json()["error"]["code"] == "no_capacity"
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_killed_worker_costs_no_token(model: Path, role: Role) -> None:
+    """SIGKILL in mid-stream: the request goes on elsewhere, without a gap or a repeat."""
+    prompt = prompts(1, 200)[0]
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    with WorkerHost() as steady, WorkerHost() as doomed, WorkerHost() as spare:
+        with running_cluster(model, [(steady, worker_settings("steady", other, model))]) as cluster:
+            cluster.add(doomed, worker_settings("doomed", role, model))
+            found = stream_with_a_death(cluster, prompt, doomed, spare, role, model)
+            wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
+        assert_same_tokens(generate_reference(load(model), prompt, tokens=600), found)
+
+
+def stream_with_a_death(
+    cluster: Cluster,
+    prompt: list[int],
+    doomed: WorkerHost,
+    spare: WorkerHost,
+    role: Role,
+    model: Path,
+) -> list[int]:
+    body = {"model": "test-model", "prompt": prompt, "max_tokens": 600, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+    found: list[int] = []
+    with cluster.http.stream("POST", "/v1/completions", json=body) as response:
+        for line in response.iter_lines():
+            found += tokens_of(line)
+            if len(found) >= 5 and doomed.process.poll() is None:
+                cluster.add(spare, worker_settings("spare", role, model))
+                os.kill(doomed.pid, signal.SIGKILL)
+                doomed.process.wait()
+    return found
+
+
+def tokens_of(line: str) -> list[int]:
+    if not line.startswith("data: {"):
+        return []
+    choices = json.loads(line.removeprefix("data: "))["choices"]
+    return [token for choice in choices for token in choice.get("token_ids") or []]
