@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from engine import attention
@@ -94,7 +95,7 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
 def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint.path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path}/config.json can't be used: {reason}") from error
 

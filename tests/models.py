@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 256,
         },
     },
-    "olmo2": {"num_hidden_layers": 4, "initializer_range": 0.4},
+    "olmo2": {"num_hidden_layers": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {
         "head_dim": 16,
@@ -83,6 +83,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def family_config(family: str, **overrides: Any) -> Any:
+    """The small configuration of a family (a key of FAMILIES)."""
+    settings = {**_COMMON, **FAMILIES[family], **overrides}
+    return AutoConfig.for_model(family.removesuffix("_longrope"), **settings)
+
+
 def random_checkpoint(
     folder: Path, family: str = "llama", *, seed: int = 0, **overrides: Any
 ) -> Path:
@@ -90,9 +96,7 @@ def random_checkpoint(
 
     Equal arguments give equal weights. `overrides` are keys of the model's configuration.
     """
-    config = AutoConfig.for_model(
-        family.removesuffix("_longrope"), **{**_COMMON, **FAMILIES[family], **overrides}
-    )
+    config = family_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,194 @@
+"""The vectorised sampler against a naive one that follows the definitions row by row."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine.sampler
+from engine.philox import uniforms
+from engine.sampler import sample
+from engine.step import Sampled, SampleRequest
+from kvrelay.types import Sampling
+
+VOCAB = 40
+
+
+def request(choice: int = 0, index: int = 0, **sampling: object) -> SampleRequest:
+    defaults: dict[str, object] = {"max_tokens": 9, "seed": 1}
+    return SampleRequest(
+        sampling=Sampling(**{**defaults, **sampling}),  # type: ignore[arg-type]
+        choice=choice,
+        index=index,
+        prompt_ids=(1, 2, 3),
+        emitted_ids=(3, 4, 4),
+    )
+
+
+def penalised(logits: list[float], asked: SampleRequest) -> list[float]:
+    out, s = list(logits), asked.sampling
+    for token, bias in s.logit_bias:
+        out[token] += bias
+    for token in {*asked.prompt_ids, *asked.emitted_ids}:
+        p = s.repetition_penalty
+        out[token] = out[token] / p if out[token] > 0 else out[token] * p
+    for token, count in Counter(asked.emitted_ids).items():
+        out[token] -= count * s.frequency_penalty + s.presence_penalty
+    if asked.index < s.min_tokens:
+        for token in s.stop_token_ids:
+            out[token] = -math.inf
+    return out
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    weights = [math.exp(x - top) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def naive(logits: list[float], asked: SampleRequest) -> tuple[int, float]:
+    """The token, and how far the draw was from the border between two tokens."""
+    s = asked.sampling
+    logits = penalised(logits, asked)
+    if s.temperature == 0:
+        return max(range(VOCAB), key=lambda t: (logits[t], -t)), 1.0
+    chances = softmax([x / s.temperature for x in logits])
+    order = sorted(range(VOCAB), key=lambda t: (-chances[t], t))
+    kept = order[: s.top_k or VOCAB]
+    mass = sum(chances[t] for t in kept)
+    margin = 1.0
+    if s.top_p < 1:
+        before, nucleus = 0.0, []
+        for token in kept:
+            margin = min(margin, abs(before - s.top_p * mass))
+            if before < s.top_p * mass:
+                nucleus.append(token)
+            before += chances[token]
+        kept = nucleus
+    likely = [t for t in kept if chances[t] >= s.min_p * chances[order[0]]] or kept[:1]
+    draw = float(uniforms([(s.seed, asked.choice, asked.index)])[0])
+    target, so_far = draw * sum(chances[t] for t in likely), 0.0
+    for token in likely:
+        so_far += chances[token]
+        margin = min(margin, abs(so_far - target))
+        if target < so_far:
+            return token, margin
+    return likely[-1], 0.0
+
+
+SAMPLINGS = st.builds(
+    request,
+    choice=st.integers(0, 3),
+    index=st.integers(0, 5),
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 3, 17, VOCAB]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.6]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    frequency_penalty=st.sampled_from([0.0, 0.7, -0.4]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    min_tokens=st.sampled_from([0, 2]),
+    stop_token_ids=st.sampled_from([(), (5, 6)]),
+    logit_bias=st.sampled_from([(), ((7, 3.0), (8, -100.0))]),
+)
+
+
+def random_logits(rows: int, seed: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@settings(max_examples=300, deadline=None)
+@given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=6), seed=st.integers(0, 1000))
+def test_equals_the_naive_sampler(wanted: list[SampleRequest], seed: int) -> None:
+    logits = random_logits(len(wanted), seed)
+    found = sample(logits, [(one,) for one in wanted])
+    for row, asked, (got,) in zip(logits.tolist(), wanted, found, strict=True):
+        expected, margin = naive(row, asked)
+        assert got.token_id == expected or margin < 1e-5
+
+
+@settings(max_examples=200, deadline=None)
+@given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=4), seed=st.integers(0, 1000))
+def test_the_short_way_equals_the_full_sort(wanted: list[SampleRequest], seed: int) -> None:
+    """Most draws look at the most likely ids only; equal probabilities must not matter."""
+    logits = random_logits(len(wanted), seed, scale=1.0).round()  # many ties
+    rows = [(one,) for one in wanted]
+    full = sample(logits, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.sampler, "_HEAD", 6)
+        assert sample(logits, rows) == full
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    logits = random_logits(1, 3, scale=1.0)
+    wanted = [tuple(request(seed=seed, temperature=1.0) for seed in range(20_000))]
+    counts = Counter(one.token_id for one in sample(logits, wanted)[0])
+    for token, chance in enumerate(softmax(logits[0].tolist())):
+        assert abs(counts[token] / 20_000 - chance) < 5 * math.sqrt(chance / 20_000)
+
+
+@given(wanted=st.lists(SAMPLINGS, min_size=2, max_size=6), seed=st.integers(0, 100))
+@settings(max_examples=50, deadline=None)
+def test_a_row_does_not_depend_on_its_batch(wanted: list[SampleRequest], seed: int) -> None:
+    logits = random_logits(len(wanted), seed)
+    together = sample(logits, [(one,) for one in wanted])
+    alone = [sample(logits[i : i + 1], [(one,)])[0] for i, one in enumerate(wanted)]
+    assert together == alone
+
+
+def test_choices_of_one_prompt_differ_and_share_logits() -> None:
+    logits = random_logits(2, 1, scale=0.1)
+    choices = tuple(request(choice=c, temperature=1.0) for c in range(8))
+    found = sample(logits, [(request(),), choices])
+    assert len(found[1]) == 8
+    assert len({one.token_id for one in found[1]}) > 4
+    alone = [sample(logits[1:], [(choice,)])[0][0] for choice in choices]
+    assert list(found[1]) == alone
+
+
+def test_logprobs_come_after_penalties_and_before_temperature() -> None:
+    logits = random_logits(1, 2)
+    asked = request(temperature=0.5, top_k=1, repetition_penalty=1.5, logprobs=3)
+    (got,) = sample(logits, [(asked,)])[0]
+    chances = softmax(penalised(logits[0].tolist(), asked))
+    best = sorted(range(VOCAB), key=lambda t: -chances[t])[:3]
+    assert got.logprobs is not None
+    assert [token for token, _ in got.logprobs.top] == best
+    assert got.logprobs.token_id == got.token_id == best[0]
+    for token, logprob in got.logprobs.top:
+        assert logprob == pytest.approx(math.log(chances[token]), abs=1e-4)
+
+
+def test_logprobs_only_for_those_who_ask() -> None:
+    logits = random_logits(3, 2)
+    rows = [(request(),), (request(logprobs=0),), (request(logprobs=2),)]
+    plain, zero, two = (row[0] for row in sample(logits, rows))
+    assert plain == Sampled(token_id=plain.token_id)
+    assert zero.logprobs is not None
+    assert zero.logprobs.top == ()
+    assert two.logprobs is not None
+    assert len(two.logprobs.top) == 2
+
+
+def test_the_logits_are_left_alone() -> None:
+    logits = random_logits(1, 4)
+    before = logits.clone()
+    sample(logits, [(request(repetition_penalty=2.0, temperature=1.0),)])
+    assert torch.equal(logits, before)
+
+
+def test_masked_ids_are_no_alternatives() -> None:
+    logits = torch.full((1, VOCAB), 0.0)
+    stop = tuple(range(2, VOCAB))
+    asked = request(logprobs=5, min_tokens=1, stop_token_ids=stop)
+    (got,) = sample(logits, [(asked,)])[0]
+    assert got.logprobs is not None
+    assert sorted(token for token, _ in got.logprobs.top) == [0, 1]
+    assert np.isclose(got.logprobs.logprob, math.log(0.5))
