@@ -1,0 +1,248 @@
+"""Every HTTP error, in its words, shape and status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvrelay.errors import ConfigError, Refused, RequestFailedError
+from router.server import FaceOptions, Faces
+from tests.integration.faces_kit import MODEL, in_loop, served
+from tests.integration.http_kit import CHAT, assert_error, completion, events, full
+from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
+from tests.unit.fake_dispatcher import FakeDispatcher
+
+BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
+    ("/v1/completions", {"prompt": ""}, 400, "invalid_value", "prompt", "the prompt is empty"),
+    ("/v1/completions", {"prompt": []}, 400, "invalid_value", "prompt", "empty list"),
+    ("/v1/completions", {"prompt": [[]]}, 400, "invalid_value", "prompt", "the prompt is empty"),
+    ("/v1/completions", {"prompt": [4000]}, 400, "invalid_value", "prompt", "out of the vocab"),
+    ("/v1/completions", {"prompt": [-1]}, 400, "invalid_type", "prompt", "whole numbers from 0"),
+    ("/v1/completions", {"prompt": [1] * 600}, 400, "context_length_exceeded", "prompt", "600"),
+    ("/v1/completions", {"max_tokens": 600}, 400, "context_length_exceeded", "max_tokens", "512"),
+    ("/v1/completions", {"prompt": "a\ud800"}, 400, "invalid_value", None, "not valid Unicode"),
+    (
+        "/v1/completions",
+        {"stop": 3},
+        400,
+        "invalid_type",
+        "stop",
+        "stop must be a string or a list",
+    ),
+    ("/v1/completions", {"temperature": "hot"}, 400, "invalid_type", "temperature", "valid number"),
+    ("/v1/completions", {"max_tokens": 1.5}, 400, "invalid_type", "max_tokens", "valid integer"),
+    ("/v1/completions", {"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias", "token ids"),
+    ("/v1/completions", {"n": 0}, 400, "invalid_value", "n", "from 1 to 128"),
+    ("/v1/completions", {"magic": 1}, 400, "unknown_parameter", "magic", "unknown field 'magic'"),
+    ("/v1/completions", {"suffix": "x"}, 400, "unsupported_parameter", "suffix", "not supported"),
+    ("/v1/completions", {"best_of": 2}, 400, "unsupported_parameter", "best_of", "null or 1"),
+    ("/v1/completions", {"echo": True}, 400, "unsupported_parameter", "echo", "not supported"),
+    (
+        "/v1/completions",
+        {"stream_options": {"include_usage": True}},
+        400,
+        "invalid_value",
+        "stream_options",
+        "needs stream: true",
+    ),
+    ("/v1/completions", {"model": "gpt"}, 404, "model_not_found", "model", "'gpt' does not exist"),
+    ("/v1/chat/completions", {}, 400, "missing_parameter", "messages", "'messages' is missing"),
+    ("/v1/chat/completions", {"messages": []}, 400, "invalid_value", "messages", "is empty"),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, "tools": [{"type": "function"}]},
+        400,
+        "unsupported_parameter",
+        "tools",
+        "tools is not supported: leave it out or send null or []",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, "response_format": {"type": "json_object"}},
+        400,
+        "unsupported_parameter",
+        "response_format",
+        "response_format is not supported",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+        400,
+        "unsupported_parameter",
+        "messages[0].tool_calls",
+        "not supported",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "invalid_type",
+        "messages[0].content",
+        "messages[0].content must be a string or a list",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+        400,
+        "unsupported_parameter",
+        "messages[0].content",
+        "'input_audio' are not supported",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "tool", "content": "x"}]},
+        400,
+        "invalid_value",
+        "messages",
+        "no tools here",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, "top_logprobs": 2},
+        400,
+        "invalid_value",
+        "top_logprobs",
+        "needs logprobs: true",
+    ),
+    ("/tokenize", {}, 400, "invalid_value", "prompt", "either prompt or messages"),
+    ("/detokenize", {"tokens": [-1]}, 400, "invalid_type", "tokens[0]", "greater than or equal"),
+]
+
+
+@in_loop
+async def test_bad_bodies_are_refused_in_words(folder: Path) -> None:
+    async with served(folder) as s, s.http() as client:
+        for path, body, status, code, param, words in BAD_BODIES:
+            content = json.dumps(full(path, body))
+            headers = {"content-type": "application/json"}
+            answer = await client.post(path, content=content, headers=headers)
+            assert_error(answer, status, code, param, words)
+        assert s.dispatcher.requests == []
+
+
+@in_loop
+async def test_neutral_values_are_accepted(folder: Path) -> None:
+    neutral: dict[str, Any] = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "audio": None,
+        "modalities": ["text"],
+        "parallel_tool_calls": True,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+    }
+    async with served(folder) as s, s.http() as client:
+        body = {"model": MODEL, "messages": CHAT, **neutral}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        neutral = {"suffix": None, "best_of": 1, "echo": False, "temperature": None}
+        assert (await completion(client, **neutral)).status_code == 200
+
+
+@in_loop
+async def test_malformed_bodies(folder: Path) -> None:
+    async with served(folder, max_body_bytes=1000) as s, s.http() as client:
+
+        async def send(content: Any, media_type: str = "application/json") -> httpx.Response:
+            headers = {"content-type": media_type}
+            return await client.post("/v1/completions", content=content, headers=headers)
+
+        for broken in (b"{", b"\xff", b"", b'{"temperature": NaN}', b"[" * 900):
+            assert_error(await send(broken), 400, "invalid_json", None, "not valid JSON")
+        assert_error(await send(b"[1]"), 400, "invalid_json", None, "must be a JSON object")
+        words = "exceeds the limit of 1000 bytes"
+        assert_error(await send(b" " * 1001), 413, "body_too_large", None, words)
+
+        async def chunked() -> Any:
+            for _ in range(11):
+                yield b" " * 100
+
+        assert_error(await send(chunked()), 413, "body_too_large", None, words)
+        assert_error(
+            await send(b"{}", "text/plain"), 415, "unsupported_media_type", None, "application/json"
+        )
+
+
+@in_loop
+async def test_wrong_paths_and_methods(folder: Path) -> None:
+    async with served(folder) as s, s.http() as client:
+        assert_error(await client.get("/v1/x"), 404, "not_found", None, "GET /v1/x: Not Found")
+        answer = await client.get("/v1/completions")
+        assert_error(answer, 405, "method_not_allowed", None, "Method Not Allowed")
+        answer = await client.get("/v1/models/org/other")
+        assert_error(answer, 404, "model_not_found", "model", "'org/other' does not exist")
+
+
+@in_loop
+async def test_refusals_say_when_to_come_back(folder: Path) -> None:
+    dispatcher = FakeDispatcher(refusal=Refused("full", "no room now", retry_after_s=1.25))
+    async with served(folder, dispatcher) as s, s.http() as client:
+        for stream in (False, True):
+            answer = await completion(client, stream=stream)
+            assert_error(answer, 429, "full", None, "no room now")
+            assert answer.headers["retry-after"] == "2"
+            assert answer.headers["retry-after-ms"] == "1250"
+        dispatcher.refusal = Refused("no_capacity", "no decode worker", retry_after_s=5)
+        answer = await completion(client)
+        assert_error(answer, 503, "no_capacity", None, "no decode worker")
+        assert answer.headers["retry-after"] == "5"
+        dispatcher.facts = None
+        assert_error(await completion(client), 503, "no_capacity", None, "no worker has joined yet")
+
+
+@in_loop
+async def test_the_second_of_a_batch_refused_aborts_the_first(folder: Path) -> None:
+    async with served(folder) as s, s.http() as client:
+        answer = await completion(client, prompt=[[1, 2], [1, 4000]])
+        assert_error(answer, 400, "invalid_value", "prompt", "token id 4000")
+        assert await s.dispatcher.aborted.get() == s.dispatcher.requests[0].request_id
+
+
+@in_loop
+async def test_failures_before_and_in_a_stream(folder: Path) -> None:
+    lost = RequestFailedError("worker_lost", "the worker decode-0 is gone")
+    for after, expected in ((1, 1), (3, 3)):
+        dispatcher = FakeDispatcher(failure=lost, fail_after_tokens=after)
+        async with served(folder, dispatcher) as s, s.http() as client:
+            whole = await completion(client)
+            assert_error(whole, 503, "worker_lost", None, "decode-0 is gone")
+            stream = await completion(client, stream=True)
+            *chunks, error = events(stream.text)
+            assert len(chunks) == expected
+            assert error["error"]["code"] == "worker_lost"
+
+
+@in_loop
+async def test_a_failure_before_the_first_token_has_its_own_status(folder: Path) -> None:
+    lost = RequestFailedError("worker_lost", "the worker prefill-0 is gone")
+    dispatcher = FakeDispatcher(failure=lost, fail_after_tokens=0)
+    async with served(folder, dispatcher) as s, s.http() as client:
+        answer = await completion(client, stream=True)
+        assert_error(answer, 503, "worker_lost", None, "prefill-0 is gone")
+
+
+@in_loop
+async def test_a_bug_is_a_500_without_its_words(folder: Path) -> None:
+    dispatcher = FakeDispatcher(failure=KeyError("secret"), fail_after_tokens=1)
+    async with served(folder, dispatcher) as s, s.http() as client:
+        answer = await completion(client)
+        assert_error(answer, 500, "internal", None, "internal error")
+        stream = await completion(client, stream=True)
+        assert events(stream.text)[-1]["error"]["code"] == "internal"
+        assert "secret" not in answer.text + stream.text
+
+
+@in_loop
+async def test_busy_ports_are_errors_that_name_them(folder: Path) -> None:
+    async with served(folder) as s:
+        grpc_port = int(s.grpc_address.split(":")[1])
+        for http, grpc, busy in ((s.http_port, 0, s.http_port), (0, grpc_port, grpc_port)):
+            options = FaceOptions(host="127.0.0.1", http_port=http, grpc_port=grpc)
+            with pytest.raises(ConfigError, match=f"127.0.0.1:{busy} is in use"):
+                await Faces(FakeDispatcher(), folder, MODEL, options).start()
