@@ -150,8 +150,9 @@ def measure(device: str, threads: int, repeats: int, peers: bool) -> list[Row]:
         runs: dict[str, Callable[[], object]] = {"kvrelay": EngineRun(engine, load).generate}
         if peers:
             runs |= _peers(folder, load, device)
-        for run in runs.values():
-            run()
+        if device != "cpu":
+            for run in runs.values():
+                run()
         rates = {key: _rate(run, load, device) for key, run in runs.items()}
         readings = interleave(rates, repeats=repeats)
     where = f"{threads} threads" if device == "cpu" else device

@@ -64,7 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 256,
         },
     },
-    "olmo2": {"num_hidden_layers": 4},
+    "olmo2": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {
         "head_dim": 16,
