@@ -41,7 +41,9 @@ def grpc_error_of(error: Exception) -> GrpcError:
         case Refused():
             return _refused(error)
         case RequestFailedError():
-            return GrpcError(grpc.StatusCode.UNAVAILABLE, error.message, (_info(error.reason),))
+            aborted = error.reason == "aborted"
+            code = grpc.StatusCode.ABORTED if aborted else grpc.StatusCode.UNAVAILABLE
+            return GrpcError(code, error.message, (_info(error.reason),))
         case _:
             log.error("a call failed", exc_info=error)
             message = "internal error: the router's log has the details"

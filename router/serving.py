@@ -225,8 +225,9 @@ class TextGeneration:
         return delta
 
     def _end(self, reason: str) -> None:
-        self._ended = True
-        self._timer.finished(reason, self._generation.ledger())
+        if not self._ended:
+            self._ended = True
+            self._timer.finished(reason, self._generation.ledger())
 
 
 def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStream:

@@ -174,6 +174,11 @@ async def test_abort_from_another_call(folder: Path) -> None:
         await anext(stream)
         await client.abort("mine", "unknown")
         assert [await s.dispatcher.aborted.get() for _ in range(2)] == ["mine", "unknown"]
+        with pytest.raises(RequestFailedError, match="the request was aborted") as caught:
+            await anext(stream)
+        assert caught.value.reason == "aborted"
+        stream = client.stream(TEXT)
+        await anext(stream)
         stream.close()
         with pytest.raises(RequestFailedError, match="this stream was closed"):
             await anext(stream)

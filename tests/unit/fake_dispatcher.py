@@ -47,16 +47,18 @@ class FakeGeneration:
     owner: FakeDispatcher
     request: GenerationRequest
     stopped: dict[int, int] = field(default_factory=dict)
-    aborted: bool = False
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
         try:
-            await self.owner.moment("first_token")
+            await self.owner.moment("first_token", self.aborted)
             self.owner.fail_if_due(0)
             said = {c: self._spoken(c) for c in range(self.request.sampling.n)}
             for index in range(max(len(tokens) for tokens in said.values())):
                 if index == 1:
-                    await self.owner.moment("second_token")
+                    await self.owner.moment("second_token", self.aborted)
+                if self.aborted.is_set():
+                    return
                 for choice, tokens in said.items():
                     if index < len(tokens) and choice not in self.stopped:
                         yield self._step(choice, tokens, index)
@@ -96,7 +98,6 @@ class FakeGeneration:
         self.stopped[choice] = valid_tokens
 
     def abort(self) -> None:
-        self.aborted = True
         self.owner.abort(self.request.request_id)
 
     def ledger(self) -> dict[str, float]:
@@ -122,10 +123,10 @@ class FakeDispatcher:
     aborted: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
     reached: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
-    async def moment(self, name: str) -> None:
+    async def moment(self, name: str, opens: asyncio.Event) -> None:
         if name in self.gates:
             self.reached.put_nowait(name)
-            await asyncio.Event().wait()
+            await opens.wait()
 
     def fail_if_due(self, tokens: int) -> None:
         if tokens == self.fail_after_tokens:
@@ -137,7 +138,7 @@ class FakeDispatcher:
         if self.refusal is not None:
             raise self.refusal
         try:
-            await self.moment("submit")
+            await self.moment("submit", asyncio.Event())
         except asyncio.CancelledError:
             self.aborted.put_nowait(request.request_id)
             raise
@@ -147,7 +148,9 @@ class FakeDispatcher:
         return generation
 
     def abort(self, request_id: str) -> None:
-        self.running.pop(request_id, None)
+        generation = self.running.pop(request_id, None)
+        if generation is not None:
+            generation.aborted.set()
         self.aborted.put_nowait(request_id)
 
     def ready(self) -> bool:
