@@ -1,0 +1,128 @@
+"""A router and workers as ordinary processes, each on the cores that the benchmark gives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    """`cores` are where it runs; it computes with one thread on each."""
+
+    role: str
+    cores: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlainCluster:
+    http_port: int
+    processes: dict[str, psutil.Process] = field(default_factory=dict)
+
+    def resident_mib(self) -> dict[str, float]:
+        return {name: p.memory_info().rss / 2**20 for name, p in self.processes.items()}
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        url = f"http://127.0.0.1:{self.http_port}/metrics"
+        with urllib.request.urlopen(url) as answer:
+            text = answer.read().decode()
+        found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(float(value) for value in found)
+
+
+@contextmanager
+def plain_cluster(
+    model: Path, plans: Sequence[WorkerPlan], settings: Sequence[str]
+) -> Iterator[PlainCluster]:
+    """Ready to serve; everything is stopped at the end. `settings` are the workers' KEY=VALUE."""
+    with ExitStack() as stack:
+        extra = [f"--set={setting}" for setting in settings]
+        router = stack.enter_context(_process(["router", "--model", str(model), *_ROUTER]))
+        ports = _ports(router)
+        cluster = PlainCluster(http_port=ports["HTTP"])
+        cluster.processes["router"] = psutil.Process(router.pid)
+        for number, plan in enumerate(plans):
+            name = f"{plan.role}-{number}"
+            command = [
+                "worker",
+                f"--join=127.0.0.1:{ports['gRPC']}",
+                f"--role={plan.role}",
+                f"--model={model}",
+                f"--name={name}",
+                f"--cpu-threads={len(plan.cores)}",
+                f"--device-share={len(plans)}",
+                *extra,
+            ]
+            worker = stack.enter_context(_process(command, plan.cores))
+            cluster.processes[name] = psutil.Process(worker.pid)
+        _wait_ready(cluster.http_port)
+        yield cluster
+
+
+_ROUTER = ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
+
+
+@contextmanager
+def _process(
+    arguments: Sequence[str], cores: Sequence[int] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    pin = [] if cores is None else ["taskset", "-c", ",".join(map(str, cores))]
+    environment = {**os.environ, "KVRELAY_LOG": "warning", "PYTHONUNBUFFERED": "1"}
+    if cores is not None:
+        environment["OMP_NUM_THREADS"] = str(len(cores))
+    process = subprocess.Popen(
+        [*pin, sys.executable, "-m", "cluster.cli", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=PATIENCE_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _ports(router: subprocess.Popen[str]) -> dict[str, int]:
+    """The router prints one line per face: `HTTP on HOST:PORT`."""
+    assert router.stdout is not None
+    ports = {}
+    while len(ports) < 2:
+        line = router.stdout.readline()
+        if not line:
+            raise RuntimeError("the router did not start")
+        face, _, address = line.strip().partition(" on ")
+        ports[face] = int(address.rpartition(":")[2])
+    return ports
+
+
+def _wait_ready(http_port: int) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_ready(http_port):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError("the cluster did not become ready")
+        time.sleep(0.05)
+
+
+def is_ready(http_port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/ready") as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False

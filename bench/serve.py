@@ -1,0 +1,282 @@
+"""What serving costs and what splitting brings, over HTTP, on one machine's two cores.
+
+A random Llama of SmolLM-135M's shape in bf16. Router and workers are ordinary processes; the client
+is this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.engine import EngineRun, Load, load_bench_engine
+from bench.http_load import Sent, closed_loop, open_loop
+from bench.models import SMOLLM_135M, write_random_llama
+from bench.plain_cluster import PlainCluster, WorkerPlan, is_ready, plain_cluster
+from bench.report import Reading, Row, print_table, write_json
+
+LOAD = Load(requests=16, prompt_tokens=512, output_tokens=64, chunk_tokens=512)
+MODEL = "random Llama of SmolLM-135M's shape, untied, bf16"
+SETTINGS = (
+    "engine.block_size=32",
+    "model.max_model_len=2304",
+    "scheduler.max_running_requests=32",
+    "scheduler.prefill_chunk_tokens=512",
+)
+START_GOAL_S = 20.0
+
+
+def _quantile(values: Iterable[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+# --- the path -----------------------------------------------------------------------------------
+
+
+def path_cost(folder: Path, repeats: int) -> list[Row]:
+    """The same 16 requests through the bare engine here, and through router and HTTP."""
+    torch.set_num_threads(2)
+    bare = EngineRun(load_bench_engine(folder, LOAD, "cpu"), LOAD)
+    prompts = LOAD.prompts().tolist()
+    readings: dict[str, list[float]] = {"bare": [], "served": []}
+    with plain_cluster(folder, [WorkerPlan(role="both", cores=(0, 1))], SETTINGS) as cluster:
+        bare.generate()
+        closed_loop(cluster.http_port, prompts, LOAD.output_tokens)
+        for _ in range(repeats):
+            started_s = time.perf_counter()
+            bare.generate()
+            middle_s = time.perf_counter()
+            closed_loop(cluster.http_port, prompts, LOAD.output_tokens)
+            readings["bare"].append(LOAD.total_output_tokens / (middle_s - started_s))
+            elapsed_s = time.perf_counter() - middle_s
+            readings["served"].append(LOAD.total_output_tokens / elapsed_s)
+    served, alone = (Reading(values=tuple(readings[name])) for name in ("served", "bare"))
+    return [
+        Row(
+            name="output tokens/s through router and HTTP, 16 x (512 in, 64 out)",
+            value=served.median,
+            unit="tokens/s",
+            against="the bare engine",
+            against_value=alone.median,
+            goal=0.9,
+            method=f"{MODEL}, 2 threads, interleaved; {served.spread()}; bare {alone.spread()}",
+        )
+    ]
+
+
+# --- splitting ----------------------------------------------------------------------------------
+
+SPLIT = (WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores=(1,)))
+BOTH = (WorkerPlan(role="both", cores=(0,)), WorkerPlan(role="both", cores=(1,)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """All measurements of one arrangement of workers."""
+
+    sent: list[Sent]
+    seconds: float
+    long_gaps_s: list[float]
+    long_sent: list[Sent]
+    transfer_s: float
+    resident_mib: dict[str, float]
+
+
+def run_arm(folder: Path, plans: Sequence[WorkerPlan], repeats: int, rate_per_s: float) -> Arm:
+    generator = torch.Generator().manual_seed(1)
+    long = torch.randint(2, SMOLLM_135M.vocab_size, (2048,), generator=generator).tolist()
+    with plain_cluster(folder, plans, SETTINGS) as cluster:
+        prompts = LOAD.prompts().tolist()
+        closed_loop(cluster.http_port, prompts[:2], 4)
+        sent, seconds = _open_loops(cluster, prompts, repeats, rate_per_s)
+        before_s = cluster.metric("kvrelay:kv_transfer_seconds_total")
+        long_sent = [
+            one for _ in range(repeats) for one in closed_loop(cluster.http_port, [long], 16)
+        ]
+        transfer_s = cluster.metric("kvrelay:kv_transfer_seconds_total") - before_s
+        return Arm(
+            sent=sent,
+            seconds=seconds,
+            long_gaps_s=[one.gaps_s[0] - statistics.median(one.gaps_s[1:]) for one in long_sent],
+            long_sent=long_sent,
+            transfer_s=transfer_s,
+            resident_mib=cluster.resident_mib(),
+        )
+
+
+def _open_loops(
+    cluster: PlainCluster, prompts: list[list[int]], repeats: int, rate_per_s: float
+) -> tuple[list[Sent], float]:
+    sent: list[Sent] = []
+    started_s = time.perf_counter()
+    for _ in range(repeats):
+        sent += open_loop(cluster.http_port, prompts, LOAD.output_tokens, rate_per_s=rate_per_s)
+    return sent, time.perf_counter() - started_s
+
+
+def split_rows(folder: Path, repeats: int, rate_per_s: float) -> list[Row]:
+    split = run_arm(folder, SPLIT, repeats, rate_per_s)
+    both = run_arm(folder, BOTH, repeats, rate_per_s)
+    method = (
+        f"{MODEL}, one core each; {repeats} x 16 requests of 512 in, 64 out, Poisson arrivals at "
+        f"{rate_per_s:g}/s, same seed"
+    )
+    return [
+        *_latency_rows(split, both, method),
+        *_handoff_rows(split, both),
+        *_memory_rows(split),
+    ]
+
+
+def _latency_rows(split: Arm, both: Arm, method: str) -> list[Row]:
+    figures = {
+        "TTFT": lambda arm: [one.ttft_s for one in arm.sent],
+        "TPOT": lambda arm: [one.tpot_s for one in arm.sent],
+        "gap between tokens": lambda arm: [gap for one in arm.sent for gap in one.gaps_s],
+    }
+    rows = [
+        Row(
+            name=f"{name} p{round(100 * q)}, 1 prefill + 1 decode worker",
+            value=1000 * _quantile(pick(split), q),
+            unit="ms",
+            against="two workers of role both",
+            against_value=1000 * _quantile(pick(both), q),
+            lower_is_better=True,
+            method=method,
+        )
+        for name, pick in figures.items()
+        for q in (0.5, 0.9, 0.99)
+    ]
+    tokens = [len(arm.sent) * LOAD.output_tokens / arm.seconds for arm in (split, both)]
+    throughput = Row(
+        name="output tokens/s, 1 prefill + 1 decode worker",
+        value=tokens[0],
+        unit="tokens/s",
+        against="two workers of role both",
+        against_value=tokens[1],
+        method=method,
+    )
+    return [throughput, *rows]
+
+
+def _handoff_rows(split: Arm, both: Arm) -> list[Row]:
+    exposed_ms = [
+        one.ledger_ms.get("handoff", 0.0) + one.ledger_ms.get("decode_queue", 0.0)
+        for one in split.long_sent
+    ]
+    moved_ms = 1000 * split.transfer_s / len(split.long_sent)
+    after_ms = [one.ledger_ms.get("handoff", 0.0) for one in split.long_sent]
+    hidden = 1 - min(1.0, statistics.median(after_ms) / moved_ms) if moved_ms else 0.0
+    gap = Reading(values=tuple(1000 * gap for gap in split.long_gaps_s))
+    other = Reading(values=tuple(1000 * gap for gap in both.long_gaps_s))
+    method = f"{MODEL}, one core each, one request of 2,048 in, 16 out at a time"
+    return [
+        Row(
+            name="gap between token 1 and 2 less the median later gap, 2,048-token prompt",
+            value=gap.median,
+            unit="ms",
+            against="the same on a worker of role both",
+            against_value=other.median,
+            lower_is_better=True,
+            method=f"{method}; {gap.spread()}; both {other.spread()}; handoff and decode queue "
+            f"in the ledger {statistics.median(exposed_ms):.1f} ms",
+        ),
+        Row(
+            name="share of the transfer hidden behind compute, 2,048-token prompt",
+            value=100 * hidden,
+            unit="%",
+            method=f"{method}; {moved_ms:.1f} ms of gather and scatter per request, "
+            f"{statistics.median(after_ms):.1f} ms of handoff after the first token",
+        ),
+    ]
+
+
+def _memory_rows(split: Arm) -> list[Row]:
+    return [
+        Row(
+            name=f"resident memory of {name}",
+            value=mib,
+            unit="MiB",
+            method=f"{MODEL}, after the requests above",
+        )
+        for name, mib in split.resident_mib.items()
+    ]
+
+
+# --- start-up -----------------------------------------------------------------------------------
+
+
+def start_up(repeats: int) -> list[Row]:
+    """`kvrelay serve` without arguments, from the command to 200 on /ready."""
+    values = [_start_once() for _ in range(repeats)]
+    reading = Reading(values=tuple(values))
+    return [
+        Row(
+            name="kvrelay serve, command to /ready",
+            value=reading.median,
+            unit="s",
+            against="aim",
+            against_value=START_GOAL_S,
+            goal=1.0,
+            lower_is_better=True,
+            method=f"bundled model, Ray started too, 2 cores; {reading.spread()}",
+        )
+    ]
+
+
+def _start_once() -> float:
+    port = 18431
+    command = [sys.executable, "-m", "cluster.cli", "serve", f"--http-port={port}", "--grpc-port=0"]
+    started_s = time.perf_counter()
+    process = subprocess.Popen(
+        [*command, "--name", f"bench-{os.getpid()}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not is_ready(port):
+            if process.poll() is not None:
+                raise RuntimeError("kvrelay serve stopped by itself")
+            time.sleep(0.05)
+        return time.perf_counter() - started_s
+    finally:
+        process.terminate()
+        process.wait(timeout=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rate", type=float, default=1.0, help="arrivals per second")
+    parser.add_argument(
+        "--only", choices=["path", "split", "start"], help="measure this part alone"
+    )
+    args = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_random_llama(Path(name), SMOLLM_135M)
+        if args.only in (None, "path"):
+            rows += path_cost(folder, args.repeats)
+        if args.only in (None, "split"):
+            rows += split_rows(folder, args.repeats, args.rate)
+    if args.only in (None, "start"):
+        rows += start_up(args.repeats)
+    print_table("Serving", rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
