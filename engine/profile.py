@@ -35,8 +35,8 @@ def profile_memory(
     gathered = max(_gathered_bytes(layout, g, max_model_len) for g in range(len(layout.groups)))
     masks = 2 * len(layout.groups) * chunk * max_model_len * layout.element_bytes
     return MemoryProfile(
-        total_bytes=_total_bytes(model.device),
-        weight_bytes=model.weight_bytes if model.device.type == "cuda" else 0,
+        total_bytes=_total_bytes(model),
+        weight_bytes=model.weight_bytes,
         activation_bytes=peak + gathered + masks,
     )
 
@@ -94,13 +94,13 @@ def _peak_rss_bytes() -> int:
     return int(found[0]) * 1024 if found else 0
 
 
-def _total_bytes(device: torch.device) -> int:
-    """The GPU's whole memory; on CPU what is available now, with the weights already loaded."""
-    if device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
+def _total_bytes(model: Model) -> int:
+    """The GPU's whole memory; on CPU what was available before the weights were loaded."""
+    if model.device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(model.device)
         return total
     available = psutil.virtual_memory().available
-    return min(available, _cgroup_room_bytes(available))
+    return min(available, _cgroup_room_bytes(available)) + model.weight_bytes
 
 
 def _cgroup_room_bytes(default: int) -> int:
