@@ -43,7 +43,7 @@ from kvpool.handoff import (
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
 from kvpool.slabs import SlabId, SlabPool
-from kvpool.tables import BlockTables
+from kvpool.tables import BlockTables, CopyPairs
 from kvrelay.messages import Abort, Prefill, WorkerEvent
 from kvrelay.types import Incarnation, RequestSpec
 from prefill_worker.scheduler import PrefillScheduler
@@ -91,6 +91,15 @@ class Memory:
         for position in range(len(prefix)):
             assert self.read(piece, position) == prefix[: position + 1], "KV was overwritten"
         return prefix
+
+    def copy(self, copies: tuple[CopyPairs, ...]) -> None:
+        for pairs in copies:
+            for group, group_pairs in enumerate(pairs):
+                for source, target in group_pairs:
+                    for i in range(BLOCK):
+                        if (group, source * BLOCK + i) in self.slots:
+                            kept = self.slots[group, source * BLOCK + i]
+                            self.slots[group, target * BLOCK + i] = kept
 
     def read(self, piece: SequenceSlice, position: int) -> tuple[int, ...]:
         found = {
@@ -234,14 +243,8 @@ class Fabric:
         assert worker not in self._busy
         self._busy.add(worker)
         memory = self.memories[worker]
-        for pairs in step.copies:
-            for group, group_pairs in enumerate(pairs):
-                for source, target in group_pairs:
-                    for i in range(BLOCK):
-                        if (group, source * BLOCK + i) in memory.slots:
-                            kept = memory.slots[group, source * BLOCK + i]
-                            memory.slots[group, target * BLOCK + i] = kept
-        outcome = StepOutcome(sampled=tuple(self._sample(memory, s) for s in step.batch.slices))
+        memory.copy(step.copies)
+        outcome = StepOutcome(sampled=tuple(self.sample(memory, s) for s in step.batch.slices))
 
         def done() -> None:
             self._busy.discard(worker)
@@ -251,7 +254,7 @@ class Fabric:
         self.after(f"{worker}.device", done, 0.02)
 
     @staticmethod
-    def _sample(memory: Memory, piece: SequenceSlice) -> tuple[Sampled, ...]:
+    def sample(memory: Memory, piece: SequenceSlice) -> tuple[Sampled, ...]:
         whole = memory.run(piece)
         samples = []
         for wanted in piece.samples:

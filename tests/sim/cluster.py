@@ -1,0 +1,446 @@
+"""A router and several workers without devices: the real cores, a virtual clock, random delays.
+
+Workers die and come back as new incarnations, router streams and peer connections break at any
+moment. What was on its way over a broken one is lost; the ends notice at different times.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from decode_worker.receiver import Receiver
+from decode_worker.scheduler import DecodeScheduler
+from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
+from kvpool.handoff import (
+    CancelTransfer,
+    Committed,
+    FromPeer,
+    PeerLost,
+    ReplaceSlab,
+    ScatterSlab,
+    SendPeer,
+    SlabFilled,
+    SlabLent,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+    WriteSlab,
+)
+from kvpool.leases import LeaseTable
+from kvpool.peer_wire import decode, encode
+from kvpool.slabs import SlabId, SlabPool
+from kvpool.tables import BlockTables
+from kvrelay.messages import (
+    Abort,
+    Counters,
+    Prefill,
+    Released,
+    ReserveRefused,
+    Stop,
+    ToWorker,
+    WorkerEvent,
+    WorkerHello,
+)
+from kvrelay.types import Incarnation, RequestKey, Role
+from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
+from prefill_worker.scheduler import PrefillScheduler
+from router.core import (
+    Command as RouterCommand,
+)
+from router.core import (
+    Event as RouterEvent,
+)
+from router.core import (
+    RouterCore,
+    Send,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
+from tests.sim.fabric import BLOCK, LAYOUT, LEASE_S, SLAB_TOKENS, Fabric, Memory, slot
+
+TICK_S = 10.0
+MAX_RUNNING = 8
+
+Slab = tuple[int, int, int, dict[int, list[tuple[int, ...]]]]
+"""lease, start, tokens, group |-> content of each token"""
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process life. `routes` is what its loop keeps: # key |-> the stream it came over"""
+
+    hello: WorkerHello
+    tables: BlockTables
+    prefill: PrefillScheduler
+    decode: DecodeScheduler
+    memory: Memory = field(default_factory=Memory)
+    routes: dict[RequestKey, int] = field(default_factory=dict)
+    streams: set[int] = field(default_factory=set)
+    links: dict[Incarnation, int] = field(default_factory=dict)  # peer |-> connection
+    regions: dict[str, Slab] = field(default_factory=dict)  # of its own slabs
+    busy: set[str] = field(default_factory=set)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.hello.incarnation
+
+    def validate(self) -> None:
+        self.prefill.validate()
+        self.decode.validate()
+
+
+def make_worker(name: str, role: Role, life: int, *, blocks: int, slabs: int) -> Worker:
+    incarnation = Incarnation(f"{name}.{life}")
+    tables = BlockTables(LAYOUT, blocks)
+    regions = {SlabId(i): f"{incarnation}-{i}" for i in range(slabs)}
+    receiver = Receiver(
+        tables=tables,
+        slabs=SlabPool(SLAB_TOKENS * LAYOUT.bytes_per_token, slabs),
+        regions=regions,
+        leases=LeaseTable(LEASE_S),
+    )
+    hello = WorkerHello(
+        name=name,
+        incarnation=incarnation,
+        role=role,
+        device="cpu",
+        transport="sim",
+        transfer_address=f"sim:{incarnation}",
+        fingerprint="f",
+        architecture="Hash",
+        block_size=BLOCK,
+        total_blocks=blocks,
+        max_model_len=blocks * BLOCK,
+        max_running_requests=MAX_RUNNING,
+        prefill_chunk_tokens=12,
+        vocab_size=50,
+    )
+    return Worker(
+        hello=hello,
+        tables=tables,
+        prefill=PrefillScheduler(tables=tables, chunk_tokens=12, slab_tokens=SLAB_TOKENS),
+        decode=DecodeScheduler(
+            tables=tables, receiver=receiver, chunk_tokens=12, max_running=MAX_RUNNING
+        ),
+        regions=dict.fromkeys(regions.values(), (0, 0, 0, {})),
+    )
+
+
+class Cluster:
+    """`on_command` gets what the router's core says to clients."""
+
+    def __init__(self, seed: int, on_command: Callable[[RouterCommand], None]) -> None:
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self.core = RouterCore()
+        self.workers: dict[Incarnation, Worker] = {}
+        self._on_command = on_command
+        self._attached: dict[Incarnation, int] = {}  # the router's view: worker |-> stream
+        self._broken: set[int] = set()  # streams and connections
+        self._ids = count(1)
+        self._lives = count()
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._channel_s: dict[str, float] = defaultdict(float)
+        self._next_tick_s = TICK_S
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def after(self, channel: str, action: Callable[[], None], scale_s: float = 0.01) -> None:
+        """In order per channel, after a random delay."""
+        at_s = max(self.now_s + self.random.expovariate(1 / scale_s), self._channel_s[channel])
+        self._channel_s[channel] = at_s
+        heapq.heappush(self._heap, (at_s, next(self._order), action))
+
+    def run(self) -> None:
+        """Until nothing happens any more."""
+        while self._heap:
+            if self._heap[0][0] >= self._next_tick_s:
+                self.now_s = self._next_tick_s
+                self.tick()
+                continue
+            assert self.now_s < 5_000.0, "it never ends"
+            self.now_s, _, action = heapq.heappop(self._heap)
+            action()
+            for worker in self.workers.values():
+                worker.validate()
+
+    def tick(self) -> None:
+        self._next_tick_s = self.now_s + TICK_S
+        for worker in list(self.workers.values()):
+            self._both(worker, Tick())
+
+    def settle(self) -> None:
+        """Let every lease end."""
+        for _ in range(3):
+            self.now_s += 1.1 * LEASE_S
+            self.tick()
+            self.run()
+
+    # --- lives and links ------------------------------------------------------------------------
+
+    def start_worker(self, name: str, role: Role, *, blocks: int, slabs: int = 2) -> None:
+        worker = make_worker(name, role, next(self._lives), blocks=blocks, slabs=slabs)
+        self.workers[worker.incarnation] = worker
+        self.attach(worker.incarnation)
+
+    def attach(self, incarnation: Incarnation) -> None:
+        worker = self.workers.get(incarnation)
+        if worker is None or incarnation in self._attached:
+            return
+        stream = next(self._ids)
+        worker.streams.add(stream)
+        self._attached[incarnation] = stream
+        self.to_router(WorkerJoined(hello=worker.hello))
+
+    def break_stream(self, incarnation: Incarnation) -> None:
+        """The router notices at once and attaches again; the worker notices some time later."""
+        stream = self._attached.get(incarnation)
+        if stream is None:
+            return
+        self._lose_stream(incarnation)
+        self.after(f"notice {stream}", lambda: self._router_lost(incarnation, stream), 0.2)
+        self.after(f"attach {stream}", lambda: self.attach(incarnation), 0.2)
+
+    def kill(self, incarnation: Incarnation) -> None:
+        """It comes back as another, before or after its peers and its router have noticed."""
+        dead = self.workers.pop(incarnation, None)
+        if dead is None:
+            return
+        self.after(f"router misses {incarnation}", lambda: self._lose_stream(incarnation), 0.2)
+        for peer in list(dead.links):
+            self.cut(incarnation, peer)
+        hello = dead.hello
+        slabs = dead.decode.receiver.slabs.count
+        self.after(
+            f"restart {incarnation}",
+            lambda: self.start_worker(
+                hello.name, hello.role, blocks=hello.total_blocks, slabs=slabs
+            ),
+            0.5,
+        )
+
+    def cut(self, one: Incarnation, other: Incarnation) -> None:
+        """Break the connection of two workers; each side notices in its own time."""
+        for mine, theirs in ((one, other), (other, one)):
+            worker = self.workers.get(mine)
+            if worker is not None and theirs in worker.links:
+                link = worker.links[theirs]
+                self._broken.add(link)
+                self.after(
+                    f"notice {mine} {link}",
+                    lambda m=mine, t=theirs, i=link: self._lost(m, t, i),
+                    0.1,
+                )
+
+    def _lost(self, mine: Incarnation, theirs: Incarnation, link: int) -> None:
+        worker = self.workers.get(mine)
+        if worker is not None and worker.links.get(theirs) == link:
+            del worker.links[theirs]
+            self._both(worker, PeerLost(peer=theirs, reason="lost"))
+
+    def _lose_stream(self, incarnation: Incarnation) -> None:
+        stream = self._attached.pop(incarnation, None)
+        if stream is not None:
+            self._broken.add(stream)
+            self.to_router(WorkerLost(incarnation=incarnation))
+
+    def _router_lost(self, incarnation: Incarnation, stream: int) -> None:
+        worker = self.workers.get(incarnation)
+        if worker is None:
+            return
+        worker.streams.discard(stream)
+        for key in [key for key, owner in worker.routes.items() if owner == stream]:
+            self._both(worker, Abort(key=key))
+
+    # --- router ---------------------------------------------------------------------------------
+
+    def to_router(self, event: RouterEvent) -> None:
+        for command in self.core.handle(event, self.now_s):
+            match command:
+                case Send(worker=worker, message=message):
+                    self._to_worker(worker, decode_to_worker(encode_to_worker(message)))
+                case _:
+                    self._on_command(command)
+
+    def _to_worker(self, incarnation: Incarnation, message: ToWorker) -> None:
+        stream = self._attached.get(incarnation)
+        if stream is not None:
+            self.after(f"to {stream}", lambda: self._arrive(incarnation, stream, message))
+
+    def _arrive(self, incarnation: Incarnation, stream: int, message: ToWorker) -> None:
+        """As WorkerLoop routes it."""
+        worker = self.workers.get(incarnation)
+        if worker is None or stream in self._broken or stream not in worker.streams:
+            return
+        if isinstance(message, Abort | Stop):
+            if worker.routes.get(message.key) != stream:
+                return
+            if isinstance(message, Abort):
+                self._both(worker, message)
+                return
+        else:
+            assert message.spec.key not in worker.routes, "a key came twice"
+            worker.routes[message.spec.key] = stream
+        scheduler = worker.prefill if isinstance(message, Prefill) else worker.decode
+        self._settle(worker, scheduler.handle(message, self.now_s))  # type: ignore[arg-type]
+
+    def _emit(self, worker: Worker, events: tuple[WorkerEvent, ...]) -> None:
+        by_stream: dict[int, list[WorkerEvent]] = defaultdict(list)
+        for event in events:
+            by_stream[worker.routes[event.key]].append(event)
+            if isinstance(event, Released | ReserveRefused):
+                del worker.routes[event.key]
+        for stream, batch in by_stream.items():
+            sent = [encode_event(event, self.now_s) for event in batch]
+            counters = Counters(running=worker.decode.sequences)
+
+            def arrive(stream: int = stream, sent: list = sent, counters: Counters = counters):  # type: ignore[no-untyped-def,type-arg]
+                if self._attached.get(worker.incarnation) == stream:
+                    said = tuple(decode_event(event, self.now_s) for event in sent)
+                    self.to_router(
+                        WorkerSaid(incarnation=worker.incarnation, events=said, counters=counters)
+                    )
+
+            self.after(f"from {stream}", arrive)
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def _both(self, worker: Worker, event: Abort | PeerLost | Tick) -> None:
+        self._settle(worker, worker.prefill.handle(event, self.now_s))
+        self._settle(worker, worker.decode.handle(event, self.now_s))
+
+    def _settle(self, worker: Worker, commands: list[Command]) -> None:
+        for command in commands:
+            self._execute(worker, command)
+        for side, scheduler in (("decode", worker.decode), ("prefill", worker.prefill)):
+            if side not in worker.busy:
+                for command in scheduler.handle(StepWanted(), self.now_s):
+                    self._execute(worker, command)
+
+    def _execute(self, worker: Worker, command: Command) -> None:
+        match command:
+            case Emit(events=events):
+                self._emit(worker, events)
+            case RunStep():
+                self._run_step(worker, command)
+            case SendPeer():
+                self._send(worker, command)
+            case WriteSlab():
+                self._move(worker, lambda: self._write(worker, command))
+            case ScatterSlab():
+                self._move(worker, lambda: self._scatter(worker, command))
+            case ReplaceSlab(slab_id=slab_id):
+                self._move(worker, lambda: self._replace(worker, slab_id))
+
+    def _move(self, worker: Worker, action: Callable[[], None]) -> None:
+        def alive() -> None:
+            if worker.incarnation in self.workers:
+                action()
+
+        self.after(f"mover {worker.incarnation}", alive)
+
+    def _run_step(self, worker: Worker, step: RunStep) -> None:
+        side = "prefill" if worker.hello.role is Role.PREFILL else "decode"
+        assert side not in worker.busy
+        worker.busy.add(side)
+        worker.memory.copy(step.copies)
+        sampled = tuple(Fabric.sample(worker.memory, piece) for piece in step.batch.slices)
+
+        def done() -> None:
+            worker.busy.discard(side)
+            if worker.incarnation in self.workers:
+                scheduler = worker.prefill if side == "prefill" else worker.decode
+                event = StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.0)
+                self._settle(worker, scheduler.handle(event, self.now_s))
+
+        self.after(f"device {worker.incarnation}", done, 0.02)
+
+    # --- between workers ------------------------------------------------------------------------
+
+    def _send(self, worker: Worker, command: SendPeer) -> None:
+        """As PeerLinks does: connects for a message with an address, drops an answer without."""
+        peer = command.peer
+        if peer not in worker.links:
+            if command.address is None:
+                return
+            if peer not in self.workers:
+                link = -next(self._ids)
+                worker.links[peer] = link
+                mine = worker.incarnation
+                self.after(f"notice {mine} {link}", lambda: self._lost(mine, peer, link))
+                self._broken.add(link)
+                return
+            worker.links[peer] = next(self._ids)
+        link, payload = worker.links[peer], encode(command.message)
+        self.after(
+            f"{worker.incarnation} {link}",
+            lambda: self._hear(worker.incarnation, peer, link, payload),
+        )
+
+    def _hear(self, sender: Incarnation, to: Incarnation, link: int, payload: bytes) -> None:
+        worker = self.workers.get(to)
+        if worker is None or link in self._broken:
+            return
+        worker.links[sender] = link
+        event = FromPeer(peer=sender, message=decode(payload))
+        to_prefill = isinstance(event.message, SlabLent | Committed | CancelTransfer)
+        scheduler = worker.prefill if to_prefill else worker.decode
+        self._settle(worker, scheduler.handle(event, self.now_s))
+
+    def _write(self, worker: Worker, job: WriteSlab) -> None:
+        """Written whether or not the slab is still the writer's: that is what fences are for."""
+        lent, error = job.lent, None
+        owner = self.workers.get(job.peer)
+        link = worker.links.get(job.peer)
+        if (
+            owner is None
+            or link is None
+            or link in self._broken
+            or lent.region not in owner.regions
+        ):
+            error = "the region is gone"
+        else:
+            span = range(job.start, job.start + job.tokens)
+            content = {
+                group: [worker.memory.slots[group, slot(table, at)] for at in span]
+                for group, table in enumerate(job.tables)
+            }
+            owner.regions[lent.region] = (lent.lease_id, job.start, job.tokens, content)
+            filled = SlabFilled(
+                key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
+            )
+            self._send(worker, SendPeer(peer=job.peer, message=filled))
+        written = SlabWritten(key=lent.key, piece=lent.piece, bytes=1, seconds=0, error=error)
+        self._settle(worker, worker.prefill.handle(written, self.now_s))
+
+    def _scatter(self, worker: Worker, job: ScatterSlab) -> None:
+        filled = job.filled
+        region = worker.decode.receiver.regions[filled.slab_id]
+        lease, start, tokens, content = worker.regions[region]
+        assert lease == filled.lease_id, "someone wrote into a slab that was not lent to it"
+        for group, table in enumerate(job.tables):
+            for i in range(tokens):
+                worker.memory.slots[group, slot(table, start + i)] = content[group][i]
+        event = SlabScattered(
+            key=filled.key,
+            piece=filled.piece,
+            slab_id=filled.slab_id,
+            lease_id=filled.lease_id,
+            bytes=1,
+            seconds=0,
+        )
+        self._settle(worker, worker.decode.handle(event, self.now_s))
+
+    def _replace(self, worker: Worker, slab_id: SlabId) -> None:
+        del worker.regions[worker.decode.receiver.regions[slab_id]]
+        region = f"{worker.incarnation}-new-{next(self._ids)}"
+        worker.regions[region] = (0, 0, 0, {})
+        event = SlabReplaced(slab_id=slab_id, region=region)
+        self._settle(worker, worker.decode.handle(event, self.now_s))
