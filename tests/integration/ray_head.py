@@ -1,0 +1,189 @@
+"""A Ray head of a test's own, and what kvrelay leaves behind on it.
+
+Every process that the head starts, and all of theirs, carry a mark in their environment, so that
+whatever else runs on the machine is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+from uuid import uuid4
+
+import psutil
+
+BIN = Path(sys.executable).parent
+MARK = "KVRELAY_TEST_MARK"
+PATIENCE_S = 120.0
+POLL_S = 0.1
+
+Answer = TypeVar("Answer")
+Environment = dict[str, str]
+
+
+def until(ask: Callable[[], Answer], patience_s: float = PATIENCE_S) -> Answer:
+    """The first true answer. Raises TimeoutError with the last one."""
+    deadline_s = time.monotonic() + patience_s
+    while not (answer := ask()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{answer!r} for {patience_s:g} s")
+        time.sleep(POLL_S)
+    return answer
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that no one listens on, below the range that Ray gives to its workers."""
+    ports: list[int] = []
+    candidates = iter(range(3000 + os.getpid() % 4000, 9000))
+    while len(ports) < count:
+        port = next(candidates)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            ports.append(port)
+    return ports
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """An environment for commands, and the processes that inherited it."""
+
+    env: Environment
+
+    def run(self, *command: str | Path, timeout_s: float = PATIENCE_S) -> str:
+        """stdout; raises CalledProcessError, with stderr shown, when the command fails."""
+        done = subprocess.run(
+            [*map(str, command)], env=self.env, capture_output=True, text=True, timeout=timeout_s
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout
+
+    def start(self, *command: str | Path, log: Path) -> subprocess.Popen[bytes]:
+        """In a session of its own, as a terminal or a supervisor starts it."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [*map(str, command)],
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """All that have the mark, and theirs: Ray's workers overwrite their environment."""
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self.env[MARK]:
+                    family = [process, *process.children(recursive=True)]
+                    found |= {member.pid: member for member in family}
+        return list(found.values())
+
+    def left_of_kvrelay(self) -> list[str]:
+        """Processes, memfds and UNIX sockets of kvrelay; empty when nothing is left."""
+        left: list[str] = []
+        for process in self.processes():
+            with suppress(psutil.Error, OSError):
+                title = " ".join(process.cmdline())
+                left += [title] if _is_kvrelay(title) else []
+                left += [link for link in _links(process.pid) if "kvrelay-" in link]
+        return left
+
+
+def _is_kvrelay(title: str) -> bool:
+    hosts = ("ray::Controller", "ray::RouterHost", "ray::WorkerHost")
+    return title.startswith(hosts) or "bin/kvrelay" in title
+
+
+def _links(pid: int) -> Iterator[str]:
+    """What the open files of a process are; abstract sockets by their names."""
+    names = _abstract_sockets()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            link = os.readlink(entry)
+            yield names.get(link, link)
+
+
+def _abstract_sockets() -> dict[str, str]:
+    """# link of an open file |-> name of the UNIX socket"""
+    rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:])
+    return {f"socket:[{row[6]}]": row[7] for row in rows if len(row) > 7}
+
+
+@contextmanager
+def marked(**extra: str) -> Iterator[Marked]:
+    """Own HOME and RAY_TMPDIR; whatever still runs at the end is killed."""
+    with TemporaryDirectory(prefix="kv", ignore_cleanup_errors=True) as folder:
+        home, tmp = Path(folder, "h"), Path(folder, "t")
+        home.mkdir()
+        tmp.mkdir()
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "KVRELAY_"))}
+        env |= {
+            "HOME": str(home),
+            "RAY_TMPDIR": str(tmp),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            MARK: uuid4().hex,
+        }
+        here = Marked(env | extra)
+        try:
+            yield here
+        finally:
+            while running := here.processes():
+                _end(running)
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    marked: Marked
+    address: str
+    dashboard: str
+
+    def joined(self) -> Marked:
+        """Commands that find this head, as a job's driver does."""
+        return Marked(self.marked.env | {"RAY_ADDRESS": self.address})
+
+    def status(self, name: str) -> dict[str, object] | None:
+        """What `kvrelay status --format json` prints; None without such a cluster."""
+        done = subprocess.run(
+            [BIN / "kvrelay", "status", "--name", name, "--format", "json"],
+            env=self.joined().env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+
+@contextmanager
+def ray_head(resources: dict[str, float]) -> Iterator[Head]:
+    """A head with a dashboard, for jobs, with token authentication."""
+    port, dashboard, client, agent = free_ports(4)
+    with marked(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid4().hex) as here:
+        here.run(
+            *(BIN / "ray", "start", "--head", "--disable-usage-stats", "--num-cpus=4"),
+            *("--node-ip-address=127.0.0.1", f"--port={port}", f"--dashboard-port={dashboard}"),
+            *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+            *("--object-store-memory=100000000", f"--resources={json.dumps(resources)}"),
+        )
+        yield Head(
+            marked=here, address=f"127.0.0.1:{port}", dashboard=f"http://127.0.0.1:{dashboard}"
+        )

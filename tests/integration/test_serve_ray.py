@@ -1,0 +1,187 @@
+"""`kvrelay serve` on Ray: as a job, as the container's command, and on a Ray of its own.
+
+However it ends, nothing of kvrelay is left: no actor, process, shared memory or socket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvrelay.client import Client
+from tests.integration.manifests import DEPLOY, cluster_file, group_resources, groups, one
+from tests.integration.ray_head import BIN, Head, Marked, marked, ray_head, until
+
+pytestmark = pytest.mark.ray
+
+KVRELAY = BIN / "kvrelay"
+OWN_PORTS = ("--http-port", "0", "--grpc-port", "0")
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    """With the custom resources of the pods that the Kubernetes manifests describe."""
+    resources: dict[str, float] = {}
+    for spec in groups("cpu").values():
+        resources |= group_resources(spec)
+    with ray_head(resources) as started:
+        yield started
+
+
+def submit(head: Head, name: str, log: Path) -> subprocess.Popen[bytes]:
+    """`ray job submit`, which prints what the job prints and lives as long as it."""
+    serve = [KVRELAY, "serve", "local.yaml", "--name", name, *OWN_PORTS]
+    options = ["--address", head.dashboard, "--submission-id", name]
+    folder = ["--working-dir", DEPLOY / "configs"]
+    command = [BIN / "ray", "job", "submit", *options, *folder, "--", *serve]
+    return head.marked.start(*command, log=log)
+
+
+def addresses(process: subprocess.Popen[bytes], log: Path) -> tuple[str, str]:
+    """HTTP and gRPC, once the cluster serves."""
+
+    def printed() -> tuple[str, str] | None:
+        found = re.search(r"HTTP  (\S+)/v1\n  gRPC  (\S+)\n", log.read_text())
+        assert found or process.poll() is None, log.read_text()
+        return (found[1], found[2]) if found else None
+
+    found = until(printed)
+    assert found is not None
+    return found
+
+
+def ask_both_faces(http: str, grpc: str) -> None:
+    with urllib.request.urlopen(f"{http}/ready", timeout=30) as reply:
+        assert reply.status == 200
+    body = json.dumps({"prompt": "It was", "max_tokens": 8, "ignore_eos": True}).encode()
+    request = urllib.request.Request(
+        f"{http}/v1/completions", body, {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert json.load(reply)["usage"]["completion_tokens"] == 8
+    with Client(grpc, timeout_s=60) as client:
+        answer = client.generate("It was", max_tokens=8, ignore_eos=True)
+    assert len(answer.token_ids) == 8
+
+
+def assert_nothing_is_left(here: Marked, *addresses: str) -> None:
+    try:
+        until(lambda: not here.left_of_kvrelay(), patience_s=60)
+    except TimeoutError:
+        pytest.fail(f"left behind: {here.left_of_kvrelay()}")
+    for address in addresses:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.socket() as probe:
+            assert probe.connect_ex((host, int(port))) != 0, f"{address} still listens"
+
+
+def title(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def kill_one(here: Marked, of: str) -> None:
+    """The first process whose title says so."""
+    next(process for process in here.processes() if of in title(process)).kill()
+
+
+def ready(http: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{http}/ready", timeout=10) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def test_a_submitted_job_serves_survives_a_crash_and_stops(head: Head, tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    job = submit(head, "job", log)
+    http, grpc = addresses(job, log)
+    ask_both_faces(http, grpc)
+
+    status = head.status("job")
+    assert status is not None
+    assert status["phase"] == "ready"
+    assert [p["name"] for p in status["processes"]] == ["router-0", "prefill-0", "decode-0"]  # type: ignore[attr-defined]
+    assert "decode-0" in head.marked.run(KVRELAY, "status", "--address", grpc)
+
+    twin = subprocess.run(
+        [KVRELAY, "serve", "--name", "job"], env=head.joined().env, capture_output=True, text=True
+    )
+    assert twin.returncode == 2
+    assert "kvrelay: a cluster named job already runs on this Ray" in twin.stderr
+
+    kill_one(head.marked, "ray::WorkerHost")
+    until(lambda: len(re.findall(r"(?:prefill|decode)-0 serves on", log.read_text())) == 3)
+    until(lambda: ready(http))
+    ask_both_faces(http, grpc)
+
+    head.marked.run(BIN / "ray", "job", "stop", "--address", head.dashboard, "job")
+    assert_nothing_is_left(head.marked, http, grpc)
+    job.wait(60)
+    assert head.status("job") is None
+
+
+def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: Path) -> None:
+    """The entry point of the RayJob, with the rendered cluster file where the pod has it."""
+    path = tmp_path / "cluster.yaml"
+    # Other ports than the pod's, which this machine may use, and a driver that is missed sooner.
+    text = cluster_file("cpu").replace("http_port: 8000", "http_port: 0")
+    text = text.replace("grpc_port: 50051", "grpc_port: 0")
+    path.write_text(text.replace("ray:\n", "ray:\n  driver_timeout: 2s\n"))
+    here = Marked(head.joined().env | {"KVRELAY_CONFIG": str(path)})
+    command = one("cpu", "RayJob")["spec"]["entrypoint"]
+    log = tmp_path / "serve.log"
+    driver = here.start("bash", "-c", f"exec {command}", log=log)
+    http, grpc = addresses(driver, log)
+    ask_both_faces(http, grpc)
+    driver.kill()
+    driver.wait()
+    assert_nothing_is_left(head.marked, http, grpc)
+
+
+def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [KVRELAY, "serve", "--name", "bad", "--model", tmp_path, *OWN_PORTS],
+        env=head.joined().env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("kvrelay: ")
+    assert str(tmp_path) in last
+    assert "Traceback" not in done.stderr
+    assert_nothing_is_left(head.marked)
+
+
+def test_on_a_ray_of_its_own_a_signal_drains_what_runs(tmp_path: Path) -> None:
+    """SIGTERM to the whole group, as a supervisor sends it, in the middle of an answer."""
+    log = tmp_path / "serve.log"
+    with marked() as here:
+        driver = here.start(KVRELAY, "serve", *OWN_PORTS, log=log)
+        _, grpc = addresses(driver, log)
+        running = here.processes()
+        assert here.left_of_kvrelay(), "the check sees a cluster that runs"
+        with Client(grpc, timeout_s=120) as client:
+            stream = client.stream("It was", max_tokens=300, ignore_eos=True)
+            tokens = len(next(stream).token_ids)
+            os.killpg(driver.pid, signal.SIGTERM)
+            tokens += sum(len(chunk.token_ids) for chunk in stream)
+        assert tokens == 300
+        assert driver.wait(60) == 0, log.read_text()
+        assert "stopped, nothing is left" in log.read_text()
+        until(lambda: not any(p.is_running() for p in running), patience_s=60)
