@@ -137,6 +137,7 @@ class WorkerLoop:
         self._next_tick_s = 0.0
         self._closing = False
         self._steps = 0
+        self._orphaned_blocks = 0
         self._busy_s = 0.0
 
     def attach(self, links: PeerLinks, mover: Mover) -> None:
@@ -171,6 +172,7 @@ class WorkerLoop:
     def _tick(self) -> None:
         self._next_tick_s = time.monotonic() + TICK_S
         self._both(Tick())
+        self._orphaned_blocks = self._tables.orphaned()
         for stream in self._outbox:
             stream.send([], self.counters())
 
@@ -291,6 +293,7 @@ class WorkerLoop:
             leased_blocks=blocks[BlockState.LEASED],
             active_blocks=blocks[BlockState.ACTIVE],
             cached_blocks=blocks[BlockState.CACHED],
+            orphaned_blocks=self._orphaned_blocks,
             running=decode.sequences + prefill.handing_over,
             waiting=len(decode.awaiting_prefill) + prefill.waiting,
             prefill_waiting_tokens=prefill.waiting_tokens + decode.waiting_tokens,

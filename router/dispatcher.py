@@ -195,7 +195,7 @@ class WorkerDispatcher:
         return tuple(self._status(view) for view in self.core.workers.values())
 
     def _status(self, view: WorkerView) -> WorkerStatus:
-        hello, counters = view.hello, view.counters
+        hello = view.hello
         link = self._attached.get(hello.incarnation)
         return WorkerStatus(
             name=hello.name,
@@ -205,10 +205,8 @@ class WorkerDispatcher:
             device=hello.device,
             transport=hello.transport,
             total_blocks=hello.total_blocks,
-            free_blocks=counters.free_blocks,
             block_size=hello.block_size,
-            running=counters.running,
-            waiting=counters.waiting,
+            counters=view.counters,
         )
 
     def model(self) -> ModelFacts | None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, Sampling, TokenLogprobs
 
 
@@ -59,10 +60,8 @@ class WorkerStatus:
     device: str
     transport: str
     total_blocks: int
-    free_blocks: int
     block_size: int
-    running: int
-    waiting: int
+    counters: Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

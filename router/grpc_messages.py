@@ -103,8 +103,8 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         device=worker.device,
         transport=worker.transport,
         total_blocks=worker.total_blocks,
-        free_blocks=worker.free_blocks,
+        free_blocks=worker.counters.free_blocks,
         block_size=worker.block_size,
-        running=worker.running,
-        waiting=worker.waiting,
+        running=worker.counters.running,
+        waiting=worker.counters.waiting,
     )

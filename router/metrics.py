@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.generation import Dispatcher, WorkerStatus
@@ -25,11 +25,11 @@ E2E_BUCKETS_S = (
 )
 
 
-LABELS = ("worker", "role")
+LABELS = ("model_name", "worker", "role")
 
 
 def _usage(worker: WorkerStatus) -> float:
-    return 1 - worker.free_blocks / worker.total_blocks if worker.total_blocks else 0.0
+    return 1 - worker.counters.free_blocks / worker.total_blocks if worker.total_blocks else 0.0
 
 
 class RouterMetrics:
@@ -121,10 +121,22 @@ class RequestTimer:
 
 WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
     ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage),
-    ("num_requests_waiting", "Requests waiting at the worker.", lambda w: w.waiting),
-    ("worker_requests_running", "Requests running at the worker.", lambda w: w.running),
+    ("num_requests_waiting", "Requests waiting at the worker.", lambda w: w.counters.waiting),
+    ("worker_requests_running", "Requests running at the worker.", lambda w: w.counters.running),
     ("kv_blocks_total", "KV blocks of the worker.", lambda w: w.total_blocks),
-    ("kv_blocks_free", "KV blocks neither held nor cached.", lambda w: w.free_blocks),
+    ("kv_blocks_free", "KV blocks neither held nor cached.", lambda w: w.counters.free_blocks),
+    ("blocks_orphaned", "KV blocks that no one holds.", lambda w: w.counters.orphaned_blocks),
+)
+
+WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
+    ("worker_steps", "Engine steps.", lambda w: w.counters.steps),
+    ("worker_busy_seconds", "Time spent in engine steps.", lambda w: w.counters.busy_s),
+    ("worker_prompt_tokens", "Prompt tokens computed.", lambda w: w.counters.prompt_tokens),
+    ("worker_generated_tokens", "Tokens decoded.", lambda w: w.counters.generated_tokens),
+    ("num_preemptions", "Sequences preempted.", lambda w: w.counters.preemptions),
+    ("kv_transfers", "Slabs written or scattered.", lambda w: w.counters.transfers),
+    ("kv_transfer_bytes", "KV bytes written or scattered.", lambda w: w.counters.transfer_bytes),
+    ("kv_transfer_seconds", "Time in gather and scatter.", lambda w: w.counters.transfer_s),
 )
 
 
@@ -140,12 +152,25 @@ class ClusterGauges(Collector):
         yield self._gauge("num_requests_running", "Requests admitted and unfinished.", running)
         yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
         workers = self._dispatcher.workers()
-        for name, text, value in WORKER_GAUGES:
-            gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=("model_name", *LABELS))
-            for worker in workers:
-                labels = (self._model_name, worker.name, worker.role)
-                gauge.add_metric(labels, float(value(worker)))
-            yield gauge
+        for family, rows in (
+            (GaugeMetricFamily, WORKER_GAUGES),
+            (CounterMetricFamily, WORKER_COUNTERS),
+        ):
+            for name, text, value in rows:
+                yield self._per_worker(
+                    family(f"kvrelay:{name}", text, labels=LABELS), value, workers
+                )
+
+    def _per_worker(
+        self,
+        metric: GaugeMetricFamily | CounterMetricFamily,
+        value: Callable[[WorkerStatus], float],
+        workers: Iterable[WorkerStatus],
+    ) -> Metric:
+        for worker in workers:
+            labels = (self._model_name, worker.name, worker.role)
+            metric.add_metric(labels, float(value(worker)))
+        return metric
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=("model_name",))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError
+from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, TokenLogprobs
 from router.generation import (
     ChoiceTokens,
@@ -30,10 +31,8 @@ WORKER = WorkerStatus(
     device="cpu",
     transport="loopback",
     total_blocks=100,
-    free_blocks=75,
     block_size=16,
-    running=0,
-    waiting=0,
+    counters=Counters(free_blocks=75),
 )
 
 
