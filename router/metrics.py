@@ -152,14 +152,12 @@ class ClusterGauges(Collector):
         yield self._gauge("num_requests_running", "Requests admitted and unfinished.", running)
         yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
         workers = self._dispatcher.workers()
-        for family, rows in (
-            (GaugeMetricFamily, WORKER_GAUGES),
-            (CounterMetricFamily, WORKER_COUNTERS),
-        ):
-            for name, text, value in rows:
-                yield self._per_worker(
-                    family(f"kvrelay:{name}", text, labels=LABELS), value, workers
-                )
+        for name, text, value in WORKER_GAUGES:
+            gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
+            yield self._per_worker(gauge, value, workers)
+        for name, text, value in WORKER_COUNTERS:
+            counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
+            yield self._per_worker(counter, value, workers)
 
     def _per_worker(
         self,
