@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from engine import paged, plan
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.runner import Engine
@@ -79,22 +80,22 @@ def test_tokens_in_mixed_batches(case: Case) -> None:
         assert_same_tokens(reference, one.emitted)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return load_case(tmp_path_factory, "gemma2")
 
 
-def test_dropping_the_window_is_noticed(gemma: Case) -> None:
+def test_dropping_the_window_is_noticed(gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = gemma.engine.layout
     blind = replace(layout, groups=tuple(replace(g, window=None) for g in layout.groups))
-    gemma.engine._planner = replace(gemma.engine._planner, layout=blind)
+    monkeypatch.setattr(gemma.engine, "_planner", replace(gemma.engine._planner, layout=blind))
     with pytest.raises(AssertionError, match="logits differ"):
         check_alone(gemma.engine, gemma.references[4])
 
 
-def test_dropping_the_soft_cap_is_noticed(gemma: Case) -> None:
+def test_dropping_the_soft_cap_is_noticed(gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in gemma.engine.model.module.model.layers:
-        layer.self_attn.attn_logit_softcapping = None
+        monkeypatch.setattr(layer.self_attn, "attn_logit_softcapping", None)
     with pytest.raises(AssertionError, match="logits differ"):
         check_alone(gemma.engine, gemma.references[4])
 
@@ -122,3 +123,14 @@ def test_the_block_in_use_is_copied_before_writing(gemma: Case) -> None:
     gemma.engine.copy_blocks(copies)
     logits = run_forced(gemma.engine, one, reference.tokens, chunk_tokens=CHUNK_TOKENS)
     assert_close_logits(reference, logits)
+
+
+def test_bounded_memory_changes_nothing(gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Score matrices in pieces of a few queries, decode rows in buckets of a few blocks."""
+    monkeypatch.setattr(paged, "_SCORES_BYTES", 1 << 13)
+    monkeypatch.setattr(plan, "GATHER_BYTES", 20 * plan.layer_block_bytes(gemma.engine.layout, 0))
+    check_alone(gemma.engine, gemma.references[4])
+    sequences = start(gemma.engine, [r.prompt for r in gemma.references], max_tokens=TOKENS)
+    run_mixed(gemma.engine, sequences, chunk_tokens=CHUNK_TOKENS)
+    for reference, one in zip(gemma.references, sequences, strict=True):
+        assert_same_tokens(reference, one.emitted)
