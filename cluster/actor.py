@@ -45,9 +45,9 @@ class WorkerHost:
     """Async actor. `start` may be asked again, by a controller that was restarted."""
 
     def __init__(self, settings: WorkerSettings) -> None:
+        configure_logging(settings.name)
         from cluster.worker import WorkerProcess
 
-        configure_logging(settings.name)
         self._worker = WorkerProcess(replace(settings, host=_own_host(settings.host)))
         self._address: str | None = None
 
@@ -69,9 +69,9 @@ class RouterHost:
     """Async actor; `start` and `add_worker` may be asked again."""
 
     def __init__(self, settings: RouterSettings) -> None:
+        configure_logging("router")
         from cluster.router import RouterProcess
 
-        configure_logging("router")
         self._settings = settings
         self._router = RouterProcess(settings)
         self._at: RouterAt | None = None

@@ -53,8 +53,9 @@ def serve(
     overrides += replicas(config, "prefill", prefill) + replicas(config, "decode", decode)
 
     from cluster.config_load import load_config
+    from cluster.site import located
 
-    loaded = load_config(config, overrides + parsed(set_))
+    loaded = located(load_config(config, overrides + parsed(set_)))
     from cluster.rays import connected
 
     with connected(loaded, log_to_driver=True) as here:

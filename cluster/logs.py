@@ -10,7 +10,12 @@ PACKAGES = ["kvrelay", "kvpool", "engine", "prefill_worker", "decode_worker", "r
 
 
 def configure_logging(process_name: str) -> None:
-    """KVRELAY_LOG names the level (debug, info, warning); info if unset."""
+    """KVRELAY_LOG names the level (debug, info, warning); info if unset.
+
+    Before gRPC is imported: it reads then whether to print its own diagnostics, which repeat in
+    many words what its errors say.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     level = os.environ.get("KVRELAY_LOG", "info").upper()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

@@ -36,19 +36,31 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
 
     def __init__(self, dispatcher: WorkerDispatcher) -> None:
         self._dispatcher = dispatcher
+        self._closed = asyncio.Event()
+
+    def close(self) -> None:
+        """End every call: the workers then look for the next router."""
+        self._closed.set()
 
     async def Register(  # noqa: N802
         self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext
     ) -> pb.RegisterResponse:
         joined: list[str] = []
+        calls = (self._join(requests, joined), self._closed.wait())
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            async for request in requests:
-                self._dispatcher.add_worker(request.address)
-                joined.append(request.address)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for task in tasks:
+                task.cancel()
             for address in joined:
                 await self._dispatcher.remove_worker(address)
         return pb.RegisterResponse()
+
+    async def _join(self, requests: AsyncIterator[pb.RegisterRequest], joined: list[str]) -> None:
+        async for request in requests:
+            self._dispatcher.add_worker(request.address)
+            joined.append(request.address)
 
 
 class RouterProcess:
@@ -62,6 +74,7 @@ class RouterProcess:
         settings = self._settings
         checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.revision)
         self.dispatcher = WorkerDispatcher()
+        self._registry = RegistryService(self.dispatcher)
         options = FaceOptions(
             host=settings.host,
             http_port=settings.http_port,
@@ -80,7 +93,7 @@ class RouterProcess:
         return RouterAddress(http_port=http_port, grpc_port=grpc_port)
 
     def _add_registry(self, server: grpc.aio.Server) -> None:
-        worker_pb2_grpc.add_RegistryServicer_to_server(RegistryService(self.dispatcher), server)
+        worker_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)
 
     async def add_worker(self, address: str) -> None:
         self.dispatcher.add_worker(address)
@@ -90,8 +103,12 @@ class RouterProcess:
 
     async def stop(self, *, drain_s: float) -> None:
         """Take no new requests, finish what runs for up to `drain_s`, then close everything."""
+        await asyncio.gather(self._faces.stop(drain_s), self._release_workers(drain_s))
+        await self.dispatcher.close()
+
+    async def _release_workers(self, drain_s: float) -> None:
+        """Once nothing runs: calls that stay open would hold up the faces for all of `drain_s`."""
         deadline_s = time.monotonic() + drain_s
-        await self._faces.stop(drain_s)
         while self.dispatcher.running_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
-        await self.dispatcher.close()
+        self._registry.close()

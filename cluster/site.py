@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+from cluster.config import Config
 from cluster.resolve import Site
 
 
@@ -15,3 +17,13 @@ def local_site() -> Site:
     return Site(
         total_cpus=cpus, node_cpus=cpus, host="127.0.0.1", bundled_path=str(checkpoint_path())
     )
+
+
+def located(config: Config) -> Config:
+    """A model folder by its full path: Ray's processes have other working directories."""
+    path = config.model.path
+    folder = None if path is None else Path(path).expanduser()
+    if folder is None or not folder.is_dir():
+        return config
+    model = config.model.model_copy(update={"path": str(folder.resolve())})
+    return config.model_copy(update={"model": model})

@@ -1,0 +1,85 @@
+"""`kvrelay router` and `kvrelay worker --join` as ordinary processes, without Ray."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.client import Client
+from tests.integration.ray_head import BIN, Marked, marked, until
+
+KVRELAY = BIN / "kvrelay"
+
+Process = subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def here() -> Iterator[Marked]:
+    with marked() as environment:
+        yield environment
+        assert not environment.processes(), "all have ended by themselves"
+
+
+def start_router(here: Marked, log: Path, *, http_port: str, grpc_port: str) -> tuple[Process, str]:
+    ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+    process = here.start(KVRELAY, "router", *ports, log=log)
+    found = until(lambda: re.search(r"gRPC on (\S+)\n", log.read_text()) or process.poll())
+    assert isinstance(found, re.Match), log.read_text()
+    return process, found[1]
+
+
+def start_worker(here: Marked, join: str, role: str, log: Path) -> Process:
+    options = ("--join", join, "--role", role, "--cpu-threads", "1")
+    small = ("--set", "engine.kv_memory=16MiB")
+    return here.start(KVRELAY, "worker", *options, *small, log=log)
+
+
+def workers_of(address: str) -> set[str]:
+    with Client(address, timeout_s=30) as client:
+        return {worker.role for worker in client.server_info().workers}
+
+
+def generate(address: str) -> tuple[int, ...]:
+    with Client(address, timeout_s=60) as client:
+        return client.generate("It was", max_tokens=12, ignore_eos=True, temperature=0.0).token_ids
+
+
+def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None:
+    router, address = start_router(here, tmp_path / "r", http_port="0", grpc_port="0")
+    workers = [start_worker(here, address, role, tmp_path / role) for role in ("prefill", "decode")]
+    until(lambda: workers_of(address) == {"prefill", "decode"})
+    before = generate(address)
+    assert len(before) == 12
+    assert here.left_of_kvrelay(), "slabs in shared memory"
+
+    router.terminate()
+    assert router.wait(30) == 0, (tmp_path / "r").read_text()
+    grpc_port = address.rpartition(":")[2]
+    router, address = start_router(here, tmp_path / "r2", http_port="0", grpc_port=grpc_port)
+    until(lambda: workers_of(address) == {"prefill", "decode"})
+    assert generate(address) == before
+
+    workers[0].terminate()
+    assert workers[0].wait(30) == 0, (tmp_path / "prefill").read_text()
+    until(lambda: workers_of(address) == {"decode"})
+    workers[1].terminate()
+    router.terminate()
+    assert workers[1].wait(30) == 0, (tmp_path / "decode").read_text()
+    assert router.wait(30) == 0, (tmp_path / "r2").read_text()
+
+
+def test_a_busy_port_is_one_line(here: Marked, tmp_path: Path) -> None:
+    router, address = start_router(here, tmp_path / "r", http_port="0", grpc_port="0")
+    port = address.rpartition(":")[2]
+    command = [KVRELAY, "router", "--http-port", "0", "--grpc-port", port]
+    second = subprocess.run(command, env=here.env, capture_output=True, text=True, timeout=60)
+    router.terminate()
+    assert router.wait(30) == 0
+    assert second.returncode == 2
+    assert second.stderr.startswith("kvrelay: ")
+    assert port in second.stderr
+    assert second.stderr.count("\n") == 1
