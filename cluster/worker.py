@@ -22,7 +22,8 @@ from cluster.kv_report import kv_report
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
 from cluster.settings import WorkerSettings
-from cluster.worker_loop import Call, Close, Crashed, Incoming, WorkerLoop
+from cluster.worker_events import Call, Close, Crashed, Incoming
+from cluster.worker_loop import WorkerLoop
 from cluster.worker_service import WorkerService
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler

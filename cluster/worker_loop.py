@@ -8,13 +8,22 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
+from cluster.worker_events import (
+    Call,
+    Close,
+    Crashed,
+    FromRouter,
+    Incoming,
+    RouterJoined,
+    RouterLost,
+    RouterStream,
+)
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.blocks import BlockState
@@ -59,62 +68,6 @@ class StepEngine(Protocol):
     def run(self, batch: StepBatch) -> StepOutcome: ...
 
     def copy_blocks(self, pairs: CopyPairs) -> None: ...
-
-
-class RouterStream(Protocol):
-    """One router's open stream; `send` is thread safe and never blocks."""
-
-    def send(self, events: list[WorkerEvent], counters: Counters) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FromRouter:
-    stream: RouterStream
-    message: ToWorker
-
-
-@dataclass(frozen=True, slots=True)
-class RouterJoined:
-    stream: RouterStream
-
-
-@dataclass(frozen=True, slots=True)
-class RouterLost:
-    stream: RouterStream
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Run this on the loop's thread, between steps."""
-
-    function: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Crashed:
-    """A thread beside the loop has died of a bug: so does the worker."""
-
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    pass
-
-
-Incoming = (
-    FromRouter
-    | RouterJoined
-    | RouterLost
-    | FromPeer
-    | PeerLost
-    | SlabWritten
-    | SlabScattered
-    | SlabReplaced
-    | Call
-    | Crashed
-    | Close
-)
 
 
 class WorkerLoop:

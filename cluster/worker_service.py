@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
-from cluster.worker_loop import FromRouter, Incoming, RouterJoined, RouterLost
+from cluster.worker_events import FromRouter, Incoming, RouterJoined, RouterLost
 from kvrelay.errors import PeerError
 from kvrelay.messages import Counters, WorkerEvent, WorkerHello
 from kvrelay.types import WIRE_VERSION

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,35 +23,14 @@ from tests.integration.split_kit import (
     wait_until,
     worker_settings,
 )
-from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.models import VOCAB_SIZE
 from tests.reference import assert_same_tokens, generate_reference
 
 TOKENS = 48
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[WorkerHost, WorkerHost]]:
-    with WorkerHost() as first, WorkerHost() as second:
-        yield first, second
-
-
-@pytest.fixture(scope="module")
-def split(model: Path, hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
-    workers = [
-        (hosts[0], worker_settings("prefill-0", Role.PREFILL, model)),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, model)),
-    ]
-    with running_cluster(model, workers) as cluster:
-        yield cluster
-
-
-def load(model: Path) -> Model:
-    return load_model(open_checkpoint(str(model)), device="cpu", dtype="float32")
+def load(llama: Path) -> Model:
+    return load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:
@@ -73,11 +51,11 @@ def ask_all(cluster: Cluster, asked: list[list[int]], **fields: Any) -> list[lis
         return list(pool.map(ask, asked))
 
 
-def test_role_both_equals_generate(model: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:
+def test_role_both_equals_generate(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:
     asked = prompts(8, 200)
-    reference = load(model)
-    settings = worker_settings("both-0", Role.BOTH, model)
-    with running_cluster(model, [(hosts[0], settings)]) as cluster:
+    reference = load(llama)
+    settings = worker_settings("both-0", Role.BOTH, llama)
+    with running_cluster(llama, [(hosts[0], settings)]) as cluster:
         found = ask_all(cluster, asked)
     for ids, prompt in zip(found, asked, strict=True):
         assert_same_tokens(generate_reference(reference, prompt, tokens=TOKENS), ids)
@@ -85,17 +63,17 @@ def test_role_both_equals_generate(model: Path, hosts: tuple[WorkerHost, WorkerH
 
 @pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
 def test_preempted_requests_finish_with_the_same_tokens(
-    model: Path, hosts: tuple[WorkerHost, WorkerHost], role: Role
+    llama: Path, hosts: tuple[WorkerHost, WorkerHost], role: Role
 ) -> None:
     """Blocks for 192 tokens, eight requests that want over 60 each."""
     asked = prompts(8, 30)
     token_bytes = 4 * 2 * 2 * 16 * 4  # layers, planes, heads, dim, fp32
     small = {"kv_memory_bytes": 192 * token_bytes, "max_model_len": 96}
-    workers = [(hosts[1], worker_settings("small-0", role, model, **small))]
+    workers = [(hosts[1], worker_settings("small-0", role, llama, **small))]
     if role is Role.DECODE:
-        workers.append((hosts[0], worker_settings("prefill-0", Role.PREFILL, model)))
-    reference = load(model)
-    with running_cluster(model, workers) as cluster:
+        workers.append((hosts[0], worker_settings("prefill-0", Role.PREFILL, llama)))
+    reference = load(llama)
+    with running_cluster(llama, workers) as cluster:
         found = ask_until_admitted(cluster, asked)
         views = cluster.router.process.dispatcher.core.workers.values()
         assert sum(view.counters.preemptions for view in views) > 0
@@ -146,10 +124,10 @@ def test_n_choices_share_the_prompt_and_differ(split: Cluster) -> None:
 
 
 def test_a_full_cluster_refuses_at_once_and_says_when(
-    model: Path, hosts: tuple[WorkerHost, WorkerHost]
+    llama: Path, hosts: tuple[WorkerHost, WorkerHost]
 ) -> None:
-    settings = worker_settings("both-0", Role.BOTH, model, max_running_requests=2)
-    with running_cluster(model, [(hosts[0], settings)]) as cluster:
+    settings = worker_settings("both-0", Role.BOTH, llama, max_running_requests=2)
+    with running_cluster(llama, [(hosts[0], settings)]) as cluster:
         body = {"model": "test-model", "prompt": [5, 6, 7], "ignore_eos": True}
         with (
             cluster.http.stream(
@@ -177,8 +155,8 @@ def test_what_can_never_fit_is_invalid_and_names_the_limit(split: Cluster) -> No
     assert "retry-after" not in response.headers
 
 
-def test_no_workers_is_no_capacity(model: Path) -> None:
-    with running_cluster(model, []) as cluster:
+def test_no_workers_is_no_capacity(llama: Path) -> None:
+    with running_cluster(llama, []) as cluster:
         assert cluster.http.get("/health").status_code == 200
         assert cluster.http.get("/ready").status_code == 503
         body = {"model": "test-model", "prompt": [5], "max_tokens": 4}
@@ -188,16 +166,16 @@ def test_no_workers_is_no_capacity(model: Path) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_killed_worker_costs_no_token(model: Path, role: Role) -> None:
+def test_a_killed_worker_costs_no_token(llama: Path, role: Role) -> None:
     """SIGKILL in mid-stream: the request goes on elsewhere, without a gap or a repeat."""
     prompt = prompts(1, 200)[0]
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     with WorkerHost() as steady, WorkerHost() as doomed, WorkerHost() as spare:
-        with running_cluster(model, [(steady, worker_settings("steady", other, model))]) as cluster:
-            cluster.add(doomed, worker_settings("doomed", role, model))
-            found = stream_with_a_death(cluster, prompt, doomed, spare, role, model)
+        with running_cluster(llama, [(steady, worker_settings("steady", other, llama))]) as cluster:
+            cluster.add(doomed, worker_settings("doomed", role, llama))
+            found = stream_with_a_death(cluster, prompt, doomed, spare, role, llama)
             wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
-        assert_same_tokens(generate_reference(load(model), prompt, tokens=600), found)
+        assert_same_tokens(generate_reference(load(llama), prompt, tokens=600), found)
 
 
 def stream_with_a_death(
@@ -206,7 +184,7 @@ def stream_with_a_death(
     doomed: WorkerHost,
     spare: WorkerHost,
     role: Role,
-    model: Path,
+    llama: Path,
 ) -> list[int]:
     body = {"model": "test-model", "prompt": prompt, "max_tokens": 600, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
@@ -215,7 +193,7 @@ def stream_with_a_death(
         for line in response.iter_lines():
             found += tokens_of(line)
             if len(found) >= 5 and doomed.process.poll() is None:
-                cluster.add(spare, worker_settings("spare", role, model))
+                cluster.add(spare, worker_settings("spare", role, llama))
                 os.kill(doomed.pid, signal.SIGKILL)
                 doomed.process.wait()
     return found

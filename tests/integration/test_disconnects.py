@@ -8,22 +8,15 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrelay.types import Role
 from router.ledger import Ledger
 from tests.integration.split_kit import (
     Cluster,
-    WorkerHost,
-    running_cluster,
     wait_until,
-    worker_settings,
 )
-from tests.models import random_checkpoint
 
 PROMPT = list(range(2, 302))  # five chunks
 TOKENS = 600
@@ -41,39 +34,27 @@ MOMENTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = random_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
-    with WorkerHost() as prefill, WorkerHost() as decode:
-        workers = [
-            (prefill, worker_settings("prefill-0", Role.PREFILL, model)),
-            (decode, worker_settings("decode-0", Role.DECODE, model)),
-        ]
-        with running_cluster(model, workers) as cluster:
-            yield cluster
-
-
-def open_request(cluster: Cluster, **fields: Any) -> socket.socket:
+def open_request(split: Cluster, **fields: Any) -> socket.socket:
     """A raw socket that has sent a whole request and read nothing."""
     body = {"model": "test-model", "prompt": PROMPT, "ignore_eos": True, **fields}
     payload = json.dumps(body).encode()
-    client = socket.create_connection(("127.0.0.1", cluster.router.address.http_port))
+    client = socket.create_connection(("127.0.0.1", split.router.address.http_port))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
     client.sendall(head.encode() + payload)
     return client
 
 
-def generated_tokens(cluster: Cluster) -> int:
-    views = cluster.router.process.dispatcher.core.workers.values()
+def generated_tokens(split: Cluster) -> int:
+    views = split.router.process.dispatcher.core.workers.values()
     return sum(view.counters.generated_tokens for view in views)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_work_stops_and_blocks_return(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, moment: str, stream: bool
+    split: Cluster, monkeypatch: pytest.MonkeyPatch, moment: str, stream: bool
 ) -> None:
-    before = generated_tokens(cluster)
+    before = generated_tokens(split)
     gone = threading.Event()
     clients: list[socket.socket] = []
     ready = threading.Event()
@@ -87,21 +68,21 @@ def test_work_stops_and_blocks_return(
             gone.set()
 
     monkeypatch.setattr(Ledger, "mark", hooked)
-    clients.append(open_request(cluster, max_tokens=TOKENS, temperature=0, stream=stream))
+    clients.append(open_request(split, max_tokens=TOKENS, temperature=0, stream=stream))
     ready.set()
     assert gone.wait(30), f"{moment} never came"
-    wait_until(lambda: not cluster.router.process.dispatcher.running_requests(), "it is aborted")
-    cluster.assert_clean()
-    assert held_blocks(cluster) == 0
-    assert generated_tokens(cluster) - before < TOKENS / 2
+    wait_until(lambda: not split.router.process.dispatcher.running_requests(), "it is aborted")
+    split.assert_clean()
+    assert held_blocks(split) == 0
+    assert generated_tokens(split) - before < TOKENS / 2
 
 
-def held_blocks(cluster: Cluster) -> int:
+def held_blocks(split: Cluster) -> int:
     """Counted from the holders' own lists, not from the pool's free count."""
-    return sum(len(held["block_ids"]) for worker in cluster.kv() for held in worker["held"])
+    return sum(len(held["block_ids"]) for worker in split.kv() for held in worker["held"])
 
 
-def test_gone_before_it_is_read(cluster: Cluster) -> None:
-    open_request(cluster, max_tokens=TOKENS, stream=True).close()
-    wait_until(lambda: not cluster.router.process.dispatcher.running_requests(), "it is aborted")
-    cluster.assert_clean()
+def test_gone_before_it_is_read(split: Cluster) -> None:
+    open_request(split, max_tokens=TOKENS, stream=True).close()
+    wait_until(lambda: not split.router.process.dispatcher.running_requests(), "it is aborted")
+    split.assert_clean()

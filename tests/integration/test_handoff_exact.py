@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,12 +29,6 @@ FAMILIES = [
     "olmo2",
     "mixtral",
 ]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[WorkerHost, WorkerHost]]:
-    with WorkerHost() as prefill, WorkerHost() as decode:
-        yield prefill, decode
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:

@@ -1,0 +1,66 @@
+"""What reaches a worker's loop from its other threads, through one queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpool.handoff import FromPeer, PeerLost, SlabReplaced, SlabScattered, SlabWritten
+from kvrelay.messages import Counters, ToWorker, WorkerEvent
+
+
+class RouterStream(Protocol):
+    """One router's open stream; `send` is thread safe and never blocks."""
+
+    def send(self, events: list[WorkerEvent], counters: Counters) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    stream: RouterStream
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class RouterJoined:
+    stream: RouterStream
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    stream: RouterStream
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run this on the loop's thread, between steps."""
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A thread beside the loop has died of a bug: so does the worker."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    pass
+
+
+Incoming = (
+    FromRouter
+    | RouterJoined
+    | RouterLost
+    | FromPeer
+    | PeerLost
+    | SlabWritten
+    | SlabScattered
+    | SlabReplaced
+    | Call
+    | Crashed
+    | Close
+)

@@ -1,0 +1,35 @@
+"""One real split cluster for all tests that only send requests to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.types import Role
+from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
+from tests.models import random_checkpoint
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[tuple[WorkerHost, WorkerHost]]:
+    """Two processes that host whatever workers a test starts in them."""
+    with WorkerHost() as first, WorkerHost() as second:
+        yield first, second
+
+
+@pytest.fixture(scope="session")
+def split(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
+    """One prefill and one decode worker, in two processes."""
+    workers = [
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, llama)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, llama)),
+    ]
+    with running_cluster(llama, workers) as cluster:
+        yield cluster
