@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import pytest
+
+from decode_worker.scheduler import DecodeScheduler
+from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
+from kvpool.handoff import (
+    Commit,
+    Committed,
+    ScatterSlab,
+    SendPeer,
+    SlabFilled,
+    SlabLent,
+    SlabScattered,
+    SlabWanted,
+)
+from kvrelay.messages import (
+    Abort,
+    Generate,
+    Lifetime,
+    Released,
+    Reserved,
+    ReserveRefused,
+    Stop,
+    Tokens,
+)
+from kvrelay.types import FinishReason, RequestSpec, Sampling
+from tests.unit.worker_kit import (
+    TOKEN_BYTES,
+    P,
+    decode_scheduler,
+    done,
+    events,
+    from_p,
+    key,
+    names,
+    reserve,
+    run,
+    said,
+    spec,
+    the_step,
+    to_peer,
+)
+
+
+def lend(scheduler: DecodeScheduler, name: str, *, piece: int = 0) -> SlabLent:
+    wanted = SlabWanted(key=key(name), piece=piece, bytes=4 * TOKEN_BYTES)
+    (lent,) = to_peer(scheduler.handle(from_p(wanted), 0))
+    assert isinstance(lent, SlabLent)
+    return lent
+
+
+def scatter(scheduler: DecodeScheduler, lent: SlabLent) -> SlabScattered:
+    """Fill the slab; the outcome that its scatter will have."""
+    filled = SlabFilled(
+        key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
+    )
+    (command,) = scheduler.handle(from_p(filled), 0)
+    assert isinstance(command, ScatterSlab)
+    return SlabScattered(
+        key=lent.key,
+        piece=lent.piece,
+        slab_id=lent.slab_id,
+        lease_id=lent.lease_id,
+        bytes=5,
+        seconds=0.25,
+    )
+
+
+def arrive(
+    scheduler: DecodeScheduler, request: RequestSpec, *, finished: tuple[int, ...] = ()
+) -> list[str]:
+    """Reserve and hand over in one piece; first tokens are 100, 101 ...; what the router hears."""
+    name = request.key.request_id
+    scheduler.handle(reserve(request), 0)
+    scheduler.handle(scatter(scheduler, lend(scheduler, name)), 0)
+    commit = Commit(
+        key=request.key,
+        pieces=1,
+        first_token_ids=tuple(100 + i for i in range(request.sampling.n)),
+        finished_choices=finished,
+    )
+    return names(scheduler.handle(from_p(commit), 0))
+
+
+def assert_idle(scheduler: DecodeScheduler) -> None:
+    scheduler.validate()
+    assert scheduler.tables.free_blocks == scheduler.tables.blocks
+    assert scheduler.sequences == 0
+    assert scheduler.handle(StepWanted(), 9) == []
+
+
+def test_a_handoff_from_reservation_to_release() -> None:
+    scheduler = decode_scheduler()
+    request = spec("a", 3, max_tokens=3)
+    assert scheduler.handle(reserve(request), 1) == [Emit(events=(Reserved(key=key("a"), at_s=1),))]
+    scattered = scatter(scheduler, lend(scheduler, "a"))
+    commit = Commit(key=key("a"), pieces=1, first_token_ids=(100,))
+    assert scheduler.handle(from_p(commit), 2) == []
+    assert scheduler.handle(scattered, 3) == [
+        SendPeer(peer=P, message=Committed(key=key("a"))),
+        Emit(events=(Lifetime(key=key("a"), at_s=3, name="handoff_committed"),)),
+    ]
+    sample = SampleRequest(
+        sampling=request.sampling, choice=0, index=1, prompt_ids=(), emitted_ids=()
+    )
+    piece = SequenceSlice(
+        key=key("a"),
+        choice=0,
+        token_ids=(100,),
+        start=3,
+        tables=((0,),),
+        samples=(sample,),
+        prompt_tokens=3,
+    )
+    assert scheduler.handle(StepWanted(), 4) == [
+        Emit(events=(Lifetime(key=key("a"), at_s=4, name="decode_joined"),)),
+        RunStep(batch=StepBatch(slices=(piece,))),
+    ]
+    token = Tokens(key=key("a"), at_s=5, choice=0, first_index=1, token_ids=(7,))
+    assert done(scheduler, (7,), now_s=5) == [Emit(events=(token,))]
+    last = run(scheduler, (8,), now_s=6)
+    assert said(last) == [(0, 2, (8,), FinishReason.LENGTH)]
+    assert names(last) == ["Tokens", "Released"]
+    assert_idle(scheduler)
+
+
+def test_the_commit_may_follow_the_scatter() -> None:
+    scheduler = decode_scheduler()
+    assert arrive(scheduler, spec("a", 3)) == ["handoff_committed"]
+
+
+def test_a_prompt_in_two_pieces_joins_after_both() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(reserve(spec("a", 8)), 0)
+    slabs = [lend(scheduler, "a", piece=piece) for piece in (0, 1)]
+    outcomes = [scatter(scheduler, slab) for slab in slabs]
+    commit = Commit(key=key("a"), pieces=2, first_token_ids=(100,))
+    assert scheduler.handle(from_p(commit), 0) == []
+    assert scheduler.handle(outcomes[1], 0) == []
+    assert names(scheduler.handle(outcomes[0], 0)) == ["handoff_committed"]
+
+
+def test_prefill_here_emits_the_first_token_too() -> None:
+    scheduler = decode_scheduler()
+    assert names(scheduler.handle(Generate(spec=spec("a", 10, max_tokens=2)), 0)) == ["Reserved"]
+    first = scheduler.handle(StepWanted(), 0)
+    assert names(first) == ["prefill_started"]
+    assert the_step(first).batch.slices[0].token_ids == tuple(range(8))
+    assert names(done(scheduler, ())) == []
+    assert said(run(scheduler, (7,))) == [(0, 0, (7,), None)]
+    assert said(run(scheduler, (8,))) == [(0, 1, (8,), FinishReason.LENGTH)]
+    assert_idle(scheduler)
+
+
+def test_prefill_chunks_are_mixed_into_the_decode_batch() -> None:
+    scheduler = decode_scheduler(chunk=8)
+    arrive(scheduler, spec("a", 3))
+    scheduler.handle(Generate(spec=spec("b", 12)), 0)
+    batch = the_step(scheduler.handle(StepWanted(), 0)).batch
+    assert [(s.key.request_id, len(s.token_ids)) for s in batch.slices] == [("a", 1), ("b", 7)]
+
+
+def test_choices_share_the_prompt_and_copy_what_they_write() -> None:
+    scheduler = decode_scheduler()
+    arrive(scheduler, spec("a", 6, n=3))
+    assert scheduler.tables.blocks - scheduler.tables.free_blocks == 2
+    step = the_step(scheduler.handle(StepWanted(), 0))
+    tables = [piece.tables[0] for piece in step.batch.slices]
+    assert [table[0] for table in tables] == [0, 0, 0]
+    assert len({table[1] for table in tables}) == 3
+    assert step.copies == ((((1, tables[0][1]),),), (((1, tables[1][1]),),))
+    assert tables[2][1] == 1  # the last holder needs no copy
+    assert [s.token_ids for s in step.batch.slices] == [(100,), (101,), (102,)]
+    done(scheduler, (1,), (2,), (3,))
+    assert the_step(scheduler.handle(StepWanted(), 0)).copies == ()
+
+
+def test_a_choice_that_ended_with_its_first_token_is_not_decoded() -> None:
+    scheduler = decode_scheduler()
+    arrive(scheduler, spec("a", 3, n=2), finished=(0,))
+    (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert (only.choice, only.token_ids) == (1, (101,))
+
+
+def test_all_choices_stopped_before_the_join_release_at_once() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(reserve(spec("a", 3)), 0)
+    outcome = scatter(scheduler, lend(scheduler, "a"))
+    scheduler.handle(Stop(key=key("a"), choice=0, valid_tokens=1), 0)
+    scheduler.handle(outcome, 0)
+    commit = Commit(key=key("a"), pieces=1, first_token_ids=(100,))
+    assert names(scheduler.handle(from_p(commit), 0)) == ["handoff_committed", "Released"]
+    assert_idle(scheduler)
+
+
+def test_stop_after_the_join() -> None:
+    scheduler = decode_scheduler()
+    arrive(scheduler, spec("a", 3, n=2))
+    assert scheduler.handle(Stop(key=key("a"), choice=0, valid_tokens=1), 0) == []
+    (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert only.choice == 1
+    assert scheduler.handle(Stop(key=key("a"), choice=1, valid_tokens=1), 0) == []  # on the device
+    assert names(done(scheduler, (7,), now_s=1)) == ["Released"]
+    assert_idle(scheduler)
+
+
+def test_stop_before_the_choices_part_ends_that_choice_with_the_first_token() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(Generate(spec=spec("a", 3, n=2)), 0)
+    scheduler.handle(Stop(key=key("a"), choice=0, valid_tokens=0), 0)
+    scheduler.handle(Stop(key=key("a"), choice=7, valid_tokens=0), 0)
+    run(scheduler, (5, 6))
+    (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert (only.choice, only.token_ids) == (1, (6,))
+
+
+def test_abort_of_a_reservation_a_running_and_a_waiting_request() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(reserve(spec("r", 3)), 0)
+    arrive(scheduler, spec("a", 3))
+    scheduler.handle(Generate(spec=spec("w", 3)), 0)
+    for name in ("r", "a", "w"):
+        commands = scheduler.handle(Abort(key=key(name)), 1)
+        assert Released(key=key(name), at_s=1) in events(commands)
+        assert scheduler.handle(Abort(key=key(name)), 1) == []
+    assert_idle(scheduler)
+
+
+def test_abort_between_a_step_and_its_outcome() -> None:
+    scheduler = decode_scheduler()
+    arrive(scheduler, spec("a", 3, n=2))
+    scheduler.handle(StepWanted(), 0)
+    assert scheduler.handle(Abort(key=key("a")), 1) == []
+    assert names(done(scheduler, (7,), (8,), now_s=2)) == ["Released"]
+    assert_idle(scheduler)
+
+
+def test_slots_and_blocks_are_refused_with_their_reason() -> None:
+    scheduler = decode_scheduler(blocks=4, max_running=2)
+    scheduler.handle(reserve(spec("a", 3)), 0)
+    assert events(scheduler.handle(reserve(spec("b", 3, n=2)), 0)) == [
+        ReserveRefused(key=key("b"), at_s=0, reason="slots_exhausted")
+    ]
+    assert events(scheduler.handle(reserve(spec("c", 16)), 0)) == [
+        ReserveRefused(key=key("c"), at_s=0, reason="kv_exhausted")
+    ]
+    assert events(scheduler.handle(Generate(spec=spec("d", 16)), 0)) == [
+        ReserveRefused(key=key("d"), at_s=0, reason="kv_exhausted")
+    ]
+    assert scheduler.sequences == 1
+
+
+def preempting() -> DecodeScheduler:
+    """Two sequences of 3 tokens in 2 blocks: each fills its block with the next token."""
+    scheduler = decode_scheduler(blocks=2)
+    for name in ("old", "new"):
+        arrive(scheduler, spec(name, 3))
+    assert [s.key.request_id for s in the_step(scheduler.handle(StepWanted(), 0)).batch.slices] == [
+        "old",
+        "new",
+    ]
+    done(scheduler, (11,), (12,))
+    return scheduler
+
+
+def test_the_newest_is_preempted() -> None:
+    scheduler = preempting()
+    (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert only.key == key("old")
+    assert scheduler.preemptions == 1
+    assert [s.key for s in scheduler.awaiting_prefill] == [key("new")]
+
+
+def test_nobody_new_is_taken_while_a_preempted_one_waits_for_blocks() -> None:
+    scheduler = preempting()
+    scheduler.handle(StepWanted(), 0)
+    assert events(scheduler.handle(reserve(spec("c", 1)), 0)) == [
+        ReserveRefused(key=key("c"), at_s=0, reason="kv_exhausted")
+    ]
+
+
+def test_a_preempted_sequence_is_recomputed_with_all_it_has_said() -> None:
+    scheduler = preempting()
+    scheduler.handle(StepWanted(), 0)
+    scheduler.handle(Abort(key=key("old")), 0)
+    done(scheduler, (13,))
+    step = scheduler.handle(StepWanted(), 0)
+    (only,) = the_step(step).batch.slices
+    assert (only.start, only.token_ids) == (0, (0, 1, 2, 100, 12))
+    assert only.prompt_tokens == 5
+    assert only.samples[0].index == 2
+    assert names(step) == []  # it has joined before
+    assert said(done(scheduler, (14,))) == [(0, 2, (14,), None)]
+    assert the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].token_ids == (14,)
+
+
+def test_a_preempted_sequence_can_be_aborted() -> None:
+    scheduler = preempting()
+    scheduler.handle(StepWanted(), 0)
+    assert names(scheduler.handle(Abort(key=key("new")), 0)) == ["Released"]
+    scheduler.handle(Abort(key=key("old")), 0)
+    done(scheduler, (13,))
+    assert_idle(scheduler)
+
+
+@pytest.mark.parametrize(("border", "known"), [(None, ()), (4, ()), (3, (0, 1, 2))])
+def test_a_sequence_that_reaches_the_rope_border_is_shown_whole(
+    border: int | None, known: tuple[int, ...]
+) -> None:
+    scheduler = decode_scheduler()
+    scheduler.rope_border_tokens = border
+    arrive(scheduler, spec("a", 3))
+    (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
+    assert sample.prompt_ids == known
+    assert sample.emitted_ids == ((100,) if known else ())
+
+
+def test_penalties_need_the_history() -> None:
+    sampling = Sampling(max_tokens=4, seed=1, presence_penalty=0.5)
+    request = RequestSpec(key=key("a"), prompt_ids=(1, 2), sampling=sampling)
+    scheduler = decode_scheduler()
+    arrive(scheduler, request)
+    (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
+    assert (sample.prompt_ids, sample.emitted_ids) == ((1, 2), (100,))

@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted, Tick
+from kvpool.handoff import (
+    CancelTransfer,
+    Commit,
+    Committed,
+    PeerLost,
+    RenewLeases,
+    SendPeer,
+    SlabLent,
+    SlabWanted,
+    SlabWritten,
+    TransferCancelled,
+    WriteSlab,
+)
+from kvpool.slabs import LeaseId, SlabId
+from kvrelay.messages import Abort, Lifetime, Released, RequestFailed, Tokens
+from kvrelay.types import FinishReason
+from prefill_worker.scheduler import PrefillScheduler
+from tests.unit.worker_kit import (
+    TOKEN_BYTES,
+    D,
+    P,
+    done,
+    events,
+    from_d,
+    key,
+    names,
+    prefill_of,
+    prefill_scheduler,
+    run,
+    spec,
+    the_step,
+    to_peer,
+)
+
+
+def lent(name: str, piece: int, slab: int = 0) -> SlabLent:
+    return SlabLent(
+        key=key(name),
+        piece=piece,
+        slab_id=SlabId(slab),
+        region=f"region-{slab}",
+        lease_id=LeaseId(slab + 1),
+    )
+
+
+def written(name: str, piece: int, error: str | None = None) -> SlabWritten:
+    return SlabWritten(key=key(name), piece=piece, bytes=7, seconds=0.5, error=error)
+
+
+def assert_gone(scheduler: PrefillScheduler) -> None:
+    scheduler.validate()
+    assert scheduler.tables.free_blocks == scheduler.tables.blocks
+    assert scheduler.handing_over == scheduler.waiting == 0
+    assert scheduler.handle(StepWanted(), 9) == []
+
+
+def writing(name: str = "a") -> PrefillScheduler:
+    """A prompt of 3 tokens whose only piece is being written."""
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec(name, 3)), 0)
+    run(scheduler, (9,))
+    (write,) = scheduler.handle(from_d(lent(name, 0)), 1)
+    assert isinstance(write, WriteSlab)
+    return scheduler
+
+
+def committing(name: str = "a") -> PrefillScheduler:
+    scheduler = writing(name)
+    (commit,) = to_peer(scheduler.handle(written(name, 0), 1))
+    assert isinstance(commit, Commit)
+    return scheduler
+
+
+def test_a_short_prompt_from_arrival_to_release() -> None:
+    scheduler = prefill_scheduler()
+    request = spec("a", 3)
+    assert scheduler.handle(prefill_of(request), 1) == [
+        Emit(events=(Lifetime(key=key("a"), at_s=1, name="prefill_received"),))
+    ]
+    started = scheduler.handle(StepWanted(), 2)
+    sample = SampleRequest(
+        sampling=request.sampling, choice=0, index=0, prompt_ids=(), emitted_ids=()
+    )
+    piece = SequenceSlice(
+        key=key("a"),
+        choice=0,
+        token_ids=(0, 1, 2),
+        start=0,
+        tables=((0,),),
+        samples=(sample,),
+        prompt_tokens=3,
+    )
+    wanted = SlabWanted(key=key("a"), piece=0, bytes=3 * TOKEN_BYTES)
+    assert started == [
+        Emit(events=(Lifetime(key=key("a"), at_s=2, name="prefill_started"),)),
+        SendPeer(peer=D, address="sim:d", message=wanted),
+        RunStep(batch=StepBatch(slices=(piece,))),
+    ]
+    first = Tokens(key=key("a"), at_s=3, choice=0, first_index=0, token_ids=(9,))
+    chunk = Lifetime(key=key("a"), at_s=3, name="prefill_chunk", tokens=3)
+    assert done(scheduler, (9,), now_s=3) == [Emit(events=(chunk, first))]
+    write = WriteSlab(peer=D, lent=lent("a", 0), tables=((0,),), start=0, tokens=3)
+    assert scheduler.handle(from_d(lent("a", 0)), 4) == [write]
+    commit = Commit(key=key("a"), pieces=1, first_token_ids=(9,))
+    assert scheduler.handle(written("a", 0), 5) == [
+        SendPeer(peer=D, address="sim:d", message=commit)
+    ]
+    assert (scheduler.transfers, scheduler.transfer_bytes, scheduler.transfer_s) == (1, 7, 0.5)
+    assert scheduler.handle(from_d(Committed(key=key("a"))), 6) == [
+        Emit(events=(Released(key=key("a"), at_s=6),))
+    ]
+    assert_gone(scheduler)
+
+
+def test_prompts_are_packed_under_the_token_budget() -> None:
+    scheduler = prefill_scheduler(chunk=8)
+    for name, tokens in (("a", 5), ("b", 6), ("c", 2)):
+        scheduler.handle(prefill_of(spec(name, tokens)), 0)
+    assert scheduler.waiting_tokens == 13
+    batch = the_step(scheduler.handle(StepWanted(), 0)).batch
+    assert [(s.key.request_id, s.start, s.token_ids) for s in batch.slices] == [
+        ("a", 0, (0, 1, 2, 3, 4)),
+        ("b", 0, (0, 1, 2)),
+    ]
+    assert [len(s.samples) for s in batch.slices] == [1, 0]
+    done(scheduler, (9,), ())
+    batch = the_step(scheduler.handle(StepWanted(), 0)).batch
+    assert [(s.key.request_id, s.start, s.token_ids) for s in batch.slices] == [
+        ("b", 3, (3, 4, 5)),
+        ("c", 0, (0, 1)),
+    ]
+    assert [s.prompt_tokens for s in batch.slices] == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunks"), [(1, [1]), (7, [7]), (8, [8]), (9, [8, 1]), (16, [8, 8]), (17, [8, 8, 1])]
+)
+def test_chunk_borders(tokens: int, chunks: list[int]) -> None:
+    scheduler = prefill_scheduler(chunk=8)
+    scheduler.handle(prefill_of(spec("a", tokens)), 0)
+    seen, pieces = [], []
+    for i, size in enumerate(chunks):
+        commands = scheduler.handle(StepWanted(), 0)
+        pieces += [m.piece for m in to_peer(commands) if isinstance(m, SlabWanted)]
+        (only,) = the_step(commands).batch.slices
+        seen.append(len(only.token_ids))
+        assert bool(only.samples) == (i == len(chunks) - 1)
+        done(scheduler, (9,) if only.samples else (), now_s=0)
+        assert seen[-1] == size
+    assert pieces == list(range(len(chunks)))
+
+
+def test_a_chunk_longer_than_a_slab_leaves_in_pieces() -> None:
+    scheduler = prefill_scheduler(chunk=20)
+    scheduler.handle(prefill_of(spec("a", 19)), 0)
+    wants = to_peer(scheduler.handle(StepWanted(), 0))
+    assert [(w.piece, w.bytes) for w in wants if isinstance(w, SlabWanted)] == [
+        (0, 8 * TOKEN_BYTES),
+        (1, 8 * TOKEN_BYTES),
+        (2, 3 * TOKEN_BYTES),
+    ]
+
+
+def test_a_slab_lent_before_its_piece_is_computed_waits() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 3)), 0)
+    scheduler.handle(StepWanted(), 0)
+    assert scheduler.handle(from_d(lent("a", 0)), 0) == []
+    assert [c for c in done(scheduler, (9,)) if isinstance(c, WriteSlab)] == [
+        WriteSlab(peer=D, lent=lent("a", 0), tables=((0,),), start=0, tokens=3)
+    ]
+
+
+def test_only_the_head_of_the_queue_waits_for_blocks() -> None:
+    scheduler = prefill_scheduler(blocks=2, chunk=8)
+    for name in ("a", "b"):
+        scheduler.handle(prefill_of(spec(name, 6)), 0)
+    (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert only.key == key("a")
+    done(scheduler, (9,))
+    assert scheduler.handle(StepWanted(), 0) == []
+    assert scheduler.waiting == 1
+    scheduler.handle(Abort(key=key("a")), 0)
+    (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert only.key == key("b")
+
+
+def test_abort_before_the_first_step() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 3)), 0)
+    assert scheduler.handle(Abort(key=key("a")), 1) == [
+        SendPeer(
+            peer=D,
+            address="sim:d",
+            message=TransferCancelled(key=key("a"), reason="aborted"),
+        ),
+        Emit(events=(Released(key=key("a"), at_s=1),)),
+    ]
+    assert_gone(scheduler)
+
+
+def test_abort_of_what_is_not_here() -> None:
+    assert prefill_scheduler().handle(Abort(key=key("a")), 0) == []
+
+
+def test_abort_between_a_step_and_its_outcome() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 3)), 0)
+    scheduler.handle(StepWanted(), 0)
+    assert scheduler.handle(Abort(key=key("a")), 1) == []
+    assert scheduler.tables.free_blocks < scheduler.tables.blocks
+    commands = done(scheduler, (9,), now_s=2)
+    assert names(commands) == ["prefill_chunk", "Released"]
+    assert to_peer(commands) == [TransferCancelled(key=key("a"), reason="aborted")]
+    assert_gone(scheduler)
+
+
+def test_abort_with_a_write_in_flight_keeps_blocks_and_fence_until_it_is_over() -> None:
+    scheduler = writing()
+    assert scheduler.handle(Abort(key=key("a")), 2) == []
+    assert scheduler.tables.free_blocks < scheduler.tables.blocks
+    commands = scheduler.handle(written("a", 0), 3)
+    assert to_peer(commands) == [TransferCancelled(key=key("a"), reason="aborted")]
+    assert names(commands) == ["Released"]
+    assert scheduler.transfers == 0
+    assert_gone(scheduler)
+
+
+def test_a_slab_lent_after_the_abort_is_not_written() -> None:
+    scheduler = writing()
+    scheduler.handle(Abort(key=key("a")), 2)
+    assert scheduler.handle(from_d(lent("a", 0)), 2) == []
+    scheduler.handle(written("a", 0), 3)
+    assert scheduler.handle(from_d(lent("a", 0)), 4) == []
+
+
+def test_nothing_is_handed_over_when_every_choice_ends_with_its_first_token() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 3, n=2, stops=(9,))), 0)
+    commands = run(scheduler, (9, 9))
+    tokens = [e for e in events(commands) if isinstance(e, Tokens)]
+    assert [(t.choice, t.finish_reason, t.stop_token_id) for t in tokens] == [
+        (0, FinishReason.STOP, 9),
+        (1, FinishReason.STOP, 9),
+    ]
+    reason = "finished with its first token"
+    assert to_peer(commands) == [TransferCancelled(key=key("a"), reason=reason)]
+    assert names(commands)[-1] == "Released"
+    assert_gone(scheduler)
+
+
+def test_some_choices_end_with_their_first_token() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 3, n=3, stops=(9,))), 0)
+    run(scheduler, (9, 7, 8))
+    scheduler.handle(from_d(lent("a", 0)), 1)
+    assert to_peer(scheduler.handle(written("a", 0), 1)) == [
+        Commit(key=key("a"), pieces=1, first_token_ids=(9, 7, 8), finished_choices=(0,))
+    ]
+
+
+def test_max_tokens_of_one_ends_by_length() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 3, max_tokens=1)), 0)
+    tokens = [e for e in events(run(scheduler, (7,))) if isinstance(e, Tokens)]
+    assert [(t.finish_reason, t.stop_token_id) for t in tokens] == [(FinishReason.LENGTH, None)]
+    assert_gone(scheduler)
+
+
+def test_a_failed_write_fails_the_request_and_fences() -> None:
+    scheduler = writing()
+    commands = scheduler.handle(written("a", 0, "region gone"), 2)
+    assert events(commands) == [
+        RequestFailed(key=key("a"), at_s=2, reason="transfer_failed", message="region gone"),
+        Released(key=key("a"), at_s=2),
+    ]
+    assert to_peer(commands) == [TransferCancelled(key=key("a"), reason="transfer_failed")]
+    assert_gone(scheduler)
+
+
+def test_cancel_from_the_decode_worker_is_told_to_the_router() -> None:
+    """A decode worker that has lost the reservation says nothing more to it."""
+    scheduler = committing()
+    commands = scheduler.handle(from_d(CancelTransfer(key=key("a"), reason="no room")), 2)
+    assert events(commands) == [
+        RequestFailed(key=key("a"), at_s=2, reason="transfer_cancelled", message="no room"),
+        Released(key=key("a"), at_s=2),
+    ]
+    assert to_peer(commands) == [TransferCancelled(key=key("a"), reason="transfer_cancelled")]
+    assert_gone(scheduler)
+
+
+def test_cancel_of_what_is_not_here_is_fenced_at_once() -> None:
+    scheduler = prefill_scheduler()
+    assert scheduler.handle(from_d(CancelTransfer(key=key("a"), reason="why")), 0) == [
+        SendPeer(peer=D, message=TransferCancelled(key=key("a"), reason="why"))
+    ]
+
+
+def test_cancel_while_a_write_is_in_flight_waits_and_is_told_once() -> None:
+    scheduler = writing()
+    cancel = from_d(CancelTransfer(key=key("a"), reason="no room"))
+    assert names(scheduler.handle(cancel, 2)) == ["RequestFailed"]
+    assert scheduler.handle(cancel, 2) == []
+    assert names(scheduler.handle(written("a", 0), 3)) == ["Released"]
+    assert_gone(scheduler)
+
+
+@pytest.mark.parametrize("state", ["waiting", "on_device", "computed", "writing", "committing"])
+def test_a_lost_peer_at_every_state(state: str) -> None:
+    scheduler = prefill_scheduler()
+    if state in ("writing", "committing"):
+        scheduler = writing() if state == "writing" else committing()
+    else:
+        scheduler.handle(prefill_of(spec("a", 3)), 0)
+    if state == "on_device":
+        scheduler.handle(StepWanted(), 0)
+    if state == "computed":
+        run(scheduler, (9,))
+    heard = names(scheduler.handle(PeerLost(peer=D, reason="gone"), 2))
+    assert scheduler.handle(PeerLost(peer=D, reason="gone"), 2) == []
+    assert scheduler.handle(Tick(), 2) == []
+    if state == "on_device":
+        heard += [name for name in names(done(scheduler, (9,))) if name != "prefill_chunk"]
+    if state == "writing":
+        heard += names(scheduler.handle(written("a", 0, "gone"), 3))
+    assert heard == ["RequestFailed", "Released"]
+    for late in (lent("a", 0), Committed(key=key("a"))):
+        assert scheduler.handle(from_d(late), 4) == []
+    assert_gone(scheduler)
+
+
+def test_another_lost_peer_changes_nothing() -> None:
+    scheduler = committing()
+    assert scheduler.handle(PeerLost(peer=P, reason="gone"), 2) == []
+    assert scheduler.handing_over == 1
+
+
+def test_messages_that_no_healthy_peer_sends_change_nothing() -> None:
+    scheduler = writing()
+    assert scheduler.handle(from_d(Committed(key=key("a"))), 2) == []  # before the commit
+    assert scheduler.handle(from_d(lent("a", 0)), 2) == []  # twice
+    assert scheduler.handle(from_d(lent("a", 5)), 2) == []  # no such piece
+    commit = to_peer(scheduler.handle(written("a", 0), 3))
+    assert [type(m) for m in commit] == [Commit]
+    assert scheduler.handle(from_d(lent("a", 0)), 3) == []  # once more, after it was sent
+    names(scheduler.handle(from_d(Committed(key=key("a"))), 4))
+    assert_gone(scheduler)
+
+
+def test_a_tick_renews_what_is_alive() -> None:
+    scheduler = writing("a")
+    scheduler.handle(prefill_of(spec("b", 3)), 2)
+    renewals = scheduler.handle(Tick(), 2)
+    assert to_peer(renewals) == [RenewLeases(keys=(key("a"),)), RenewLeases(keys=(key("b"),))]
+    scheduler.handle(Abort(key=key("a")), 3)
+    assert to_peer(scheduler.handle(Tick(), 3)) == [RenewLeases(keys=(key("b"),))]

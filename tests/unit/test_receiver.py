@@ -1,0 +1,299 @@
+"""The decode worker's side of a handoff, through its scheduler: leases, slabs, fences."""
+
+from __future__ import annotations
+
+import pytest
+
+from decode_worker.scheduler import DecodeScheduler
+from engine.step import Command, Emit, Tick
+from kvpool.handoff import (
+    CancelTransfer,
+    Commit,
+    PeerLost,
+    RenewLeases,
+    ReplaceSlab,
+    ScatterSlab,
+    SendPeer,
+    SlabFilled,
+    SlabLent,
+    SlabReplaced,
+    SlabScattered,
+    SlabWanted,
+    TransferCancelled,
+)
+from kvpool.slabs import LeaseId, SlabId, SlabState
+from kvrelay.messages import Abort, Released, RequestFailed
+from kvrelay.types import Incarnation
+from tests.unit.worker_kit import (
+    SLAB_TOKENS,
+    TOKEN_BYTES,
+    TTL_S,
+    D,
+    P,
+    decode_scheduler,
+    events,
+    from_p,
+    key,
+    names,
+    reserve,
+    spec,
+    to_peer,
+)
+
+TIMEOUT = "no progress from the prefill worker in 30 s"
+
+
+def reserved(*names: str, slabs: int = 2) -> DecodeScheduler:
+    scheduler = decode_scheduler(slabs=slabs)
+    for name in names:
+        scheduler.handle(reserve(spec(name, 3)), 0)
+    return scheduler
+
+
+def want(scheduler: DecodeScheduler, name: str, piece: int = 0, now_s: float = 0) -> list[SlabLent]:
+    wanted = SlabWanted(key=key(name), piece=piece, bytes=3 * TOKEN_BYTES)
+    lent = to_peer(scheduler.handle(from_p(wanted), now_s))
+    assert all(isinstance(message, SlabLent) for message in lent)
+    return lent  # type: ignore[return-value]
+
+
+def fill(scheduler: DecodeScheduler, lent: SlabLent, now_s: float = 0) -> list[Command]:
+    filled = SlabFilled(
+        key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
+    )
+    return scheduler.handle(from_p(filled), now_s)
+
+
+def scattered(lent: SlabLent, error: str | None = None) -> SlabScattered:
+    return SlabScattered(
+        key=lent.key,
+        piece=lent.piece,
+        slab_id=lent.slab_id,
+        lease_id=lent.lease_id,
+        bytes=5,
+        seconds=0.25,
+        error=error,
+    )
+
+
+def fence(name: str) -> TransferCancelled:
+    return TransferCancelled(key=key(name), reason="aborted")
+
+
+def assert_free(scheduler: DecodeScheduler) -> None:
+    scheduler.validate()
+    slabs = scheduler.receiver.slabs
+    assert scheduler.tables.free_blocks == scheduler.tables.blocks
+    assert slabs.counts()[SlabState.FREE] == slabs.count
+    assert scheduler.sequences == 0
+
+
+def test_slabs_are_lent_in_order_of_asking_as_they_come_free() -> None:
+    scheduler = reserved("a", "b", slabs=1)
+    (first,) = want(scheduler, "a")
+    assert (first.slab_id, first.region, first.lease_id) == (0, "region-0", 1)
+    assert want(scheduler, "b") == []
+    assert want(scheduler, "a", piece=1) == []
+    assert [type(c) for c in fill(scheduler, first)] == [ScatterSlab]
+    (second,) = to_peer(scheduler.handle(scattered(first), 0))
+    assert isinstance(second, SlabLent)
+    assert (second.key, second.slab_id, second.lease_id) == (key("b"), 0, 2)
+
+
+def test_a_slab_for_no_reservation_is_refused() -> None:
+    scheduler = decode_scheduler()
+    wanted = SlabWanted(key=key("a"), piece=0, bytes=4)
+    assert scheduler.handle(from_p(wanted), 0) == [
+        SendPeer(peer=P, message=CancelTransfer(key=key("a"), reason="no such reservation"))
+    ]
+
+
+def test_a_slab_that_would_be_too_small_is_refused() -> None:
+    scheduler = reserved("a")
+    holds = SLAB_TOKENS * TOKEN_BYTES
+    wanted = SlabWanted(key=key("a"), piece=0, bytes=holds + 1)
+    reason = f"a slab holds {holds} bytes, {holds + 1} were wanted"
+    assert to_peer(scheduler.handle(from_p(wanted), 0)) == [
+        CancelTransfer(key=key("a"), reason=reason)
+    ]
+
+
+def test_abort_fences_the_lent_slab_until_the_writer_says_so() -> None:
+    scheduler = reserved("a")
+    (lent,) = want(scheduler, "a")
+    assert scheduler.handle(Abort(key=key("a")), 1) == [
+        SendPeer(peer=P, message=CancelTransfer(key=key("a"), reason="aborted")),
+        Emit(events=(Released(key=key("a"), at_s=1),)),
+    ]
+    assert scheduler.receiver.slabs.counts()[SlabState.FENCING] == 1
+    assert fill(scheduler, lent) == []  # its write was under way; it is not scattered
+    assert scheduler.receiver.slabs.counts()[SlabState.FENCING] == 1
+    assert scheduler.handle(from_p(fence("a")), 2) == []
+    assert_free(scheduler)
+
+
+def test_a_fence_lets_the_next_writer_in() -> None:
+    scheduler = reserved("a", "b", slabs=1)
+    want(scheduler, "a")
+    assert want(scheduler, "b") == []
+    scheduler.handle(Abort(key=key("a")), 1)
+    assert [type(m) for m in to_peer(scheduler.handle(from_p(fence("a")), 2))] == [SlabLent]
+
+
+def test_the_writer_cancels_by_itself() -> None:
+    scheduler = reserved("a")
+    want(scheduler, "a")
+    assert scheduler.handle(from_p(fence("a")), 1) == [
+        Emit(events=(Released(key=key("a"), at_s=1),))
+    ]
+    assert_free(scheduler)
+
+
+def test_abort_during_a_scatter_keeps_the_blocks_until_it_is_over() -> None:
+    scheduler = reserved("a")
+    (lent,) = want(scheduler, "a")
+    fill(scheduler, lent)
+    assert names(scheduler.handle(Abort(key=key("a")), 1)) == []
+    assert scheduler.tables.free_blocks < scheduler.tables.blocks
+    assert scheduler.sequences == 0  # its place in the batch is free at once
+    assert names(scheduler.handle(scattered(lent), 2)) == ["Released"]
+    assert_free(scheduler)
+
+
+def test_a_damaged_slab_fails_the_request() -> None:
+    scheduler = reserved("a")
+    (lent,) = want(scheduler, "a")
+    fill(scheduler, lent)
+    commands = scheduler.handle(scattered(lent, "wrong checksum"), 1)
+    assert to_peer(commands) == [CancelTransfer(key=key("a"), reason="wrong checksum")]
+    assert events(commands) == [
+        RequestFailed(key=key("a"), at_s=1, reason="transfer_failed", message="wrong checksum"),
+        Released(key=key("a"), at_s=1),
+    ]
+    assert_free(scheduler)
+
+
+def test_a_reservation_nobody_renews_ends() -> None:
+    scheduler = reserved("a")
+    assert scheduler.handle(Tick(), TTL_S - 1) == []
+    commands = scheduler.handle(Tick(), TTL_S)
+    assert to_peer(commands) == [CancelTransfer(key=key("a"), reason=TIMEOUT)]
+    assert events(commands) == [
+        RequestFailed(key=key("a"), at_s=TTL_S, reason="handoff_timeout", message=TIMEOUT),
+        Released(key=key("a"), at_s=TTL_S),
+    ]
+    assert_free(scheduler)
+
+
+def test_a_renewal_keeps_reservation_and_slabs() -> None:
+    scheduler = reserved("a")
+    want(scheduler, "a")
+    scheduler.handle(from_p(RenewLeases(keys=(key("a"), key("unknown")))), TTL_S - 1)
+    assert scheduler.handle(Tick(), TTL_S + 1) == []
+
+
+def test_a_slab_nobody_renews_is_retired_and_replaced() -> None:
+    scheduler = reserved("a")
+    (lent,) = want(scheduler, "a")
+    commands = scheduler.handle(Tick(), TTL_S)
+    assert ReplaceSlab(slab_id=lent.slab_id) in commands
+    assert names(commands) == ["RequestFailed", "Released"]
+    assert fill(scheduler, lent, TTL_S) == []  # late
+    assert scheduler.handle(from_p(fence("a")), TTL_S) == []
+    scheduler.handle(SlabReplaced(slab_id=lent.slab_id, region="fresh"), TTL_S)
+    assert_free(scheduler)
+    scheduler.handle(reserve(spec("b", 3)), TTL_S)
+    (again,) = want(scheduler, "b", now_s=TTL_S)
+    assert (again.slab_id, again.region) == (lent.slab_id, "fresh")
+
+
+def test_a_request_that_lost_one_of_its_slabs_fails_though_others_made_progress() -> None:
+    """Its piece would never come, while the prefill worker renews for ever."""
+    scheduler = reserved("a")
+    (first,) = want(scheduler, "a")
+    want(scheduler, "a", piece=1)
+    fill(scheduler, first, now_s=TTL_S / 2)  # renews the reservation, not the other slab
+    commands = scheduler.handle(Tick(), TTL_S)
+    assert names(commands) == ["RequestFailed"]
+    assert to_peer(commands) == [CancelTransfer(key=key("a"), reason=TIMEOUT)]
+    assert names(scheduler.handle(scattered(first), TTL_S)) == ["Released"]
+
+
+@pytest.mark.parametrize("state", ["reserved", "lent", "scattering", "committed", "fencing"])
+def test_a_lost_peer_at_every_state(state: str) -> None:
+    scheduler = reserved("a")
+    lent = want(scheduler, "a") if state != "reserved" else []
+    heard: list[str] = []
+    if state in ("scattering", "committed"):
+        fill(scheduler, lent[0])
+    if state == "committed":
+        commit = Commit(key=key("a"), pieces=1, first_token_ids=(9,))
+        scheduler.handle(from_p(commit), 0)
+    if state == "fencing":
+        heard += ["RequestFailed", *names(scheduler.handle(Abort(key=key("a")), 0))]
+    commands = scheduler.handle(PeerLost(peer=P, reason="gone"), 1)
+    assert to_peer(commands) == []
+    heard += names(commands)
+    replaced = [c.slab_id for c in commands if isinstance(c, ReplaceSlab)]
+    assert bool(replaced) == (state in ("lent", "fencing"))
+    for slab_id in replaced:
+        scheduler.handle(SlabReplaced(slab_id=slab_id, region="fresh"), 1)
+    if state in ("scattering", "committed"):
+        heard += names(scheduler.handle(scattered(lent[0]), 2))
+    assert heard == ["RequestFailed", "Released"]
+    for message in (fence("a"), Commit(key=key("a"), pieces=1, first_token_ids=(9,))):
+        assert scheduler.handle(from_p(message), 3) == []
+    assert_free(scheduler)
+
+
+def test_another_lost_peer_changes_nothing() -> None:
+    scheduler = reserved("a")
+    want(scheduler, "a")
+    assert scheduler.handle(PeerLost(peer=D, reason="gone"), 1) == []
+
+
+def test_the_wants_of_a_cancelled_request_are_forgotten() -> None:
+    scheduler = reserved("a", "b", "c", slabs=1)
+    (first,) = want(scheduler, "a")
+    want(scheduler, "b")
+    want(scheduler, "c")
+    scheduler.handle(Abort(key=key("b")), 0)
+    fill(scheduler, first)
+    (lent,) = to_peer(scheduler.handle(scattered(first), 0))
+    assert isinstance(lent, SlabLent)
+    assert lent.key == key("c")
+
+
+def test_a_slab_filled_under_a_foreign_name_or_lease_is_ignored() -> None:
+    scheduler = reserved("a", "b")
+    (lent,) = want(scheduler, "a")
+    for name, slab_id, lease_id in (
+        ("b", lent.slab_id, lent.lease_id),
+        ("a", SlabId(1), lent.lease_id),
+        ("a", SlabId(77), lent.lease_id),
+        ("a", lent.slab_id, LeaseId(77)),
+    ):
+        filled = SlabFilled(key=key(name), piece=0, slab_id=slab_id, lease_id=lease_id)
+        assert scheduler.handle(from_p(filled), 0) == []
+    assert [type(c) for c in fill(scheduler, lent)] == [ScatterSlab]
+    assert fill(scheduler, lent) == []  # twice
+
+
+def test_messages_for_the_unknown_change_nothing() -> None:
+    scheduler = decode_scheduler()
+    commit = Commit(key=key("a"), pieces=1, first_token_ids=(9,))
+    for message in (commit, fence("a"), RenewLeases(keys=(key("a"),))):
+        assert scheduler.handle(from_p(message), 0) == []
+    assert scheduler.handle(PeerLost(peer=Incarnation("x"), reason="gone"), 0) == []
+    assert_free(scheduler)
+
+
+def test_a_commit_that_counts_too_few_pieces_waits_for_the_scatter() -> None:
+    scheduler = reserved("a")
+    slabs = [*want(scheduler, "a"), *want(scheduler, "a", piece=1)]
+    for slab in slabs:
+        fill(scheduler, slab)
+    scheduler.handle(from_p(Commit(key=key("a"), pieces=1, first_token_ids=(9,))), 0)
+    assert names(scheduler.handle(scattered(slabs[0]), 0)) == []
+    scheduler.handle(scattered(slabs[1]), 0)
+    scheduler.validate()

@@ -1,0 +1,121 @@
+"""Small schedulers, and shorthands for what goes into them and comes out."""
+
+from __future__ import annotations
+
+from decode_worker.receiver import Receiver
+from decode_worker.scheduler import DecodeScheduler
+from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
+from kvpool.handoff import FromPeer, PeerMessage, SendPeer
+from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvpool.leases import LeaseTable
+from kvpool.slabs import SlabId, SlabPool
+from kvpool.tables import BlockTables
+from kvrelay.messages import Lifetime, Prefill, Reserve, Tokens, WorkerEvent
+from kvrelay.types import Incarnation, RequestKey, RequestSpec, Sampling
+from prefill_worker.scheduler import PrefillScheduler
+
+BLOCK = 4
+SLAB_TOKENS = 8
+TTL_S = 30.0
+P, D = Incarnation("p"), Incarnation("d")
+LAYOUT = KvLayout(
+    groups=(LayerGroup(layers=(0,), planes=(Plane(name="k", heads=1, dim=1),)),),
+    dtype="float32",
+    block_size=BLOCK,
+)
+TOKEN_BYTES = LAYOUT.bytes_per_token
+
+
+def key(name: str) -> RequestKey:
+    return RequestKey(name, 0)
+
+
+def spec(
+    name: str, tokens: int, *, n: int = 1, max_tokens: int = 8, stops: tuple[int, ...] = ()
+) -> RequestSpec:
+    """Its prompt is 0, 1, 2 ..."""
+    sampling = Sampling(max_tokens=max_tokens, seed=1, n=n, stop_token_ids=stops)
+    return RequestSpec(key=key(name), prompt_ids=tuple(range(tokens)), sampling=sampling)
+
+
+def reserve(request: RequestSpec) -> Reserve:
+    return Reserve(spec=request, source=P)
+
+
+def prefill_of(request: RequestSpec) -> Prefill:
+    return Prefill(spec=request, target_address="sim:d", target=D)
+
+
+def prefill_scheduler(*, blocks: int = 16, chunk: int = 8) -> PrefillScheduler:
+    return PrefillScheduler(
+        tables=BlockTables(LAYOUT, blocks), chunk_tokens=chunk, slab_tokens=SLAB_TOKENS
+    )
+
+
+def receiver(*, blocks: int = 16, slabs: int = 2) -> Receiver:
+    return Receiver(
+        tables=BlockTables(LAYOUT, blocks),
+        slabs=SlabPool(SLAB_TOKENS * TOKEN_BYTES, slabs),
+        regions={SlabId(i): f"region-{i}" for i in range(slabs)},
+        leases=LeaseTable(TTL_S),
+    )
+
+
+def decode_scheduler(
+    *, blocks: int = 16, slabs: int = 2, chunk: int = 8, max_running: int = 4
+) -> DecodeScheduler:
+    owner = receiver(blocks=blocks, slabs=slabs)
+    return DecodeScheduler(
+        tables=owner.tables, receiver=owner, chunk_tokens=chunk, max_running=max_running
+    )
+
+
+def from_p(message: PeerMessage) -> FromPeer:
+    return FromPeer(peer=P, message=message)
+
+
+def from_d(message: PeerMessage) -> FromPeer:
+    return FromPeer(peer=D, message=message)
+
+
+def events(commands: list[Command]) -> list[WorkerEvent]:
+    return [event for c in commands if isinstance(c, Emit) for event in c.events]
+
+
+def names(commands: list[Command]) -> list[str]:
+    """What a router hears, in short: a lifetime's name, else the kind of event."""
+    return [e.name if isinstance(e, Lifetime) else type(e).__name__ for e in events(commands)]
+
+
+def to_peer(commands: list[Command]) -> list[PeerMessage]:
+    return [c.message for c in commands if isinstance(c, SendPeer)]
+
+
+def the_step(commands: list[Command]) -> RunStep:
+    (step,) = [c for c in commands if isinstance(c, RunStep)]
+    return step
+
+
+def run(
+    scheduler: PrefillScheduler | DecodeScheduler, *sampled: tuple[int, ...], now_s: float = 0.0
+) -> list[Command]:
+    """One step: these are the tokens sampled for each slice."""
+    the_step(scheduler.handle(StepWanted(), now_s))
+    return done(scheduler, *sampled, now_s=now_s)
+
+
+def done(
+    scheduler: PrefillScheduler | DecodeScheduler, *sampled: tuple[int, ...], now_s: float = 0.0
+) -> list[Command]:
+    outcome = tuple(tuple(Sampled(token_id=t) for t in tokens) for tokens in sampled)
+    event = StepDone(outcome=StepOutcome(sampled=outcome), seconds=0.1)
+    return scheduler.handle(event, now_s)
+
+
+def said(commands: list[Command]) -> list[tuple[int, int, tuple[int, ...], str | None]]:
+    """# of each Tokens event: choice, first index, ids, finish reason"""
+    return [
+        (e.choice, e.first_index, e.token_ids, e.finish_reason)
+        for e in events(commands)
+        if isinstance(e, Tokens)
+    ]
