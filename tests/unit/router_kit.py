@@ -1,0 +1,124 @@
+"""A router core with workers, and shorthands for what they say."""
+
+from __future__ import annotations
+
+from kvrelay.messages import (
+    Counters,
+    Lifetime,
+    Released,
+    RequestFailed,
+    Reserved,
+    ReserveRefused,
+    Tokens,
+    WorkerEvent,
+    WorkerHello,
+)
+from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Role, Sampling
+from router.core import Command, RouterCore, Submitted, WorkerJoined, WorkerSaid
+from router.generation import ChoiceTokens, GenerationRequest
+from router.placement import WorkerView
+
+PROMPT = (1, 2, 3)
+
+
+def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) -> WorkerHello:
+    return WorkerHello(
+        name=name,
+        incarnation=Incarnation(name),
+        role=role,
+        device="cpu",
+        transport="loopback",
+        transfer_address=f"loopback:{name}",
+        fingerprint="f00d",
+        architecture="Llama",
+        block_size=4,
+        total_blocks=16,
+        max_model_len=max_model_len,
+        max_running_requests=places,
+        prefill_chunk_tokens=8,
+        vocab_size=50,
+    )
+
+
+def view(name: str, role: Role, **options: int) -> WorkerView:
+    return WorkerView(hello=hello(name, role, **options))
+
+
+def core_with(*, places: int = 4, **roles: Role) -> RouterCore:
+    core = RouterCore()
+    for name, role in roles.items():
+        core.handle(WorkerJoined(hello=hello(name, role, places=places)), 0)
+    return core
+
+
+def split(*, places: int = 4) -> RouterCore:
+    return core_with(places=places, p=Role.PREFILL, d=Role.DECODE)
+
+
+def request(name: str = "r", *, n: int = 1, max_tokens: int = 8) -> GenerationRequest:
+    sampling = Sampling(max_tokens=max_tokens, seed=1, n=n)
+    return GenerationRequest(request_id=name, prompt_ids=PROMPT, sampling=sampling)
+
+
+def submit(core: RouterCore, name: str = "r", *, n: int = 1, now_s: float = 1) -> list[Command]:
+    return core.handle(Submitted(request=request(name, n=n)), now_s)
+
+
+def key(name: str = "r", attempt: int = 0) -> RequestKey:
+    return RequestKey(name, attempt)
+
+
+def spec(name: str = "r", *, attempt: int = 0, n: int = 1) -> RequestSpec:
+    return RequestSpec(
+        key=key(name, attempt), prompt_ids=PROMPT, sampling=request(name, n=n).sampling
+    )
+
+
+def says(
+    core: RouterCore, worker: str, *events: WorkerEvent, now_s: float = 2, running: int = 0
+) -> list[Command]:
+    counters = Counters(running=running)
+    event = WorkerSaid(incarnation=Incarnation(worker), events=events, counters=counters)
+    return core.handle(event, now_s)
+
+
+def reserved(name: str = "r", attempt: int = 0) -> Reserved:
+    return Reserved(key=key(name, attempt), at_s=1.5)
+
+
+def refused(reason: str, name: str = "r", attempt: int = 0) -> ReserveRefused:
+    return ReserveRefused(key=key(name, attempt), at_s=1.5, reason=reason)
+
+
+def released(name: str = "r", attempt: int = 0) -> Released:
+    return Released(key=key(name, attempt), at_s=1.5)
+
+
+def failed(reason: str, name: str = "r", attempt: int = 0) -> RequestFailed:
+    return RequestFailed(key=key(name, attempt), at_s=1.5, reason=reason, message="why")
+
+
+def lifetime(moment: str, name: str = "r", attempt: int = 0) -> Lifetime:
+    return Lifetime(key=key(name, attempt), at_s=1.5, name=moment)
+
+
+def tokens(
+    first_index: int,
+    *ids: int,
+    name: str = "r",
+    attempt: int = 0,
+    choice: int = 0,
+    reason: FinishReason | None = None,
+) -> Tokens:
+    return Tokens(
+        key=key(name, attempt),
+        at_s=1.5,
+        choice=choice,
+        first_index=first_index,
+        token_ids=ids,
+        finish_reason=reason,
+    )
+
+
+def piece(*ids: int, choice: int = 0, reason: FinishReason | None = None) -> ChoiceTokens:
+    return ChoiceTokens(choice=choice, token_ids=ids, finish_reason=reason)

@@ -1,0 +1,146 @@
+"""A worker's links to others, over the loopback transport."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from cluster.peers import PeerLinks
+from kvpool.handoff import (
+    Committed,
+    FromPeer,
+    PeerHello,
+    PeerLost,
+    PeerMessage,
+    RenewLeases,
+    SendPeer,
+)
+from kvpool.transport.base import Connection
+from kvrelay.errors import PeerError
+from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
+
+A, B = Incarnation("links-a"), Incarnation("links-b")
+RENEW = RenewLeases(keys=(RequestKey("r", 0),))
+COMMITTED = Committed(key=RequestKey("r", 0))
+
+
+class Side:
+    def __init__(self, incarnation: Incarnation, *, fingerprint: str = "f00d") -> None:
+        hello = PeerHello(
+            wire_version=WIRE_VERSION,
+            incarnation=incarnation,
+            fingerprint=fingerprint,
+            physical_format="float32/block16",
+        )
+        self.inbox: queue.SimpleQueue[FromPeer | PeerLost] = queue.SimpleQueue()
+        self.links = PeerLinks("loopback", hello, self.inbox.put)
+        self.incarnation = incarnation
+
+    def send(self, peer: Side, message: PeerMessage, *, connect: bool = True) -> None:
+        address = peer.links.endpoint.address if connect else None
+        self.links.send(SendPeer(peer=peer.incarnation, address=address, message=message))
+
+    def next(self) -> FromPeer | PeerLost:
+        return self.inbox.get(timeout=10)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    with ExitStack() as stack:
+        a, b = Side(A), Side(B)
+        stack.callback(a.links.close)
+        stack.callback(b.links.close)
+        yield a, b
+
+
+def connected(a: Side, b: Side) -> tuple[Side, Side]:
+    a.send(b, RENEW)
+    assert b.next() == FromPeer(peer=A, message=RENEW)
+    b.send(a, COMMITTED, connect=False)
+    assert a.next() == FromPeer(peer=B, message=COMMITTED)
+    return a, b
+
+
+def test_the_first_message_connects_and_answers_come_back(sides: tuple[Side, Side]) -> None:
+    connected(*sides)
+
+
+def test_an_answer_to_one_who_never_connected_goes_nowhere(sides: tuple[Side, Side]) -> None:
+    """Reported as a loss, it would fail every other reservation for that peer."""
+    a, b = sides
+    a.send(b, COMMITTED, connect=False)
+    assert a.inbox.empty()
+    connected(a, b)
+
+
+def test_a_peer_that_is_not_there_is_lost(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    a.links.send(SendPeer(peer=Incarnation("x"), address="loopback:nowhere", message=RENEW))
+    lost = a.next()
+    assert isinstance(lost, PeerLost)
+    assert lost.peer == "x"
+    assert "loopback:nowhere" in lost.reason
+
+
+def test_a_closed_peer_is_lost_once_and_forgotten(sides: tuple[Side, Side]) -> None:
+    a, b = connected(*sides)
+    b.links.close()
+    assert isinstance(a.next(), PeerLost)
+    with pytest.raises(PeerError, match="no connection to worker links-b"):
+        a.links.notify(B, RENEW)
+    assert not a.links._peer_of
+    assert a.inbox.empty()
+
+
+def test_after_a_failed_send_both_sides_start_over(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = connected(*sides)
+    connection = a.links.connection(B)
+
+    def stuck(_: Connection, payload: bytes) -> None:
+        raise PeerError("it reads nothing")
+
+    monkeypatch.setattr(type(connection), "notify", stuck)
+    a.send(b, RENEW)
+    monkeypatch.undo()
+    assert a.next() == PeerLost(peer=B, reason="it reads nothing")
+    assert isinstance(b.next(), PeerLost)
+    connected(a, b)
+
+
+def test_another_model_is_refused_on_both_sides(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    other = Side(Incarnation("links-c"), fingerprint="beef")
+    try:
+        a.send(other, RENEW)
+        lost = other.next()
+        assert isinstance(lost, PeerLost)
+        assert "has fingerprint f00d, this one beef" in lost.reason
+        assert isinstance(a.next(), PeerLost)
+        assert other.inbox.empty()
+    finally:
+        other.links.close()
+
+
+def test_another_worker_in_its_place_is_refused(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    address = b.links.endpoint.address
+    a.links.send(SendPeer(peer=Incarnation("before-b"), address=address, message=RENEW))
+    assert a.next() == PeerLost(
+        peer=Incarnation("before-b"), reason="worker before-b is gone; links-b is in its place"
+    )
+
+
+@pytest.mark.parametrize("payload", [b"\xff garbage", b""])
+def test_garbage_costs_the_connection_and_no_more(sides: tuple[Side, Side], payload: bytes) -> None:
+    a, b = connected(*sides)
+    a.links.connection(B).notify(payload)
+    lost = b.next()
+    assert isinstance(lost, PeerLost)
+    assert "a peer sent" in lost.reason
+    assert isinstance(a.next(), PeerLost)
+    connected(a, b)

@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
+from kvrelay.types import FinishReason, Incarnation, Role
+from router.admission import NO_CAPACITY, Refusal
+from router.core import (
+    MAX_ATTEMPTS,
+    Aborted,
+    Admit,
+    ChoiceStopped,
+    Command,
+    Deliver,
+    Fail,
+    Refuse,
+    RouterCore,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+)
+from tests.unit.router_kit import (
+    core_with,
+    failed,
+    hello,
+    key,
+    lifetime,
+    piece,
+    refused,
+    released,
+    request,
+    reserved,
+    says,
+    spec,
+    split,
+    submit,
+    tokens,
+)
+
+P, D, D2, P2 = Incarnation("p"), Incarnation("d"), Incarnation("d2"), Incarnation("p2")
+LENGTH = FinishReason.LENGTH
+
+
+def running(core: RouterCore, *, n: int = 1) -> RouterCore:
+    """A request that was admitted, prefilled and handed over, with token 0 of each choice."""
+    submit(core, n=n)
+    says(core, "d", reserved())
+    says(core, "p", *[tokens(0, 10, choice=choice) for choice in range(n)])
+    says(core, "d", lifetime("handoff_committed"))
+    says(core, "p", released())
+    return core
+
+
+def delivered(commands: list[Command]) -> list[tuple[int, ...]]:
+    return [t.token_ids for c in commands if isinstance(c, Deliver) for t in c.tokens]
+
+
+def assert_no_books(core: RouterCore) -> None:
+    assert not core.requests
+    for view in core.workers.values():
+        assert not view.sequences, view.sequences
+        assert not view.prompt_tokens, view.prompt_tokens
+
+
+def test_from_submission_to_the_last_token() -> None:
+    core = split()
+    assert submit(core) == [Send(worker=D, message=Reserve(spec=spec(), source=P))]
+    assert says(core, "d", reserved()) == [
+        Admit(request_id="r"),
+        Send(worker=P, message=Prefill(spec=spec(), target_address="loopback:d", target=D)),
+    ]
+    assert says(core, "p", lifetime("prefill_started"), tokens(0, 10)) == [
+        Deliver(request_id="r", tokens=(piece(10),), done=False)
+    ]
+    assert says(core, "d", lifetime("handoff_committed"), tokens(1, 11, 12)) == [
+        Deliver(request_id="r", tokens=(piece(11, 12),), done=False)
+    ]
+    assert says(core, "d", tokens(3, 13, reason=LENGTH)) == [
+        Deliver(request_id="r", tokens=(piece(13, reason=LENGTH),), done=True)
+    ]
+    assert says(core, "p", released()) == []
+    assert says(core, "d", released()) == []
+    assert_no_books(core)
+
+
+def test_a_worker_of_both_roles_does_all() -> None:
+    core = core_with(b=Role.BOTH)
+    b = Incarnation("b")
+    assert submit(core) == [Send(worker=b, message=Generate(spec=spec()))]
+    assert says(core, "b", reserved()) == [Admit(request_id="r")]
+    assert delivered(says(core, "b", tokens(0, 10), tokens(1, 11, reason=LENGTH))) == [(10,), (11,)]
+    says(core, "b", released())
+    assert_no_books(core)
+
+
+def test_decode_tokens_that_overtake_the_first_one_wait_for_it() -> None:
+    core = split()
+    submit(core)
+    says(core, "d", reserved(), lifetime("handoff_committed"))
+    assert says(core, "d", tokens(2, 12, 13)) == []
+    assert says(core, "d", tokens(1, 11)) == []
+    assert delivered(says(core, "p", tokens(0, 10))) == [(10,), (11,), (12, 13)]
+
+
+def test_choices_are_ordered_each_for_itself() -> None:
+    core = split()
+    submit(core, n=2)
+    says(core, "d", reserved())
+    assert delivered(says(core, "d", tokens(1, 21, choice=1))) == []
+    assert delivered(says(core, "p", tokens(0, 10, choice=0))) == [(10,)]
+    assert delivered(says(core, "p", tokens(0, 20, choice=1))) == [(20,), (21,)]
+
+
+def test_duplicates_are_cut_and_nothing_follows_the_end() -> None:
+    core = running(split(), n=2)
+    assert delivered(says(core, "d", tokens(1, 11, 12))) == [(11, 12)]
+    assert delivered(says(core, "d", tokens(1, 11, 12))) == []
+    assert delivered(says(core, "d", tokens(2, 12, 13, reason=LENGTH))) == [(13,)]
+    assert delivered(says(core, "d", tokens(4, 14))) == []
+
+
+def test_what_an_old_attempt_or_a_stranger_says_is_dropped() -> None:
+    core = split()
+    core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 0)
+    submit(core)
+    says(core, "d", reserved())
+    says(core, "p", failed("transfer_failed"))
+    assert says(core, "p", tokens(0, 10)) == []
+    assert says(core, "d", reserved()) == []
+    assert says(core, "x", tokens(0, 10, attempt=1)) == []
+    assert says(core, "d2", tokens(0, 10, attempt=1)) == []
+    says(core, "d", reserved(attempt=1))
+    assert delivered(says(core, "p", tokens(0, 10, attempt=1))) == [(10,)]
+
+
+def test_the_next_decode_worker_is_asked_then_it_is_refused() -> None:
+    core = core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE)
+    submit(core)
+    assert says(core, "d", refused("kv_exhausted")) == [
+        Send(worker=D2, message=Reserve(spec=spec(), source=P))
+    ]
+    assert says(core, "d2", refused("slots_exhausted")) == [
+        Refuse(
+            request_id="r",
+            refusal=Refusal(
+                reason="slots_exhausted", message="all places of every decode worker are taken"
+            ),
+            retry_after_s=1.0,
+        )
+    ]
+    assert_no_books(core)
+
+
+def test_without_workers_there_is_no_capacity() -> None:
+    for core in (RouterCore(), core_with(d=Role.DECODE), core_with(p=Role.PREFILL)):
+        assert submit(core) == [Refuse(request_id="r", refusal=NO_CAPACITY, retry_after_s=1.0)]
+        assert_no_books(core)
+
+
+def test_what_the_router_knows_to_be_full_is_not_asked() -> None:
+    core = split(places=2)
+    submit(core, "a", n=2)
+    (refuse,) = submit(core, "b")
+    assert isinstance(refuse, Refuse)
+    assert refuse.refusal.reason == "slots_exhausted"
+    says(core, "d", refused("kv_exhausted", "a"))
+    assert isinstance(submit(core, "c")[0], Send)
+
+
+def test_the_retry_time_is_the_mean_gap_between_ends() -> None:
+    core = split()
+    for i, end_s in enumerate((10.0, 12.0, 12.5)):
+        submit(core, f"r{i}")
+        core.handle(Aborted(request_id=f"r{i}"), end_s)
+        says(core, "d", released(f"r{i}", i))
+    core.handle(WorkerLost(incarnation=D), 13)
+    (refuse,) = submit(core, "x")
+    assert isinstance(refuse, Refuse)
+    assert refuse.retry_after_s == pytest.approx(0.8 * 2.0 + 0.2 * 0.5)
+
+
+def test_abort_while_reserving_leaves_no_books() -> None:
+    """The prefill worker has never heard of it and will not say Released."""
+    core = split()
+    submit(core)
+    assert core.handle(Aborted(request_id="r"), 2) == [
+        Send(worker=D, message=Abort(key=key())),
+        Send(worker=P, message=Abort(key=key())),
+    ]
+    assert core.workers[D].sequences == {key(): 1}  # until the worker says so
+    says(core, "d", reserved(), released())
+    assert_no_books(core)
+
+
+def test_abort_while_a_refusal_is_on_its_way_leaves_no_books() -> None:
+    core = split()
+    submit(core)
+    core.handle(Aborted(request_id="r"), 2)
+    assert says(core, "d", refused("kv_exhausted")) == []
+    assert_no_books(core)
+
+
+def test_abort_after_the_handoff_reaches_the_decode_worker_alone() -> None:
+    core = running(split())
+    assert core.handle(Aborted(request_id="r"), 3) == [Send(worker=D, message=Abort(key=key()))]
+    assert core.handle(Aborted(request_id="r"), 3) == []
+    says(core, "d", released())
+    assert_no_books(core)
+
+
+def test_a_stopped_choice_is_told_to_the_decode_worker_and_says_no_more() -> None:
+    core = running(split(), n=2)
+    stop = ChoiceStopped(request_id="r", choice=1, valid_tokens=1)
+    assert core.handle(stop, 3) == [
+        Send(worker=D, message=Stop(key=key(), choice=1, valid_tokens=1))
+    ]
+    assert core.handle(stop, 3) == []
+    assert says(core, "d", tokens(1, 21, choice=1)) == []
+    assert core.handle(ChoiceStopped(request_id="r", choice=0, valid_tokens=1), 4) == [
+        Send(worker=D, message=Abort(key=key()))
+    ]
+    assert core.handle(ChoiceStopped(request_id="r", choice=0, valid_tokens=1), 4) == []
+    says(core, "d", released())
+    assert_no_books(core)
+
+
+def test_a_lost_decode_worker_costs_no_token() -> None:
+    core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
+    assert delivered(says(core, "d", tokens(1, 11, 12))) == [(11, 12)]
+    assert core.handle(WorkerLost(incarnation=D), 3) == [
+        Send(worker=D2, message=Reserve(spec=spec(attempt=1), source=P))
+    ]
+    (prefill,) = says(core, "d2", reserved(attempt=1))  # no second Admit
+    assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
+    assert delivered(says(core, "p", tokens(0, 10, attempt=1))) == []
+    again = says(core, "d2", tokens(1, 11, attempt=1), tokens(2, 12, 13, attempt=1))
+    assert delivered(again) == [(13,)]
+    assert delivered(says(core, "d2", tokens(4, 14, attempt=1, reason=LENGTH))) == [(14,)]
+    says(core, "p", released(attempt=1))
+    says(core, "d2", released(attempt=1))
+    assert_no_books(core)
+
+
+def test_a_lost_prefill_worker_is_replaced_before_the_handoff() -> None:
+    core = core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE)
+    submit(core)
+    says(core, "d", reserved())
+    assert core.handle(WorkerLost(incarnation=P), 3) == [
+        Send(worker=D, message=Abort(key=key())),
+        Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P2)),
+    ]
+
+
+def test_a_lost_prefill_worker_is_not_missed_after_the_handoff() -> None:
+    core = running(split())
+    assert core.handle(WorkerLost(incarnation=P), 3) == []
+    assert delivered(says(core, "d", tokens(1, 11, reason=LENGTH))) == [(11,)]
+
+
+def test_a_prefill_worker_lost_with_its_first_token_is_missed() -> None:
+    """The decode worker has the KV, but token 0 never came."""
+    core = split()
+    submit(core, n=2)
+    says(core, "d", reserved(), lifetime("handoff_committed"))
+    says(core, "p", tokens(0, 10, choice=0))
+    commands = core.handle(WorkerLost(incarnation=P), 3)
+    assert commands[0] == Send(worker=D, message=Abort(key=key()))
+    assert isinstance(commands[1], Fail)
+
+
+def test_choices_that_ended_are_not_decoded_again() -> None:
+    core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE), n=2)
+    says(core, "d", tokens(1, 21, choice=1, reason=LENGTH))
+    core.handle(WorkerLost(incarnation=D), 3)
+    commands = says(core, "d2", reserved(attempt=1))
+    stop = Stop(key=key(attempt=1), choice=1, valid_tokens=2)
+    assert commands[0] == Send(worker=D2, message=stop)
+
+
+def test_after_the_last_attempt_it_fails_with_the_reason() -> None:
+    core = split()
+    submit(core)
+    says(core, "d", reserved())
+    for attempt in range(MAX_ATTEMPTS - 1):
+        says(core, "p", failed("transfer_failed", attempt=attempt))
+        says(core, "d", reserved(attempt=attempt + 1))
+    last = key(attempt=MAX_ATTEMPTS - 1)
+    assert says(core, "p", failed("transfer_failed", attempt=last.attempt)) == [
+        Send(worker=D, message=Abort(key=last)),
+        Send(worker=P, message=Abort(key=last)),
+        Fail(request_id="r", reason="transfer_failed", message="why"),
+    ]
+    says(core, "d", released(attempt=last.attempt))
+    assert_no_books(core)
+
+
+def test_an_admitted_request_that_no_worker_takes_any_more_fails() -> None:
+    core = running(split())
+    commands = core.handle(WorkerLost(incarnation=D), 3)
+    assert commands == [
+        Fail(
+            request_id="r",
+            reason="worker_lost",
+            message="can't go on: worker d was lost",
+        )
+    ]
+    assert_no_books(core)
+
+
+def test_a_request_that_was_not_admitted_yet_is_refused() -> None:
+    core = split()
+    submit(core)
+    refuse = core.handle(WorkerLost(incarnation=D), 3)[-1]
+    assert isinstance(refuse, Refuse)
+    assert refuse.refusal.reason == "worker_lost"
+    assert_no_books(core)
+
+
+def test_a_rejoined_worker_starts_with_empty_books() -> None:
+    core = split()
+    submit(core)
+    core.handle(WorkerLost(incarnation=D), 3)
+    assert says(core, "d", reserved()) == []
+    core.handle(WorkerJoined(hello=hello("d", Role.DECODE)), 4)
+    assert_no_books(core)
+    assert core.handle(WorkerLost(incarnation=Incarnation("never seen")), 5) == []
+
+
+def test_an_id_that_comes_again_gets_another_key() -> None:
+    core = split()
+    submit(core)
+    core.handle(Aborted(request_id="r"), 2)
+    (send,) = submit(core)
+    assert send == Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P))
+    assert says(core, "d", reserved(), tokens(0, 99), released()) == []  # of its first life
+    assert core.workers[D].sequences == {key(attempt=1): 1}
+
+
+def test_routers_number_their_attempts_from_where_they_are_told() -> None:
+    core = RouterCore(attempts=count(700))
+    core.handle(WorkerJoined(hello=hello("b", Role.BOTH)), 0)
+    (send,) = core.handle(Submitted(request=request()), 1)
+    assert isinstance(send, Send) and isinstance(send.message, Generate)
+    assert send.message.spec.key == key(attempt=700)

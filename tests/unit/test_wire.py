@@ -1,0 +1,218 @@
+"""Every message survives its bytes; whatever else arrives is a PeerError."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool import peer_wire
+from kvpool.handoff import (
+    CancelTransfer,
+    Commit,
+    Committed,
+    PeerHello,
+    PeerMessage,
+    RenewLeases,
+    SlabFilled,
+    SlabLent,
+    SlabWanted,
+    TransferCancelled,
+)
+from kvpool.transport.base import MAX_MESSAGE_BYTES
+from kvrelay import wire
+from kvrelay.errors import PeerError
+from kvrelay.messages import (
+    Abort,
+    Counters,
+    Generate,
+    Lifetime,
+    Prefill,
+    Released,
+    RequestFailed,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Stop,
+    Tokens,
+    ToWorker,
+    WorkerEvent,
+    WorkerHello,
+)
+from kvrelay.types import FinishReason, RequestKey, RequestSpec, Role, Sampling, TokenLogprobs
+from kvrelay.v1 import worker_pb2 as pb
+from router.dispatcher import MAX_REQUEST_ID_BYTES
+from tests.unit.router_kit import hello
+
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+small = st.integers(0, 1000)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+single = st.floats(width=32, allow_nan=False)  # logprobs are fp32
+text = st.text(max_size=40)
+ids = st.lists(uint32, max_size=20).map(tuple)
+keys = st.builds(RequestKey, text, uint32)
+samplings = st.builds(
+    Sampling,
+    max_tokens=uint32,
+    seed=uint64,
+    temperature=finite,
+    top_p=finite,
+    top_k=st.integers(0, 2**31 - 1),
+    min_p=finite,
+    frequency_penalty=finite,
+    presence_penalty=finite,
+    repetition_penalty=finite,
+    min_tokens=uint32,
+    stop_token_ids=ids,
+    n=uint32,
+    logprobs=st.none() | uint32,
+    logit_bias=st.dictionaries(uint32, finite, max_size=5).map(lambda d: tuple(sorted(d.items()))),
+)
+specs = st.builds(RequestSpec, key=keys, prompt_ids=ids, sampling=samplings)
+to_worker = st.one_of(
+    st.builds(Reserve, spec=specs, source=text),
+    st.builds(Prefill, spec=specs, target_address=text, target=text),
+    st.builds(Generate, spec=specs),
+    st.builds(Abort, key=keys),
+    st.builds(Stop, key=keys, choice=uint32, valid_tokens=uint32),
+)
+logprobs = st.builds(
+    TokenLogprobs, uint32, single, st.lists(st.tuples(uint32, single), max_size=3).map(tuple)
+)
+at_s = st.floats(0, 1e6)
+worker_events = st.one_of(
+    st.builds(Reserved, key=keys, at_s=at_s),
+    st.builds(ReserveRefused, key=keys, at_s=at_s, reason=text),
+    st.builds(Lifetime, key=keys, at_s=at_s, name=text, tokens=uint32),
+    st.builds(
+        Tokens,
+        key=keys,
+        at_s=at_s,
+        choice=uint32,
+        first_index=uint32,
+        token_ids=ids,
+        logprobs=st.lists(logprobs, max_size=3).map(tuple),
+        finish_reason=st.none() | st.sampled_from(FinishReason),
+        stop_token_id=st.none() | uint32,
+    ),
+    st.builds(RequestFailed, key=keys, at_s=at_s, reason=text, message=text),
+    st.builds(Released, key=keys, at_s=at_s),
+)
+peer_messages = st.one_of(
+    st.builds(
+        PeerHello, wire_version=uint32, incarnation=text, fingerprint=text, physical_format=text
+    ),
+    st.builds(SlabWanted, key=keys, piece=uint32, bytes=uint64),
+    st.builds(SlabLent, key=keys, piece=uint32, slab_id=uint32, region=text, lease_id=uint64),
+    st.builds(SlabFilled, key=keys, piece=uint32, slab_id=uint32, lease_id=uint64),
+    st.builds(Commit, key=keys, pieces=uint32, first_token_ids=ids, finished_choices=ids),
+    st.builds(Committed, key=keys),
+    st.builds(CancelTransfer, key=keys, reason=text),
+    st.builds(TransferCancelled, key=keys, reason=text),
+    st.builds(RenewLeases, keys=st.lists(keys, max_size=5).map(tuple)),
+)
+
+
+@given(to_worker)
+def test_router_messages(message: ToWorker) -> None:
+    payload = wire.encode_to_worker(message).SerializeToString()
+    assert wire.decode_to_worker(pb.ToWorker.FromString(payload)) == message
+
+
+@given(worker_events, st.floats(0, 1e6), st.floats(0, 1e6))
+def test_worker_events_keep_their_age(event: WorkerEvent, sent_s: float, read_s: float) -> None:
+    payload = wire.encode_event(event, sent_s).SerializeToString()
+    arrived = wire.decode_event(pb.Event.FromString(payload), read_s)
+    assert arrived.at_s == pytest.approx(read_s - (sent_s - event.at_s), abs=1e-6)
+    assert replace(arrived, at_s=event.at_s) == event
+
+
+@given(peer_messages)
+def test_peer_messages(message: PeerMessage) -> None:
+    assert peer_wire.decode(peer_wire.encode(message)) == message
+
+
+@pytest.mark.parametrize("role", Role)
+def test_worker_hello(role: Role) -> None:
+    ours = hello("w", role)
+    assert wire.decode_hello(wire.encode_hello(ours)) == ours
+    assert all(getattr(ours, name) for name in WorkerHello.__dataclass_fields__)  # none is empty
+
+
+def test_a_batch_carries_counters() -> None:
+    names = list(Counters.__dataclass_fields__)
+    counters = Counters(**{name: i + 1 for i, name in enumerate(names)})
+    event = Released(key=RequestKey("r", 1), at_s=3)
+    batch = wire.encode_batch([event], counters, 4)
+    assert wire.decode_counters(batch.counters) == counters
+    assert [wire.decode_event(e, 4) for e in batch.events] == [event]
+
+
+@given(st.binary(max_size=200))
+def test_garbage_from_a_peer_is_a_peer_error_or_a_message(payload: bytes) -> None:
+    try:
+        message = peer_wire.decode(payload)
+    except PeerError as error:
+        assert "peer sent" in str(error)  # noqa: PT017
+    else:
+        assert peer_wire.decode(peer_wire.encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload: bytes) -> None:
+    for kind, read in (
+        (pb.ToWorker, wire.decode_to_worker),
+        (pb.Event, lambda event: wire.decode_event(event, 0.0)),
+        (pb.WorkerHello, wire.decode_hello),
+    ):
+        try:
+            message = kind.FromString(payload)
+        except DecodeError:
+            continue  # gRPC ends the stream
+        try:
+            read(message)
+        except PeerError as error:
+            assert str(error)  # noqa: PT017
+
+
+def test_what_another_version_sends_is_refused() -> None:
+    greeting = wire.encode_hello(hello("w", Role.BOTH))
+    greeting.wire_version = 7
+    with pytest.raises(PeerError, match="worker w speaks wire version 7, this router 1"):
+        wire.decode_hello(greeting)
+
+
+def test_unknown_names_are_refused() -> None:
+    greeting = wire.encode_hello(hello("w", Role.BOTH))
+    greeting.role = "oracle"
+    with pytest.raises(PeerError, match="worker w has the unknown role 'oracle'"):
+        wire.decode_hello(greeting)
+    event = pb.Event(tokens=pb.Tokens(finish_reason="boredom"))
+    with pytest.raises(PeerError, match="unknown finish reason 'boredom'"):
+        wire.decode_event(event, 0)
+    with pytest.raises(PeerError, match="a worker sent nothing"):
+        wire.decode_event(pb.Event(), 0)
+    with pytest.raises(PeerError, match="a router sent nothing"):
+        wire.decode_to_worker(pb.ToWorker())
+    with pytest.raises(PeerError, match="a router sent hello"):
+        wire.decode_to_worker(pb.ToWorker(hello=pb.RouterHello()))
+    with pytest.raises(PeerError, match="a kind that this version does not know"):
+        peer_wire.decode(b"")
+
+
+def test_a_top_k_beyond_the_wire_keeps_everything() -> None:
+    sampling = Sampling(max_tokens=1, seed=0, top_k=2**40)
+    assert wire.decode_sampling(wire.encode_sampling(sampling)).top_k == 2**31 - 1
+
+
+def test_the_longest_peer_message_fits_a_notification() -> None:
+    """Prompts never travel between workers; what grows with a request are its id and choices."""
+    longest = RequestKey("x" * MAX_REQUEST_ID_BYTES, 2**32 - 1)
+    choices = tuple(2**32 - 1 - i for i in range(1000))
+    commit = Commit(key=longest, pieces=10**6, first_token_ids=choices, finished_choices=choices)
+    assert len(peer_wire.encode(commit)) < MAX_MESSAGE_BYTES
+    assert len(peer_wire.encode(RenewLeases(keys=(longest,)))) < 1024
