@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
     def __init__(self, dispatcher: WorkerDispatcher) -> None:
         self._dispatcher = dispatcher
         self._closed = asyncio.Event()
+        self._calls: Counter[str] = Counter()  # a worker may call again before its old call ends
 
     def close(self) -> None:
         """End every call: the workers then look for the next router."""
@@ -54,13 +56,20 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
             for task in tasks:
                 task.cancel()
             for address in joined:
-                await self._dispatcher.remove_worker(address)
+                await self._leave(address)
         return pb.RegisterResponse()
 
     async def _join(self, requests: AsyncIterator[pb.RegisterRequest], joined: list[str]) -> None:
         async for request in requests:
-            self._dispatcher.add_worker(request.address)
+            self._calls[request.address] += 1
             joined.append(request.address)
+            self._dispatcher.add_worker(request.address)
+
+    async def _leave(self, address: str) -> None:
+        self._calls[address] -= 1
+        if not self._calls[address]:
+            del self._calls[address]
+            await self._dispatcher.remove_worker(address)
 
 
 class RouterProcess:
