@@ -154,7 +154,7 @@ def measure(device: str, threads: int, repeats: int, peers: bool) -> list[Row]:
     load = Load(requests=16, prompt_tokens=512, output_tokens=64, chunk_tokens=512)
     with tempfile.TemporaryDirectory() as name:
         folder = write_random_llama(Path(name), SMOLLM_135M)
-        engine = _engine(folder, load, device)
+        engine = load_bench_engine(folder, load, device)
         runs: dict[str, Callable[[], object]] = {"kvrelay": EngineRun(engine, load).generate}
         if peers:
             runs |= _peers(folder, load, device)
@@ -167,7 +167,7 @@ def measure(device: str, threads: int, repeats: int, peers: bool) -> list[Row]:
     return _rows(readings, f"random Llama of SmolLM-135M's shape, untied, bf16, {where}")
 
 
-def _engine(folder: Path, load: Load, device: str) -> Engine:
+def load_bench_engine(folder: Path, load: Load, device: str) -> Engine:
     limits = EngineLimits(
         max_model_len=load.prompt_tokens + load.output_tokens,
         prefill_chunk_tokens=load.chunk_tokens,
