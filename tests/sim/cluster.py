@@ -407,6 +407,9 @@ class Cluster:
         ):
             error = "the region is gone"
         else:
+            lease = owner.decode.receiver.slabs._leases.get(lent.slab_id)
+            assert lease is not None, "a slab was freed under its writer"
+            assert lease.lease_id == lent.lease_id, "a slab was lent again under its writer"
             span = range(job.start, job.start + job.tokens)
             content = {
                 group: [worker.memory.slots[group, slot(table, at)] for at in span]
