@@ -43,6 +43,9 @@ from router.ledger import Ledger
 from router.placement import Placement, WorkerView, least_loaded
 
 MAX_ATTEMPTS = 3
+PATIENCE_S = 5.0
+"""How long an admitted request whose worker failed waits for a place on another."""
+ASK_AGAIN_S = 0.25
 
 
 # --- events -------------------------------------------------------------------------------------
@@ -126,6 +129,15 @@ Command = Send | Admit | Refuse | Deliver | Fail
 # --- state --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Retry:
+    """No worker has taken this admitted request's next try yet."""
+
+    refusal: Refusal
+    next_s: float
+    until_s: float
+
+
 @dataclass(slots=True, kw_only=True)
 class _Request:
     request: GenerationRequest
@@ -135,6 +147,7 @@ class _Request:
     placement: Placement | None = None
     tried: set[Incarnation] = field(default_factory=set)
     admitted: bool = False
+    retry: _Retry | None = None
     committed: bool = False  # this attempt's KV is at the decode worker
     next_index: dict[int, int] = field(default_factory=dict)  # choice |-> tokens delivered
     early: dict[tuple[int, int], Tokens] = field(default_factory=dict)  # overtook an earlier one
@@ -182,6 +195,9 @@ class RouterCore:
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
+        return [*self._handle(event, now_s), *self._ask_again(now_s)]
+
+    def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
             case WorkerSaid():
                 return self._worker_said(event, now_s)
@@ -215,7 +231,7 @@ class RouterCore:
         while True:
             found = least_loaded(state.spec, self.workers.values(), tried=state.tried)
             if found is None:
-                return self._refuse(state, refusal)
+                return self._refuse(state, refusal, now_s)
             full = refusal_of(state.spec, self.workers[found.decode])
             if full is None:
                 break
@@ -234,13 +250,33 @@ class RouterCore:
         self.workers[placement.prefill].prompt_tokens[spec.key] = len(spec.prompt_ids)
         return Send(worker=placement.decode, message=Reserve(spec=spec, source=placement.prefill))
 
-    def _refuse(self, state: _Request, refusal: Refusal) -> list[Command]:
+    def _refuse(self, state: _Request, refusal: Refusal, now_s: float) -> list[Command]:
         request_id = state.request.request_id
         if state.admitted:
-            return self._fail(state, refusal.reason, f"can't go on: {refusal.message}")
+            return self._wait(state, refusal, now_s)
         del self.requests[request_id]
         retry_after_s = self._releases.retry_after_s()
         return [Refuse(request_id=request_id, refusal=refusal, retry_after_s=retry_after_s)]
+
+    def _wait(self, state: _Request, refusal: Refusal, now_s: float) -> list[Command]:
+        """Places come free, workers come back; what workers say is the clock. Without any worker
+        there is none."""
+        until_s = state.retry.until_s if state.retry is not None else now_s + PATIENCE_S
+        if now_s >= until_s or not self.workers:
+            return self._fail(state, refusal.reason, f"can't go on: {refusal.message}")
+        state.placement = None
+        state.retry = _Retry(refusal=refusal, next_s=now_s + ASK_AGAIN_S, until_s=until_s)
+        return []
+
+    def _ask_again(self, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        for state in list(self.requests.values()):
+            if state.retry is None or state.placement is not None:
+                continue
+            if state.retry.next_s <= now_s or not self.workers:
+                state.tried.clear()
+                commands += self._place(state, state.retry.refusal, now_s)
+        return commands
 
     # --- what workers say -----------------------------------------------------------------------
 
@@ -279,6 +315,7 @@ class RouterCore:
 
     def _reserved(self, state: _Request, now_s: float) -> list[Command]:
         state.ledger.mark("reserved", now_s)
+        state.retry = None
         commands: list[Command] = []
         if not state.admitted:
             state.admitted = True
@@ -371,7 +408,8 @@ class RouterCore:
         state.finished.add(event.choice)
         if state.done:
             return self._aborted(event.request_id, now_s)
-        assert state.placement is not None
+        if state.placement is None:
+            return []  # told to the next worker once it has taken the request
         message = Stop(key=state.key, choice=event.choice, valid_tokens=event.valid_tokens)
         return [Send(worker=state.placement.decode, message=message)]
 

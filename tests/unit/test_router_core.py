@@ -8,7 +8,9 @@ from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Role
 from router.admission import NO_CAPACITY, Refusal
 from router.core import (
+    ASK_AGAIN_S,
     MAX_ATTEMPTS,
+    PATIENCE_S,
     Aborted,
     Admit,
     ChoiceStopped,
@@ -266,9 +268,9 @@ def test_a_prefill_worker_lost_with_its_first_token_is_missed() -> None:
     submit(core, n=2)
     says(core, "d", reserved(), lifetime("handoff_committed"))
     says(core, "p", tokens(0, 10, choice=0))
-    commands = core.handle(WorkerLost(incarnation=P), 3)
-    assert commands[0] == Send(worker=D, message=Abort(key=key()))
-    assert isinstance(commands[1], Fail)
+    assert core.handle(WorkerLost(incarnation=P), 3) == [Send(worker=D, message=Abort(key=key()))]
+    core.handle(WorkerJoined(hello=hello("p2", Role.PREFILL)), 4)
+    assert core.requests["r"].legs == (D, P2)
 
 
 def test_choices_that_ended_are_not_decoded_again() -> None:
@@ -297,16 +299,50 @@ def test_after_the_last_attempt_it_fails_with_the_reason() -> None:
     assert_no_books(core)
 
 
-def test_an_admitted_request_that_no_worker_takes_any_more_fails() -> None:
+def waiting() -> RouterCore:
+    """An admitted request whose decode worker was lost, and there is no other."""
     core = running(split())
-    commands = core.handle(WorkerLost(incarnation=D), 3)
-    assert commands == [
-        Fail(
-            request_id="r",
-            reason="worker_lost",
-            message="can't go on: worker d was lost",
-        )
+    assert core.handle(WorkerLost(incarnation=D), 3) == []
+    return core
+
+
+def test_an_admitted_request_waits_for_a_place_but_not_for_ever() -> None:
+    core = waiting()
+    assert says(core, "p", now_s=3 + PATIENCE_S - 0.1) == []
+    assert says(core, "p", now_s=3 + PATIENCE_S + 0.2) == [
+        Fail(request_id="r", reason="worker_lost", message="can't go on: worker d was lost")
     ]
+    assert_no_books(core)
+
+
+def test_without_any_worker_there_is_nothing_to_wait_for() -> None:
+    core = waiting()
+    assert core.handle(WorkerLost(incarnation=P), 3.1) == [
+        Fail(request_id="r", reason="worker_lost", message="can't go on: worker d was lost")
+    ]
+    assert_no_books(core)
+
+
+def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None:
+    core = waiting()
+    again = Send(worker=D2, message=Reserve(spec=spec(attempt=1), source=P))
+    assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == []
+    assert says(core, "p", now_s=3 + ASK_AGAIN_S) == [again]
+    assert says(core, "p", now_s=4) == []  # it is being asked for
+    assert says(core, "d2", refused("kv_exhausted", attempt=1), now_s=4) == []
+    assert says(core, "p", now_s=4.1) == []
+    assert says(core, "p", now_s=4 + ASK_AGAIN_S) == [again]
+    (prefill,) = says(core, "d2", reserved(attempt=1), now_s=5)
+    assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
+    assert core.requests["r"].retry is None
+
+
+def test_a_waiting_request_can_be_stopped_and_aborted() -> None:
+    core = running(split(), n=2)
+    core.handle(WorkerLost(incarnation=D), 3)
+    assert core.handle(ChoiceStopped(request_id="r", choice=0, valid_tokens=1), 3) == []
+    assert core.handle(Aborted(request_id="r"), 3) == []
+    assert says(core, "p", now_s=9) == []
     assert_no_books(core)
 
 
