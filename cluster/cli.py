@@ -24,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("serve")(cli_cluster.serve)
+app.command("stop")(cli_cluster.stop)
 app.command("demo")(cli_cluster.demo)
 app.command("status")(cli_cluster.status)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)

@@ -22,6 +22,8 @@ from cluster.cli_options import (
     replicas,
 )
 
+DEFAULT_NAME = "kvrelay"
+
 
 def serve(
     config: ConfigFile = None,
@@ -67,6 +69,20 @@ def serve(
         say("detached" if detach else "stopped, nothing is left")
 
 
+def stop(name: NameOption = None, ray_address: RayAddress = None) -> None:
+    """Drain a cluster that runs on Ray and remove it, such as one that was detached."""
+    began_s = time.monotonic()
+    from cluster.rays import joined
+    from cluster.rays import ray_address as ray_to_join
+
+    with joined(ray_to_join(ray_address) or "auto"):
+        from cluster import launch
+
+        say = launch.Stopwatch(began_s)
+        launch.stop(name or DEFAULT_NAME, say=say)
+        say("stopped, nothing is left")
+
+
 def demo() -> None:
     """Start the default cluster, stream three answers, show where their time went, stop."""
     from cluster.demo import run_demo
@@ -90,7 +106,7 @@ def status(
     if address is not None:
         facts = statuses.of_router(address)
     else:
-        facts = statuses.of_cluster(name or "kvrelay", ray_to_join(ray_address) or "auto")
+        facts = statuses.of_cluster(name or DEFAULT_NAME, ray_to_join(ray_address) or "auto")
     if format_ is Format.JSON:
         print(statuses.as_json(facts))
     else:

@@ -58,6 +58,7 @@ class Report:
     error: str | None
     notes: tuple[str, ...]
     noted: int
+    model: str
     router: RouterAt | None
 
 
@@ -101,6 +102,7 @@ class Controller:
             error=self._core.error,
             notes=tuple(self._notes[seen:]),
             noted=len(self._notes),
+            model=self._plan.router.served_model_name,
             router=self._router_at,
         )
         if report.phase is Phase.STOPPED:

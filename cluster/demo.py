@@ -51,11 +51,11 @@ def run_demo() -> None:
     began_s = time.monotonic()
     config = demo_config()
     with connected(config, log_to_driver=False) as here:
-        from cluster.launch import Driver, Stopwatch
+        from cluster.launch import Stopwatch, start
 
         say = Stopwatch(began_s)
         say("Ray has started")
-        driver = Driver(config, here, detach=False, say=say)
+        driver = start(config, here, detach=False, say=say)
         try:
             router = driver.wait_ready().router
             assert router is not None, "ready"

@@ -43,17 +43,15 @@ class Stopwatch:
 
 
 class Driver:
-    """One cluster, seen from the command that started it."""
+    """One cluster, seen from a command that follows it."""
 
-    def __init__(self, config: Config, here: Connected, *, detach: bool, say: Printer) -> None:
-        if detach and here.own:
-            raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
-        self.plan = plan_cluster(resolve(config, here.site))
+    def __init__(self, name: str, controller: Handle, *, idle_beat_s: float, say: Printer) -> None:
+        self._name = name
+        self._controller = controller
+        self._idle_beat_s = idle_beat_s
         self._say = say
-        self._detach = detach
         self._seen = 0
         self._stopping = threading.Event()
-        self._controller = _create_controller(self.plan, detach)
 
     def stop(self) -> None:
         """Ask the cluster to drain and go. Safe in a signal handler, and on any thread."""
@@ -73,7 +71,7 @@ class Driver:
         while report.phase is not Phase.STOPPED:
             self._pause(report.phase)
             report = self._beat()
-        _wait_gone(self.plan.name)
+        _wait_gone(self._name)
         if report.error:
             raise KvrelayError(report.error)
         return report
@@ -82,7 +80,7 @@ class Driver:
         if phase is Phase.STOPPING:
             time.sleep(BEAT_S)
         else:
-            self._stopping.wait(self.plan.driver_timeout_s / 5)
+            self._stopping.wait(self._idle_beat_s)
 
     def _beat(self) -> Report:
         beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
@@ -96,27 +94,46 @@ class Driver:
         return report
 
 
+def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Driver:
+    """Ask for the cluster; it starts from now on. Raises ConfigError when it can't be had."""
+    if detach and here.own:
+        raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
+    plan = plan_cluster(resolve(config, here.site))
+    controller = _create_controller(plan, detach)
+    return Driver(plan.name, controller, idle_beat_s=plan.driver_timeout_s / 5, say=say)
+
+
 def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> None:
     """Returns when the cluster is gone after a signal, or at once with `detach`."""
-    driver = Driver(config, here, detach=detach, say=say)
+    driver = start(config, here, detach=detach, say=say)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: driver.stop())
     report = driver.wait_ready()
     if report.phase is Phase.STOPPED:
         return
-    for line in welcome(driver.plan, report):
-        say(line) if line.startswith("ready") else print(line, flush=True)
+    for line in welcome(report):
+        print(line, flush=True)
     if not detach:
         driver.follow()
 
 
-def welcome(plan: ClusterPlan, report: Report) -> list[str]:
+def stop(name: str, *, say: Printer) -> None:
+    """Drain a running cluster and remove it. Raises ConfigError when there is none."""
+    controller = find_controller(name)
+    if controller is None:
+        raise ConfigError(f"no cluster named {name} runs on this Ray")
+    driver = Driver(name, controller, idle_beat_s=BEAT_S, say=say)
+    driver.stop()
+    driver.follow()
+
+
+def welcome(report: Report) -> list[str]:
     """The addresses, and a first request to paste."""
     assert report.router is not None, "ready"
-    body = f'{{"model": "{plan.router.served_model_name}", "prompt": "It was", "max_tokens": 32}}'
+    body = f'{{"model": "{report.model}", "prompt": "It was", "max_tokens": 32}}'
     return [
-        f"ready: {plan.router.served_model_name} on {len(plan.workers)} workers",
         "",
+        f"  {report.model} is ready",
         f"  HTTP  {report.router.http}/v1",
         f"  gRPC  {report.router.grpc}",
         "",

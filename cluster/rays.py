@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from cluster.config import Config
+from cluster.net import split_address
 from cluster.resolve import Site
 from cluster.site import local_site
 from kvrelay.errors import ConfigError
 
+CONNECT_S = 5.0
 OBJECT_STORE_BYTES = 80 * 2**20
 """The least that Ray takes: no KV and no token goes through its object store."""
 
@@ -50,7 +53,7 @@ def connected(config: Config, *, log_to_driver: bool) -> Iterator[Connected]:
         _start_own(config, log_to_driver)
         here = Connected(own=True, site=local_site())
     else:
-        join(address, log_to_driver=log_to_driver)
+        _join(address, log_to_driver=log_to_driver)
         here = Connected(own=False, site=_joined_site())
     try:
         yield here
@@ -58,9 +61,19 @@ def connected(config: Config, *, log_to_driver: bool) -> Iterator[Connected]:
         ray.shutdown()
 
 
-def join(address: str, *, log_to_driver: bool = False) -> None:
-    """Connect to a running Ray. Raises ConfigError, in one line, when there is none."""
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """A connection to a running Ray. Raises ConfigError when there is none."""
+    _join(address, log_to_driver=False)
+    try:
+        yield
+    finally:
+        _import_ray().shutdown()
+
+
+def _join(address: str, *, log_to_driver: bool) -> None:
     ray = _import_ray()
+    _check_answers(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
     try:
         ray.init(
             address=address, log_to_driver=log_to_driver, logging_level="ERROR", namespace="kvrelay"
@@ -68,6 +81,16 @@ def join(address: str, *, log_to_driver: bool = False) -> None:
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"Ray at {address}: can't connect: {reason}") from None
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for minutes, with pages of warnings."""
+    if address == "auto":
+        return
+    try:
+        socket.create_connection(split_address(address, "Ray at"), CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(f"Ray at {address}: can't connect: {error}") from None
 
 
 def _start_own(config: Config, log_to_driver: bool) -> None:

@@ -30,20 +30,18 @@ def of_router(address: str) -> Facts:
 
 def of_cluster(name: str, address: str) -> Facts:
     """What the controller of a cluster on this Ray says, and its router if it has one."""
-    import ray
+    from cluster.rays import joined
 
-    from cluster.launch import find_controller
-    from cluster.rays import join
+    with joined(address):
+        import ray
 
-    join(address)
-    try:
+        from cluster.launch import find_controller
+
         controller = find_controller(name)
         if controller is None:
             raise ConfigError(f"no cluster named {name} runs on this Ray")
         status = ray.get(controller.status.remote(), timeout=ANSWER_S)
         return asdict(status) | {"server": _server(status.router)}
-    finally:
-        ray.shutdown()
 
 
 def _server(router: RouterAt | None) -> Facts | None:

@@ -152,6 +152,18 @@ def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: 
     assert_nothing_is_left(head.marked, http, grpc)
 
 
+def test_a_detached_cluster_lives_until_it_is_stopped(head: Head, tmp_path: Path) -> None:
+    options = ["--name", "detached", "--set", "ray.driver_timeout=100ms", *OWN_PORTS]
+    pool = ["--set", "workers=[{role: both}]"]
+    head.joined().run(KVRELAY, "serve", "--detach", *options, *pool)
+    status = head.status("detached")
+    assert status is not None
+    assert status["phase"] == "ready"
+    said = head.joined().run(KVRELAY, "stop", "--name", "detached")
+    assert "stopped, nothing is left" in said
+    assert_nothing_is_left(head.marked)
+
+
 def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) -> None:
     done = subprocess.run(
         [KVRELAY, "serve", "--name", "bad", "--model", tmp_path, *OWN_PORTS],
