@@ -141,8 +141,7 @@ class WorkerDispatcher:
         try:
             await generation.admitted
         except BaseException:
-            self.abort(request.request_id)
-            self._generations.pop(request.request_id, None)
+            generation.abort()
             raise
         return generation
 

@@ -1,0 +1,148 @@
+"""The router's shell over the real core; the workers are links that only remember."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
+from kvrelay.messages import Abort, Counters, Generate, ToWorker, WorkerEvent
+from kvrelay.types import FinishReason, Incarnation, RequestKey, Role
+from router.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
+from router.link import WorkerLink
+from tests.unit.router_kit import hello, request, reserved, tokens
+
+B = Incarnation("b")
+
+
+class Link:
+    address = "host:1"
+
+    def __init__(self) -> None:
+        self.sent: list[ToWorker] = []
+
+    def send(self, message: ToWorker) -> None:
+        self.sent.append(message)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.dispatcher = WorkerDispatcher()
+        self.link = Link()
+        self.dispatcher.joined(cast(WorkerLink, self.link), hello("b", Role.BOTH))
+
+    def key(self) -> RequestKey:
+        """Of the last request that was sent."""
+        return [m.spec.key for m in self.link.sent if isinstance(m, Generate)][-1]
+
+    def say(self, *events: WorkerEvent) -> None:
+        mine = tuple(replace(event, key=self.key()) for event in events)
+        self.dispatcher.said(B, mine, Counters())
+
+    async def admitted(self, name: str = "r"):  # type: ignore[no-untyped-def]
+        submitting = asyncio.ensure_future(self.dispatcher.submit(request(name)))
+        await asyncio.sleep(0)
+        self.say(reserved())
+        return await submitting
+
+
+def play(scene: Callable[[Scene], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await scene(Scene())
+
+    asyncio.run(run())
+
+
+def test_tokens_come_in_order_and_end() -> None:
+    async def scene(s: Scene) -> None:
+        generation = await s.admitted()
+        s.say(tokens(0, 10), tokens(1, 11, reason=FinishReason.LENGTH))
+        assert [t.token_ids async for t in generation] == [(10,), (11,)]
+        assert s.dispatcher.running_requests() == 0
+        assert not [m for m in s.link.sent if isinstance(m, Abort)]
+
+    play(scene)
+
+
+def test_what_can_never_be_served_is_invalid() -> None:
+    async def scene(s: Scene) -> None:
+        with pytest.raises(InvalidRequest, match="a worker runs at most 4 sequences") as wide:
+            await s.dispatcher.submit(request(n=5))
+        assert wide.value.param == "n"
+        with pytest.raises(InvalidRequest, match="choose a shorter one") as long:
+            await s.dispatcher.submit(request("é" * MAX_REQUEST_ID_BYTES))
+        assert long.value.param == "request_id"
+        await s.admitted()
+        with pytest.raises(InvalidRequest, match="request id r is running already") as twice:
+            await s.dispatcher.submit(request())
+        assert twice.value.code == "duplicate_request_id"
+        assert s.dispatcher.running_requests() == 1
+
+    play(scene)
+
+
+def test_a_refusal_is_raised_and_leaves_nothing() -> None:
+    async def scene(s: Scene) -> None:
+        s.dispatcher.lost(B, "gone")
+        with pytest.raises(Refused) as refused:
+            await s.dispatcher.submit(request())
+        assert (refused.value.reason, refused.value.retry_after_s) == ("no_capacity", 1.0)
+        assert not s.dispatcher._generations
+
+    play(scene)
+
+
+def test_an_old_generation_does_not_end_the_next_one_of_its_name() -> None:
+    async def scene(s: Scene) -> None:
+        old = await s.admitted()
+        s.say(tokens(0, 10, reason=FinishReason.LENGTH))
+        new = await s.admitted()
+        old.stop(0, 1)
+        old.abort()
+        assert [t.token_ids async for t in old] == [(10,)]
+        s.say(tokens(0, 20, reason=FinishReason.LENGTH))
+        assert [t.token_ids async for t in new] == [(20,)]
+
+    play(scene)
+
+
+def test_abort_by_id_ends_the_iteration_and_tells_the_worker() -> None:
+    async def scene(s: Scene) -> None:
+        generation = await s.admitted()
+        s.dispatcher.abort("r")
+        s.dispatcher.abort("unknown")
+        assert [t async for t in generation] == []
+        assert s.link.sent[-1] == Abort(key=s.key())
+        assert not s.dispatcher._generations
+
+    play(scene)
+
+
+def test_a_client_that_gives_up_before_admission_frees_its_place() -> None:
+    async def scene(s: Scene) -> None:
+        submitting = asyncio.ensure_future(s.dispatcher.submit(request()))
+        await asyncio.sleep(0)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        assert s.link.sent[-1] == Abort(key=s.key())
+        assert s.dispatcher.running_requests() == 0
+        assert not s.dispatcher._generations
+
+    play(scene)
+
+
+def test_a_request_whose_workers_are_all_gone_fails() -> None:
+    async def scene(s: Scene) -> None:
+        generation = await s.admitted()
+        s.dispatcher.lost(B, "gone")
+        with pytest.raises(RequestFailedError, match="worker b was lost") as failure:
+            [t async for t in generation]
+        assert failure.value.reason == "worker_lost"
+        assert not s.dispatcher._generations
+
+    play(scene)
