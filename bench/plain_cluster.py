@@ -85,7 +85,7 @@ def _process(
     if cores is not None:
         environment["OMP_NUM_THREADS"] = str(len(cores))
     process = subprocess.Popen(
-        [*pin, sys.executable, "-m", "cluster.cli", *arguments],
+        [*pin, sys.executable, "-m", "cluster", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,

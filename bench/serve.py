@@ -237,7 +237,7 @@ def start_up(repeats: int) -> list[Row]:
 
 def _start_once() -> float:
     port = 18431
-    command = [sys.executable, "-m", "cluster.cli", "serve", f"--http-port={port}", "--grpc-port=0"]
+    command = [sys.executable, "-m", "cluster", "serve", f"--http-port={port}", "--grpc-port=0"]
     started_s = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--name", f"bench-{os.getpid()}"],

@@ -1,0 +1,5 @@
+"""`python -m cluster`: the `kvrelay` command where only the source tree is at hand."""
+
+from cluster.cli import main
+
+main()
