@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from engine import attention
 from engine.attention import AttentionState, attention_state
@@ -73,6 +74,7 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
     config = _load_config(checkpoint)
     check_family(config)
     attention.register()
+    disable_progress_bar()  # several workers share one log
     wanted = _resolve_dtype(config, dtype)
     try:
         module = AutoModelForCausalLM.from_pretrained(

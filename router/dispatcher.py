@@ -13,6 +13,7 @@ from itertools import count
 from secrets import randbits
 from uuid import uuid4
 
+import grpc
 from google.protobuf.json_format import MessageToDict
 
 from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
@@ -232,13 +233,18 @@ class WorkerDispatcher:
 
     async def debug_kv(self) -> list[dict[str, object]]:
         links = list(self._attached.values())
-        reports = await asyncio.gather(*(link.debug_kv() for link in links))
-        return [
-            MessageToDict(
-                report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-            for report in reports
-        ]
+        return list(await asyncio.gather(*(self._report_of(link) for link in links)))
+
+    @staticmethod
+    async def _report_of(link: WorkerLink) -> dict[str, object]:
+        """A worker that does not answer hides none of the others."""
+        try:
+            report = await link.debug_kv()
+        except grpc.aio.AioRpcError as error:
+            return {"address": link.address, "error": error.details() or error.code().name}
+        return MessageToDict(
+            report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
 
     # --- commands -------------------------------------------------------------------------------
 

@@ -115,7 +115,6 @@ class Faces:
         face = InferenceFace(self.service, version=version("kvrelay"), cluster=options.cluster)
         self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
         self._add_services(self._grpc)
-        self._add_services(self._grpc)
         await self._health.refresh()
         address = f"{options.host}:{options.grpc_port}"
         try:
