@@ -1,0 +1,13 @@
+"""The checkpoint that `kvrelay serve` loads when no model is named.
+
+This module only says where the folder is, so that any process may import it cheaply: it needs the
+standard library alone. How the weights were made is in `train.py`, which the serving path never
+imports.
+"""
+
+from pathlib import Path
+
+
+def checkpoint_path() -> Path:
+    """The folder of the bundled checkpoint, in the layout of `transformers.from_pretrained`."""
+    return Path(__file__).resolve().parent / "checkpoint"
