@@ -11,9 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from cluster.peers import PeerLinks
+from engine.threads import use_threads
 from kvpool.handoff import (
     ReplaceSlab,
     ScatterSlab,
@@ -24,7 +23,7 @@ from kvpool.handoff import (
     WriteSlab,
 )
 from kvpool.memory import KvMemory
-from kvpool.memory_collate import read_slab, slab_bytes, write_slab
+from kvpool.memory_collate import new_staging, read_slab, slab_bytes, write_slab
 from kvpool.slabs import SlabId
 from kvpool.transport.base import Region, RegionName
 from kvrelay.errors import PeerError
@@ -74,7 +73,7 @@ class Mover:
         self.regions.clear()
 
     def _run(self) -> None:
-        torch.set_num_threads(1)
+        use_threads(1)
         try:
             self._work()
         except Exception as error:
@@ -115,7 +114,7 @@ class Mover:
         connection = self._links.connection(job.peer)
         region = RegionName(job.lent.region)
         window = connection.window(region)
-        staging = window if window is not None else torch.empty(self._slab_bytes, dtype=torch.uint8)
+        staging = window if window is not None else new_staging(self._slab_bytes)
         size = write_slab(
             self._memory,
             job.tables,

@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from uuid import uuid4
 
-import torch
-
 from cluster.grpc_server import bind_port, grpc_server
 from cluster.kv_report import kv_report
 from cluster.mover import Mover
@@ -31,6 +29,7 @@ from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
+from engine.threads import use_threads
 from kvpool.handoff import PeerHello
 from kvpool.leases import LeaseTable
 from kvpool.memory_collate import slab_bytes
@@ -128,7 +127,7 @@ class WorkerProcess:
     def _build(self) -> _Parts:
         settings = self._settings
         if settings.cpu_threads is not None:
-            torch.set_num_threads(settings.cpu_threads)
+            use_threads(settings.cpu_threads)
         engine = self._load()
         layout, blocks = engine.layout, engine.memory.blocks
         tables = BlockTables(layout, blocks)
