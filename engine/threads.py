@@ -1,4 +1,4 @@
-"""How many CPU threads torch uses in the calling thread. Each of a worker's threads says its own."""
+"""How many CPU threads torch uses in the calling thread: each of a worker's threads has its own."""
 
 from __future__ import annotations
 
