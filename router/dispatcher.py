@@ -19,7 +19,8 @@ from google.protobuf.json_format import MessageToDict
 from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
 from kvrelay.messages import Counters, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation, Role
-from router.core import (
+from router.core import RouterCore
+from router.events import (
     Aborted,
     Admit,
     ChoiceStopped,
@@ -28,7 +29,6 @@ from router.core import (
     Event,
     Fail,
     Refuse,
-    RouterCore,
     Send,
     Submitted,
     WorkerJoined,

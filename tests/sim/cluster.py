@@ -49,19 +49,10 @@ from kvrelay.messages import (
 from kvrelay.types import Incarnation, RequestKey, Role
 from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from prefill_worker.scheduler import PrefillScheduler
-from router.core import (
-    Command as RouterCommand,
-)
-from router.core import (
-    Event as RouterEvent,
-)
-from router.core import (
-    RouterCore,
-    Send,
-    WorkerJoined,
-    WorkerLost,
-    WorkerSaid,
-)
+from router.core import RouterCore
+from router.events import Command as RouterCommand
+from router.events import Event as RouterEvent
+from router.events import Send, WorkerJoined, WorkerLost, WorkerSaid
 from tests.sim.fabric import BLOCK, LAYOUT, LEASE_S, SLAB_TOKENS, Fabric, Memory, slot
 
 TICK_S = 10.0
@@ -168,6 +159,7 @@ class Cluster:
             assert self.now_s < 5_000.0, "it never ends"
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
+            self.core.validate()
             for worker in self.workers.values():
                 worker.validate()
 

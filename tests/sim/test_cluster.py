@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.slabs import SlabState
 from kvrelay.types import FinishReason, RequestSpec, Role
-from router.core import Aborted, Admit, ChoiceStopped, Command, Deliver, Fail, Refuse, Submitted
+from router.events import Aborted, Admit, ChoiceStopped, Command, Deliver, Fail, Refuse, Submitted
 from router.generation import ChoiceTokens, GenerationRequest
 from tests.sim.cluster import Cluster
 from tests.sim.test_schedules import expected, make_spec

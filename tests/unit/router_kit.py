@@ -14,7 +14,8 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Role, Sampling
-from router.core import Command, RouterCore, Submitted, WorkerJoined, WorkerSaid
+from router.core import RouterCore
+from router.events import Command, Submitted, WorkerJoined, WorkerSaid
 from router.generation import ChoiceTokens, GenerationRequest
 from router.placement import WorkerView
 

@@ -7,10 +7,8 @@ import pytest
 from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Role
 from router.admission import NO_CAPACITY, Refusal
-from router.core import (
-    ASK_AGAIN_S,
-    MAX_ATTEMPTS,
-    PATIENCE_S,
+from router.core import MAX_ATTEMPTS, RouterCore
+from router.events import (
     Aborted,
     Admit,
     ChoiceStopped,
@@ -18,12 +16,12 @@ from router.core import (
     Deliver,
     Fail,
     Refuse,
-    RouterCore,
     Send,
     Submitted,
     WorkerJoined,
     WorkerLost,
 )
+from router.waiting import ASK_AGAIN_S, PATIENCE_S
 from tests.unit.router_kit import (
     core_with,
     failed,
@@ -334,7 +332,7 @@ def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None
     assert says(core, "p", now_s=4 + ASK_AGAIN_S) == [again]
     (prefill,) = says(core, "d2", reserved(attempt=1), now_s=5)
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
-    assert core.requests["r"].retry is None
+    assert "r" not in core.waiting
 
 
 def test_a_waiting_request_can_be_stopped_and_aborted() -> None:

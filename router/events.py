@@ -1,0 +1,85 @@
+"""What the router's core hears and what it wants done. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.messages import Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.types import Incarnation
+from router.admission import Refusal
+from router.generation import ChoiceTokens, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceStopped:
+    request_id: str
+    choice: int
+    valid_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    hello: WorkerHello
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSaid:
+    incarnation: Incarnation
+    events: tuple[WorkerEvent, ...]
+    counters: Counters
+
+
+Event = Submitted | ChoiceStopped | Aborted | WorkerJoined | WorkerLost | WorkerSaid
+
+
+# --- commands ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    worker: Incarnation
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    request_id: str
+    refusal: Refusal
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    request_id: str
+    tokens: tuple[ChoiceTokens, ...]
+    done: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    request_id: str
+    reason: str
+    message: str
+
+
+Command = Send | Admit | Refuse | Deliver | Fail

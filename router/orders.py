@@ -1,0 +1,42 @@
+"""What the router tells the workers of a request. Pure."""
+
+from __future__ import annotations
+
+from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop, WorkerHello
+from kvrelay.types import Incarnation, RequestSpec
+from router.events import Send
+from router.placement import Placement
+from router.request import Request
+
+
+def ask(spec: RequestSpec, placement: Placement) -> Send:
+    """Will the decode worker take it? If it prefills too, it begins at once."""
+    if placement.prefill is None:
+        return Send(worker=placement.decode, message=Generate(spec=spec))
+    return Send(worker=placement.decode, message=Reserve(spec=spec, source=placement.prefill))
+
+
+def begin(request: Request, placement: Placement, target: WorkerHello) -> list[Send]:
+    """The decode worker, `target`, has taken it. Choices that ended in an earlier attempt need no
+    decoding in this one."""
+    stops = [
+        stop(request, target.incarnation, order.choice, order.next_index)
+        for order in request.choices
+        if order.finished
+    ]
+    if placement.prefill is None:
+        return stops
+    prefill = Prefill(
+        spec=request.spec, target_address=target.transfer_address, target=target.incarnation
+    )
+    return [*stops, Send(worker=placement.prefill, message=prefill)]
+
+
+def stop(request: Request, decode: Incarnation, choice: int, valid_tokens: int) -> Send:
+    message = Stop(key=request.key, choice=choice, valid_tokens=valid_tokens)
+    return Send(worker=decode, message=message)
+
+
+def abort(request: Request) -> list[Send]:
+    message = Abort(key=request.key)
+    return [Send(worker=leg, message=message) for leg in request.legs]

@@ -1,0 +1,76 @@
+"""One request as the router follows it: its tries, the workers it needs, its tokens. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrelay.types import Incarnation, RequestKey, RequestSpec
+from router.generation import GenerationRequest
+from router.ledger import Ledger
+from router.placement import Placement
+from router.token_order import TokenOrder
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """`attempt` names this try: no two tries of this router share one. `tried` are the decode
+    workers that were asked in it."""
+
+    submitted: GenerationRequest
+    ledger: Ledger
+    attempt: int
+    tries: int = 1
+    placement: Placement | None = None
+    tried: set[Incarnation] = field(default_factory=set)
+    admitted: bool = False
+    committed: bool = False  # this attempt's KV is at the decode worker
+    choices: tuple[TokenOrder, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
+
+    @property
+    def request_id(self) -> str:
+        return self.submitted.request_id
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request_id, self.attempt)
+
+    @property
+    def spec(self) -> RequestSpec:
+        asked = self.submitted
+        return RequestSpec(key=self.key, prompt_ids=asked.prompt_ids, sampling=asked.sampling)
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    @property
+    def handed_over(self) -> bool:
+        """KV and first tokens have left the prefill worker: it may die now."""
+        return self.committed and all(choice.next_index > 0 for choice in self.choices)
+
+    @property
+    def legs(self) -> tuple[Incarnation, ...]:
+        """The workers that this attempt still needs."""
+        if self.placement is None:
+            return ()
+        prefill = self.placement.prefill
+        if prefill is None or self.handed_over:
+            return (self.placement.decode,)
+        return (self.placement.decode, prefill)
+
+    def place(self, placement: Placement) -> None:
+        self.placement = placement
+        self.tried.add(placement.decode)
+
+    def try_again(self, attempt: int) -> None:
+        """What the old attempt still says is dropped; tokens delivered already stay delivered."""
+        self.tries += 1
+        self.attempt = attempt
+        self.placement = None
+        self.committed = False
+        self.tried.clear()
+        for choice in self.choices:
+            choice.forget_early()
