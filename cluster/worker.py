@@ -23,6 +23,7 @@ from cluster.settings import WorkerSettings
 from cluster.worker_events import Call, Close, Crashed, Incoming
 from cluster.worker_loop import WorkerLoop
 from cluster.worker_service import WorkerService
+from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.checkpoint import open_checkpoint
@@ -164,11 +165,13 @@ class WorkerProcess:
         )
         longrope = engine.model.longrope
         decode = DecodeScheduler(
-            tables=tables,
             receiver=receiver,
-            chunk_tokens=settings.prefill_chunk_tokens,
+            batch=Batch(
+                tables=tables,
+                chunk_tokens=settings.prefill_chunk_tokens,
+                rope_border_tokens=longrope.border_tokens if longrope is not None else None,
+            ),
             max_running=settings.max_running_requests,
-            rope_border_tokens=longrope.border_tokens if longrope is not None else None,
         )
         loop = WorkerLoop(engine, tables, prefill, decode, self._inbox)
         loop.attach(links, mover)

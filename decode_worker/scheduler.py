@@ -1,31 +1,17 @@
-"""Decides what a decode worker runs in each step. Pure; one per worker.
+"""Decides what a decode worker does next. Pure; one per worker.
 
-Continuous batching: at every step requests join and leave. Sequences arrive by handoff with their
-prompt's KV, or are prefilled here in chunks mixed into the batch (role both, and after a
-preemption). When blocks run out the newest sequence is preempted and later recomputed, so the
-oldest always advances.
+Continuous batching: at every step requests join and leave. They arrive by handoff with their
+prompt's KV, or are prefilled here (role both).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
 
+from decode_worker.batch import Batch
 from decode_worker.receiver import Failure, Receiver
 from decode_worker.sequence import Sequence
-from engine.step import (
-    Command,
-    Emit,
-    RunStep,
-    Sampled,
-    SampleRequest,
-    SequenceSlice,
-    StepBatch,
-    StepDone,
-    StepWanted,
-    Tick,
-)
+from engine.step import Command, Emit, Sampled, StepDone, StepWanted, Tick
 from kvpool.handoff import (
     Commit,
     FromPeer,
@@ -37,7 +23,6 @@ from kvpool.handoff import (
     SlabWanted,
     TransferCancelled,
 )
-from kvpool.tables import BlockTables, CopyPairs, Holder
 from kvrelay.messages import (
     Abort,
     Generate,
@@ -69,24 +54,13 @@ Event = (
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
-    """`chunk_tokens` bounds the prefill tokens mixed into a step, `max_running` the sequences.
+    """`max_running` bounds the sequences."""
 
-    A sequence that grows to `rope_border_tokens` is shown to the engine whole (LongRoPE).
-    """
-
-    tables: BlockTables
     receiver: Receiver
-    chunk_tokens: int
+    batch: Batch
     max_running: int
-    rope_border_tokens: int | None = None
-    running: list[Sequence] = field(default_factory=list)  # by arrival
-    awaiting_prefill: deque[Sequence] = field(default_factory=deque)  # preempted ones first
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    preemptions: int = 0
-    _alive: dict[RequestKey, list[Sequence]] = field(default_factory=dict)
-    _on_device: tuple[tuple[Sequence, int], ...] = ()
-    _arrivals: count[int] = field(default_factory=count)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
@@ -128,20 +102,12 @@ class DecodeScheduler:
     @property
     def sequences(self) -> int:
         """Running, waiting and on their way."""
-        waiting = sum(len(s.choices) for s in self.awaiting_prefill)
-        running = sum(len(s.choices) for s in self.running)
-        return running + waiting + self.receiver.reserved_choices
-
-    @property
-    def waiting_tokens(self) -> int:
-        return sum(sequence.needed for sequence in self.awaiting_prefill)
+        return self.batch.choices + self.receiver.reserved_choices
 
     def _refusal(self, spec: RequestSpec) -> str | None:
         if self.sequences + spec.sampling.n > self.max_running:
             return "slots_exhausted"
-        if any(s.holder not in self.tables for s in self.awaiting_prefill):
-            return "kv_exhausted"
-        return None
+        return "kv_exhausted" if self.batch.lacks_blocks else None
 
     def _reserve(self, message: Reserve, now_s: float) -> list[Command]:
         refusal = self._refusal(message.spec)
@@ -151,18 +117,9 @@ class DecodeScheduler:
 
     def _generate(self, spec: RequestSpec, now_s: float) -> list[Command]:
         refusal = self._refusal(spec)
-        holder = Holder("decode", spec.key)
-        assert holder not in self.tables, f"{spec.key} is here already"
-        fits = refusal is None and self.tables.try_grow(
-            holder, len(spec.prompt_ids) + 1, now_s=now_s
-        )
-        if not fits:
-            return [self._answer(spec.key, refusal or "kv_exhausted", now_s)]
-        choices = tuple(range(spec.sampling.n))
-        sequence = Sequence(spec=spec, choices=choices, holder=holder, arrival=next(self._arrivals))
-        self._alive[spec.key] = [sequence]
-        self.awaiting_prefill.append(sequence)
-        return [self._answer(spec.key, None, now_s)]
+        if refusal is None and not self.batch.try_enqueue(spec, now_s):
+            refusal = "kv_exhausted"
+        return [self._answer(spec.key, refusal, now_s)]
 
     @staticmethod
     def _answer(key: RequestKey, refusal: str | None, now_s: float) -> Emit:
@@ -191,134 +148,18 @@ class DecodeScheduler:
         arrived = self.receiver.take_complete(key)
         if arrived is None:
             return []
-        spec = arrived.message.spec
-        whole = Sequence(
-            spec=spec,
-            choices=tuple(range(spec.sampling.n)),
-            holder=Holder("decode", key),
-            arrival=next(self._arrivals),
-            computed=len(spec.prompt_ids),
-        )
-        self._alive[key] = []
-        self._split(whole, arrived.first_token_ids, arrived.finished, now_s)
+        self.batch.join(arrived.message.spec, arrived.first_token_ids, arrived.finished, now_s)
         committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
         return [arrived.answer, Emit(events=(committed, *self._released_if_done(key, now_s)))]
-
-    def _split(
-        self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
-    ) -> None:
-        """Each choice that goes on becomes a running sequence that shares the prompt's blocks."""
-        for choice, token in zip(whole.choices, tokens, strict=True):
-            if choice in finished:
-                continue
-            sequence = Sequence(
-                spec=whole.spec,
-                choices=(choice,),
-                holder=Holder("decode", whole.key, choice),
-                arrival=whole.arrival,
-                emitted=[*whole.emitted, token],
-                computed=whole.computed,
-                joined=whole.joined,
-            )
-            if sequence.holder != whole.holder:
-                self.tables.fork(whole.holder, sequence.holder, now_s=now_s)
-            self._alive[whole.key].append(sequence)
-            self._insert(sequence)
-        if whole.choices[0] in finished:
-            self.tables.release(whole.holder)
 
     # --- steps ----------------------------------------------------------------------------------
 
     def _next_step(self, now_s: float) -> list[Command]:
-        assert not self._on_device, "a step is on the device"
-        decoding = sum(sequence.needed == 1 for sequence in self.running)
-        budget = max(self.chunk_tokens - decoding, self.tables.layout.block_size)
-        chosen: list[tuple[Sequence, int]] = []
-        copies: list[CopyPairs] = []
-        preempted_before = self.preemptions
-        for sequence in list(self.running):
-            take = min(sequence.needed, 1 if sequence.needed == 1 else budget)
-            if take and self._make_room(sequence, take, copies, now_s):
-                budget -= take if take > 1 else 0
-                chosen.append((sequence, take))
-        if self.preemptions == preempted_before:
-            self._start_waiting(chosen, budget, now_s)
-        if not chosen:
-            return []
-        self._on_device = tuple(chosen)
-        batch = StepBatch(slices=tuple(self._slice(s, take) for s, take in chosen))
-        return [*self._joined(now_s), RunStep(batch=batch, copies=tuple(copies))]
-
-    def _make_room(
-        self, sequence: Sequence, take: int, copies: list[CopyPairs], now_s: float
-    ) -> bool:
-        """Blocks for `take` more tokens, at the cost of newer sequences; False if it had to go."""
-        while not sequence.dropped and sequence in self.running:
-            if self._try_room(sequence, take, copies, now_s):
-                return True
-            self._preempt(self.running[-1])
-        return False
-
-    def _try_room(
-        self, sequence: Sequence, take: int, copies: list[CopyPairs], now_s: float
-    ) -> bool:
-        end = sequence.computed + take
-        if not self.tables.try_grow(sequence.holder, end, now_s=now_s):
-            return False
-        if sequence.spec.sampling.n == 1:
-            return True
-        pairs = self.tables.try_own(sequence.holder, sequence.computed)
-        if pairs is None:
-            return False
-        if any(pairs):
-            copies.append(pairs)
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give its blocks back; it comes again, in its order, and is recomputed."""
-        self.preemptions += 1
-        self.running.remove(sequence)
-        self.tables.release(sequence.holder)
-        sequence.computed = 0
-        self.awaiting_prefill.appendleft(sequence)
-
-    def _start_waiting(self, chosen: list[tuple[Sequence, int]], budget: int, now_s: float) -> None:
-        """In order; where the head lacks blocks, those behind it that hold theirs still go on."""
-        may_allocate = True
-        for sequence in list(self.awaiting_prefill):
-            if budget == 0:
-                return
-            if sequence.holder not in self.tables and not may_allocate:
-                continue
-            if not self.tables.try_grow(sequence.holder, sequence.length, now_s=now_s):
-                may_allocate = False
-                continue
-            self.awaiting_prefill.remove(sequence)
-            self._insert(sequence)
-            take = min(sequence.needed, budget)
-            budget -= take
-            chosen.append((sequence, take))
-
-    def _insert(self, sequence: Sequence) -> None:
-        self.running.append(sequence)
-        self.running.sort(key=lambda s: s.arrival)
-
-    def _slice(self, sequence: Sequence, take: int) -> SequenceSlice:
-        return SequenceSlice(
-            key=sequence.key,
-            choice=sequence.choices[0],
-            token_ids=sequence.next_tokens(take),
-            start=sequence.computed,
-            tables=self.tables.tables(sequence.holder),
-            samples=self._samples(sequence) if take == sequence.needed else (),
-            prompt_tokens=sequence.whole_tokens,
-        )
-
-    def _samples(self, sequence: Sequence) -> tuple[SampleRequest, ...]:
-        return sequence.samples(whole=sequence.computed == self.rope_border_tokens)
+        step = self.batch.next_step(now_s)
+        return [] if step is None else [*self._joined(now_s), step]
 
     def _joined(self, now_s: float) -> list[Command]:
-        fresh = [sequence for sequence, _ in self._on_device if not sequence.joined]
+        fresh = [sequence for sequence, _ in self.batch.on_device if not sequence.joined]
         names = {}
         for sequence in fresh:
             sequence.joined = True
@@ -326,14 +167,12 @@ class DecodeScheduler:
         events = tuple(Lifetime(key=key, at_s=now_s, name=name) for key, name in names.items())
         return [Emit(events=events)] if events else []
 
-    # --- outcomes -------------------------------------------------------------------------------
-
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
-        ran, self._on_device = self._on_device, ()
         events: list[WorkerEvent] = []
-        for (sequence, take), sampled in zip(ran, done.outcome.sampled, strict=True):
+        for (sequence, take), sampled in zip(
+            self.batch.take_ran(), done.outcome.sampled, strict=True
+        ):
             if sequence.dropped:
-                self.tables.release(sequence.holder)
                 events += self._released_if_done(sequence.key, now_s)
                 continue
             if take > 1:
@@ -353,43 +192,24 @@ class DecodeScheduler:
         ]
         finished = frozenset(event.choice for event in tokens if event.finish_reason is not None)
         if len(sequence.choices) > 1:
-            self.running.remove(sequence)
-            self._alive[sequence.key].remove(sequence)
             ids = tuple(one.token_id for one in sampled)
-            self._split(sequence, ids, finished | sequence.stopped, now_s)
+            self.batch.split(sequence, ids, finished | sequence.stopped, now_s)
         elif finished:
-            self._drop(sequence)
+            self.batch.drop(sequence)
         else:
             sequence.emitted.append(sampled[0].token_id)
         return [*tokens, *self._released_if_done(sequence.key, now_s)]
 
-    def _drop(self, sequence: Sequence) -> None:
-        """Its blocks come back now, or after the step that it is in."""
-        sequence.dropped = True
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.awaiting_prefill.remove(sequence)
-        self._alive[sequence.key].remove(sequence)
-        if not self._is_on_device(sequence):
-            self.tables.release(sequence.holder)
-
-    def _is_on_device(self, sequence: Sequence) -> bool:
-        return any(sequence is other for other, _ in self._on_device)
+    # --- endings --------------------------------------------------------------------------------
 
     def _released_if_done(self, key: RequestKey, now_s: float) -> list[WorkerEvent]:
-        if key not in self._alive or self._alive[key]:
-            return []
-        if any(sequence.key == key for sequence, _ in self._on_device):
-            return []
-        del self._alive[key]
-        return [Released(key=key, at_s=now_s)]
+        return [Released(key=key, at_s=now_s)] if self.batch.try_forget(key) else []
 
     def _stop(self, message: Stop, now_s: float) -> list[Command]:
         self.receiver.stop(message.key, message.choice)
-        for sequence in list(self._alive.get(message.key, ())):
+        for sequence in self.batch.of(message.key):
             if sequence.choices == (message.choice,):
-                self._drop(sequence)
+                self.batch.drop(sequence)
             else:
                 sequence.stopped |= {message.choice} & {*sequence.choices}
         events = self._released_if_done(message.key, now_s)
@@ -398,8 +218,8 @@ class DecodeScheduler:
     def _abort(self, key: RequestKey, now_s: float) -> list[Command]:
         if key in self.receiver:
             return self.receiver.cancel(key, "aborted", now_s)
-        for sequence in list(self._alive.get(key, ())):
-            self._drop(sequence)
+        for sequence in self.batch.of(key):
+            self.batch.drop(sequence)
         events = self._released_if_done(key, now_s)
         return [Emit(events=tuple(events))] if events else []
 
@@ -412,9 +232,6 @@ class DecodeScheduler:
         return [Emit(events=events)] if events else []
 
     def validate(self) -> None:
-        """Blocks are held by live sequences, reservations and steps on the device alone."""
-        self.tables.validate()
+        self.batch.tables.validate()
+        self.batch.validate()
         self.receiver.validate()
-        assert all(s in self._alive[s.key] for s in self.running), "a sequence ran away"
-        assert all(s in self._alive[s.key] for s in self.awaiting_prefill)
-        assert [s.arrival for s in self.running] == sorted(s.arrival for s in self.running)

@@ -44,6 +44,18 @@ class Sequence:
     def needed(self) -> int:
         return self.length - self.computed
 
+    def part(self, choice: int, token_id: int) -> Sequence:
+        """One choice of it, that goes on with `token_id`."""
+        return Sequence(
+            spec=self.spec,
+            choices=(choice,),
+            holder=Holder("decode", self.key, choice),
+            arrival=self.arrival,
+            emitted=[*self.emitted, token_id],
+            computed=self.computed,
+            joined=self.joined,
+        )
+
     def next_tokens(self, take: int) -> tuple[int, ...]:
         prompt = self.spec.prompt_ids
         start, end = self.computed, self.computed + take

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
@@ -117,7 +118,9 @@ def make_worker(name: str, role: Role, life: int, *, blocks: int, slabs: int) ->
         tables=tables,
         prefill=PrefillScheduler(tables=tables, chunk_tokens=12, slab_tokens=SLAB_TOKENS),
         decode=DecodeScheduler(
-            tables=tables, receiver=receiver, chunk_tokens=12, max_running=MAX_RUNNING
+            receiver=receiver,
+            batch=Batch(tables=tables, chunk_tokens=12),
+            max_running=MAX_RUNNING,
         ),
         regions=dict.fromkeys(regions.values(), (0, 0, 0, {})),
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import (
@@ -144,7 +145,9 @@ class Fabric:
             leases=LeaseTable(LEASE_S),
         )
         self.decode = DecodeScheduler(
-            tables=self.tables["d"], receiver=receiver, chunk_tokens=12, max_running=8
+            receiver=receiver,
+            batch=Batch(tables=self.tables["d"], chunk_tokens=12),
+            max_running=8,
         )
 
     # --- time -----------------------------------------------------------------------------------

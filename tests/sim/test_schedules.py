@@ -118,7 +118,7 @@ def test_preemption_happens_and_is_harmless() -> None:
         for spec in specs:
             assert_right(fabric, spec)
         assert_clean(fabric)
-        preemptions += fabric.decode.preemptions
+        preemptions += fabric.decode.batch.preemptions
     assert preemptions > 0
 
 

@@ -85,7 +85,7 @@ def arrive(
 
 def assert_idle(scheduler: DecodeScheduler) -> None:
     scheduler.validate()
-    assert scheduler.tables.free_blocks == scheduler.tables.blocks
+    assert scheduler.batch.tables.free_blocks == scheduler.batch.tables.blocks
     assert scheduler.sequences == 0
     assert scheduler.handle(StepWanted(), 9) == []
 
@@ -164,7 +164,7 @@ def test_prefill_chunks_are_mixed_into_the_decode_batch() -> None:
 def test_choices_share_the_prompt_and_copy_what_they_write() -> None:
     scheduler = decode_scheduler()
     arrive(scheduler, spec("a", 6, n=3))
-    assert scheduler.tables.blocks - scheduler.tables.free_blocks == 2
+    assert scheduler.batch.tables.blocks - scheduler.batch.tables.free_blocks == 2
     step = the_step(scheduler.handle(StepWanted(), 0))
     tables = [piece.tables[0] for piece in step.batch.slices]
     assert [table[0] for table in tables] == [0, 0, 0]
@@ -268,8 +268,8 @@ def test_the_newest_is_preempted() -> None:
     scheduler = preempting()
     (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert only.key == key("old")
-    assert scheduler.preemptions == 1
-    assert [s.key for s in scheduler.awaiting_prefill] == [key("new")]
+    assert scheduler.batch.preemptions == 1
+    assert [s.key for s in scheduler.batch.awaiting_prefill] == [key("new")]
 
 
 def test_nobody_new_is_taken_while_a_preempted_one_waits_for_blocks() -> None:
@@ -309,7 +309,7 @@ def test_a_sequence_that_reaches_the_rope_border_is_shown_whole(
     border: int | None, known: tuple[int, ...]
 ) -> None:
     scheduler = decode_scheduler()
-    scheduler.rope_border_tokens = border
+    scheduler.batch.rope_border_tokens = border
     arrive(scheduler, spec("a", 3))
     (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
     assert sample.prompt_ids == known

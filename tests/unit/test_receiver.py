@@ -83,7 +83,7 @@ def fence(name: str) -> TransferCancelled:
 def assert_free(scheduler: DecodeScheduler) -> None:
     scheduler.validate()
     slabs = scheduler.receiver.slabs
-    assert scheduler.tables.free_blocks == scheduler.tables.blocks
+    assert scheduler.batch.tables.free_blocks == scheduler.batch.tables.blocks
     assert slabs.counts()[SlabState.FREE] == slabs.count
     assert scheduler.sequences == 0
 
@@ -154,7 +154,7 @@ def test_abort_during_a_scatter_keeps_the_blocks_until_it_is_over() -> None:
     (lent,) = want(scheduler, "a")
     fill(scheduler, lent)
     assert names(scheduler.handle(Abort(key=key("a")), 1)) == []
-    assert scheduler.tables.free_blocks < scheduler.tables.blocks
+    assert scheduler.batch.tables.free_blocks < scheduler.batch.tables.blocks
     assert scheduler.sequences == 0  # its place in the batch is free at once
     assert names(scheduler.handle(scattered(lent), 2)) == ["Released"]
     assert_free(scheduler)

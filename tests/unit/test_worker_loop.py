@@ -60,10 +60,10 @@ def _counts(event: WorkerEvent) -> bool:
 class Harness:
     def __init__(self) -> None:
         decode = decode_scheduler(blocks=8)
-        prefill = PrefillScheduler(tables=decode.tables, chunk_tokens=8, slab_tokens=8)
+        prefill = PrefillScheduler(tables=decode.batch.tables, chunk_tokens=8, slab_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.engine = Engine()
-        self.loop = WorkerLoop(self.engine, decode.tables, prefill, decode, self.inbox)
+        self.loop = WorkerLoop(self.engine, decode.batch.tables, prefill, decode, self.inbox)
 
     def router(self) -> Stream:
         stream = Stream()

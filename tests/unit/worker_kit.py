@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
@@ -66,7 +67,9 @@ def decode_scheduler(
 ) -> DecodeScheduler:
     owner = receiver(blocks=blocks, slabs=slabs)
     return DecodeScheduler(
-        tables=owner.tables, receiver=owner, chunk_tokens=chunk, max_running=max_running
+        receiver=owner,
+        batch=Batch(tables=owner.tables, chunk_tokens=chunk),
+        max_running=max_running,
     )
 
 
