@@ -1,0 +1,104 @@
+"""One prompt on its way through a prefill worker. Pure.
+
+prompt ids
+[0 ........... computed)   KV is in the blocks
+              [computed, length)   to be run, in chunks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.finish import finish_reason, needs_history
+from engine.step import Sampled, SampleRequest, SequenceSlice
+from kvpool.tables import Holder, Tables
+from kvrelay.messages import Prefill, Tokens
+from kvrelay.types import FinishReason, RequestKey, Sampling
+from prefill_worker.sender import Sender
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """`first` is token 0 of each choice, `finished` are the choices that end with it."""
+
+    sender: Sender
+    holder: Holder
+    computed: int = 0
+    first: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+    committing: bool = False
+
+    @property
+    def message(self) -> Prefill:
+        return self.sender.message
+
+    @property
+    def key(self) -> RequestKey:
+        return self.message.spec.key
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.message.spec.prompt_ids
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.message.spec.sampling
+
+    @property
+    def remaining(self) -> int:
+        return len(self.prompt) - self.computed
+
+    @property
+    def cancelled(self) -> str | None:
+        """Why no more is done for it."""
+        return self.sender.cancelled
+
+    @property
+    def all_finished(self) -> bool:
+        """No choice has anything left to decode."""
+        return len(self.finished) == self.sampling.n
+
+    @property
+    def may_commit(self) -> bool:
+        sent = self.sender.all_sent and self.sender.settled
+        return sent and bool(self.first) and not self.committing
+
+    def slice(self, take: int, tables: Tables) -> SequenceSlice:
+        """The next `take` tokens; with the last ones, token 0 of each choice is drawn."""
+        return SequenceSlice(
+            key=self.key,
+            choice=0,
+            token_ids=self.prompt[self.computed : self.computed + take],
+            start=self.computed,
+            tables=tables,
+            samples=self._samples() if take == self.remaining else (),
+            prompt_tokens=len(self.prompt),
+        )
+
+    def _samples(self) -> tuple[SampleRequest, ...]:
+        history = self.prompt if needs_history(self.sampling) else ()
+        return tuple(
+            SampleRequest(
+                sampling=self.sampling, choice=choice, index=0, prompt_ids=history, emitted_ids=()
+            )
+            for choice in range(self.sampling.n)
+        )
+
+    def take_first(self, sampled: tuple[Sampled, ...], now_s: float) -> list[Tokens]:
+        """Token 0 of each choice, as the router is told."""
+        self.first = tuple(one.token_id for one in sampled)
+        reasons = [finish_reason(self.sampling, token_id=t, emitted=1) for t in self.first]
+        self.finished = tuple(i for i, reason in enumerate(reasons) if reason is not None)
+        return [
+            Tokens(
+                key=self.key,
+                at_s=now_s,
+                choice=choice,
+                first_index=0,
+                token_ids=(one.token_id,),
+                logprobs=() if one.logprobs is None else (one.logprobs,),
+                finish_reason=reason,
+                stop_token_id=one.token_id if reason is FinishReason.STOP else None,
+            )
+            for choice, (one, reason) in enumerate(zip(sampled, reasons, strict=True))
+        ]

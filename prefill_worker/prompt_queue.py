@@ -1,0 +1,66 @@
+"""Prompts whose KV is still to be computed, in order of arrival, and what of them runs next. Pure.
+
+Prompts are chunked under a token budget, so memory is bounded whatever their length. A prompt's
+blocks are taken all at once before its first chunk, so at most the head of the queue waits for
+blocks, and those it waits for are always on their way out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvpool.tables import BlockTables
+from prefill_worker.job import Job
+
+
+@dataclass(slots=True)
+class PromptQueue:
+    awaiting_prefill: deque[Job] = field(default_factory=deque)
+    on_device: tuple[tuple[Job, int], ...] = ()  # job, its tokens in the step
+
+    def __len__(self) -> int:
+        return len(self.awaiting_prefill)
+
+    @property
+    def tokens(self) -> int:
+        return sum(job.remaining for job in self.awaiting_prefill)
+
+    def add(self, job: Job) -> None:
+        self.awaiting_prefill.append(job)
+
+    def remove(self, job: Job) -> None:
+        """Removing what doesn't wait is fine."""
+        if job in self.awaiting_prefill:
+            self.awaiting_prefill.remove(job)
+
+    def pack(
+        self, tables: BlockTables, *, budget_tokens: int, now_s: float
+    ) -> tuple[tuple[Job, int], ...]:
+        """The next step: chunks of the first prompts, each with its blocks in `tables`."""
+        assert not self.on_device, "a step is on the device"
+        chosen: list[tuple[Job, int]] = []
+        for job in self.awaiting_prefill:
+            if budget_tokens == 0:
+                break
+            if not tables.try_grow(job.holder, len(job.prompt), now_s=now_s):
+                break
+            take = min(budget_tokens, job.remaining)
+            budget_tokens -= take
+            chosen.append((job, take))
+        self.on_device = tuple(chosen)
+        return self.on_device
+
+    def take_ran(self) -> tuple[tuple[Job, int], ...]:
+        ran, self.on_device = self.on_device, ()
+        for job, take in ran:
+            job.computed += take
+        return ran
+
+    def runs(self, job: Job) -> bool:
+        return any(job is running for running, _ in self.on_device)
+
+    def validate(self) -> None:
+        """Each waiting prompt has something left to compute, and waits once."""
+        assert all(job.remaining > 0 for job in self.awaiting_prefill)
+        assert len({*map(id, self.awaiting_prefill)}) == len(self.awaiting_prefill)
