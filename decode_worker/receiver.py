@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from decode_worker.reservation import Arrived, Failure, Reservation
 from engine.step import Command
 from kvpool.handoff import (
     CancelTransfer,
     Commit,
-    Committed,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
@@ -32,42 +32,6 @@ from kvrelay.types import Incarnation, RequestKey
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reservation:
-    message: Reserve
-    holder: Holder
-    scattering: int = 0
-    scattered: int = 0
-    commit: Commit | None = None
-    stopped: set[int] = field(default_factory=set)  # choices that nobody wants more of
-    cancelled: bool = False
-
-    @property
-    def complete(self) -> bool:
-        all_here = self.commit is not None and self.scattered == self.commit.pieces
-        return all_here and self.scattering == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
-    """A request whose KV is here. `finished` choices need no decoding."""
-
-    message: Reserve
-    first_token_ids: tuple[int, ...]
-    finished: frozenset[int]
-
-    @property
-    def answer(self) -> SendPeer:
-        return SendPeer(peer=self.message.source, message=Committed(key=self.message.spec.key))
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    key: RequestKey
-    reason: str
-    message: str
-
-
-@dataclass(slots=True, kw_only=True)
 class Receiver:
     """`regions` names each slab's registered region, as peers are told."""
 
@@ -80,11 +44,10 @@ class Receiver:
     transfer_s: float = 0.0
     freed: list[RequestKey] = field(default_factory=list)
     """Reservations that ended without a commit, and hold nothing any more: for the router."""
-    _reservations: dict[RequestKey, _Reservation] = field(default_factory=dict)
+    _reservations: dict[RequestKey, Reservation] = field(default_factory=dict)
     _awaiting_slab: deque[SlabWanted] = field(default_factory=deque)
-    _lent: dict[RequestKey, dict[SlabId, LeaseId]] = field(
-        default_factory=dict
-    )  # key |-> slab |-> lease
+    _lent: dict[RequestKey, dict[SlabId, LeaseId]] = field(default_factory=dict)
+    """# key |-> slab |-> lease"""
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._reservations
@@ -102,7 +65,7 @@ class Receiver:
         tokens = len(message.spec.prompt_ids) + 1
         if not self.tables.try_grow(holder, tokens, now_s=now_s, leased=True):
             return False
-        self._reservations[key] = _Reservation(message=message, holder=holder)
+        self._reservations[key] = Reservation(message=message, holder=holder)
         self.leases.grant(key, now_s)
         return True
 
@@ -203,17 +166,12 @@ class Receiver:
     def take_complete(self, key: RequestKey) -> Arrived | None:
         """Once all pieces are scattered and committed: the blocks are the running request's."""
         reservation = self._reservations.get(key)
-        if reservation is None or reservation.cancelled or not reservation.complete:
+        if reservation is None or (arrived := reservation.arrived()) is None:
             return None
-        assert reservation.commit is not None
         del self._reservations[key]
         self.leases.end(key)
         self.tables.activate(reservation.holder)
-        return Arrived(
-            message=reservation.message,
-            first_token_ids=reservation.commit.first_token_ids,
-            finished=frozenset(reservation.commit.finished_choices) | reservation.stopped,
-        )
+        return arrived
 
     def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
         """The request won't come: free its blocks once quiet, have its writer fenced off."""
@@ -238,14 +196,14 @@ class Receiver:
             self._end(reservation)
         return self._lend(now_s)
 
-    def _end(self, reservation: _Reservation) -> None:
+    def _end(self, reservation: Reservation) -> None:
         reservation.cancelled = True
-        self.leases.end(reservation.message.spec.key)
+        self.leases.end(reservation.key)
         self._free_if_quiet(reservation)
 
-    def _free_if_quiet(self, reservation: _Reservation) -> None:
+    def _free_if_quiet(self, reservation: Reservation) -> None:
         if reservation.scattering == 0:
-            key = reservation.message.spec.key
+            key = reservation.key
             del self._reservations[key]
             self.tables.release(reservation.holder)
             self.freed.append(key)
@@ -277,7 +235,7 @@ class Receiver:
         failures = []
         for reservation in list(self._reservations.values()):
             if reservation.message.source == peer and not reservation.cancelled:
-                failures.append(Failure(reservation.message.spec.key, "peer_lost", reason))
+                failures.append(Failure(reservation.key, "peer_lost", reason))
                 self._end(reservation)
         commands: list[Command] = []
         for lost in self.slabs.holder_lost(peer):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.batch import Batch
-from decode_worker.receiver import Failure, Receiver
+from decode_worker.receiver import Receiver
+from decode_worker.reservation import Failure
 from decode_worker.sequence import Sequence
 from engine.step import Command, Emit, Sampled, StepDone, StepWanted, Tick
 from kvpool.handoff import (
