@@ -81,8 +81,8 @@ class WorkerHost:
         assert "address" in answer, answer
         return answer["address"]
 
-    def stop(self, name: str) -> None:
-        self._ask({"stop": name})
+    def stop(self, address: str) -> None:
+        self._ask({"stop": address})
 
     def _ask(self, command: dict[str, Any]) -> dict[str, str]:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -186,9 +186,11 @@ def running_cluster(
     """A router and these workers, ready; all stopped and clean at the end."""
     thread = RouterThread(model, **router)
     url = f"http://127.0.0.1:{thread.address.http_port}"
+    started: list[tuple[WorkerHost, str]] = []
     try:
         for host, settings in workers:
-            thread.call(thread.process.add_worker(host.start(settings)))
+            started.append((host, host.start(settings)))
+            thread.call(thread.process.add_worker(started[-1][1]))
         dispatcher = thread.process.dispatcher
         wait_until(lambda: len(dispatcher.workers()) == len(workers), "all workers joined")
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
@@ -197,5 +199,5 @@ def running_cluster(
             cluster.assert_clean()
     finally:
         thread.close()
-        for host, settings in workers:
-            host.stop(settings.name)
+        for host, address in started:
+            host.stop(address)

@@ -6,7 +6,10 @@ import json
 import os
 import random
 import signal
+import statistics
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,13 @@ from tests.models import VOCAB_SIZE
 from tests.reference import assert_same_tokens, generate_reference
 
 TOKENS = 48
+
+
+def kv_bytes(model: Path, tokens: int) -> int:
+    """fp32 KV of `tokens` tokens."""
+    config = json.loads((model / "config.json").read_text())
+    dim = config["hidden_size"] // config["num_attention_heads"]
+    return tokens * 4 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim
 
 
 def load(llama: Path) -> Model:
@@ -67,8 +77,7 @@ def test_preempted_requests_finish_with_the_same_tokens(
 ) -> None:
     """Blocks for 192 tokens, eight requests that want over 60 each."""
     asked = prompts(8, 30)
-    token_bytes = 4 * 2 * 2 * 16 * 4  # layers, planes, heads, dim, fp32
-    small = {"kv_memory_bytes": 192 * token_bytes, "max_model_len": 96}
+    small = {"kv_memory_bytes": kv_bytes(llama, 192), "max_model_len": 96}
     workers = [(hosts[1], worker_settings("small-0", role, llama, **small))]
     if role is Role.DECODE:
         workers.append((hosts[0], worker_settings("prefill-0", Role.PREFILL, llama)))
@@ -153,6 +162,53 @@ def test_what_can_never_fit_is_invalid_and_names_the_limit(split: Cluster) -> No
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert "1024" in response.json()["error"]["message"]
     assert "retry-after" not in response.headers
+
+
+def test_the_limit_is_what_the_workers_memory_holds(
+    llama: Path, hosts: tuple[WorkerHost, WorkerHost]
+) -> None:
+    """KV for 192 tokens, in a model made for 1,024."""
+    settings = worker_settings("tiny-0", Role.BOTH, llama, kv_memory_bytes=kv_bytes(llama, 192))
+    with running_cluster(llama, [(hosts[0], settings)]) as cluster:
+        body = {"model": "test-model", "prompt": [5] * 150, "ignore_eos": True}
+        response = cluster.http.post("/v1/completions", json={**body, "max_tokens": 43})
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert "192" in response.json()["error"]["message"]
+        assert cluster.completion([5] * 150, max_tokens=42)["usage"]["total_tokens"] == 192
+
+
+def test_the_ledger_sums_to_what_the_client_saw(split: Cluster) -> None:
+    """Within 5 %, the whole and the time to first token; medians of five."""
+    whole, first = [], []
+    for _ in range(5):
+        body = {"model": "test-model", "prompt": [5] * 900, "max_tokens": 100, "stream": True}
+        body |= {"ignore_eos": True}
+        headers = {"x-kvrelay-ledger": "1"}
+        started_s = time.perf_counter()
+        with split.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            lines = response.iter_lines()
+            next(line for line in lines if line.startswith("data: {"))
+            ttft_ms = 1000 * (time.perf_counter() - started_s)
+            ledger = ledger_in(lines)
+        total_ms = 1000 * (time.perf_counter() - started_s)
+        names = list(ledger)
+        until_first = names[: names.index("first_token_return") + 1]
+        whole.append(sum(ledger.values()) / total_ms)
+        first.append(sum(ledger[name] for name in until_first) / ttft_ms)
+        assert "other" not in ledger
+    assert 0.95 < statistics.median(whole) < 1.05, whole
+    assert 0.95 < statistics.median(first) < 1.05, first
+
+
+def ledger_in(lines: Iterator[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in lines:
+        if line.startswith("data: {"):
+            found = (
+                json.loads(line.removeprefix("data: ")).get("kvrelay", {}).get("ledger_ms", found)
+            )
+    return found
 
 
 def test_no_workers_is_no_capacity(llama: Path) -> None:

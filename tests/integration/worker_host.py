@@ -1,7 +1,7 @@
 """A process that starts and stops workers on command, so that many models share one start-up.
 
 Reads one JSON object per line, answers each with one: {"start": settings} |-> {"address": ...},
-{"stop": name} |-> {"stopped": name}. Ends with its standard input.
+{"stop": address} |-> {"stopped": address}. Ends with its standard input.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
         address = await worker.start()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    workers[fields["name"]] = worker
+    workers[address] = worker
     return {"address": address}
 
 
