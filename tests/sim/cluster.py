@@ -6,16 +6,10 @@ moment. What was on its way over a broken one is lost; the ends notice at differ
 
 from __future__ import annotations
 
-import heapq
-import random
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import count
 
-from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
-from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.handoff import (
     CancelTransfer,
@@ -25,17 +19,12 @@ from kvpool.handoff import (
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
-    SlabFilled,
     SlabLent,
-    SlabReplaced,
-    SlabScattered,
     SlabWritten,
     WriteSlab,
 )
-from kvpool.leases import LeaseTable
 from kvpool.peer_wire import decode, encode
-from kvpool.slabs import SlabId, SlabPool
-from kvpool.tables import BlockTables
+from kvpool.slabs import SlabId
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -45,93 +34,22 @@ from kvrelay.messages import (
     Stop,
     ToWorker,
     WorkerEvent,
-    WorkerHello,
 )
-from kvrelay.types import Incarnation, RequestKey, Role
+from kvrelay.types import Incarnation, Role
 from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
-from prefill_worker.scheduler import PrefillScheduler
 from router.core import RouterCore
 from router.events import Command as RouterCommand
 from router.events import Event as RouterEvent
 from router.events import Send, WorkerJoined, WorkerLost, WorkerSaid
-from tests.sim.fabric import BLOCK, LAYOUT, LEASE_S, SLAB_TOKENS, Fabric, Memory, slot
-
-TICK_S = 10.0
-MAX_RUNNING = 8
-
-Slab = tuple[int, int, int, dict[int, list[tuple[int, ...]]]]
-"""lease, start, tokens, group |-> content of each token"""
+from tests.sim.simulation import Simulation
+from tests.sim.worker import Worker, make_worker
 
 
-@dataclass(slots=True)
-class Worker:
-    """One process life. `routes` is what its loop keeps: # key |-> the stream it came over"""
-
-    hello: WorkerHello
-    tables: BlockTables
-    prefill: PrefillScheduler
-    decode: DecodeScheduler
-    memory: Memory = field(default_factory=Memory)
-    routes: dict[RequestKey, int] = field(default_factory=dict)
-    streams: set[int] = field(default_factory=set)
-    links: dict[Incarnation, int] = field(default_factory=dict)  # peer |-> connection
-    regions: dict[str, Slab] = field(default_factory=dict)  # of its own slabs
-    busy: set[str] = field(default_factory=set)
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self.hello.incarnation
-
-    def validate(self) -> None:
-        self.prefill.validate()
-        self.decode.validate()
-
-
-def make_worker(name: str, role: Role, life: int, *, blocks: int, slabs: int) -> Worker:
-    incarnation = Incarnation(f"{name}.{life}")
-    tables = BlockTables(LAYOUT, blocks)
-    regions = {SlabId(i): f"{incarnation}-{i}" for i in range(slabs)}
-    receiver = Receiver(
-        tables=tables,
-        slabs=SlabPool(SLAB_TOKENS * LAYOUT.bytes_per_token, slabs),
-        regions=regions,
-        leases=LeaseTable(LEASE_S),
-    )
-    hello = WorkerHello(
-        name=name,
-        incarnation=incarnation,
-        role=role,
-        device="cpu",
-        transport="sim",
-        transfer_address=f"sim:{incarnation}",
-        fingerprint="f",
-        architecture="Hash",
-        block_size=BLOCK,
-        total_blocks=blocks,
-        max_model_len=blocks * BLOCK,
-        max_running_requests=MAX_RUNNING,
-        prefill_chunk_tokens=12,
-        vocab_size=50,
-    )
-    return Worker(
-        hello=hello,
-        tables=tables,
-        prefill=PrefillScheduler(tables=tables, chunk_tokens=12, slab_tokens=SLAB_TOKENS),
-        decode=DecodeScheduler(
-            receiver=receiver,
-            batch=Batch(tables=tables, chunk_tokens=12),
-            max_running=MAX_RUNNING,
-        ),
-        regions=dict.fromkeys(regions.values(), (0, 0, 0, {})),
-    )
-
-
-class Cluster:
+class Cluster(Simulation):
     """`on_command` gets what the router's core says to clients."""
 
     def __init__(self, seed: int, on_command: Callable[[RouterCommand], None]) -> None:
-        self.random = random.Random(seed)
-        self.now_s = 0.0
+        super().__init__(seed)
         self.core = RouterCore()
         self.workers: dict[Incarnation, Worker] = {}
         self._on_command = on_command
@@ -139,44 +57,15 @@ class Cluster:
         self._broken: set[int] = set()  # streams and connections
         self._ids = count(1)
         self._lives = count()
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-        self._channel_s: dict[str, float] = defaultdict(float)
-        self._next_tick_s = TICK_S
 
-    # --- time -----------------------------------------------------------------------------------
-
-    def after(self, channel: str, action: Callable[[], None], scale_s: float = 0.01) -> None:
-        """In order per channel, after a random delay."""
-        at_s = max(self.now_s + self.random.expovariate(1 / scale_s), self._channel_s[channel])
-        self._channel_s[channel] = at_s
-        heapq.heappush(self._heap, (at_s, next(self._order), action))
-
-    def run(self) -> None:
-        """Until nothing happens any more."""
-        while self._heap:
-            if self._heap[0][0] >= self._next_tick_s:
-                self.now_s = self._next_tick_s
-                self.tick()
-                continue
-            assert self.now_s < 5_000.0, "it never ends"
-            self.now_s, _, action = heapq.heappop(self._heap)
-            action()
-            self.core.validate()
-            for worker in self.workers.values():
-                worker.validate()
-
-    def tick(self) -> None:
-        self._next_tick_s = self.now_s + TICK_S
+    def on_tick(self) -> None:
         for worker in list(self.workers.values()):
             self._both(worker, Tick())
 
-    def settle(self) -> None:
-        """Let every lease end."""
-        for _ in range(3):
-            self.now_s += 1.1 * LEASE_S
-            self.tick()
-            self.run()
+    def validate(self) -> None:
+        self.core.validate()
+        for worker in self.workers.values():
+            worker.validate()
 
     # --- lives and links ------------------------------------------------------------------------
 
@@ -293,17 +182,20 @@ class Cluster:
             if isinstance(event, Released | ReserveRefused):
                 del worker.routes[event.key]
         for stream, batch in by_stream.items():
-            sent = [encode_event(event, self.now_s) for event in batch]
-            counters = Counters(running=worker.decode.sequences)
+            self._say(worker, stream, batch)
 
-            def arrive(stream: int = stream, sent: list = sent, counters: Counters = counters):  # type: ignore[no-untyped-def,type-arg]
-                if self._attached.get(worker.incarnation) == stream:
-                    said = tuple(decode_event(event, self.now_s) for event in sent)
-                    self.to_router(
-                        WorkerSaid(incarnation=worker.incarnation, events=said, counters=counters)
-                    )
+    def _say(self, worker: Worker, stream: int, events: list[WorkerEvent]) -> None:
+        sent = [encode_event(event, self.now_s) for event in events]
+        counters = Counters(running=worker.decode.sequences)
 
-            self.after(f"from {stream}", arrive)
+        def arrive() -> None:
+            if self._attached.get(worker.incarnation) == stream:
+                said = tuple(decode_event(event, self.now_s) for event in sent)
+                self.to_router(
+                    WorkerSaid(incarnation=worker.incarnation, events=said, counters=counters)
+                )
+
+        self.after(f"from {stream}", arrive)
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -346,7 +238,7 @@ class Cluster:
         assert side not in worker.busy
         worker.busy.add(side)
         worker.memory.copy(step.copies)
-        sampled = tuple(Fabric.sample(worker.memory, piece) for piece in step.batch.slices)
+        sampled = tuple(worker.memory.sample(piece) for piece in step.batch.slices)
 
         def done() -> None:
             worker.busy.discard(side)
@@ -390,7 +282,6 @@ class Cluster:
         self._settle(worker, scheduler.handle(event, self.now_s))
 
     def _write(self, worker: Worker, job: WriteSlab) -> None:
-        """Written whether or not the slab is still the writer's: that is what fences are for."""
         lent, error = job.lent, None
         owner = self.workers.get(job.peer)
         link = worker.links.get(job.peer)
@@ -402,43 +293,14 @@ class Cluster:
         ):
             error = "the region is gone"
         else:
-            lease = owner.decode.receiver.slabs._leases.get(lent.slab_id)
-            assert lease is not None, "a slab was freed under its writer"
-            assert lease.lease_id == lent.lease_id, "a slab was lent again under its writer"
-            span = range(job.start, job.start + job.tokens)
-            content = {
-                group: [worker.memory.slots[group, slot(table, at)] for at in span]
-                for group, table in enumerate(job.tables)
-            }
-            owner.regions[lent.region] = (lent.lease_id, job.start, job.tokens, content)
-            filled = SlabFilled(
-                key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
-            )
+            filled = owner.fill(job, worker.memory.take(job.tables, job.start, job.tokens))
             self._send(worker, SendPeer(peer=job.peer, message=filled))
         written = SlabWritten(key=lent.key, piece=lent.piece, bytes=1, seconds=0, error=error)
         self._settle(worker, worker.prefill.handle(written, self.now_s))
 
     def _scatter(self, worker: Worker, job: ScatterSlab) -> None:
-        filled = job.filled
-        region = worker.decode.receiver.regions[filled.slab_id]
-        lease, start, tokens, content = worker.regions[region]
-        assert lease == filled.lease_id, "someone wrote into a slab that was not lent to it"
-        for group, table in enumerate(job.tables):
-            for i in range(tokens):
-                worker.memory.slots[group, slot(table, start + i)] = content[group][i]
-        event = SlabScattered(
-            key=filled.key,
-            piece=filled.piece,
-            slab_id=filled.slab_id,
-            lease_id=filled.lease_id,
-            bytes=1,
-            seconds=0,
-        )
-        self._settle(worker, worker.decode.handle(event, self.now_s))
+        self._settle(worker, worker.decode.handle(worker.scatter(job), self.now_s))
 
     def _replace(self, worker: Worker, slab_id: SlabId) -> None:
-        del worker.regions[worker.decode.receiver.regions[slab_id]]
-        region = f"{worker.incarnation}-new-{next(self._ids)}"
-        worker.regions[region] = (0, 0, 0, {})
-        event = SlabReplaced(slab_id=slab_id, region=region)
+        event = worker.replace(slab_id, f"{worker.incarnation}-new-{next(self._ids)}")
         self._settle(worker, worker.decode.handle(event, self.now_s))

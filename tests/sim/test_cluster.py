@@ -14,7 +14,7 @@ from kvrelay.types import FinishReason, RequestSpec, Role
 from router.events import Aborted, Admit, ChoiceStopped, Command, Deliver, Fail, Refuse, Submitted
 from router.generation import ChoiceTokens, GenerationRequest
 from tests.sim.cluster import Cluster
-from tests.sim.test_schedules import expected, make_spec
+from tests.sim.model import expected, make_spec
 
 BLOCKS = 14
 

@@ -17,30 +17,9 @@ from kvrelay.messages import (
     Stop,
     Tokens,
 )
-from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Sampling
-from tests.sim.fabric import VOCABULARY, Fabric, right_token
-
-
-def make_spec(rng: random.Random, number: int, longest: int = 40) -> RequestSpec:
-    prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest)))
-    sampling = Sampling(
-        max_tokens=rng.randint(1, 12),
-        seed=number,
-        n=rng.choice([1, 1, 1, 2, 3]),
-        stop_token_ids=(rng.randrange(VOCABULARY),),
-    )
-    return RequestSpec(key=RequestKey(f"r{number}", 0), prompt_ids=prompt, sampling=sampling)
-
-
-def expected(spec: RequestSpec, choice: int) -> tuple[list[int], FinishReason]:
-    tokens: list[int] = []
-    while True:
-        token = right_token(spec.prompt_ids, choice, tuple(tokens))
-        tokens.append(token)
-        if token in spec.sampling.stop_token_ids:
-            return tokens, FinishReason.STOP
-        if len(tokens) == spec.sampling.max_tokens:
-            return tokens, FinishReason.LENGTH
+from kvrelay.types import Incarnation, RequestKey, RequestSpec
+from tests.sim.fabric import Fabric
+from tests.sim.model import expected, make_spec
 
 
 class Driver:

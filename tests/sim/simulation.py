@@ -1,0 +1,61 @@
+"""A virtual clock: what is put off happens in order per channel, each after a random delay."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
+
+LEASE_S = 30.0
+TICK_S = 10.0
+LONGEST_S = 10_000.0
+
+
+class Simulation(ABC):
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now_s = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._channel_s: dict[str, float] = defaultdict(float)
+        self._next_tick_s = TICK_S
+
+    @abstractmethod
+    def on_tick(self) -> None:
+        """Time has passed, for every worker."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """What must hold after every event."""
+
+    def after(self, channel: str, action: Callable[[], None], scale_s: float = 0.01) -> None:
+        """In order per channel, after a random delay."""
+        at_s = max(self.now_s + self.random.expovariate(1 / scale_s), self._channel_s[channel])
+        self._channel_s[channel] = at_s
+        heapq.heappush(self._heap, (at_s, next(self._order), action))
+
+    def run(self, until_s: float = LONGEST_S) -> None:
+        """Until then, or until nothing happens any more."""
+        while self._heap and self._heap[0][0] <= until_s:
+            if self._heap[0][0] >= self._next_tick_s:
+                self.now_s = self._next_tick_s
+                self.tick()
+                continue
+            self.now_s, _, action = heapq.heappop(self._heap)
+            action()
+            self.validate()
+        assert not self._heap or until_s < LONGEST_S, "it never ends"
+
+    def tick(self) -> None:
+        self._next_tick_s = self.now_s + TICK_S
+        self.on_tick()
+
+    def settle(self) -> None:
+        """Let every lease end."""
+        for _ in range(3):
+            self.now_s += 1.1 * LEASE_S
+            self.tick()
+            self.run()
