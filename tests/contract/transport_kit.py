@@ -61,6 +61,9 @@ class Side:
         self.on_message(connection)
 
 
+MakeSide = Callable[..., Side]
+
+
 def held() -> tuple[int, int, int]:
     """Threads, descriptors and mappings of regions that this process has."""
     with open("/proc/self/maps") as maps:
@@ -89,3 +92,29 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not come true"
         time.sleep(0.002)
+
+
+def pair(make_side: MakeSide) -> tuple[Side, Side, Connection]:
+    owner, writer = make_side(), make_side()
+    return owner, writer, writer.endpoint.connect(owner.endpoint.address)
+
+
+def eventually_raises(action: Callable[[], object]) -> None:
+    """A peer's end is known after a moment at most."""
+
+    def raises() -> bool:
+        try:
+            action()
+        except PeerError:
+            return True
+        return False
+
+    until(raises)
+
+
+def run_all(work: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=run) for run in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

@@ -1,0 +1,31 @@
+"""Every contract test that asks for a side runs over every transport of the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.transport.registry import schemes
+from tests.contract.transport_kit import MakeSide, Side, held
+
+
+@pytest.fixture(params=schemes())
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_side(scheme: str) -> Iterator[MakeSide]:
+    """Sides that close at the end; then nothing may be left of them."""
+    before, sides = held(), []
+
+    def make(**options: float) -> Side:
+        sides.append(Side(scheme, **options))
+        return sides[-1]
+
+    yield make
+    for side in sides:
+        side.__exit__()
+    sides.clear()
+    assert held() == before, "threads, descriptors or mappings are left"
