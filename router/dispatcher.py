@@ -18,7 +18,7 @@ from google.protobuf.json_format import MessageToDict
 
 from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
 from kvrelay.messages import Counters, WorkerEvent, WorkerHello
-from kvrelay.types import Incarnation, Role
+from kvrelay.types import Incarnation
 from router.core import RouterCore
 from router.events import (
     Aborted,
@@ -159,10 +159,10 @@ class WorkerDispatcher:
                 code="duplicate_request_id",
                 param="request_id",
             )
-        places = [view.hello.max_running_requests for view in self.core.workers.values()]
-        if places and request.sampling.n > max(places):
+        places = self.core.workers.most_places
+        if places and request.sampling.n > places:
             raise InvalidRequest(
-                f"n is {request.sampling.n}, but a worker runs at most {max(places)} sequences "
+                f"n is {request.sampling.n}, but a worker runs at most {places} sequences "
                 "at once: ask for fewer choices",
                 param="n",
             )
@@ -189,7 +189,7 @@ class WorkerDispatcher:
     # --- state ----------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        return self.model() is not None and self._longest() > 0
+        return self.core.workers.longest_tokens > 0
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         return tuple(self._status(view) for view in self.core.workers.values())
@@ -210,23 +210,7 @@ class WorkerDispatcher:
         )
 
     def model(self) -> ModelFacts | None:
-        hello = next((view.hello for view in self.core.workers.values()), None)
-        if hello is None:
-            return None
-        return ModelFacts(
-            architecture=hello.architecture,
-            fingerprint=hello.fingerprint,
-            max_model_len=self._longest() or hello.max_model_len,
-            vocab_size=hello.vocab_size,
-        )
-
-    def _longest(self) -> int:
-        """The longest sequence that some pair of workers, or one of role both, can hold."""
-        longest = dict.fromkeys(Role, 0)
-        for view in self.core.workers.values():
-            role = view.hello.role
-            longest[role] = max(longest[role], view.hello.max_model_len)
-        return max(longest[Role.BOTH], min(longest[Role.PREFILL], longest[Role.DECODE]))
+        return self.core.workers.model()
 
     def running_requests(self) -> int:
         return len(self.core.requests)

@@ -5,13 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvrelay.messages import WorkerHello
-from kvrelay.types import Incarnation, RequestKey, RequestSpec
+from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
 from router.admission import Refusal, refusal_of
+from router.generation import ModelFacts
 from router.placement import Placement, WorkerView, least_loaded
 
 
 class Workers(dict[Incarnation, WorkerView]):
     """Those connected. A place stays taken until the worker says that it is free."""
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest sequence that some pair of workers, or one of role both, can hold; 0 when
+        none can serve."""
+        longest = dict.fromkeys(Role, 0)
+        for view in self.values():
+            role = view.hello.role
+            longest[role] = max(longest[role], view.hello.max_model_len)
+        return max(longest[Role.BOTH], min(longest[Role.PREFILL], longest[Role.DECODE]))
+
+    @property
+    def most_places(self) -> int:
+        """Of one worker; 0 without any."""
+        return max((view.hello.max_running_requests for view in self.values()), default=0)
+
+    def model(self) -> ModelFacts | None:
+        """What they serve, as the first one says; None without any."""
+        hello = next((view.hello for view in self.values()), None)
+        if hello is None:
+            return None
+        return ModelFacts(
+            architecture=hello.architecture,
+            fingerprint=hello.fingerprint,
+            max_model_len=self.longest_tokens or hello.max_model_len,
+            vocab_size=hello.vocab_size,
+        )
 
     def join(self, hello: WorkerHello) -> None:
         self[hello.incarnation] = WorkerView(hello=hello)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.types import Role
+from router.workers import Workers
+from tests.unit.router_kit import hello
+
+
+def workers(*longest: tuple[Role, int]) -> Workers:
+    joined = Workers()
+    for i, (role, tokens) in enumerate(longest):
+        joined.join(hello(f"w{i}", role, max_model_len=tokens, places=i + 1))
+    return joined
+
+
+@pytest.mark.parametrize(
+    ("longest", "tokens"),
+    [
+        ([], 0),
+        ([(Role.PREFILL, 9)], 0),
+        ([(Role.DECODE, 9)], 0),
+        ([(Role.PREFILL, 9), (Role.DECODE, 7)], 7),
+        ([(Role.PREFILL, 5), (Role.PREFILL, 6), (Role.DECODE, 7)], 6),
+        ([(Role.PREFILL, 9), (Role.DECODE, 7), (Role.BOTH, 8)], 8),
+    ],
+)
+def test_the_longest_sequence_is_what_a_pair_or_one_of_both_can_hold(
+    longest: list[tuple[Role, int]], tokens: int
+) -> None:
+    assert workers(*longest).longest_tokens == tokens
+
+
+def test_a_model_is_known_before_it_can_be_served() -> None:
+    assert workers().model() is None
+    alone = workers((Role.PREFILL, 9)).model()
+    assert alone is not None
+    assert (alone.architecture, alone.max_model_len) == ("Llama", 9)
+    pair = workers((Role.PREFILL, 9), (Role.DECODE, 7)).model()
+    assert pair is not None
+    assert pair.max_model_len == 7
+
+
+def test_the_most_places_are_those_of_one_worker() -> None:
+    assert workers().most_places == 0
+    assert workers((Role.BOTH, 9), (Role.BOTH, 9)).most_places == 2
