@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +139,15 @@ def test_a_full_cluster_refuses_at_once_and_says_when(
     settings = worker_settings("both-0", Role.BOTH, llama, max_running_requests=2)
     with running_cluster(llama, [(hosts[0], settings)]) as cluster:
         body = {"model": "test-model", "prompt": [5, 6, 7], "ignore_eos": True}
-        with (
-            cluster.http.stream(
-                "POST", "/v1/completions", json={**body, "max_tokens": 900, "stream": True}
-            ) as one,
-            cluster.http.stream(
-                "POST", "/v1/completions", json={**body, "max_tokens": 900, "stream": True}
-            ) as two,
-        ):
-            next(one.iter_lines())
-            next(two.iter_lines())
+        long = {**body, "max_tokens": 900, "stream": True}
+        with ExitStack() as running:
+            streams = [
+                running.enter_context(cluster.http.stream("POST", "/v1/completions", json=long))
+                for _ in range(2)
+            ]
+            lines = [stream.iter_lines() for stream in streams]  # a dropped one closes its stream
+            for line in lines:
+                next(line)
             refused = cluster.http.post("/v1/completions", json={**body, "max_tokens": 4})
         assert refused.status_code == 429, refused.text
         assert refused.json()["error"]["code"] == "slots_exhausted"
