@@ -69,12 +69,18 @@ def interleave(
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
+    """A line per row; how each was measured stands below, once for all rows that share it."""
+    methods = list(dict.fromkeys(row.method for row in rows if row.method))
     table = Table(title=title, title_justify="left")
-    for heading in ("what", "value", "against", "its value", "ratio", "goal", "reached", "method"):
+    for heading in ("what", "value", "against", "its value", "ratio", "goal", "reached", "note"):
         table.add_column(heading, overflow="fold")
     for row in rows:
-        table.add_row(*_cells(row))
-    Console().print(table)
+        note = str(methods.index(row.method) + 1) if row.method else ""
+        table.add_row(*_cells(row), note)
+    console = Console()
+    console.print(table)
+    for number, method in enumerate(methods, 1):
+        console.print(f"{number}  {method}", highlight=False)
 
 
 def _cells(row: Row) -> list[str]:
@@ -84,16 +90,7 @@ def _cells(row: Row) -> list[str]:
     goal = "" if row.goal is None else f"{'<=' if row.lower_is_better else '>='} {row.goal:g}"
     ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
     reached = {None: "", True: "yes", False: "no"}[row.reached]
-    return [
-        row.name,
-        f"{row.value:.4g} {row.unit}",
-        row.against,
-        peer,
-        ratio,
-        goal,
-        reached,
-        row.method,
-    ]
+    return [row.name, f"{row.value:.4g} {row.unit}", row.against, peer, ratio, goal, reached]
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
