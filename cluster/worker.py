@@ -1,7 +1,8 @@
 """One worker process: engine, block tables, both schedulers, transfer thread and gRPC face.
 
-The same object serves as `kvrelay worker` and inside a Ray actor. Three threads: the event loop
-(gRPC), the step thread (all decisions and the model), the transfer thread (collation).
+The same object serves as `kvrelay worker` and inside a Ray actor. Four threads: the event loop
+(gRPC), the loop's thread (all decisions), the device thread (the model), the transfer thread
+(collation).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from uuid import uuid4
 
+from cluster.device import Device
 from cluster.grpc_server import bind_port, grpc_server
 from cluster.kv_report import kv_report
 from cluster.mover import Mover
@@ -53,6 +55,7 @@ class _Parts:
     """What a started worker is made of."""
 
     loop: WorkerLoop
+    device: Device
     links: PeerLinks
     mover: Mover
     hello: WorkerHello
@@ -73,7 +76,7 @@ class WorkerProcess:
 
         Raises ModelError or ConfigError.
         """
-        self._thread = threading.Thread(target=self._run, name="kvrelay-step", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvrelay-loop", daemon=True)
         started: Future[_Parts] = Future()
         self._started = started
         self._thread.start()
@@ -105,7 +108,7 @@ class WorkerProcess:
         """Returns once stopped; raises what the worker died of."""
         await asyncio.shield(asyncio.wrap_future(self._closed))
 
-    # --- step thread ----------------------------------------------------------------------------
+    # --- loop thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -122,6 +125,7 @@ class WorkerProcess:
             log.exception("worker %s died", self._settings.name)
             self._closed.set_exception(error)
         finally:
+            parts.device.close()
             parts.mover.close()
             parts.links.close()
 
@@ -173,12 +177,14 @@ class WorkerProcess:
             ),
             max_running=settings.max_running_requests,
         )
-        loop = WorkerLoop(engine, tables, prefill, decode, self._inbox)
+        device = Device(engine, settings.cpu_threads, self._inbox.put)
+        loop = WorkerLoop(device, tables, prefill, decode, self._inbox)
         loop.attach(links, mover)
         mover.start()
+        device.start()
         self._log_start(engine, slab_bytes(layout, slab_tokens))
         worker_hello = self._hello(engine, incarnation, links, scheme)
-        return _Parts(loop, links, mover, worker_hello, tables)
+        return _Parts(loop, device, links, mover, worker_hello, tables)
 
     def _load(self) -> Engine:
         settings = self._settings

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.step import StepDone
 from kvpool.handoff import FromPeer, PeerLost, SlabReplaced, SlabScattered, SlabWritten
 from kvrelay.messages import Counters, ToWorker, WorkerEvent
 
@@ -33,8 +34,15 @@ class RouterLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """The device has run a step and is free."""
+
+    done: StepDone
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """Run this on the loop's thread, between steps."""
+    """Run this on the loop's thread, between two events."""
 
     function: Callable[[], None]
 
@@ -60,6 +68,7 @@ Incoming = (
     | SlabWritten
     | SlabScattered
     | SlabReplaced
+    | Stepped
     | Call
     | Crashed
     | Close

@@ -1,4 +1,4 @@
-"""The loop of a worker: receive, decide, run, settle. One thread owns all of a worker's state.
+"""The loop of a worker: receive, decide, keep the device busy, tell. One thread owns all state.
 
 Both schedulers live here over one set of block tables; the role only tells routers what to send.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -23,9 +24,10 @@ from cluster.worker_events import (
     RouterJoined,
     RouterLost,
     RouterStream,
+    Stepped,
 )
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepOutcome, StepWanted, Tick
+from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
 from kvpool.blocks import BlockState
 from kvpool.handoff import (
     CancelTransfer,
@@ -41,7 +43,7 @@ from kvpool.handoff import (
     SlabWritten,
     WriteSlab,
 )
-from kvpool.tables import BlockTables, CopyPairs
+from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -62,24 +64,22 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 
 
-class StepEngine(Protocol):
-    """What the loop needs of an engine."""
+class StepDevice(Protocol):
+    """Runs one step at a time; its end comes back as Stepped."""
 
-    def run(self, batch: StepBatch) -> StepOutcome: ...
-
-    def copy_blocks(self, pairs: CopyPairs) -> None: ...
+    def submit(self, step: RunStep) -> None: ...
 
 
 class WorkerLoop:
     def __init__(
         self,
-        engine: StepEngine,
+        device: StepDevice,
         tables: BlockTables,
         prefill: PrefillScheduler,
         decode: DecodeScheduler,
         inbox: queue.SimpleQueue[Incoming],
     ) -> None:
-        self._engine = engine
+        self._device = device
         self._tables = tables
         self.prefill = prefill
         self.decode = decode
@@ -89,6 +89,8 @@ class WorkerLoop:
         self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
         self._next_tick_s = 0.0
         self._closing = False
+        self._stepping: DecodeScheduler | PrefillScheduler | None = None
+        self._turns: deque[DecodeScheduler | PrefillScheduler] = deque([decode, prefill])
         self._steps = 0
         self._orphaned_blocks = 0
         self._busy_s = 0.0
@@ -102,25 +104,26 @@ class WorkerLoop:
         return not self._routes
 
     def run(self) -> None:
-        """Until Close; raises what a step raised."""
-        worked = False
+        """Until Close; raises what a thread beside it raised."""
         while not self._closing:
-            self._receive(wait=not worked)
-            worked = self._step(self.decode)
-            worked = self._step(self.prefill) or worked
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait for something to happen, settle all that has, keep the device busy, tell."""
+        self._receive()
+        self._start_step()
+        self._flush()
 
     # --- receive --------------------------------------------------------------------------------
 
-    def _receive(self, *, wait: bool) -> None:
-        if wait:
-            timeout_s = max(0.0, self._next_tick_s - time.monotonic())
-            with suppress(queue.Empty):
-                self._settle(self.inbox.get(timeout=timeout_s))
+    def _receive(self) -> None:
+        timeout_s = max(0.0, self._next_tick_s - time.monotonic())
+        with suppress(queue.Empty):
+            self._settle(self.inbox.get(timeout=timeout_s))
         while not self.inbox.empty():
             self._settle(self.inbox.get_nowait())
         if time.monotonic() >= self._next_tick_s:
             self._tick()
-        self._flush()
 
     def _tick(self) -> None:
         self._next_tick_s = time.monotonic() + TICK_S
@@ -144,6 +147,8 @@ class WorkerLoop:
                 stream.send([], self.counters())
             case RouterLost(stream=stream):
                 self._router_lost(stream)
+            case Stepped(done=done):
+                self._stepped(done)
             case Call(function=function):
                 function()
             case Crashed(error=error):
@@ -190,25 +195,27 @@ class WorkerLoop:
 
     # --- decide and run -------------------------------------------------------------------------
 
-    def _step(self, scheduler: DecodeScheduler | PrefillScheduler) -> bool:
-        """Whether there was a step to run."""
-        commands = scheduler.handle(StepWanted(), _now())
-        step = next((c for c in commands if isinstance(c, RunStep)), None)
-        self._execute(c for c in commands if c is not step)
-        if step is not None:
-            self._execute(scheduler.handle(self._run_step(step), _now()))
-        self._flush()
-        return step is not None
+    def _start_step(self) -> None:
+        """The schedulers take turns at the device."""
+        for scheduler in list(self._turns):
+            if self._stepping is None:
+                self._turns.rotate(-1)
+                self._offer(scheduler)
 
-    def _run_step(self, step: RunStep) -> StepDone:
-        started_s = time.monotonic()
-        for pairs in step.copies:
-            self._engine.copy_blocks(pairs)
-        outcome = self._engine.run(step.batch)
-        seconds = time.monotonic() - started_s
+    def _offer(self, scheduler: DecodeScheduler | PrefillScheduler) -> None:
+        for command in scheduler.handle(StepWanted(), _now()):
+            if isinstance(command, RunStep):
+                self._stepping = scheduler
+                self._device.submit(command)
+            else:
+                self._execute([command])
+
+    def _stepped(self, done: StepDone) -> None:
+        scheduler, self._stepping = self._stepping, None
+        assert scheduler is not None, "a step ended that was not begun"
         self._steps += 1
-        self._busy_s += seconds
-        return StepDone(outcome=outcome, seconds=seconds)
+        self._busy_s += done.seconds
+        self._execute(scheduler.handle(done, _now()))
 
     def _execute(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -220,7 +227,7 @@ class WorkerLoop:
                 case WriteSlab() | ScatterSlab() | ReplaceSlab():
                     self._mover.put(command)
                 case RunStep():
-                    raise AssertionError("a step outside of its turn")
+                    raise AssertionError("a step that was not offered")
 
     # --- settle ---------------------------------------------------------------------------------
 

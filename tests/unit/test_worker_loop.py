@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 
-from cluster.worker_loop import Close, FromRouter, Incoming, RouterJoined, RouterLost, WorkerLoop
-from engine.step import Sampled, StepBatch, StepOutcome
-from kvpool.tables import CopyPairs
+from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
+from cluster.worker_loop import WorkerLoop
+from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
+from kvpool.handoff import SendPeer
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -26,18 +27,24 @@ from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.worker_kit import BLOCK, D, decode_scheduler, key, spec
 
 
-class Engine:
+class Device:
+    """Ends the step that it was given when it is told to."""
+
     def __init__(self) -> None:
         self.batches: list[StepBatch] = []
+        self.running: StepBatch | None = None
 
-    def run(self, batch: StepBatch) -> StepOutcome:
-        self.batches.append(batch)
-        return StepOutcome(
-            sampled=tuple(tuple(Sampled(token_id=7) for _ in s.samples) for s in batch.slices)
-        )
+    def submit(self, step: RunStep) -> None:
+        assert self.running is None
+        assert not step.copies, "no choices here"
+        self.batches.append(step.batch)
+        self.running = step.batch
 
-    def copy_blocks(self, pairs: CopyPairs) -> None:
-        raise AssertionError("no choices here")
+    def end_step(self) -> Stepped:
+        assert self.running is not None
+        batch, self.running = self.running, None
+        sampled = tuple(tuple(Sampled(token_id=7) for _ in s.samples) for s in batch.slices)
+        return Stepped(StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.0))
 
 
 class Stream:
@@ -62,8 +69,8 @@ class Harness:
         decode = decode_scheduler(blocks=8)
         prefill = PrefillScheduler(tables=decode.batch.tables, chunk_tokens=8, slab_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-        self.engine = Engine()
-        self.loop = WorkerLoop(self.engine, decode.batch.tables, prefill, decode, self.inbox)
+        self.device = Device()
+        self.loop = WorkerLoop(self.device, decode.batch.tables, prefill, decode, self.inbox)
 
     def router(self) -> Stream:
         stream = Stream()
@@ -75,10 +82,19 @@ class Harness:
             self.inbox.put(FromRouter(stream, message))
 
     def run(self) -> None:
-        """All that lies in the inbox, and one step of each scheduler after it."""
-        self.inbox.put(Close())
-        self.loop.run()
-        self.loop._closing = False
+        """All that lies in the inbox, and the end of the step that runs after it."""
+        self.inbox.put(Call(lambda: None))
+        self.loop.turn()
+        if self.device.running is not None:
+            self.inbox.put(self.device.end_step())
+            self.loop.turn()
+
+
+class Links:
+    """Peers that hear nothing."""
+
+    def send(self, command: SendPeer) -> None:
+        pass
 
 
 def generate(name: str, *, max_tokens: int = 1) -> Generate:
@@ -123,7 +139,7 @@ def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     worker.inbox.put(RouterLost(gone))
     worker.run()
     assert gone.heard == []
-    assert [s.key for batch in worker.engine.batches for s in batch.slices] == [key("b")]
+    assert {s.key for batch in worker.device.batches for s in batch.slices} == {key("b")}
     worker.inbox.put(RouterLost(stays))
     worker.run()
     assert worker.loop.idle
@@ -139,6 +155,29 @@ def test_a_late_message_of_a_router_that_is_gone_harms_nobody() -> None:
     worker.run()
     assert gone.heard == []
     assert worker.loop.idle
+
+
+def test_a_running_step_holds_up_no_answer() -> None:
+    worker = Harness()
+    stream = worker.router()
+    worker.say(stream, generate("a", max_tokens=2))
+    worker.loop.turn()
+    assert worker.device.running is not None
+    worker.say(stream, generate("b", max_tokens=2))
+    worker.loop.turn()
+    assert stream.about("b") == ["Reserved"]
+    assert len(worker.device.batches) == 1
+
+
+def test_the_schedulers_take_turns_at_the_device() -> None:
+    worker = Harness()
+    stream = worker.router()
+    worker.loop.attach(Links(), mover=None)  # type: ignore[arg-type]
+    worker.say(stream, generate("a", max_tokens=9), prefill(spec("p", 20)))
+    for _ in range(4):
+        worker.run()
+    ran = [batch.slices[0].key for batch in worker.device.batches[:4]]
+    assert ran == [key("a"), key("p"), key("a"), key("p")]
 
 
 def test_a_draining_worker_refuses_the_new_and_finishes_the_old() -> None:

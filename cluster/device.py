@@ -1,0 +1,69 @@
+"""The thread on which a worker's model runs, one step at a time, beside the loop that decides.
+
+While a step runs the loop goes on: it answers reservations, lends slabs, commits handoffs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from cluster.worker_events import Crashed, Stepped
+from engine.step import RunStep, StepBatch, StepDone, StepOutcome
+from engine.threads import use_threads
+from kvpool.tables import CopyPairs
+
+
+class StepEngine(Protocol):
+    """What a device needs of an engine."""
+
+    def run(self, batch: StepBatch) -> StepOutcome: ...
+
+    def copy_blocks(self, pairs: CopyPairs) -> None: ...
+
+
+class Device:
+    """`cpu_threads` None leaves torch's own choice."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        cpu_threads: int | None,
+        post: Callable[[Stepped | Crashed], None],
+    ) -> None:
+        self._engine = engine
+        self._cpu_threads = cpu_threads
+        self._post = post
+        self._steps: queue.SimpleQueue[RunStep | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvrelay-device", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, step: RunStep) -> None:
+        """Only when no step runs. The copies are made at once, in the caller's thread: the next
+        event may free what they read."""
+        for pairs in step.copies:
+            self._engine.copy_blocks(pairs)
+        self._steps.put(step)
+
+    def close(self) -> None:
+        """Returns when the running step has ended."""
+        self._steps.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._cpu_threads is not None:
+            use_threads(self._cpu_threads)
+        try:
+            while (step := self._steps.get()) is not None:
+                started_s = time.monotonic()
+                outcome = self._engine.run(step.batch)
+                seconds = time.monotonic() - started_s
+                self._post(Stepped(StepDone(outcome=outcome, seconds=seconds)))
+        except Exception as error:
+            self._post(Crashed(error))
