@@ -13,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -81,62 +81,54 @@ SPLIT = (WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores
 BOTH = (WorkerPlan(role="both", cores=(0,)), WorkerPlan(role="both", cores=(1,)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Arm:
     """All measurements of one arrangement of workers."""
 
-    sent: list[Sent]
-    seconds: float
-    long_gaps_s: list[float]
-    long_sent: list[Sent]
-    transfer_s: float
-    resident_mib: dict[str, float]
+    cluster: PlainCluster
+    sent: list[Sent] = field(default_factory=list)
+    seconds: float = 0.0
+    long_sent: list[Sent] = field(default_factory=list)
+    transfer_s: float = 0.0
 
+    def measure(self, prompts: list[list[int]], long: list[int], rate_per_s: float) -> None:
+        """One open loop of all prompts, then the long prompt alone."""
+        port = self.cluster.http_port
+        started_s = time.perf_counter()
+        self.sent += open_loop(port, prompts, LOAD.output_tokens, rate_per_s=rate_per_s)
+        self.seconds += time.perf_counter() - started_s
+        before_s = self.cluster.metric("kvrelay:kv_transfer_seconds_total")
+        self.long_sent += closed_loop(port, [long], 16)
+        self.transfer_s += self.cluster.metric("kvrelay:kv_transfer_seconds_total") - before_s
 
-def run_arm(folder: Path, plans: Sequence[WorkerPlan], repeats: int, rate_per_s: float) -> Arm:
-    generator = torch.Generator().manual_seed(1)
-    long = torch.randint(2, SMOLLM_135M.vocab_size, (2048,), generator=generator).tolist()
-    with plain_cluster(folder, plans, SETTINGS) as cluster:
-        prompts = LOAD.prompts().tolist()
-        closed_loop(cluster.http_port, prompts[:2], 4)
-        sent, seconds = _open_loops(cluster, prompts, repeats, rate_per_s)
-        before_s = cluster.metric("kvrelay:kv_transfer_seconds_total")
-        long_sent = [
-            one for _ in range(repeats) for one in closed_loop(cluster.http_port, [long], 16)
-        ]
-        transfer_s = cluster.metric("kvrelay:kv_transfer_seconds_total") - before_s
-        return Arm(
-            sent=sent,
-            seconds=seconds,
-            long_gaps_s=[one.gaps_s[0] - statistics.median(one.gaps_s[1:]) for one in long_sent],
-            long_sent=long_sent,
-            transfer_s=transfer_s,
-            resident_mib=cluster.resident_mib(),
-        )
-
-
-def _open_loops(
-    cluster: PlainCluster, prompts: list[list[int]], repeats: int, rate_per_s: float
-) -> tuple[list[Sent], float]:
-    sent: list[Sent] = []
-    started_s = time.perf_counter()
-    for _ in range(repeats):
-        sent += open_loop(cluster.http_port, prompts, LOAD.output_tokens, rate_per_s=rate_per_s)
-    return sent, time.perf_counter() - started_s
+    @property
+    def first_gaps_ms(self) -> Reading:
+        """Of the long prompt: token 1 to 2, less the median of the later gaps."""
+        gaps = [one.gaps_s[0] - statistics.median(one.gaps_s[1:]) for one in self.long_sent]
+        return Reading(values=tuple(1000 * gap for gap in gaps))
 
 
 def split_rows(folder: Path, repeats: int, rate_per_s: float) -> list[Row]:
-    split = run_arm(folder, SPLIT, repeats, rate_per_s)
-    both = run_arm(folder, BOTH, repeats, rate_per_s)
+    """Both arrangements stand all the time, on the same cores, and are asked in turn."""
+    generator = torch.Generator().manual_seed(1)
+    long = torch.randint(2, SMOLLM_135M.vocab_size, (2048,), generator=generator).tolist()
+    prompts = LOAD.prompts().tolist()
+    with (
+        plain_cluster(folder, SPLIT, SETTINGS) as one,
+        plain_cluster(folder, BOTH, SETTINGS) as two,
+    ):
+        split, both = Arm(cluster=one), Arm(cluster=two)
+        for arm in (split, both):
+            closed_loop(arm.cluster.http_port, prompts[:2], 4)
+        for _ in range(repeats):
+            for arm in (split, both):
+                arm.measure(prompts, long, rate_per_s)
+        memory = _memory_rows(split)
     method = (
         f"{MODEL}, one core each; {repeats} x 16 requests of 512 in, 64 out, Poisson arrivals at "
-        f"{rate_per_s:g}/s, same seed"
+        f"{rate_per_s:g}/s, same seed, interleaved; quantiles over all requests"
     )
-    return [
-        *_latency_rows(split, both, method),
-        *_handoff_rows(split, both),
-        *_memory_rows(split),
-    ]
+    return [*_latency_rows(split, both, method), *_handoff_rows(split, both), *memory]
 
 
 def _latency_rows(split: Arm, both: Arm, method: str) -> list[Row]:
@@ -178,8 +170,7 @@ def _handoff_rows(split: Arm, both: Arm) -> list[Row]:
     moved_ms = 1000 * split.transfer_s / len(split.long_sent)
     after_ms = [one.ledger_ms.get("handoff", 0.0) for one in split.long_sent]
     hidden = 1 - min(1.0, statistics.median(after_ms) / moved_ms) if moved_ms else 0.0
-    gap = Reading(values=tuple(1000 * gap for gap in split.long_gaps_s))
-    other = Reading(values=tuple(1000 * gap for gap in both.long_gaps_s))
+    gap, other = split.first_gaps_ms, both.first_gaps_ms
     method = f"{MODEL}, one core each, one request of 2,048 in, 16 out at a time"
     return [
         Row(
@@ -210,7 +201,7 @@ def _memory_rows(split: Arm) -> list[Row]:
             unit="MiB",
             method=f"{MODEL}, after the requests above",
         )
-        for name, mib in split.resident_mib.items()
+        for name, mib in split.cluster.resident_mib().items()
     ]
 
 
