@@ -142,9 +142,10 @@ class Batch:
         return max(self.chunk_tokens - decoding, self.tables.layout.block_size)
 
     def _choose(self, sequence: Sequence, step: _Pass) -> None:
-        take = min(sequence.needed, 1 if sequence.needed == 1 else step.budget)
+        prefills = sequence.needed > 1
+        take = min(sequence.needed, step.budget) if prefills else 1
         if take and self._make_room(sequence, take, step):
-            step.budget -= take if take > 1 else 0
+            step.budget -= take if prefills else 0
             step.chosen.append((sequence, take))
 
     def _make_room(self, sequence: Sequence, take: int, step: _Pass) -> bool:

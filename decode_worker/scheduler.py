@@ -176,7 +176,7 @@ class DecodeScheduler:
             if sequence.dropped:
                 events += self._released_if_done(sequence.key, now_s)
                 continue
-            if take > 1:
+            if sequence.needed > 1:
                 self.prompt_tokens += take
             sequence.computed += take
             if sampled:
