@@ -1,0 +1,92 @@
+"""Which layers, planes and heads one source rank sends to one target rank. Pure.
+
+Every head that a target rank holds comes from exactly one source rank: of those that hold
+replicas of it, the one whose share of the replicas covers the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.layout import Plane
+from kvpool.shard import Shard, ShardLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneSlice:
+    """`heads` heads of the local plane `plane`, from `source_head` on there to `target_head`."""
+
+    plane: int
+    source_head: int
+    target_head: int
+    heads: int
+    dim: int
+
+    @property
+    def elements(self) -> int:
+        return self.heads * self.dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSlice:
+    """`layers` layers of a group, from local index `source_layer` on there to `target_layer`."""
+
+    group: int
+    source_layer: int
+    target_layer: int
+    layers: int
+    planes: tuple[PlaneSlice, ...]
+
+    @property
+    def elements_per_token_layer(self) -> int:
+        return sum(plane.elements for plane in self.planes)
+
+
+def reslice(source: ShardLayout, target: ShardLayout) -> tuple[GroupSlice, ...]:
+    """What `source` sends to `target`: nothing for a group that they share no layer or head of.
+
+    Raises ConfigError if a tensor parallel degree can't split the heads.
+    """
+    assert source.model.groups == target.model.groups, "the two sides hold different models"
+    slices: list[GroupSlice] = []
+    for index, group in enumerate(source.model.groups):
+        ours, theirs = source.shard.members(group), target.shard.members(group)
+        shared = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+        planes = _plane_slices(group.planes, source.shard, target.shard)
+        if shared and planes:
+            slices.append(
+                GroupSlice(
+                    group=index,
+                    source_layer=shared.start - ours.start,
+                    target_layer=shared.start - theirs.start,
+                    layers=len(shared),
+                    planes=planes,
+                )
+            )
+    return tuple(slices)
+
+
+def _plane_slices(
+    planes: tuple[Plane, ...], source: Shard, target: Shard
+) -> tuple[PlaneSlice, ...]:
+    slices: list[PlaneSlice] = []
+    for index, plane in enumerate(planes):
+        ours, theirs = source.heads(plane.heads), target.heads(plane.heads)
+        shared = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+        if shared and _sends(source, target, plane.heads):
+            slices.append(
+                PlaneSlice(
+                    plane=index,
+                    source_head=shared.start - ours.start,
+                    target_head=shared.start - theirs.start,
+                    heads=len(shared),
+                    dim=plane.dim,
+                )
+            )
+    return tuple(slices)
+
+
+def _sends(source: Shard, target: Shard, heads: int) -> bool:
+    """Whether, among the replicas of a shared head, `source`'s serves `target`'s."""
+    ours, theirs = max(1, source.size // heads), max(1, target.size // heads)
+    return source.rank % ours == target.rank % theirs * ours // theirs

@@ -1,0 +1,156 @@
+"""Plans between random shards: every target slot once, from the right place, and no other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvpool.reslice import GroupSlice, PlaneSlice, reslice
+from kvpool.shard import Shard, ShardLayout
+from kvpool.transfer_plan import WRITE_TOKENS, Section, TokenSpan, cut, plan
+from kvrelay.errors import ConfigError
+from tests.unit.transfer_kit import (
+    Case,
+    carry_out,
+    cases,
+    draw_held,
+    each_slot,
+    empty_pool,
+    holds,
+    stage_layers,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_every_target_slot_is_written_once_from_the_right_place(case: Case) -> None:
+    draw = np.random.default_rng(case.seed)
+    target_held = draw_held(case, case.target, draw)
+    target, expected = (empty_pool(case.target, target_held) for _ in range(2))
+    needed = each_slot(case, case.target, target_held)
+    for group, plane, where, value in needed:
+        expected[group][plane][where] = value
+    sent_bytes = 0
+    for source in case.sources:
+        held = draw_held(case, source, draw)
+        pool = empty_pool(source, held)
+        for group, plane, where, value in each_slot(case, source, held):
+            pool[group][plane][where] = value
+        transfer = plan(
+            held,
+            target_held,
+            source,
+            case.target,
+            span=case.span,
+            staging_bytes=case.staging_bytes,
+        )
+        carry_out(transfer, pool, target, source.model.dtype)
+        sent_bytes += transfer.nbytes
+    for planes, wanted in zip(target, expected, strict=True):
+        for ours, theirs in zip(planes, wanted, strict=True):
+            assert np.array_equal(ours, theirs)
+    element_bytes = case.target.model.element_bytes
+    assert sent_bytes == sum(len(value) for *_, value in needed) * element_bytes
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases())
+def test_writes_are_few_large_and_fit_into_staging(case: Case) -> None:
+    for source in case.sources:
+        writes = cut(source, case.target, span=case.span, staging_bytes=case.staging_bytes)
+        assert all(write.nbytes <= case.staging_bytes for write in writes)
+        for before, after in pairwise(writes):
+            assert before.nbytes + after.nbytes > case.staging_bytes
+        for write in writes:
+            for section in write.sections:
+                _check_size(section, case)
+
+
+def _check_size(section: Section, case: Case) -> None:
+    seen = case.span.seen(case.target.model.groups[section.part.group].window)
+    token_layer_bytes = section.nbytes // section.tokens // section.part.layers
+    if case.staging_bytes >= 2 * WRITE_TOKENS * token_layer_bytes:
+        assert section.tokens >= min(WRITE_TOKENS, len(seen))
+    else:
+        assert section.part.layers == 1 or section.tokens >= min(WRITE_TOKENS, len(seen))
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_rank_allocates_the_heads_and_layers_it_holds(case: Case) -> None:
+    for layout in (*case.sources, case.target):
+        assert layout.local.block_size == layout.model.block_size
+        for group, local in zip(layout.model.groups, layout.local.groups, strict=True):
+            assert list(local.layers) == stage_layers(layout.shard, group)
+            for plane, own in zip(group.planes, local.planes, strict=True):
+                assert own.heads == len(holds(layout.shard, plane))
+
+
+_LLAMA = LayerGroup(
+    layers=tuple(range(32)),
+    planes=(Plane(name="k", heads=8, dim=128), Plane(name="v", heads=8, dim=128)),
+)
+
+
+def _shard(
+    group: LayerGroup, rank: int = 0, size: int = 1, layers: range | None = None
+) -> ShardLayout:
+    model = KvLayout(groups=(group,), dtype="bfloat16", block_size=16)
+    return ShardLayout(model=model, shard=Shard(rank=rank, size=size, layers=layers))
+
+
+def test_what_fits_is_one_write_of_all_layers() -> None:
+    one = _shard(_LLAMA)
+    span = TokenSpan(start=0, tokens=7500, next_position=7500)
+    (write,) = cut(one, one, span=span, staging_bytes=1 << 30)
+    assert write.nbytes == 7500 * 131_072
+    assert [(s.part.layers, s.tokens) for s in write.sections] == [(32, 7500)]
+
+
+def test_small_staging_cuts_by_tokens_then_by_layers_and_keeps_128_tokens() -> None:
+    one = _shard(_LLAMA)
+    span = TokenSpan(start=0, tokens=300, next_position=300)
+    by_tokens = cut(one, one, span=span, staging_bytes=150 * 131_072)
+    assert [w.sections[0].tokens for w in by_tokens] == [150, 150]
+    by_layers = cut(one, one, span=span, staging_bytes=75 * 131_072)
+    assert [(w.sections[0].part.layers, w.sections[0].tokens) for w in by_layers] == [(16, 150)] * 4
+    assert [w.sections[0].part.source_layer for w in by_layers] == [0, 0, 16, 16]
+
+
+def test_replicas_share_the_sending_and_none_sends_twice() -> None:
+    """Two heads on four source ranks, sent to eight and to one; a latent head on all four."""
+    two = LayerGroup(layers=(0,), planes=(Plane(name="k", heads=2, dim=1),))
+    latent = LayerGroup(layers=(0,), planes=(Plane(name="latent", heads=1, dim=576),))
+
+    def senders(group: LayerGroup, target: ShardLayout) -> list[int]:
+        return [r for r in range(4) if reslice(_shard(group, r, 4), target)]
+
+    assert [senders(two, _shard(two, r, 8)) for r in range(8)] == [
+        [0], [0], [1], [1], [2], [2], [3], [3],
+    ]  # fmt: skip
+    assert senders(two, _shard(two)) == [0, 2]
+    assert senders(latent, _shard(latent)) == [0]
+    assert [senders(latent, _shard(latent, r, 4)) for r in range(4)] == [[0], [1], [2], [3]]
+
+
+def test_a_stage_sends_the_layers_and_heads_that_the_other_side_runs() -> None:
+    source = _shard(_LLAMA, rank=1, size=2, layers=range(16, 32))
+    target = _shard(_LLAMA, rank=3, size=4, layers=range(8, 24))
+    planes = tuple(
+        PlaneSlice(plane=p, source_head=2, target_head=0, heads=2, dim=128) for p in range(2)
+    )
+    assert reslice(source, target) == (
+        GroupSlice(group=0, source_layer=0, target_layer=8, layers=8, planes=planes),
+    )
+
+
+def test_what_cannot_be_done_says_what_to_change() -> None:
+    with pytest.raises(ConfigError, match="degree 3 can't split 8 KV heads"):
+        reslice(_shard(_LLAMA), _shard(_LLAMA, size=3))
+    one, span = _shard(_LLAMA), TokenSpan(start=0, tokens=5, next_position=5)
+    with pytest.raises(ConfigError, match=r"staging_bytes 4095 .* at least 4096"):
+        cut(one, one, span=span, staging_bytes=4095)
