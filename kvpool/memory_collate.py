@@ -1,41 +1,33 @@
-"""Collation: a sequence's KV between the paged pool and one slab. Runs in the worker that owns the
-blocks; the slab may be another process's, seen through a window.
-
-One strided copy per (run of adjacent blocks, plane) covers all layers of a group.
+"""Collation of a chunk of tokens, all layers and heads: between the paged pool and one slab with
+its header. Runs in the worker that owns the blocks.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
-from kvpool.plan import chunk_bytes, token_runs
+from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.plan import chunk_bytes
 from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
 from kvpool.tables import Tables
+from kvpool.transfer_plan import HeldBlocks, Side, whole_write
 from kvrelay.errors import PeerError
 
 
 def gather(memory: KvMemory, tables: Tables, start: int, tokens: int, out: torch.Tensor) -> None:
     """Tokens `[start, start + tokens)` into `out`, uint8 `[chunk_bytes(layout, tokens)]`."""
-    if out.device != memory.device:
-        staging = torch.empty_like(out, device=memory.device)
-        gather(memory, tables, start, tokens, staging)
-        out.copy_(staging)
-        return
-    for in_pool, in_slab in _pairs(memory, tables, start, tokens, out):
-        in_slab.copy_(in_pool)
+    assert out.numel() == chunk_bytes(memory.layout, tokens), (out.numel(), tokens)
+    gather_write(memory, _side(memory, tables), whole_write(memory.layout, start, tokens), out)
 
 
 def scatter(
     memory: KvMemory, tables: Tables, start: int, tokens: int, source: torch.Tensor
 ) -> None:
     """The inverse of `gather`. Only the owner of the blocks calls it."""
-    source = source.to(memory.device)
-    for in_pool, in_slab in _pairs(memory, tables, start, tokens, source):
-        in_pool.copy_(in_slab)
+    assert source.numel() == chunk_bytes(memory.layout, tokens), (source.numel(), tokens)
+    scatter_write(memory, _side(memory, tables), whole_write(memory.layout, start, tokens), source)
 
 
 def slab_bytes(layout: KvLayout, tokens: int) -> int:
@@ -112,37 +104,9 @@ def _check_fits(header: SlabHeader, layout: KvLayout, tables: Tables, lease_id: 
         )
 
 
-def _pairs(
-    memory: KvMemory, tables: Tables, start: int, tokens: int, slab: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(in the pool, in the slab) of each copy, both `[layers, tokens of the run, heads, dim]`."""
-    layout = memory.layout
-    assert slab.numel() == chunk_bytes(layout, tokens), (slab.numel(), tokens)
-    views = _slab_planes(layout, tokens, slab)
-    for planes, slab_planes, table in zip(memory.planes, views, tables, strict=True):
-        for run in token_runs(table, start, tokens, layout.block_size):
-            for plane, in_slab in zip(planes, slab_planes, strict=True):
-                yield (
-                    plane[:, run.slot : run.slot + run.tokens],
-                    in_slab[:, run.position : run.position + run.tokens],
-                )
-
-
-def _slab_planes(layout: KvLayout, tokens: int, slab: torch.Tensor) -> list[list[torch.Tensor]]:
-    """# layer group |-> plane |-> `[layers, tokens, heads, dim]`, a strided view of the slab"""
-    rest = slab.view(getattr(torch, layout.dtype))
-    groups: list[list[torch.Tensor]] = []
-    for group in layout.groups:
-        layer_elements = tokens * sum(plane.elements for plane in group.planes)
-        planes, at = [], 0
-        for plane in group.planes:
-            shape = (len(group.layers), tokens, plane.heads, plane.dim)
-            strides = (layer_elements, plane.elements, plane.dim, 1)
-            planes.append(rest.as_strided(shape, strides, rest.storage_offset() + at))
-            at += tokens * plane.elements
-        groups.append(planes)
-        rest = rest[layer_elements * len(group.layers) :]
-    return groups
+def _side(memory: KvMemory, tables: Tables) -> Side:
+    blocks = tuple(HeldBlocks(blocks=table) for table in tables)
+    return Side(blocks=blocks, block_size=memory.layout.block_size)
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvpool.layout import BlockId
+from kvpool.layout import BlockId, KvLayout
 from kvpool.plan import TokenRun, token_runs
 from kvpool.reslice import GroupSlice, reslice
-from kvpool.shard import ShardLayout
+from kvpool.shard import Shard, ShardLayout
 from kvrelay.errors import ConfigError
 
 WRITE_TOKENS = 128
@@ -122,8 +122,8 @@ def cut(
     """The writes, each of at most `staging_bytes` of payload, and at most 1 + twice as many of them
     as the bytes alone need.
 
-    A section has at least 128 tokens, or all that its group sends, wherever staging holds that
-    much of one layer. Raises ConfigError if it doesn't hold one token of one layer, or if a
+    A section has at least 128 tokens, or all that its group sends, wherever staging holds twice
+    that of one layer. Raises ConfigError if it doesn't hold one token of one layer, or if a
     tensor parallel degree can't split the heads.
     """
     assert source.model.dtype == target.model.dtype, (source.model.dtype, target.model.dtype)
@@ -137,6 +137,17 @@ def cut(
         writes[-1] = Write(sections=(*writes[-1].sections, placed))
         room -= section.nbytes
     return tuple(writes)
+
+
+def whole_write(layout: KvLayout, start: int, tokens: int) -> Write:
+    """Tokens `[start, start + tokens)` of every layer and head between equal ranks, in one write.
+
+    The slab holds the groups one after another; those with a window keep all their tokens.
+    """
+    one = ShardLayout(model=layout, shard=Shard())
+    span = TokenSpan(start=start, tokens=tokens, next_position=start)  # all windows still open
+    writes = cut(one, one, span=span, staging_bytes=layout.bytes_per_token * tokens)
+    return writes[0] if writes else Write(sections=())
 
 
 def _sections(

@@ -11,50 +11,21 @@ from hypothesis import given, settings
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.reslice import GroupSlice, PlaneSlice, reslice
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import WRITE_TOKENS, Section, TokenSpan, cut, plan
+from kvpool.transfer_plan import WRITE_TOKENS, Section, TokenSpan, cut
 from kvrelay.errors import ConfigError
-from tests.unit.transfer_kit import (
-    Case,
-    carry_out,
-    cases,
-    draw_held,
-    each_slot,
-    empty_pool,
-    holds,
-    stage_layers,
-)
+from tests.unit.transfer_kit import Case, carry_out, cases, holds, new_trial, stage_layers
 
 
 @settings(deadline=None, max_examples=150)
 @given(cases())
 def test_every_target_slot_is_written_once_from_the_right_place(case: Case) -> None:
-    draw = np.random.default_rng(case.seed)
-    target_held = draw_held(case, case.target, draw)
-    target, expected = (empty_pool(case.target, target_held) for _ in range(2))
-    needed = each_slot(case, case.target, target_held)
-    for group, plane, where, value in needed:
-        expected[group][plane][where] = value
-    sent_bytes = 0
-    for source in case.sources:
-        held = draw_held(case, source, draw)
-        pool = empty_pool(source, held)
-        for group, plane, where, value in each_slot(case, source, held):
-            pool[group][plane][where] = value
-        transfer = plan(
-            held,
-            target_held,
-            source,
-            case.target,
-            span=case.span,
-            staging_bytes=case.staging_bytes,
-        )
-        carry_out(transfer, pool, target, source.model.dtype)
-        sent_bytes += transfer.nbytes
-    for planes, wanted in zip(target, expected, strict=True):
+    trial = new_trial(case)
+    for move in trial.moves:
+        carry_out(move.transfer, move.pool, trial.target, move.layout.model.dtype)
+    for planes, wanted in zip(trial.target, trial.expected, strict=True):
         for ours, theirs in zip(planes, wanted, strict=True):
             assert np.array_equal(ours, theirs)
-    element_bytes = case.target.model.element_bytes
-    assert sent_bytes == sum(len(value) for *_, value in needed) * element_bytes
+    assert sum(move.transfer.nbytes for move in trial.moves) == trial.needed_bytes
 
 
 @settings(deadline=None, max_examples=300)

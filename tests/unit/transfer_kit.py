@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.reslice import PlaneSlice
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import HeldBlocks, Section, Side, TokenSpan, TransferPlan, Write
+from kvpool.transfer_plan import HeldBlocks, Section, Side, TokenSpan, TransferPlan, Write, plan
 
 _ROW_BYTES_MOST = 2 * 12 * 3 * 4
 """One token of one layer: two planes of 12 heads of 3 elements."""
@@ -82,7 +82,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def draw_held(case: Case, layout: ShardLayout, draw: np.random.Generator) -> tuple[HeldBlocks, ...]:
+def _draw_held(
+    case: Case, layout: ShardLayout, draw: np.random.Generator
+) -> tuple[HeldBlocks, ...]:
     """Scattered blocks for the span; groups with a window may have freed what they don't see."""
     size, held = layout.model.block_size, []
     end = -(-(case.span.start + case.span.tokens) // size)
@@ -117,7 +119,7 @@ def stage_layers(shard: Shard, group: LayerGroup) -> list[int]:
     return [layer for layer in group.layers if shard.layers is None or layer in shard.layers]
 
 
-def empty_pool(layout: ShardLayout, held: tuple[HeldBlocks, ...]) -> Pool:
+def _empty_pool(layout: ShardLayout, held: tuple[HeldBlocks, ...]) -> Pool:
     pool: Pool = []
     for group, blocks in zip(layout.model.groups, held, strict=True):
         slots = (len(blocks.blocks) + blocks.first + 4) * layout.model.block_size
@@ -140,7 +142,7 @@ def _value(group: int, layer: int, plane: int, head: int, token: int, dim: int) 
     return np.array([(mixed + i * 7919) % 65_521 + 1 for i in range(dim)])
 
 
-def each_slot(
+def _each_slot(
     case: Case, layout: ShardLayout, held: tuple[HeldBlocks, ...]
 ) -> list[tuple[int, int, tuple[int, int, int], np.ndarray]]:
     """(group, plane, (local layer, slot, local head), value) of all that the span needs there."""
@@ -200,9 +202,66 @@ def _scatter(write: Write, side: Side, pool: Pool, payload: np.ndarray) -> None:
                 into[:] = tokens[run.position : run.position + run.tokens]
 
 
-def carry_out(transfer: TransferPlan, source: Pool, target: Pool, dtype: str) -> None:
+def carry_out(transfer: TransferPlan, source: Pool, target: Pool, dtype: str) -> list[np.ndarray]:
+    """Returns the slabs that travelled."""
+    slabs = []
     for write in transfer.writes:
         payload = np.zeros(write.nbytes, dtype=np.uint8).view(_DTYPES[dtype])
         _gather(write, transfer.source, source, payload)
         assert payload.all(), "a part of the slab was not written"
         _scatter(write, transfer.target, target, payload)
+        slabs.append(payload)
+    return slabs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    layout: ShardLayout
+    pool: Pool
+    transfer: TransferPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One target rank, empty, what it must hold afterwards, and what every source rank sends."""
+
+    target: Pool
+    expected: Pool
+    needed_bytes: int
+    moves: tuple[Move, ...]
+
+
+def new_trial(case: Case) -> Trial:
+    draw = np.random.default_rng(case.seed)
+    held = _draw_held(case, case.target, draw)
+    expected, needed_elements = _filled_pool(case, case.target, held)
+    return Trial(
+        target=_empty_pool(case.target, held),
+        expected=expected,
+        needed_bytes=needed_elements * case.target.model.element_bytes,
+        moves=tuple(_new_move(case, source, held, draw) for source in case.sources),
+    )
+
+
+def _new_move(
+    case: Case, source: ShardLayout, target_held: tuple[HeldBlocks, ...], draw: np.random.Generator
+) -> Move:
+    held = _draw_held(case, source, draw)
+    transfer = plan(
+        held,
+        target_held,
+        source,
+        case.target,
+        span=case.span,
+        staging_bytes=case.staging_bytes,
+    )
+    return Move(layout=source, pool=_filled_pool(case, source, held)[0], transfer=transfer)
+
+
+def _filled_pool(case: Case, layout: ShardLayout, held: tuple[HeldBlocks, ...]) -> tuple[Pool, int]:
+    """A pool with the span's values in the right places, zero elsewhere; elements written."""
+    pool, elements = _empty_pool(layout, held), 0
+    for group, plane, where, value in _each_slot(case, layout, held):
+        pool[group][plane][where] = value
+        elements += len(value)
+    return pool, elements
