@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.settings import RouterSettings
-from engine.checkpoint import open_checkpoint
+from engine.checkpoint import find_text_files
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from router.dispatcher import WorkerDispatcher
@@ -81,7 +81,7 @@ class RouterProcess:
     async def start(self) -> RouterAddress:
         """Serve on both public ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
         settings = self._settings
-        checkpoint = await asyncio.to_thread(open_checkpoint, settings.model, settings.revision)
+        folder = await asyncio.to_thread(find_text_files, settings.model, settings.revision)
         self.dispatcher = WorkerDispatcher()
         self._registry = RegistryService(self.dispatcher)
         options = FaceOptions(
@@ -93,7 +93,7 @@ class RouterProcess:
         )
         self._faces = Faces(
             self.dispatcher,
-            checkpoint.path,
+            folder,
             settings.served_model_name,
             options,
             add_services=self._add_registry,

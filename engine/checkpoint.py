@@ -14,7 +14,9 @@ from pathlib import Path
 from engine.safetensors_files import WeightFile, open_weights
 from kvrelay.errors import ModelError
 
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")
+_ALL_PATTERNS = (*_TEXT_PATTERNS, "*.safetensors")
+_SECOND_COPIES = "consolidated*"  # of the same weights, in another format
 _VOLATILE_KEYS = {
     "_name_or_path",
     "transformers_version",
@@ -24,18 +26,6 @@ _VOLATILE_KEYS = {
     "architectures",
 }
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDefaults:
-    """What generation_config.json asks for where a request says nothing; None: it doesn't say."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +43,6 @@ class Checkpoint:
     model_type: str
     vocab_size: int
     max_position_embeddings: int | None
-    eos_token_ids: tuple[int, ...]
-    generation: GenerationDefaults
     weights: tuple[WeightFile, ...]
     fingerprint_source: str
 
@@ -68,20 +56,40 @@ def open_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Checkpo
 
     Raises ModelError, in one line, when a file is missing or damaged or the model is not causal.
     """
+    folder = _find(path_or_hub_id, revision, _ALL_PATTERNS)
+    return _open_folder(folder, path_or_hub_id, revision)
+
+
+def find_text_files(path_or_hub_id: str, revision: str | None = None) -> Path:
+    """The folder with a checkpoint's configuration and tokenizer, all that a router needs: weights
+    are neither fetched nor opened. Raises ModelError as `open_checkpoint` does."""
+    folder = _find(path_or_hub_id, revision, _TEXT_PATTERNS)
+    _check_text_files(folder)
+    return folder
+
+
+def _find(path_or_hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     folder = Path(path_or_hub_id).expanduser()
     if not folder.exists():
-        folder = _fetch(path_or_hub_id, revision)
-    return _open_folder(folder.absolute(), path_or_hub_id, revision)
+        folder = _fetch(path_or_hub_id, revision, patterns)
+    return folder.absolute()
 
 
-def _fetch(hub_id: str, revision: str | None) -> Path:
+def _fetch(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     if hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1:
         raise ModelError(f"{hub_id}: no such folder; give a checkpoint's folder or a hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_PATTERNS))
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=_SECOND_COPIES,
+            )
+        )
     except HFValidationError:
         raise ModelError(f"{hub_id}: neither a folder here nor a valid hub id") from None
     except LocalEntryNotFoundError:
@@ -103,13 +111,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder: give the folder that holds config.json")
-    config = _read_json(folder / "config.json", required=True)
-    architecture = _causal_architecture(folder, config)
-    _check_tokenizer(folder)
+    config, architecture = _check_text_files(folder)
     weights = open_weights(folder)
-    generation = _read_json(folder / "generation_config.json", required=False)
     return Checkpoint(
         path=folder,
         name=name,
@@ -120,18 +123,25 @@ def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:
         max_position_embeddings=_first_int(
             config, "max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"
         ),
-        eos_token_ids=_eos_ids(generation, config),
-        generation=_defaults(generation),
         weights=weights,
         fingerprint_source=_fingerprint(config, weights),
     )
 
 
-def _read_json(path: Path, *, required: bool) -> dict[str, object]:
+def _check_text_files(folder: Path) -> tuple[dict[str, object], str]:
+    """The configuration and the architecture it names."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder: give the folder that holds config.json")
+    config = _read_config(folder)
+    architecture = _causal_architecture(folder, config)
+    _check_tokenizer(folder)
+    return config, architecture
+
+
+def _read_config(folder: Path) -> dict[str, object]:
+    path = folder / "config.json"
     if not path.is_file():
-        if required:
-            raise ModelError(f"{path.parent} has no {path.name}: it is not a checkpoint")
-        return {}
+        raise ModelError(f"{folder} has no config.json: it is not a checkpoint")
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
@@ -171,35 +181,6 @@ def _vocab_size(folder: Path, config: Mapping[str, object]) -> int:
 
 def _first_int(config: Mapping[str, object], *keys: str) -> int | None:
     return next((v for key in keys if isinstance(v := config.get(key), int)), None)
-
-
-def _eos_ids(*configs: Mapping[str, object]) -> tuple[int, ...]:
-    """The first that says; an id or a list of ids."""
-    for config in configs:
-        match config.get("eos_token_id"):
-            case int(one):
-                return (one,)
-            case list(many):
-                return tuple(many)
-    return ()
-
-
-def _defaults(generation: Mapping[str, object]) -> GenerationDefaults:
-    """`do_sample` false means greedy, whatever temperature says."""
-
-    def number(key: str) -> float | None:
-        value = generation.get(key)
-        return float(value) if isinstance(value, int | float) else None
-
-    greedy = generation.get("do_sample") is False
-    return GenerationDefaults(
-        temperature=0.0 if greedy else number("temperature"),
-        top_p=number("top_p"),
-        top_k=_first_int(generation, "top_k"),
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
-        max_new_tokens=_first_int(generation, "max_new_tokens"),
-    )
 
 
 def _fingerprint(config: Mapping[str, object], weights: tuple[WeightFile, ...]) -> str:

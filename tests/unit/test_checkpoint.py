@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import open_checkpoint
+from engine.checkpoint import find_text_files, open_checkpoint
 from engine.safetensors_files import INDEX, SINGLE
 from kvrelay.errors import ModelError
-from tests.models import EOS_ID, VOCAB_SIZE, random_checkpoint
+from tests.models import VOCAB_SIZE, random_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +62,7 @@ def test_facts(folder: Path) -> None:
     assert found.architecture == "LlamaForCausalLM"
     assert found.vocab_size == VOCAB_SIZE
     assert found.max_position_embeddings == 1024
-    assert found.eos_token_ids == (EOS_ID,)
-    assert found.generation.temperature is None
     assert found.weight_bytes == sum(t.nbytes for t in load_file(folder / SINGLE).values())
-
-
-def test_generation_defaults_win_over_the_config(folder: Path) -> None:
-    edit_json(
-        folder / "generation_config.json",
-        eos_token_id=[3, 4],
-        do_sample=True,
-        temperature=0.6,
-        top_p=0.9,
-        top_k=20,
-    )
-    found = open_checkpoint(str(folder))
-    assert found.eos_token_ids == (3, 4)
-    assert found.generation.temperature == 0.6
-    assert found.generation.top_p == 0.9
-    assert found.generation.top_k == 20
-
-
-def test_do_sample_false_is_greedy(folder: Path) -> None:
-    edit_json(folder / "generation_config.json", do_sample=False, temperature=0.6)
-    assert open_checkpoint(str(folder)).generation.temperature == 0.0
 
 
 def test_a_sharded_checkpoint_opens(folder: Path) -> None:
@@ -149,6 +130,85 @@ def test_shard_without_its_tensor(folder: Path) -> None:
     shard(folder)
     shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
     assert "lacks the tensor" in refusal(folder)
+
+
+def test_the_router_needs_no_weights(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    assert find_text_files(str(folder)) == folder
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"has no tokenizer.json"):
+        find_text_files(str(folder))
+
+
+HUB = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "consolidated.safetensors": b"a second copy",
+}
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """As much of the hub's protocol as a snapshot of one revision takes."""
+
+    def do_GET(self) -> None:
+        names = [{"rfilename": name} for name in HUB]
+        info = {"id": "some-owner/some-model", "sha": "a" * 40, "siblings": names}
+        tree = [{"type": "file", "path": n, "size": len(c), "oid": n} for n, c in HUB.items()]
+        if "/resolve/" in self.path:
+            self._send(HUB[self.path.rpartition("/")[2]])
+        else:
+            self._send(json.dumps(tree if "/tree/" in self.path else info).encode())
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def _send(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("opener", "fetched"),
+    [
+        ("find_text_files", {"config.json", "tokenizer.json"}),
+        ("open_checkpoint", {"config.json", "tokenizer.json", "model.safetensors"}),
+    ],
+)
+def test_only_what_is_needed_is_fetched(
+    opener: str, fetched: set[str], hub: str, tmp_path: Path
+) -> None:
+    code = (
+        f"from engine.checkpoint import {opener} as opener\n"
+        "try: opener('some-owner/some-model')\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    environment = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "names no architecture" in ran.stdout, ran
+    found = tmp_path.glob("hub/models--*/snapshots/*/*")
+    assert {path.name for path in found} == fetched
 
 
 def test_unreachable_hub() -> None:
