@@ -142,8 +142,8 @@ def _rows(readings: dict[str, Reading], method: str) -> list[Row]:
             against=f"transformers {peer}",
             against_value=readings[peer].median if peer in readings else None,
             goal=goal,
-            method=f"{method}; {own.spread()}"
-            + (f"; peer {readings[peer].spread()}" if peer in readings else ""),
+            method=method,
+            spread=own.spread() + (f"; peer {readings[peer].spread()}" if peer in readings else ""),
         )
         for peer, goal in goals.items()
     ]

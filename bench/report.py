@@ -25,6 +25,7 @@ class Row:
     goal: float | None = None
     lower_is_better: bool = False
     method: str = ""
+    spread: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -39,6 +40,7 @@ class Row:
     def as_json(self) -> dict[str, object]:
         fields = asdict(self)
         del fields["lower_is_better"]
+        fields["method"] = "; ".join(filter(None, (self.method, fields.pop("spread"))))
         return {**fields, "ratio": self.ratio, "reached": self.reached}
 
 
@@ -72,7 +74,17 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     """A line per row; how each was measured stands below, once for all rows that share it."""
     methods = list(dict.fromkeys(row.method for row in rows if row.method))
     table = Table(title=title, title_justify="left")
-    for heading in ("what", "value", "against", "its value", "ratio", "goal", "reached", "note"):
+    for heading in (
+        "what",
+        "value",
+        "against",
+        "its value",
+        "ratio",
+        "goal",
+        "reached",
+        "spread",
+        "note",
+    ):
         table.add_column(heading, overflow="fold")
     for row in rows:
         note = str(methods.index(row.method) + 1) if row.method else ""
@@ -90,7 +102,8 @@ def _cells(row: Row) -> list[str]:
     goal = "" if row.goal is None else f"{'<=' if row.lower_is_better else '>='} {row.goal:g}"
     ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
     reached = {None: "", True: "yes", False: "no"}[row.reached]
-    return [row.name, f"{row.value:.4g} {row.unit}", row.against, peer, ratio, goal, reached]
+    value = f"{row.value:.4g} {row.unit}"
+    return [row.name, value, row.against, peer, ratio, goal, reached, row.spread]
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:

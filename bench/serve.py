@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -70,7 +71,8 @@ def path_cost(folder: Path, repeats: int) -> list[Row]:
             against="the bare engine",
             against_value=alone.median,
             goal=0.9,
-            method=f"{MODEL}, 2 threads, interleaved; {served.spread()}; bare {alone.spread()}",
+            method=f"{MODEL}, 2 threads, interleaved",
+            spread=f"{served.spread()}; peer {alone.spread()}",
         )
     ]
 
@@ -86,8 +88,8 @@ class Arm:
     """All measurements of one arrangement of workers."""
 
     cluster: PlainCluster
-    sent: list[Sent] = field(default_factory=list)
-    seconds: float = 0.0
+    loops: list[list[Sent]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)  # output tokens/s of each loop
     long_sent: list[Sent] = field(default_factory=list)
     transfer_s: float = 0.0
 
@@ -95,11 +97,17 @@ class Arm:
         """One open loop of all prompts, then the long prompt alone."""
         port = self.cluster.http_port
         started_s = time.perf_counter()
-        self.sent += open_loop(port, prompts, LOAD.output_tokens, rate_per_s=rate_per_s)
-        self.seconds += time.perf_counter() - started_s
+        self.loops.append(open_loop(port, prompts, LOAD.output_tokens, rate_per_s=rate_per_s))
+        tokens = len(prompts) * LOAD.output_tokens
+        self.rates.append(tokens / (time.perf_counter() - started_s))
         before_s = self.cluster.metric("kvrelay:kv_transfer_seconds_total")
         self.long_sent += closed_loop(port, [long], 16)
         self.transfer_s += self.cluster.metric("kvrelay:kv_transfer_seconds_total") - before_s
+
+    def quantile_ms(self, pick: Callable[[Sent], list[float]], q: float) -> Reading:
+        """Of each loop's values, in milliseconds."""
+        values = [[value for one in loop for value in pick(one)] for loop in self.loops]
+        return Reading(values=tuple(1000 * _quantile(loop, q) for loop in values))
 
     @property
     def first_gaps_ms(self) -> Reading:
@@ -126,40 +134,40 @@ def split_rows(folder: Path, repeats: int, rate_per_s: float) -> list[Row]:
         memory = _memory_rows(split)
     method = (
         f"{MODEL}, one core each; {repeats} x 16 requests of 512 in, 64 out, Poisson arrivals at "
-        f"{rate_per_s:g}/s, same seed, interleaved; quantiles over all requests"
+        f"{rate_per_s:g}/s, same seed, interleaved; quantiles of each loop"
     )
     return [*_latency_rows(split, both, method), *_handoff_rows(split, both), *memory]
 
 
+FIGURES: dict[str, Callable[[Sent], list[float]]] = {
+    "TTFT": lambda one: [one.ttft_s],
+    "TPOT": lambda one: [one.tpot_s],
+    "gap between tokens": lambda one: one.gaps_s,
+}
+
+
 def _latency_rows(split: Arm, both: Arm, method: str) -> list[Row]:
-    figures = {
-        "TTFT": lambda arm: [one.ttft_s for one in arm.sent],
-        "TPOT": lambda arm: [one.tpot_s for one in arm.sent],
-        "gap between tokens": lambda arm: [gap for one in arm.sent for gap in one.gaps_s],
-    }
-    rows = [
-        Row(
-            name=f"{name} p{round(100 * q)}, 1 prefill + 1 decode worker",
-            value=1000 * _quantile(pick(split), q),
-            unit="ms",
-            against="two workers of role both",
-            against_value=1000 * _quantile(pick(both), q),
-            lower_is_better=True,
-            method=method,
-        )
-        for name, pick in figures.items()
-        for q in (0.5, 0.9, 0.99)
-    ]
-    tokens = [len(arm.sent) * LOAD.output_tokens / arm.seconds for arm in (split, both)]
-    throughput = Row(
-        name="output tokens/s, 1 prefill + 1 decode worker",
-        value=tokens[0],
-        unit="tokens/s",
+    rates = [Reading(values=tuple(arm.rates)) for arm in (split, both)]
+    rows = [_split_row("output tokens/s", "tokens/s", rates, method)]
+    for name, pick in FIGURES.items():
+        for q in (0.5, 0.9, 0.99):
+            found = [arm.quantile_ms(pick, q) for arm in (split, both)]
+            rows.append(_split_row(f"{name} p{round(100 * q)}", "ms", found, method))
+    return rows
+
+
+def _split_row(name: str, unit: str, found: list[Reading], method: str) -> Row:
+    split, both = found
+    return Row(
+        name=f"{name}, 1 prefill + 1 decode worker",
+        value=split.median,
+        unit=unit,
         against="two workers of role both",
-        against_value=tokens[1],
+        against_value=both.median,
+        lower_is_better=unit == "ms",
         method=method,
+        spread=f"{split.spread()}; peer {both.spread()}",
     )
-    return [throughput, *rows]
 
 
 def _handoff_rows(split: Arm, both: Arm) -> list[Row]:
@@ -180,8 +188,9 @@ def _handoff_rows(split: Arm, both: Arm) -> list[Row]:
             against="the same on a worker of role both",
             against_value=other.median,
             lower_is_better=True,
-            method=f"{method}; {gap.spread()}; both {other.spread()}; handoff and decode queue "
-            f"in the ledger {statistics.median(exposed_ms):.1f} ms",
+            method=f"{method}; handoff and decode queue in the ledger "
+            f"{statistics.median(exposed_ms):.1f} ms",
+            spread=f"{gap.spread()}; peer {other.spread()}",
         ),
         Row(
             name="share of the transfer hidden behind compute, 2,048-token prompt",
@@ -221,13 +230,20 @@ def start_up(repeats: int) -> list[Row]:
             against_value=START_GOAL_S,
             goal=1.0,
             lower_is_better=True,
-            method=f"bundled model, Ray started too, 2 cores; {reading.spread()}",
+            method="bundled model, Ray started too, 2 cores",
+            spread=reading.spread(),
         )
     ]
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _start_once() -> float:
-    port = 18431
+    port = _free_port()
     command = [sys.executable, "-m", "cluster", "serve", f"--http-port={port}", "--grpc-port=0"]
     started_s = time.perf_counter()
     process = subprocess.Popen(
