@@ -70,6 +70,12 @@ def interleave(
     return {name: Reading(values=tuple(found)) for name, found in values.items()}
 
 
+_HEADINGS = (
+    *("what", "value", "against", "its value"),
+    *("ratio", "goal", "reached", "spread", "note"),
+)
+
+
 def print_table(title: str, rows: Sequence[Row]) -> None:
     """A line per row; how each was measured stands below, once for all rows that share it."""
     methods = list(dict.fromkeys(row.method for row in rows if row.method))
