@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,6 +71,7 @@ def interleave(
     return {name: Reading(values=tuple(found)) for name, found in values.items()}
 
 
+_FILE_COLUMNS = 180
 _HEADINGS = (
     *("what", "value", "against", "its value"),
     *("ratio", "goal", "reached", "spread", "note"),
@@ -95,7 +97,7 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
     for row in rows:
         note = str(methods.index(row.method) + 1) if row.method else ""
         table.add_row(*_cells(row), note)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS)
     console.print(table)
     for number, method in enumerate(methods, 1):
         console.print(f"{number}  {method}", highlight=False)
