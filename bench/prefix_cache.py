@@ -1,0 +1,250 @@
+"""A recorded trace through the prefix index and its eviction policies, in one thread.
+
+Requests come in the order of the trace, each done before the next comes: the longest cached prefix
+of its blocks is held, the missing blocks are put in, room is made by eviction, all is released.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from bench.report import Row, interleave, print_table, write_json
+from kvpool.blocks import BlockPool
+from kvpool.cached_block import CachedBlock
+from kvpool.eviction import DEFAULT_POLICY, open_policy, policies
+from kvpool.hashes import BlockHash, cache_salt, extend_chain
+from kvpool.prefix_index import PrefixIndex
+
+SIZES_BLOCKS = (1_000, 10_000, 30_000, 50_000, 100_000)
+SPEED_SIZE_BLOCKS = 30_000
+SPEED_GOAL_PER_S = 200_000
+HASHED_BLOCK_TOKENS = 16
+_SALT = cache_salt(fingerprint="bench", physical_format="bench", tenant="bench")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What others found for a trace, known by its size. Hit rates are percent of blocks."""
+
+    requests: int
+    blocks: int
+    infinite_percent: float
+    lru_percent: Mapping[int, float]
+
+
+CONVERSATION = Reference(
+    requests=12_031,
+    blocks=288_500,
+    infinite_percent=36.64,
+    lru_percent={1_000: 4.5, 10_000: 21.1, 30_000: 32.6, 50_000: 35.5, 100_000: 36.4},
+)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The block ids of each request, from the prompt's start."""
+
+    requests: list[list[int]]
+
+    @classmethod
+    def read(cls, path: Path) -> Trace:
+        with path.open() as lines:
+            return cls([json.loads(line)["hash_ids"] for line in lines])
+
+    @cached_property
+    def chains(self) -> list[list[BlockHash]]:
+        """The ids stand for their blocks' tokens: hashed like blocks of one token."""
+        chains: list[list[BlockHash]] = [[] for _ in self.requests]
+        for chain, ids in zip(chains, self.requests, strict=True):
+            extend_chain(chain, ids, block_size=1, salt=_SALT)
+        return chains
+
+    @property
+    def blocks(self) -> int:
+        return sum(map(len, self.requests))
+
+    @property
+    def reference(self) -> Reference | None:
+        size = len(self.requests), self.blocks
+        return CONVERSATION if size == (CONVERSATION.requests, CONVERSATION.blocks) else None
+
+
+class Replay:
+    """One cache of `size_blocks` blocks and what it was asked."""
+
+    def __init__(self, policy: str, size_blocks: int) -> None:
+        self.index = PrefixIndex(open_policy(policy))
+        self.pool = BlockPool(size_blocks)
+        self.asked_blocks = self.found_blocks = 0
+
+    @property
+    def hit_percent(self) -> float:
+        return 100 * self.found_blocks / self.asked_blocks
+
+    def run(self, chains: Sequence[Sequence[BlockHash]]) -> None:
+        for chain in chains:
+            held = self.index.acquire(chain)
+            self.asked_blocks += len(chain)
+            self.found_blocks += len(held)
+            self._insert(chain, held)
+            self.index.release(held)
+
+    def _insert(self, chain: Sequence[BlockHash], held: list[CachedBlock]) -> None:
+        """Put in what `held`, the cached prefix, lacks of `chain`; `held` becomes all of it."""
+        missing = len(chain) - len(held)
+        self._make_room(missing)
+        taken = self.pool.try_allocate(missing)
+        assert taken is not None
+        parent = held[-1] if held else None
+        for block_hash, block in zip(chain[len(held) :], taken, strict=True):
+            parent = self.index.insert(block_hash, parent=parent, place=(block,))
+            held.append(parent)
+
+    def _make_room(self, blocks: int) -> None:
+        if blocks <= self.pool.free:
+            return
+        evicted = self.index.try_evict(blocks - self.pool.free)
+        assert evicted is not None, "the cache is smaller than one request"
+        self.pool.release([block.place[0] for block in evicted])
+
+    def validate(self) -> None:
+        self.index.validate()
+        self.pool.validate()
+        assert len(self.index) + self.pool.free == self.pool.count
+
+
+def replay(trace: Trace, policy: str, size_blocks: int) -> Replay:
+    done = Replay(policy, size_blocks)
+    done.run(trace.chains)
+    done.validate()
+    return done
+
+
+def hit_rows(trace: Trace) -> list[Row]:
+    """The infinite cache, then every policy at every size beside the default one."""
+    infinite = replay(trace, DEFAULT_POLICY, trace.blocks).hit_percent
+    found = {
+        (policy, size): replay(trace, policy, size).hit_percent
+        for policy in policies()
+        for size in SIZES_BLOCKS
+    }
+    method = "blocks found in the longest cached prefix / blocks asked for"
+    rows = [Row(name="hit rate, infinite cache", value=infinite, unit="%", method=method)]
+    rows += _policy_rows(found)
+    if trace.reference is not None:
+        rows += _reference_rows(infinite, found, trace.reference)
+    return rows
+
+
+def _reference_rows(
+    infinite: float, found: Mapping[tuple[str, int], float], reference: Reference
+) -> list[Row]:
+    published = reference.infinite_percent
+    name = f"infinite cache: distance from {published} %"
+    method = "the percentage is published for this trace, with two digits"
+    return [
+        _distance_row(name, infinite - published, limit=0.005, method=method),
+        *(
+            _distance_row(
+                f"lru, {size:,} blocks: distance from {percent} %",
+                found["lru", size] - percent,
+                limit=1.0,
+                method="the percentage is a plain LRU's, computed apart from this code",
+            )
+            for size, percent in reference.lru_percent.items()
+        ),
+    ]
+
+
+def _distance_row(name: str, points: float, *, limit: float, method: str) -> Row:
+    return Row(
+        name=name,
+        value=abs(points),
+        unit="points",
+        against="limit",
+        against_value=limit,
+        goal=1.0,
+        lower_is_better=True,
+        method=method,
+    )
+
+
+def _policy_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
+    return [
+        Row(
+            name=f"{policy}, {size:,} blocks: hit rate",
+            value=percent,
+            unit="%",
+            against="" if policy == DEFAULT_POLICY else DEFAULT_POLICY,
+            against_value=None if policy == DEFAULT_POLICY else found[DEFAULT_POLICY, size],
+        )
+        for (policy, size), percent in sorted(found.items(), key=lambda item: item[0][1])
+    ]
+
+
+def speed_rows(trace: Trace, repeats: int) -> list[Row]:
+    """Blocks per second through index, policy and pool; and through the hash."""
+    names = {policy: partial(_blocks_per_s, trace, policy) for policy in policies()}
+    readings = interleave(names, repeats=repeats)
+    rows = [
+        Row(
+            name=f"{policy}, {SPEED_SIZE_BLOCKS:,} blocks: speed",
+            value=reading.median,
+            unit="blocks/s",
+            against="aim",
+            against_value=SPEED_GOAL_PER_S,
+            goal=1.0,
+            method="one thread; per block of a request all of: looked up, held or allocated and "
+            f"put in, evicted in its turn, released; median of {repeats}",
+        )
+        for policy, reading in readings.items()
+    ]
+    hashed = interleave({"hash": _hashes_per_s}, repeats=repeats)["hash"]
+    method = f"one thread, {hashed.spread()}"
+    name = f"hashing {HASHED_BLOCK_TOKENS}-token blocks"
+    return [*rows, Row(name=name, value=hashed.median, unit="blocks/s", method=method)]
+
+
+def _blocks_per_s(trace: Trace, policy: str) -> float:
+    run = Replay(policy, SPEED_SIZE_BLOCKS)
+    chains = trace.chains
+    started_s = time.perf_counter()
+    run.run(chains)
+    return run.asked_blocks / (time.perf_counter() - started_s)
+
+
+def _hashes_per_s() -> float:
+    tokens = list(range(10_000 * HASHED_BLOCK_TOKENS))
+    chain: list[BlockHash] = []
+    started_s = time.perf_counter()
+    extend_chain(chain, tokens, block_size=HASHED_BLOCK_TOKENS, salt=_SALT)
+    return len(chain) / (time.perf_counter() - started_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        required=True,
+        help="JSON lines with hash_ids; the reference is conversation_trace.jsonl from "
+        "FAST25-release/traces in the public repository kvcache-ai/Mooncake",
+    )
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=5, help="of the speed measurements")
+    args = parser.parse_args()
+    trace = Trace.read(args.trace)
+    rows = [*hit_rows(trace), *speed_rows(trace, args.repeats)]
+    print_table(f"Prefix cache, {len(trace.requests):,} requests, {trace.blocks:,} blocks", rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

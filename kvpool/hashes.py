@@ -1,0 +1,56 @@
+"""Names of cached blocks: chained cryptographic hashes of what they hold. Pure.
+
+A block's hash covers all tokens from the sequence's start to the block's end, and everything else
+that decides what its KV is or who may see it. Equal hashes mean interchangeable blocks, on every
+worker and in every tier; a hash tells nothing about the tokens of another salt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+"""32 bytes. Collisions must be infeasible: one would serve a tenant another tenant's KV."""
+
+CacheSalt = NewType("CacheSalt", bytes)
+"""32 bytes; what the tokens alone don't say. Made by `cache_salt` only."""
+
+_HASH_BYTES = 32
+_NO_PARENT = bytes(_HASH_BYTES)
+_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == 4)
+
+
+def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
+    """Blocks of different models, formats or tenants never meet. Tenants that shall share their
+    cache are given one name."""
+    digest = blake2b(digest_size=_HASH_BYTES, person=b"kvrelay-salt")
+    for part in (fingerprint, physical_format, tenant):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return CacheSalt(digest.digest())
+
+
+def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSalt) -> BlockHash:
+    """The hash of one full block. `parent` is the block before it, None at the start.
+
+    Raises OverflowError for ids outside 0..2^32-1.
+    """
+    data = (parent or _NO_PARENT) + array(_TOKEN_TYPE, token_ids).tobytes()
+    digest = blake2b(data, digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
+    return BlockHash(digest.digest())
+
+
+def extend_chain(
+    chain: list[BlockHash], token_ids: Sequence[int], *, block_size: int, salt: CacheSalt
+) -> None:
+    """Append the hashes of the blocks that `token_ids`, the sequence from its start, fills by now.
+
+    Called again as the sequence grows, it hashes only what is new; a partial block has no hash.
+    """
+    for end in range((len(chain) + 1) * block_size, len(token_ids) + 1, block_size):
+        parent = chain[-1] if chain else None
+        chain.append(block_hash(parent, token_ids[end - block_size : end], salt))

@@ -1,0 +1,116 @@
+"""What eviction policies keep, and what the learnt one learns."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool import reuse_density
+from kvpool.eviction import EvictionPolicy, open_policy, policies
+from kvpool.hashes import BlockHash
+from kvpool.layout import BlockId
+from kvpool.learnt_eviction import LeastReuseDensity
+from kvpool.prefix_index import PrefixIndex
+from kvpool.reuse_density import ReuseDensity
+from kvrelay.errors import ConfigError
+
+
+class _Cache:
+    """`size` blocks without common prefixes."""
+
+    def __init__(self, policy: EvictionPolicy, size: int) -> None:
+        self.index, self.size = PrefixIndex(policy), size
+
+    def found(self, name: int) -> bool:
+        """Ask for a block; it is cached afterwards."""
+        block_hash = BlockHash(name.to_bytes(32, "big"))
+        chain = self.index.acquire([block_hash])
+        hit = bool(chain)
+        if not hit:
+            if len(self.index) == self.size:
+                assert self.index.try_evict(1)
+            chain = [self.index.insert(block_hash, parent=None, place=(BlockId(0),))]
+        self.index.release(chain)
+        return hit
+
+
+def test_an_unknown_policy_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"'fifo'.*lru, lfu, reuse"):
+        open_policy("fifo")
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("lru", {1, 3}), ("lfu", {1, 3}), ("reuse", {1, 3})])
+def test_the_block_that_was_used_again_stays(policy: str, kept: set[int]) -> None:
+    cache = _Cache(open_policy(policy), 2)
+    for name in (1, 2, 1, 3):
+        cache.found(name)
+    assert {int.from_bytes(block.hash, "big") for block in cache.index} == {1, 3}
+
+
+def test_lfu_keeps_the_often_used_through_a_scan_and_lru_does_not() -> None:
+    for policy, stays in (("lru", False), ("lfu", True)):
+        cache = _Cache(open_policy(policy), 4)
+        for name in (1, 1, 1, *range(10, 20)):
+            cache.found(name)
+        assert cache.found(1) is stays
+
+
+def _hit_share(policy: str) -> float:
+    """30 blocks asked for in turn, between each two of them three that never come again."""
+    cache, once = _Cache(open_policy(policy), 60), itertools.count(1_000)
+    hits = 0
+    for turn in range(6_000):
+        hits += cache.found(turn % 30)
+        for _ in range(3):
+            cache.found(next(once))
+    return hits / 6_000
+
+
+def test_the_learnt_policy_finds_out_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of 30 with what comes between is 120 blocks: LRU never finds one in 60."""
+    monkeypatch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 512)
+    assert _hit_share("lru") == 0
+    assert _hit_share("reuse") > 0.9
+
+
+def test_a_block_that_comes_back_after_eviction_teaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 8)
+    policy = LeastReuseDensity()
+    cache = _Cache(policy, 2)
+    before = policy.history.density(7, 4)
+    assert not any(cache.found(turn % 3) for turn in range(60))
+    assert policy.history.density(7, 4) < before  # each came back sooner than that
+    assert {block.uses for block in cache.index} == {8}
+
+
+_events = st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 2**20)), max_size=60)
+
+
+@given(_events)
+def test_density_falls_with_idle_time_and_rises_with_uses(
+    events: list[tuple[bool, int, int]],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 5)
+        history = ReuseDensity(4)
+        for reused, level, idle_time in events:
+            (history.saw_reuse if reused else history.saw_eviction)(level, idle_time)
+    times = [0, *(2**bit for bit in range(30))]
+    for level in range(4):
+        densities = [history.density(level, time) for time in times]
+        assert densities == sorted(densities, reverse=True)
+    for time in times:
+        by_level = [history.density(level, time) for level in range(4)]
+        assert by_level == sorted(by_level)
+
+
+def test_every_policy_counts_what_it_holds() -> None:
+    for name in policies():
+        cache = _Cache(open_policy(name), 5)
+        for block in (1, 2, 3, 1):
+            cache.found(block)
+        assert cache.index.idle == 3
+        cache.index.validate()
