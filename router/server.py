@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import socket
 import time
@@ -78,7 +79,7 @@ class Faces:
 
     async def start(self) -> tuple[int, int]:
         """(HTTP port, gRPC port). Raises ConfigError, and starts nothing, when one is busy."""
-        listener = _listen(self._options.host, self._options.http_port)
+        listener = _listen("HTTP", self._options.host, self._options.http_port)
         try:
             grpc_port = await self._start_grpc()
         except BaseException:
@@ -116,11 +117,12 @@ class Faces:
         self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
         self._add_services(self._grpc)
         await self._health.refresh()
-        address = f"{options.host}:{options.grpc_port}"
+        _listen("gRPC", options.host, options.grpc_port).close()  # gRPC itself gives no reason
+        address = _bracketed(options.host, options.grpc_port)
         try:
             port = self._grpc.add_insecure_port(address)
         except RuntimeError as error:
-            raise _busy("gRPC", address) from error
+            raise ConfigError(f"the gRPC port {address}: {error}") from error
         await self._grpc.start()
         return port
 
@@ -149,11 +151,18 @@ class Faces:
             await asyncio.sleep(HEALTH_PERIOD_S)
 
 
-def _busy(kind: str, address: str) -> ConfigError:
-    return ConfigError(f"the {kind} port {address} is in use: choose another or 0 for any")
+def _bracketed(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _refusal(kind: str, address: str, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"the {kind} port {address} is in use: choose another or 0 for any")
+    return ConfigError(f"the {kind} port {address}: {error.strerror}")
+
+
+def _listen(kind: str, host: str, port: int) -> socket.socket:
+    """Raises ConfigError with the system's reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's delay off only on sockets that say they are TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -163,6 +172,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise _busy("HTTP", f"{host}:{port}") from error
+        raise _refusal(kind, _bracketed(host, port), error) from error
     listener.setblocking(False)
     return listener

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -246,3 +249,28 @@ async def test_busy_ports_are_errors_that_name_them(folder: Path) -> None:
             options = FaceOptions(host="127.0.0.1", http_port=http, grpc_port=grpc)
             with pytest.raises(ConfigError, match=f"127.0.0.1:{busy} is in use"):
                 await Faces(FakeDispatcher(), folder, MODEL, options).start()
+
+
+@in_loop
+async def test_other_bind_errors_give_the_systems_reason(folder: Path) -> None:
+    options = FaceOptions(host="203.0.113.7", http_port=0, grpc_port=0)
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.7:0: Cannot assign requested address"):
+        await Faces(FakeDispatcher(), folder, MODEL, options).start()
+
+
+@in_loop
+async def test_ipv6_literals(folder: Path) -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    faces = Faces(
+        FakeDispatcher(), folder, MODEL, FaceOptions(host="::1", http_port=0, grpc_port=0)
+    )
+    _, grpc_port = await faces.start()
+    try:
+        async with grpc.aio.insecure_channel(f"[::1]:{grpc_port}") as channel:
+            await asyncio.wait_for(channel.channel_ready(), 10)
+    finally:
+        await faces.stop(grace_s=1.0)
