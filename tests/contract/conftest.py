@@ -15,6 +15,13 @@ def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def loaded() -> None:
+    """What a library opens when it is loaded is there before anything is counted."""
+    for scheme in schemes():
+        Side(scheme).endpoint.close()
+
+
 @pytest.fixture
 def make_side(scheme: str) -> Iterator[MakeSide]:
     """Sides that close at the end; then nothing may be left of them."""

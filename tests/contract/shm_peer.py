@@ -1,4 +1,7 @@
-"""The other process of test_shm.py: `python -m tests.contract.shm_peer MODE ADDRESS REGION`."""
+"""The other process of test_shm.py and test_nixl.py.
+
+`python -m tests.contract.shm_peer MODE ADDRESS REGION`
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from kvpool.memory_collate import write_slab
 from kvpool.tables import Tables
 from kvpool.transport.base import Connection, RegionName
 from kvpool.transport.memfd import mapped_inode
+from kvpool.transport.registry import scheme_of
 from tests.contract.transport_kit import Side
 
 MODEL = "5a" * 16
@@ -78,7 +82,7 @@ def write_one_slab(connection: Connection, region: RegionName) -> None:
 
 
 def main(mode: str, address: str, region: str) -> None:
-    with Side("shm") as side:
+    with Side(scheme_of(address)) as side:
         connection = side.endpoint.connect(address)
         match mode:
             case "write-for-ever":

@@ -30,7 +30,7 @@ def test_a_write_is_visible_before_the_notification(make_side: MakeSide) -> None
         assert writer.next() == b"free"
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 4095, 4097, 70_001])
+@pytest.mark.parametrize("count", [0, 1, 7, 4095, 4097, 70_001, 2_500_001])
 def test_read_returns_what_was_written_and_touches_nothing_else(
     make_side: MakeSide, count: int
 ) -> None:
@@ -121,6 +121,25 @@ def test_a_deregistered_region_is_no_target(make_side: MakeSide) -> None:
     eventually_raises(lambda: connection.write(never_used.name, 0, data))
     connection.write(other.name, 0, data)
     assert bool((other.memory == 1).all())
+
+
+def test_a_region_in_the_place_of_another(make_side: MakeSide) -> None:
+    """Whether or not the peer was connected when the old one went."""
+    owner, writer, connection = pair(make_side)
+    kept = owner.region(5000)
+    for value in range(1, 6):
+        region = owner.region(5000)
+        for target in (kept, region):
+            connection.write(target.name, 0, torch.full((5000,), value, dtype=torch.uint8))
+            assert bool((target.memory == value).all())
+        if value % 2:
+            connection.close()
+        owner.endpoint.deregister(region)
+        name = region.name
+        del region, target
+        if value % 2:
+            connection = writer.endpoint.connect(owner.endpoint.address)
+        eventually_raises(lambda: connection.window(name))  # noqa: B023
 
 
 def test_a_name_that_was_never_registered(make_side: MakeSide) -> None:

@@ -1,0 +1,170 @@
+"""One peer of the nixl transport: copies through its memory, and a thread that reads its packets.
+
+Messages are held back here, not in the socket, while the peer has too much unread; so one that is
+refused has not been sent in part.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from kvpool.transport import nixl_wire
+from kvpool.transport.base import MAX_MESSAGE_BYTES, Callbacks, RegionName
+from kvpool.transport.nixl_peer import NixlPeer
+from kvpool.transport.nixl_wire import Packet
+from kvpool.transport.windowed import as_bytes
+from kvrelay.errors import PeerError
+
+_UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
+_REPORT_BYTES = _UNREAD_BYTES // 8
+_MESSAGE_OVERHEAD_BYTES = 64
+
+
+class NixlConnection:
+    def __init__(
+        self, sock: socket.socket, peer: NixlPeer, peer_address: str, send_timeout_s: float
+    ) -> None:
+        """Takes the socket over, once both sides have introduced themselves."""
+        nixl_wire.set_send_timeout(sock, send_timeout_s)
+        self._socket = sock
+        self._peer = peer
+        self._peer_address = peer_address
+        self._send_timeout_s = send_timeout_s
+        self._send_lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._unread_bytes = 0  # sent, and not yet given to the peer's callback
+        self._taken_bytes = 0  # given to our callback, and not yet reported
+        self._closed = False
+        self._over = False
+        self.thread: threading.Thread | None = None  # the one that delivers
+
+    @property
+    def peer_address(self) -> str:
+        return self._peer_address
+
+    @property
+    def peer(self) -> NixlPeer:
+        return self._peer
+
+    def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
+        self._peer.write(region, offset, as_bytes(source), self._check)
+
+    def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
+        self._peer.read(region, offset, as_bytes(target), self._check)
+
+    def window(self, region: RegionName) -> None:
+        """Never mapped; raises PeerError when the peer or the region is gone."""
+        self._check()
+        self._peer.ensure(region)
+
+    def notify(self, payload: bytes) -> None:
+        assert len(payload) <= MAX_MESSAGE_BYTES, len(payload)
+        size = len(payload) + _MESSAGE_OVERHEAD_BYTES
+        with self._changed:
+            room = self._changed.wait_for(lambda: self._has_room(size), self._send_timeout_s)
+            self._check()
+            if not room:
+                reason = f"{self._peer_address} has read nothing for {self._send_timeout_s} s"
+                raise PeerError(reason)
+            self._unread_bytes += size
+        self.send(Packet.MESSAGE, payload)
+
+    def send(self, packet: Packet, payload: bytes = b"") -> None:
+        """Raises PeerError; then the connection is over, for the packet may be sent in part."""
+        with self._send_lock:
+            try:
+                nixl_wire.send(self._socket, packet, payload)
+            except OSError as error:
+                nixl_wire.shut_down(self._socket)
+                raise PeerError(f"{self._peer_address} is gone: {error}") from error
+
+    def close(self) -> None:
+        """The peer answers with its own end, once it writes nothing here any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._peer.drain()
+        nixl_wire.shut_down(self._socket, socket.SHUT_WR)
+
+    def abandon(self) -> None:
+        """Closed, and the peer has not answered."""
+        nixl_wire.shut_down(self._socket)
+
+    def deliver(
+        self, callbacks: Callbacks, retired: Callable[[RegionName], None], *, accepted: bool
+    ) -> None:
+        """Run by this connection's thread until either side closes or dies."""
+        self.thread = threading.current_thread()
+        if accepted:
+            callbacks.on_connect(self)
+        try:
+            while (received := nixl_wire.receive(self._socket)) is not None:
+                self._take(callbacks, retired, *received)
+        except (OSError, PeerError):
+            pass  # the peer died, or breaks the protocol
+        self._end()
+        if not self._closed:
+            callbacks.on_lost(self)
+
+    def _take(
+        self,
+        callbacks: Callbacks,
+        retired: Callable[[RegionName], None],
+        packet: Packet,
+        payload: bytes,
+    ) -> None:
+        match packet:
+            case Packet.MESSAGE:
+                self._take_message(callbacks, payload)
+            case Packet.READ:
+                self._make_room(nixl_wire.counted(payload))
+            case Packet.RETIRE:
+                self._peer.retire(RegionName(payload.decode(errors="replace")))
+                self.reply(Packet.RETIRED, payload)
+            case Packet.RETIRED:
+                retired(RegionName(payload.decode(errors="replace")))
+            case _:
+                raise PeerError(f"the peer sent {packet.name} in a connection")
+
+    def _take_message(self, callbacks: Callbacks, payload: bytes) -> None:
+        if self._closed:
+            return
+        callbacks.on_message(self, payload)
+        self._taken_bytes += len(payload) + _MESSAGE_OVERHEAD_BYTES
+        if self._taken_bytes >= _REPORT_BYTES:
+            taken, self._taken_bytes = self._taken_bytes, 0
+            self.reply(Packet.READ, nixl_wire.count(taken))
+
+    def reply(self, packet: Packet, payload: bytes) -> None:
+        if not self._closed:
+            with suppress(PeerError):  # what the peer sent before it died is still to come
+                self.send(packet, payload)
+
+    def _make_room(self, nbytes: int) -> None:
+        with self._changed:
+            self._unread_bytes -= nbytes
+            self._changed.notify_all()
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._gone() or self._unread_bytes + nbytes <= _UNREAD_BYTES
+
+    def _gone(self) -> bool:
+        return self._closed or self._over
+
+    def _check(self) -> None:
+        if self._gone():
+            raise PeerError(f"{self._peer_address} is gone")
+
+    def _end(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        self._peer.drain()
+        nixl_wire.shut_down(self._socket)
+        with self._send_lock:
+            self._socket.close()
