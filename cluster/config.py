@@ -171,8 +171,9 @@ class Router(Section):
 class Transfer(Section):
     """How KV travels from prefill to decode workers."""
 
-    transports: Annotated[tuple[Literal["shm"], ...], Field(min_length=1)] = ("shm",)
-    """Links to use, best first. shm: shared memory of one host."""
+    transports: Annotated[tuple[Literal["shm", "nixl"], ...], Field(min_length=1)] = ("shm",)
+    """Links to use, best first; so far the first is. shm: shared memory of one host; nixl: RDMA or
+    TCP between hosts (needs kvrelay[nixl])."""
     staging_slabs: Annotated[int, Field(ge=2)] = 4
     """Buffers that a worker lends to its peers."""
     slab_tokens: AutoCount = None

@@ -23,7 +23,7 @@ from kvpool.handoff import (
     WriteSlab,
 )
 from kvpool.memory import KvMemory
-from kvpool.memory_collate import new_staging, read_slab, slab_bytes, write_slab
+from kvpool.memory_collate import read_slab, slab_bytes, write_slab
 from kvpool.slabs import SlabId
 from kvpool.transport.base import Region, RegionName
 from kvrelay.errors import PeerError
@@ -55,6 +55,7 @@ class Mover:
         self.regions: dict[SlabId, Region] = {
             SlabId(i): links.endpoint.register(self._slab_bytes) for i in range(slabs)
         }
+        self._staging: Region | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvrelay-mover", daemon=True)
 
@@ -71,6 +72,8 @@ class Mover:
         for region in self.regions.values():
             self._links.endpoint.deregister(region)
         self.regions.clear()
+        if self._staging is not None:
+            self._links.endpoint.deregister(self._staging)
 
     def _run(self) -> None:
         use_threads(1)
@@ -114,7 +117,7 @@ class Mover:
         connection = self._links.connection(job.peer)
         region = RegionName(job.lent.region)
         window = connection.window(region)
-        staging = window if window is not None else new_staging(self._slab_bytes)
+        staging = window if window is not None else self._own_staging().memory
         size = write_slab(
             self._memory,
             job.tables,
@@ -128,6 +131,12 @@ class Mover:
         if window is None:
             connection.write(region, 0, staging[:size])
         return size
+
+    def _own_staging(self) -> Region:
+        """Registered on first use, for links that cannot map the peer's slab."""
+        if self._staging is None:
+            self._staging = self._links.endpoint.register(self._slab_bytes)
+        return self._staging
 
     def _scatter(self, job: ScatterSlab) -> SlabScattered:
         started_s, size, error = time.monotonic(), 0, None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvpool.handoff import FromPeer, PeerHello, PeerLost, PeerMessage, SendPeer
 from kvpool.peer_wire import decode, encode
 from kvpool.transport.base import Callbacks, Connection, Endpoint
-from kvpool.transport.registry import open_endpoint
+from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
@@ -23,7 +23,12 @@ class PeerLinks:
     """# incarnation of a peer |-> the connection to it, once both have said hello"""
 
     def __init__(
-        self, scheme: str, hello: PeerHello, post: Callable[[FromPeer | PeerLost], None]
+        self,
+        scheme: str,
+        hello: PeerHello,
+        post: Callable[[FromPeer | PeerLost], None],
+        *,
+        host: str = LOOPBACK_HOST,
     ) -> None:
         self._hello = hello
         self._post = post
@@ -33,7 +38,7 @@ class PeerLinks:
         callbacks = Callbacks(
             on_connect=lambda connection: None, on_message=self._received, on_lost=self._lost
         )
-        self.endpoint: Endpoint = open_endpoint(scheme, hello.incarnation, callbacks)
+        self.endpoint: Endpoint = open_endpoint(scheme, hello.incarnation, callbacks, host=host)
 
     def connection(self, peer: Incarnation) -> Connection:
         """Raises PeerError when there is none."""

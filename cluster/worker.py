@@ -146,7 +146,7 @@ class WorkerProcess:
             fingerprint=engine.facts.fingerprint,
             physical_format=physical,
         )
-        links = PeerLinks(scheme, hello, self._inbox.put)
+        links = PeerLinks(scheme, hello, self._inbox.put, host=settings.host)
         mover = Mover(
             engine.memory,
             links,
@@ -195,6 +195,8 @@ class WorkerProcess:
             memory_fraction=settings.memory_fraction,
             kv_memory_bytes=settings.kv_memory_bytes,
             share=settings.device_share,
+            staging_slabs=settings.staging_slabs,
+            slab_tokens=settings.slab_tokens or settings.prefill_chunk_tokens,
         )
         return load_engine(
             open_checkpoint(settings.model, settings.revision),

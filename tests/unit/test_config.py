@@ -46,8 +46,8 @@ REFUSED = {
     '(ms, s, m, h), such as "30s"',
     "transfer.lease_ttl=0s": 'transfer.lease_ttl: got "0s", expected a duration with its unit '
     '(ms, s, m, h), such as "30s"',
-    "transfer.transports=[nixl]": "transfer.transports.0: got \"nixl\", expected 'shm' "
-    "(and 1 more)",
+    "transfer.transports=[pigeon]": "transfer.transports.0: got \"pigeon\", expected 'shm' "
+    "or 'nixl' (and 1 more)",
     "workers.0.replicas=0": "workers.0.replicas: got 0, expected greater than or equal to 1",
     "workers.0.replicas=true": "workers.0.replicas: got true, expected a valid integer",
     "workers.0.role=foo": "workers.0.role: got \"foo\", expected 'prefill', 'decode' or 'both'",
@@ -252,6 +252,7 @@ CHANGES = {
     "router.grpc_port": 2,
     "router.max_body": "5MiB",
     "router.resources": {"y": 1},
+    "transfer.transports": ["nixl"],
     "transfer.staging_slabs": 9,
     "transfer.slab_tokens": 128,
     "transfer.lease_ttl": "9s",
@@ -261,7 +262,7 @@ CHANGES = {
     "ray.driver_timeout": "9s",
     "drain_timeout": "9s",
 }
-ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas", "transfer.transports"}
+ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
 
 
