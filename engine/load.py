@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from engine.checkpoint import Checkpoint
@@ -41,18 +44,35 @@ def load_engine(
         return Engine(model, memory, facts, sizing, needs_masks=needs_masks)
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
-    check_against_eager(model, layout, lambda memory, batch: build(memory, draft).logits(batch))
+    with _memory_errors(device):
+        check_against_eager(model, layout, lambda memory, batch: build(memory, draft).logits(batch))
 
     def run(memory: KvMemory, batch: StepBatch) -> object:
         return build(memory, draft).run(batch)
 
-    profile = (
-        profile_memory(model, layout, limits, wanted, run)
-        if blocks is None
-        else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
-    )
-    sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
-    return build(KvMemory(layout, sizing.blocks, torch.device(device)), sizing)
+    with _memory_errors(device):
+        profile = (
+            profile_memory(model, layout, limits, wanted, run)
+            if blocks is None
+            else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
+        )
+        sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
+        return build(KvMemory(layout, sizing.blocks, torch.device(device)), sizing)
+
+
+@contextmanager
+def _memory_errors(device: str) -> Iterator[None]:
+    """An allocation that fails becomes a ModelError that says what to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in text:
+            raise
+        raise ModelError(
+            f"the memory of {device} is too small ({' '.join(text.split())}): lower kv_memory, "
+            "memory_fraction or prefill_chunk_tokens"
+        ) from error
 
 
 def _max_model_len(checkpoint: Checkpoint, limits: EngineLimits) -> int:

@@ -71,6 +71,7 @@ class Model:
 
 def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
     """`dtype` is a key of DTYPES or "auto" (the checkpoint's own). Raises ModelError."""
+    _check_device(torch.device(device))
     config = _load_config(checkpoint)
     check_family(config)
     attention.register()
@@ -92,6 +93,22 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
         dtype=wanted,
         longrope=None if border is None else LongRope(module, border),
     )
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    if torch.version.cuda is None:
+        raise ModelError(
+            f"no CUDA device here: torch {torch.__version__} is built without CUDA: install torch "
+            "with CUDA or use the device cpu"
+        )
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ModelError(
+            f"no CUDA device here: {device} was asked for and torch sees {count}: check "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:

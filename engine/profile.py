@@ -14,9 +14,11 @@ from engine.sizing import EngineLimits, MemoryProfile
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.layout import BlockId, KvLayout
 from kvpool.memory import KvMemory
+from kvpool.memory_collate import slab_bytes
 from kvrelay.types import RequestKey, Sampling
 
 _CGROUP = Path("/sys/fs/cgroup")
+_GPU_SLABS = 2
 
 
 def profile_memory(
@@ -38,7 +40,15 @@ def profile_memory(
         total_bytes=_total_bytes(model),
         weight_bytes=model.weight_bytes,
         activation_bytes=peak + gathered + masks,
+        staging_bytes=_staging_bytes(model.device, layout, limits),
     )
+
+
+def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits) -> int:
+    """On CPU all slabs take from the memory that KV does; a GPU holds two copies of slabs, one of
+    gathered and one of received tokens, and the slabs themselves are in the host's memory."""
+    slabs = limits.staging_slabs if device.type == "cpu" else _GPU_SLABS
+    return slabs * slab_bytes(layout, limits.slab_tokens) if limits.staging_slabs else 0
 
 
 def _gathered_bytes(layout: KvLayout, group: int, max_model_len: int) -> int:

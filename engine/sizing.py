@@ -16,7 +16,7 @@ class EngineLimits:
     """What the configuration asks for. `max_model_len` None: what the model can do.
 
     `share` workers divide the device's memory; `kv_memory_bytes` replaces what would be computed.
-    `staging_bytes` are kept free for slabs on the device.
+    `staging_slabs` slabs of `slab_tokens` tokens are what the transfer keeps beside the pool.
     """
 
     max_model_len: int | None
@@ -25,7 +25,8 @@ class EngineLimits:
     memory_fraction: float = 0.9
     kv_memory_bytes: int | None = None
     share: int = 1
-    staging_bytes: int = 0
+    staging_slabs: int = 0
+    slab_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class MemoryProfile:
     total_bytes: int
     weight_bytes: int
     activation_bytes: int
+    staging_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ def kv_budget_bytes(profile: MemoryProfile, limits: EngineLimits) -> int:
     if limits.kv_memory_bytes is not None:
         return limits.kv_memory_bytes
     share = int(limits.memory_fraction * profile.total_bytes / limits.share)
-    used = profile.weight_bytes + profile.activation_bytes + limits.staging_bytes
+    used = profile.weight_bytes + profile.activation_bytes + profile.staging_bytes
     return max(0, share - used)
 
 
@@ -113,7 +115,7 @@ def _account(layout: KvLayout, limits: EngineLimits, profile: MemoryProfile) -> 
         f"{limits.memory_fraction:g} x {_human(profile.total_bytes)}{share}"
         f" - weights {_human(profile.weight_bytes)}"
         f" - activations {_human(profile.activation_bytes)}"
-        f" - staging {_human(limits.staging_bytes)}, at {per_token} per token"
+        f" - staging {_human(profile.staging_bytes)}, at {per_token} per token"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -17,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from cluster.worker import WorkerProcess
 from engine.checkpoint import open_checkpoint
 from engine.model import Model, load_model
+from kvrelay.errors import ModelError
 from kvrelay.types import Role
 from tests.integration.split_kit import (
     Cluster,
@@ -60,6 +63,21 @@ def ask_all(cluster: Cluster, asked: list[list[int]], **fields: Any) -> list[lis
 
     with ThreadPoolExecutor(len(asked)) as pool:
         return list(pool.map(ask, asked))
+
+
+def test_staging_slabs_are_taken_from_the_memory(llama: Path) -> None:
+    """Four of 4,096 tokens, at 512 bytes each, and a short header."""
+    settings = worker_settings(
+        "both-0",
+        Role.BOTH,
+        llama,
+        memory_fraction=1e-9,
+        kv_memory_bytes=None,
+        staging_slabs=4,
+        slab_tokens=4096,
+    )
+    with pytest.raises(ModelError, match=r"- staging 8 MiB, at 512 B per token"):
+        asyncio.run(WorkerProcess(settings).start())
 
 
 def test_role_both_equals_generate(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:

@@ -17,6 +17,7 @@ from engine import paged
 from engine.checkpoint import open_checkpoint
 from engine.families import check_family, longrope_border_tokens
 from engine.load import load_engine
+from engine.model import load_model
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from kvrelay.errors import ModelError
@@ -59,6 +60,12 @@ def test_an_encoder_is_refused() -> None:
         check_family(AutoConfig.for_model("t5"))
 
 
+def test_a_family_without_the_attention_interface_is_refused() -> None:
+    """Not one of those refused by name."""
+    with pytest.raises(ModelError, match="the codegen family can't be served: its attention byp"):
+        check_family(AutoConfig.for_model("codegen"))
+
+
 def test_longrope_is_recognised() -> None:
     assert longrope_border_tokens(family_config("phi3_longrope")) == 256
     assert longrope_border_tokens(AutoConfig.for_model("llama")) is None
@@ -87,6 +94,22 @@ def test_a_context_beyond_the_models_is_refused(llama: Path) -> None:
 def test_too_little_memory_is_refused(llama: Path) -> None:
     with pytest.raises(ModelError, match="tokens of KV fit"):
         load(llama, replace(LIMITS, kv_memory_bytes=1000))
+
+
+def test_a_pool_that_memory_can_not_hold_is_refused(tmp_path: Path) -> None:
+    endless = random_checkpoint(tmp_path, max_position_embeddings=2**44)
+    with pytest.raises(ModelError, match=r"the memory of cpu is too small .*lower kv_memory, mem"):
+        load(endless, replace(LIMITS, kv_memory_bytes=2**50))
+    with pytest.raises(ModelError, match=r"the memory of cpu is too small .*memory_fraction or"):
+        load(endless, replace(LIMITS, prefill_chunk_tokens=2**44))
+
+
+def test_an_absent_gpu_is_refused_before_weights_are_read(llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    checkpoint = open_checkpoint(str(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no CUDA device here: "):
+        load_model(checkpoint, device="cuda:99", dtype="auto")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

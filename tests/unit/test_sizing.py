@@ -20,8 +20,8 @@ PROFILE = MemoryProfile(total_bytes=100 << 20, weight_bytes=20 << 20, activation
 
 def test_the_budget_is_what_is_left_of_the_fraction() -> None:
     assert kv_budget_bytes(PROFILE, LIMITS) == (90 - 20 - 10) << 20
-    staged = replace(LIMITS, staging_bytes=5 << 20)
-    assert kv_budget_bytes(PROFILE, staged) == (90 - 20 - 10 - 5) << 20
+    staged = replace(PROFILE, staging_bytes=5 << 20)
+    assert kv_budget_bytes(staged, LIMITS) == (90 - 20 - 10 - 5) << 20
     assert kv_budget_bytes(PROFILE, replace(LIMITS, share=2)) == (45 - 20 - 10) << 20
     assert kv_budget_bytes(PROFILE, replace(LIMITS, share=4)) == 0
     assert kv_budget_bytes(PROFILE, replace(LIMITS, kv_memory_bytes=7)) == 7
