@@ -34,11 +34,11 @@ BACKLOG = 2048
 class FaceOptions:
     """Port 0: the system chooses."""
 
-    host: str = "0.0.0.0"
-    http_port: int = 8000
-    grpc_port: int = 50051
-    max_body_bytes: int = 32 * 2**20
-    cluster: str = "kvrelay"
+    host: str
+    http_port: int
+    grpc_port: int
+    max_body_bytes: int
+    cluster: str
 
 
 class EmbeddedUvicorn(uvicorn.Server):

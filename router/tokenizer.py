@@ -73,10 +73,6 @@ class TextTokenizer:
         _configure(backend, config, special)
         return cls(backend, special, _chat_template(folder, config))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Raises InvalidRequest when the text holds half of a surrogate pair."""
         try:

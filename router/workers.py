@@ -26,8 +26,9 @@ class Workers(dict[Incarnation, WorkerView]):
 
     @property
     def most_places(self) -> int:
-        """Of one worker; 0 without any."""
-        return max((view.hello.max_running_requests for view in self.values()), default=0)
+        """Of one worker that decodes; 0 without any."""
+        hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
+        return max((hello.max_running_requests for hello in hellos), default=0)
 
     def model(self) -> ModelFacts | None:
         """What they serve, as the first one says; None without any."""

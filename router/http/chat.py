@@ -15,7 +15,13 @@ from router.http.bodies import read_body
 from router.http.body_fields import CHAT_NEUTRAL, ChatBody, ChatMessage
 from router.http.face import HttpFace, face_of, new_id
 from router.http.logprobs import chat_logprobs
-from router.http.parameters import sampling_of, stop_reason, stream_flags, wants_ledger
+from router.http.parameters import (
+    check_headers,
+    sampling_of,
+    stop_reason,
+    stream_flags,
+    wants_ledger,
+)
 from router.http.reply import GenerationResponse, Reply, Totals
 from router.serving import ChatPrompt, TextRequest
 
@@ -23,6 +29,7 @@ from router.serving import ChatPrompt, TextRequest
 async def chat_completions(request: Request) -> Response:
     received_s = time.perf_counter()
     face = face_of(request)
+    check_headers(request)
     body = await read_body(request, ChatBody, CHAT_NEUTRAL, face.max_body_bytes)
     reply = ChatReply(face, body, ledger=wants_ledger(request))
     asked = TextRequest(

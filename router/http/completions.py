@@ -16,7 +16,13 @@ from router.http.bodies import read_body
 from router.http.body_fields import COMPLETION_NEUTRAL, CompletionBody
 from router.http.face import HttpFace, face_of, new_id
 from router.http.logprobs import CompletionLogprobs
-from router.http.parameters import sampling_of, stop_reason, stream_flags, wants_ledger
+from router.http.parameters import (
+    check_headers,
+    sampling_of,
+    stop_reason,
+    stream_flags,
+    wants_ledger,
+)
 from router.http.reply import GenerationResponse, Reply, Totals
 from router.serving import TextRequest
 
@@ -26,6 +32,7 @@ MAX_PROMPTS = 128
 async def completions(request: Request) -> Response:
     received_s = time.perf_counter()
     face = face_of(request)
+    check_headers(request)
     body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, face.max_body_bytes)
     reply = CompletionReply(face, body, ledger=wants_ledger(request))
     return GenerationResponse(face.service, _requests(body, reply.id, received_s), reply)

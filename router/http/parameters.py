@@ -12,6 +12,7 @@ from router.http.body_fields import GenerationBody
 from router.sampling_defaults import RequestedSampling
 
 LEDGER_HEADER = "x-kvrelay-ledger"
+SLO_HEADERS = ("x-slo-ttft-ms", "x-slo-tpot-ms")
 
 
 def sampling_of(
@@ -66,6 +67,17 @@ def stream_flags(body: GenerationBody) -> tuple[bool, bool]:
         )
     options = body.stream_options
     return bool(body.stream), options is not None and bool(options.include_usage)
+
+
+def check_headers(request: Request) -> None:
+    """Raises InvalidRequest: what this version can't honour is refused, never ignored."""
+    for name in SLO_HEADERS:
+        if name in request.headers:
+            raise InvalidRequest(
+                f"the header {name} is not supported: leave it out",
+                code="unsupported_parameter",
+                param=name,
+            )
 
 
 def wants_ledger(request: Request) -> bool:

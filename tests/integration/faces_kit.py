@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         asyncio.run(bounded())
 
     return run
+
+
+def face_options(**changes: Any) -> FaceOptions:
+    plain = FaceOptions(
+        host="127.0.0.1", http_port=0, grpc_port=0, max_body_bytes=2**20, cluster="test"
+    )
+    return replace(plain, **changes)
 
 
 @dataclass
@@ -59,8 +66,7 @@ async def served(
     folder: Path, dispatcher: FakeDispatcher | None = None, **options: Any
 ) -> AsyncIterator[Served]:
     dispatcher = dispatcher or FakeDispatcher()
-    settings = FaceOptions(host="127.0.0.1", http_port=0, grpc_port=0, **options)
-    faces = Faces(dispatcher, folder, MODEL, settings)
+    faces = Faces(dispatcher, folder, MODEL, face_options(**options))
     http_port, grpc_port = await faces.start()
     url = f"http://127.0.0.1:{http_port}"
     try:

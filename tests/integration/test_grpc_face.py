@@ -248,6 +248,17 @@ async def test_requests_that_cannot_be_honoured_say_so(folder: Path) -> None:
 
 
 @in_loop
+async def test_a_message_over_the_limit_is_refused(folder: Path) -> None:
+    async with served(folder, max_body_bytes=10_000) as s, AsyncClient(s.grpc_address) as client:
+        with pytest.raises(RequestFailedError, match="larger than max") as caught:
+            await client.generate("a" * 10_000)
+        assert caught.value.reason == "resource_exhausted"
+        assert not s.dispatcher.requests
+        with pytest.raises(InvalidRequest, match="context"):
+            await client.generate("a" * 9_000)
+
+
+@in_loop
 async def test_the_client_for_threads(folder: Path) -> None:
     def use(address: str) -> Generated:
         with Client(address) as client:

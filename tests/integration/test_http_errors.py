@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from kvrelay.errors import ConfigError, Refused, RequestFailedError
-from router.server import FaceOptions, Faces
-from tests.integration.faces_kit import MODEL, in_loop, served
+from router.server import Faces
+from tests.integration.faces_kit import MODEL, face_options, in_loop, served
 from tests.integration.http_kit import CHAT, assert_error, completion, events, full
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.unit.fake_dispatcher import FakeDispatcher
@@ -241,19 +241,32 @@ async def test_a_bug_is_a_500_without_its_words(folder: Path) -> None:
         assert "secret" not in answer.text + stream.text
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@in_loop
+async def test_objectives_are_refused_while_nothing_honours_them(
+    folder: Path, path: str, header: str
+) -> None:
+    async with served(folder) as s, s.http() as client:
+        body = full(path, {"messages": CHAT} if "chat" in path else {})
+        answer = await client.post(path, json=body, headers={header: "200"})
+        assert_error(answer, 400, "unsupported_parameter", header, f"header {header} is not supp")
+        assert not s.dispatcher.requests
+
+
 @in_loop
 async def test_busy_ports_are_errors_that_name_them(folder: Path) -> None:
     async with served(folder) as s:
         grpc_port = int(s.grpc_address.split(":")[1])
         for http, grpc, busy in ((s.http_port, 0, s.http_port), (0, grpc_port, grpc_port)):
-            options = FaceOptions(host="127.0.0.1", http_port=http, grpc_port=grpc)
+            options = face_options(http_port=http, grpc_port=grpc)
             with pytest.raises(ConfigError, match=f"127.0.0.1:{busy} is in use"):
                 await Faces(FakeDispatcher(), folder, MODEL, options).start()
 
 
 @in_loop
 async def test_other_bind_errors_give_the_systems_reason(folder: Path) -> None:
-    options = FaceOptions(host="203.0.113.7", http_port=0, grpc_port=0)
+    options = face_options(host="203.0.113.7")
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7:0: Cannot assign requested address"):
         await Faces(FakeDispatcher(), folder, MODEL, options).start()
 
@@ -265,9 +278,7 @@ async def test_ipv6_literals(folder: Path) -> None:
             probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    faces = Faces(
-        FakeDispatcher(), folder, MODEL, FaceOptions(host="::1", http_port=0, grpc_port=0)
-    )
+    faces = Faces(FakeDispatcher(), folder, MODEL, face_options(host="::1"))
     _, grpc_port = await faces.start()
     try:
         async with grpc.aio.insecure_channel(f"[::1]:{grpc_port}") as channel:

@@ -41,6 +41,7 @@ def test_a_model_is_known_before_it_can_be_served() -> None:
     assert pair.max_model_len == 7
 
 
-def test_the_most_places_are_those_of_one_worker() -> None:
+def test_the_most_places_are_those_of_one_worker_that_decodes() -> None:
     assert workers().most_places == 0
+    assert workers((Role.DECODE, 9), (Role.PREFILL, 9)).most_places == 1
     assert workers((Role.BOTH, 9), (Role.BOTH, 9)).most_places == 2

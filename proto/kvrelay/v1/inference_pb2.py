@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\"\xa6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\ttokenized\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.TokenizedInputH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.ChatInputH\x00\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\r\n\x05model\x18\x06 \x01(\t\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.kvrelay.v1.Slo\x12\x0c\n\x04tier\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x0e\n\x06ledger\x18\n \x01(\x08\x42\x07\n\x05input\":\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\r\x12\x15\n\roriginal_text\x18\x02 \x01(\t\"6\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xd1\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0e\n\x01n\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x11\n\x04seed\x18\x11 \x01(\x04H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x07\n\x05_seed\"I\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\xb0\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\n \x01(\r\x12\x15\n\rcached_tokens\x18\x0b \x01(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x42\r\n\x0bstop_reason\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\x92\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\x9d\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\"\xd2\x01\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r2\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/inference.proto\x12\nkvrelay.v1\"\xa6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12/\n\ttokenized\x18\x02 \x01(\x0b\x32\x1a.kvrelay.v1.TokenizedInputH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.ChatInputH\x00\x12\x33\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\r\n\x05model\x18\x06 \x01(\t\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.kvrelay.v1.Slo\x12\x0c\n\x04tier\x18\x08 \x01(\t\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x0e\n\x06ledger\x18\n \x01(\x08\x42\x07\n\x05input\")\n\x0eTokenizedInput\x12\x11\n\tinput_ids\x18\x01 \x03(\rJ\x04\x08\x02\x10\x03\"6\n\tChatInput\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xd1\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12 \n\x13skip_special_tokens\x18\x0c \x01(\x08H\x08\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\r \x01(\x08\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0e\n\x01n\x18\x0f \x01(\rH\t\x88\x01\x01\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x11\n\x04seed\x18\x11 \x01(\x04H\x0b\x88\x01\x01\x12=\n\nlogit_bias\x18\x12 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x07\n\x05_seed\"I\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x9f\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x17\n\rstop_token_id\x18\x07 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\n \x01(\r\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x42\r\n\x0bstop_reasonJ\x04\x08\x0b\x10\x0c\"`\n\rTokenLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x15\n\x13GetModelInfoRequest\"\x92\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\x9d\x01\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07\x63luster\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10running_requests\x18\x05 \x01(\r\x12\'\n\x07workers\x18\x06 \x03(\x0b\x32\x16.kvrelay.v1.WorkerInfo\"\xd2\x01\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04role\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x11\n\ttransport\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r2\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12<\n\x05\x41\x62ort\x12\x18.kvrelay.v1.AbortRequest\x1a\x19.kvrelay.v1.AbortResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvrelay.v1.GetModelInfoRequest\x1a .kvrelay.v1.GetModelInfoResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,37 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=43
   _globals['_GENERATEREQUEST']._serialized_end=337
   _globals['_TOKENIZEDINPUT']._serialized_start=339
-  _globals['_TOKENIZEDINPUT']._serialized_end=397
-  _globals['_CHATINPUT']._serialized_start=399
-  _globals['_CHATINPUT']._serialized_end=453
-  _globals['_CHATMESSAGE']._serialized_start=455
-  _globals['_CHATMESSAGE']._serialized_end=499
-  _globals['_SAMPLINGPARAMS']._serialized_start=502
-  _globals['_SAMPLINGPARAMS']._serialized_end=1223
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=996
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1044
-  _globals['_SLO']._serialized_start=1225
-  _globals['_SLO']._serialized_end=1298
-  _globals['_GENERATERESPONSE']._serialized_start=1301
-  _globals['_GENERATERESPONSE']._serialized_end=1605
-  _globals['_TOKENLOGPROBS']._serialized_start=1607
-  _globals['_TOKENLOGPROBS']._serialized_end=1703
-  _globals['_TOKENLOGPROB']._serialized_start=1705
-  _globals['_TOKENLOGPROB']._serialized_end=1754
-  _globals['_ABORTREQUEST']._serialized_start=1756
-  _globals['_ABORTREQUEST']._serialized_end=1791
-  _globals['_ABORTRESPONSE']._serialized_start=1793
-  _globals['_ABORTRESPONSE']._serialized_end=1808
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1810
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1831
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1834
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1980
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1982
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2004
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2007
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2164
-  _globals['_WORKERINFO']._serialized_start=2167
-  _globals['_WORKERINFO']._serialized_end=2377
-  _globals['_INFERENCE']._serialized_start=2380
-  _globals['_INFERENCE']._serialized_end=2695
+  _globals['_TOKENIZEDINPUT']._serialized_end=380
+  _globals['_CHATINPUT']._serialized_start=382
+  _globals['_CHATINPUT']._serialized_end=436
+  _globals['_CHATMESSAGE']._serialized_start=438
+  _globals['_CHATMESSAGE']._serialized_end=482
+  _globals['_SAMPLINGPARAMS']._serialized_start=485
+  _globals['_SAMPLINGPARAMS']._serialized_end=1206
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=979
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1027
+  _globals['_SLO']._serialized_start=1208
+  _globals['_SLO']._serialized_end=1281
+  _globals['_GENERATERESPONSE']._serialized_start=1284
+  _globals['_GENERATERESPONSE']._serialized_end=1571
+  _globals['_TOKENLOGPROBS']._serialized_start=1573
+  _globals['_TOKENLOGPROBS']._serialized_end=1669
+  _globals['_TOKENLOGPROB']._serialized_start=1671
+  _globals['_TOKENLOGPROB']._serialized_end=1720
+  _globals['_ABORTREQUEST']._serialized_start=1722
+  _globals['_ABORTREQUEST']._serialized_end=1757
+  _globals['_ABORTRESPONSE']._serialized_start=1759
+  _globals['_ABORTRESPONSE']._serialized_end=1774
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1776
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1797
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1800
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1946
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1948
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1970
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1973
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=2130
+  _globals['_WORKERINFO']._serialized_start=2133
+  _globals['_WORKERINFO']._serialized_end=2343
+  _globals['_INFERENCE']._serialized_start=2346
+  _globals['_INFERENCE']._serialized_end=2661
 # @@protoc_insertion_point(module_scope)
