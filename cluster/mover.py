@@ -1,6 +1,6 @@
 """The transfer thread of a worker: collates blocks into lent slabs and scatters filled ones.
 
-It runs beside the step thread, on blocks that no step writes: a prompt's finished chunks on one
+It runs beside the device thread, on blocks that no step writes: a prompt's finished chunks on one
 side, blocks reserved for a handoff on the other.
 """
 

@@ -1,6 +1,6 @@
 """A worker's links to other workers: connects, says hello, refuses what doesn't match.
 
-Callbacks come on transport threads and only queue; everything else runs on the step thread.
+Callbacks come on transport threads and only queue; everything else runs on the loop's thread.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ class PeerLinks:
             on_connect=lambda connection: None, on_message=self._received, on_lost=self._lost
         )
         self.endpoint: Endpoint = open_endpoint(scheme, hello.incarnation, callbacks, host=host)
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """This worker's own."""
+        return self._hello.incarnation
 
     def connection(self, peer: Incarnation) -> Connection:
         """Raises PeerError when there is none."""

@@ -23,8 +23,6 @@ from router.server import FaceOptions, Faces
 
 log = logging.getLogger(__name__)
 
-__all__ = ["RouterAddress", "RouterProcess", "RouterSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAddress:

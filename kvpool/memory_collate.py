@@ -35,11 +35,6 @@ def slab_bytes(layout: KvLayout, tokens: int) -> int:
     return HEADER_BYTES + chunk_bytes(layout, tokens)
 
 
-def new_staging(nbytes: int) -> torch.Tensor:
-    """Local memory for a slab whose region can't be mapped: uint8 `[nbytes]`."""
-    return torch.empty(nbytes, dtype=torch.uint8)
-
-
 def write_slab(
     memory: KvMemory,
     tables: Tables,

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import httpx
 
-from cluster.router import RouterProcess, RouterSettings
-from cluster.settings import WorkerSettings
+from cluster.router import RouterProcess
+from cluster.settings import RouterSettings, WorkerSettings
 from kvrelay.types import Role
 
 PATIENCE_S = 60.0

@@ -10,7 +10,8 @@ import asyncio
 import json
 import sys
 
-from cluster.worker import WorkerProcess, WorkerSettings
+from cluster.settings import WorkerSettings
+from cluster.worker import WorkerProcess
 from kvrelay.types import Role
 
 

@@ -1,0 +1,183 @@
+"""Puts a worker together from its settings: engine, blocks, schedulers, links, threads."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from dataclasses import dataclass
+from uuid import uuid4
+
+from cluster.device import Device
+from cluster.mover import Mover
+from cluster.peers import PeerLinks
+from cluster.settings import WorkerSettings
+from cluster.worker_events import Crashed, Incoming
+from cluster.worker_loop import WorkerLoop
+from decode_worker.batch import Batch
+from decode_worker.receiver import Receiver
+from decode_worker.scheduler import DecodeScheduler
+from engine.checkpoint import open_checkpoint
+from engine.load import load_engine
+from engine.runner import Engine
+from engine.sizing import EngineLimits
+from engine.threads import use_threads
+from kvpool.handoff import PeerHello
+from kvpool.leases import LeaseTable
+from kvpool.memory_collate import slab_bytes
+from kvpool.plan import chunk_bytes
+from kvpool.slabs import SlabPool
+from kvpool.tables import BlockTables
+from kvrelay.messages import WorkerHello
+from kvrelay.types import WIRE_VERSION, Incarnation
+from prefill_worker.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """A worker that is ready to run its loop; `close` ends its other threads."""
+
+    loop: WorkerLoop
+    device: Device
+    links: PeerLinks
+    mover: Mover
+    hello: WorkerHello
+    tables: BlockTables
+
+    def close(self) -> None:
+        self.device.close()
+        self.mover.close()
+        self.links.close()
+
+
+def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
+    """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
+    if settings.cpu_threads is not None:
+        use_threads(settings.cpu_threads)
+    engine = _load(settings)
+    tables = BlockTables(engine.layout, engine.memory.blocks)
+    links = _links(settings, engine, inbox)
+    mover = _mover(settings, engine, links, inbox)
+    device = Device(engine, settings.cpu_threads, inbox.put)
+    prefill = PrefillScheduler(
+        tables=tables,
+        chunk_tokens=settings.prefill_chunk_tokens,
+        slab_tokens=_slab_tokens(settings),
+    )
+    decode = _decode_scheduler(settings, engine, tables, mover)
+    loop = WorkerLoop(device, tables, prefill, decode, inbox)
+    loop.attach(links, mover)
+    mover.start()
+    device.start()
+    _log_start(settings, engine)
+    return WorkerParts(
+        loop=loop,
+        device=device,
+        links=links,
+        mover=mover,
+        hello=_hello(settings, engine, links),
+        tables=tables,
+    )
+
+
+def _slab_tokens(settings: WorkerSettings) -> int:
+    return settings.slab_tokens or settings.prefill_chunk_tokens
+
+
+def _load(settings: WorkerSettings) -> Engine:
+    limits = EngineLimits(
+        max_model_len=settings.max_model_len,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        max_running_requests=settings.max_running_requests,
+        memory_fraction=settings.memory_fraction,
+        kv_memory_bytes=settings.kv_memory_bytes,
+        share=settings.device_share,
+        staging_slabs=settings.staging_slabs,
+        slab_tokens=_slab_tokens(settings),
+    )
+    return load_engine(
+        open_checkpoint(settings.model, settings.revision),
+        device=settings.device,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        blocks=None,
+        limits=limits,
+    )
+
+
+def _links(
+    settings: WorkerSettings, engine: Engine, inbox: queue.SimpleQueue[Incoming]
+) -> PeerLinks:
+    hello = PeerHello(
+        wire_version=WIRE_VERSION,
+        incarnation=Incarnation(uuid4().hex),
+        fingerprint=engine.facts.fingerprint,
+        physical_format=f"{engine.layout.physical_format()}/slab{_slab_tokens(settings)}",
+    )
+    return PeerLinks(settings.transports[0], hello, inbox.put, host=settings.host)
+
+
+def _mover(
+    settings: WorkerSettings,
+    engine: Engine,
+    links: PeerLinks,
+    inbox: queue.SimpleQueue[Incoming],
+) -> Mover:
+    return Mover(
+        engine.memory,
+        links,
+        engine.facts.fingerprint,
+        slabs=settings.staging_slabs,
+        slab_tokens=_slab_tokens(settings),
+        post=inbox.put,
+        crashed=lambda error: inbox.put(Crashed(error)),
+    )
+
+
+def _decode_scheduler(
+    settings: WorkerSettings, engine: Engine, tables: BlockTables, mover: Mover
+) -> DecodeScheduler:
+    payload_bytes = chunk_bytes(engine.layout, _slab_tokens(settings))
+    receiver = Receiver(
+        tables=tables,
+        slabs=SlabPool(payload_bytes, settings.staging_slabs),
+        regions={slab: region.name for slab, region in mover.regions.items()},
+        leases=LeaseTable(settings.lease_ttl_s),
+    )
+    longrope = engine.model.longrope
+    batch = Batch(
+        tables=tables,
+        chunk_tokens=settings.prefill_chunk_tokens,
+        rope_border_tokens=longrope.border_tokens if longrope is not None else None,
+    )
+    return DecodeScheduler(
+        receiver=receiver, batch=batch, max_running=settings.max_running_requests
+    )
+
+
+def _hello(settings: WorkerSettings, engine: Engine, links: PeerLinks) -> WorkerHello:
+    facts = engine.facts
+    return WorkerHello(
+        name=settings.name,
+        incarnation=links.incarnation,
+        role=settings.role,
+        device=facts.device,
+        transport=settings.transports[0],
+        transfer_address=links.endpoint.address,
+        fingerprint=facts.fingerprint,
+        architecture=facts.architecture,
+        block_size=engine.layout.block_size,
+        total_blocks=engine.memory.blocks,
+        max_model_len=facts.max_model_len,
+        max_running_requests=settings.max_running_requests,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        vocab_size=facts.vocab_size,
+    )
+
+
+def _log_start(settings: WorkerSettings, engine: Engine) -> None:
+    log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)
+    mib = slab_bytes(engine.layout, _slab_tokens(settings)) / 2**20
+    link = settings.transports[0]
+    log.info("%d staging slabs of %.1f MiB over %s", settings.staging_slabs, mib, link)
