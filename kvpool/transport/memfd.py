@@ -53,17 +53,5 @@ class Mapping:
         self._state.fill_(_RETIRED)
 
 
-def mapped_inode(pid: int | str, region: RegionName) -> int | None:
-    """The inode under which process `pid` has the region mapped, from /proc; None if it has not."""
-    wanted = f"/memfd:{region}"
-    with open(f"/proc/{pid}/maps") as maps:
-        for line in maps:
-            # address perms offset device inode path
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and fields[5].split(" (deleted)")[0].strip() == wanted:
-                return int(fields[4])
-    return None
-
-
 def _file_bytes(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE

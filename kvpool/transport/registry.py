@@ -38,11 +38,3 @@ def open_endpoint(
     if opener is None:
         raise ConfigError(f"no transport {scheme!r}; there are: {', '.join(schemes())}")
     return opener(incarnation, callbacks, send_timeout_s, host)
-
-
-def scheme_of(address: str) -> str:
-    """`shm:1f3c` is of the scheme `shm`. Raises ConfigError when the address has none."""
-    scheme, colon, _ = address.partition(":")
-    if not colon:
-        raise ConfigError(f"transport address {address!r} must look like SCHEME:REST")
-    return scheme

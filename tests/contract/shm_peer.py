@@ -16,9 +16,7 @@ from kvpool.memory import KvMemory
 from kvpool.memory_collate import write_slab
 from kvpool.tables import Tables
 from kvpool.transport.base import Connection, RegionName
-from kvpool.transport.memfd import mapped_inode
-from kvpool.transport.registry import scheme_of
-from tests.contract.transport_kit import Side
+from tests.contract.transport_kit import Side, mapped_inode
 
 MODEL = "5a" * 16
 TOKENS = 100
@@ -82,7 +80,7 @@ def write_one_slab(connection: Connection, region: RegionName) -> None:
 
 
 def main(mode: str, address: str, region: str) -> None:
-    with Side(scheme_of(address)) as side:
+    with Side(address.partition(":")[0]) as side:
         connection = side.endpoint.connect(address)
         match mode:
             case "write-for-ever":

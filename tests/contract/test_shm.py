@@ -19,7 +19,6 @@ import torch
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, slab_bytes
 from kvpool.transport.base import Region
-from kvpool.transport.memfd import mapped_inode
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION
 from tests.contract import shm_peer
@@ -28,6 +27,7 @@ from tests.contract.transport_kit import (
     Side,
     held,
     is_mapped,
+    mapped_inode,
     send_until_refused,
     until,
 )

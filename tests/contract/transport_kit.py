@@ -118,3 +118,15 @@ def run_all(work: list[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def mapped_inode(pid: int | str, region: RegionName) -> int | None:
+    """The inode under which process `pid` has the region mapped, from /proc; None if it has not."""
+    wanted = f"/memfd:{region}"
+    with open(f"/proc/{pid}/maps") as maps:
+        for line in maps:
+            # address perms offset device inode path
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].split(" (deleted)")[0].strip() == wanted:
+                return int(fields[4])
+    return None
