@@ -168,6 +168,8 @@ def test_services_and_probes_lead_to_the_router(overlay: str, tmp_path: Path) ->
 def test_budgets_name_groups_that_exist(overlay: str) -> None:
     routers = one(overlay, "PodDisruptionBudget", "kvrelay-routers")["spec"]
     assert routers["selector"]["matchLabels"]["ray.io/group"] == "router"
+    most = groups(overlay)["router"]["maxReplicas"]
+    assert routers.get("maxUnavailable", 0) or most > 1, "else its node can never be drained"
     workers = one(overlay, "PodDisruptionBudget", "kvrelay-workers")["spec"]
     (named,) = [e for e in workers["selector"]["matchExpressions"] if e["key"] == "ray.io/group"]
     assert {*named["values"], "router"} == {*groups(overlay)}
