@@ -18,17 +18,18 @@ from tests.reference import Reference, assert_same_tokens, generate_reference
 TOKENS = 64
 # Block borders at multiples of 16, chunk borders at multiples of 64.
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200, 700]
-FAMILIES = [
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "mixtral",
-]
+# family |-> a seed whose random model says something after every prompt
+FAMILIES = {
+    "llama": 0,
+    "mistral": 0,
+    "qwen2": 0,
+    "qwen3": 0,
+    "gemma2": 0,
+    "gemma3_text": 1,
+    "phi3": 0,
+    "olmo2": 1,
+    "mixtral": 0,
+}
 
 
 def prompts(lengths: list[int]) -> list[list[int]]:
@@ -46,11 +47,11 @@ def ask(cluster: Cluster, prompt: list[int]) -> list[int]:
 def test_split_equals_generate(
     family: str, hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path
 ) -> None:
-    model = random_checkpoint(tmp_path / family, family)
+    model = random_checkpoint(tmp_path / family, family, seed=FAMILIES[family])
     loaded = load_model(open_checkpoint(str(model)), device="cpu", dtype="float32")
     asked = prompts(LENGTHS)
     references = [generate_reference(loaded, prompt, tokens=TOKENS) for prompt in asked]
-    assert len({t for r in references for t in r.tokens}) >= 20
+    assert min(len(set(reference.tokens)) for reference in references) >= 20
     workers = [
         (hosts[0], worker_settings("prefill-0", Role.PREFILL, model)),
         (hosts[1], worker_settings("decode-0", Role.DECODE, model)),
