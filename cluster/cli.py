@@ -6,6 +6,8 @@ Commands import what they need when they run, so that help is instant.
 from __future__ import annotations
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -15,14 +17,31 @@ from kvrelay.errors import KvrelayError
 CLICK_ERROR = typer.BadParameter.__mro__[2]
 EXIT_ERROR = 2
 
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"kvrelay {metadata.version('kvrelay')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="kvrelay",
-    help="Serve language models with prefill and decode on separate workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show it.")
+    ] = False,
+) -> None:
+    """Serve language models with prefill and decode on separate workers."""
+
+
 app.command("serve")(cli_cluster.serve)
 app.command("stop")(cli_cluster.stop)
 app.command("demo")(cli_cluster.demo)

@@ -17,21 +17,23 @@ from cluster.cli_options import (
     NameOption,
     RayAddress,
     SetOption,
+    devices,
     given,
     parsed,
     replicas,
 )
 
-DEFAULT_NAME = "kvrelay"
-
 
 def serve(
     config: ConfigFile = None,
     model: ModelOption = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of every worker: cpu, cuda or cuda:N [default: cpu]")
+    ] = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode workers.")] = None,
     name: NameOption = None,
     ray_address: RayAddress = None,
     detach: Annotated[
@@ -52,6 +54,7 @@ def serve(
         router__grpc_port=grpc_port,
         ray__address=ray_address,
     )
+    overrides += devices(config, device)
     overrides += replicas(config, "prefill", prefill) + replicas(config, "decode", decode)
 
     from cluster.config_load import load_config
@@ -64,9 +67,9 @@ def serve(
         from cluster import launch
 
         say = launch.Stopwatch(began_s)
-        say("Ray has started" if here.own else "joined Ray")
+        say(f"Ray has started at {here.address}" if here.own else f"joined Ray at {here.address}")
         launch.serve(loaded, here, detach=detach, say=say)
-        say("detached" if detach else "stopped, nothing is left")
+    say("detached" if detach else "stopped, nothing is left")
 
 
 def stop(name: NameOption = None, ray_address: RayAddress = None) -> None:
@@ -79,7 +82,7 @@ def stop(name: NameOption = None, ray_address: RayAddress = None) -> None:
         from cluster import launch
 
         say = launch.Stopwatch(began_s)
-        launch.stop(name or DEFAULT_NAME, say=say)
+        launch.stop(name, say=say)
         say("stopped, nothing is left")
 
 
@@ -106,7 +109,7 @@ def status(
     if address is not None:
         facts = statuses.of_router(address)
     else:
-        facts = statuses.of_cluster(name or DEFAULT_NAME, ray_to_join(ray_address) or "auto")
+        facts = statuses.of_cluster(name, ray_to_join(ray_address) or "auto")
     if format_ is Format.JSON:
         print(statuses.as_json(facts))
     else:

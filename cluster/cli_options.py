@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -52,14 +52,36 @@ def parsed(texts: Iterable[str] | None) -> list[Override]:
     return [Override.parse(text) for text in texts or ()]
 
 
-def only(overrides: Iterable[Override], *sections: str) -> list[Override]:
+def only(overrides: Iterable[Override], known: Collection[str]) -> list[Override]:
     """All of them. Raises ConfigError for a key that the command would not use."""
     kept = list(overrides)
     for override in kept:
-        if override.path[0] not in sections:
-            key = ".".join(override.path)
-            raise ConfigError(f"--set {key}: not used here, only {', '.join(sections)} are")
+        for key in _keys(".".join(override.path), override.value):
+            if key not in known:
+                raise ConfigError(f"--set {key}: not used here, only {', '.join(known)} are")
     return kept
+
+
+def _keys(path: str, value: object) -> Iterator[str]:
+    """The full keys that a value sets: a whole section may be given at once."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _keys(f"{path}.{key}", inner)
+    else:
+        yield path
+
+
+def devices(path: Path | None, device: str | None) -> list[Override]:
+    """`--device D`: of every pool. Raises ConfigError where the cluster file names another."""
+    if device is None:
+        return []
+    pools = load_config(path).workers
+    for index, pool in enumerate(pools):
+        if "device" in pool.model_fields_set and pool.device != device:
+            raise ConfigError(
+                f"--device {device}: the cluster file says workers.{index}.device: {pool.device}"
+            )
+    return [Override(("workers", str(index), "device"), device) for index in range(len(pools))]
 
 
 def replicas(path: Path | None, role: str, count: int | None) -> list[Override]:

@@ -20,8 +20,35 @@ from cluster.cli_options import (
 )
 from kvrelay.types import Role
 
-WORKER_SECTIONS = ("model", "engine", "scheduler", "transfer", "network", "drain_timeout")
-ROUTER_SECTIONS = ("name", "model", "router", "drain_timeout")
+WORKER_KEYS = (
+    "model.path",
+    "model.revision",
+    "model.dtype",
+    "model.max_model_len",
+    "engine.block_size",
+    "engine.memory_fraction",
+    "engine.kv_memory",
+    "scheduler.prefill_chunk_tokens",
+    "scheduler.max_running_requests",
+    "transfer.transports",
+    "transfer.staging_slabs",
+    "transfer.slab_tokens",
+    "transfer.lease_ttl",
+    "network.host",
+    "network.port_range",
+    "drain_timeout",
+)
+ROUTER_KEYS = (
+    "name",
+    "model.path",
+    "model.revision",
+    "model.served_name",
+    "router.host",
+    "router.http_port",
+    "router.grpc_port",
+    "router.max_body",
+    "drain_timeout",
+)
 
 
 def router(
@@ -40,7 +67,7 @@ def router(
         router__http_port=http_port,
         router__grpc_port=grpc_port,
     )
-    overrides += only(parsed(set_), *ROUTER_SECTIONS)
+    overrides += only(parsed(set_), ROUTER_KEYS)
 
     from cluster.config_load import load_config
     from cluster.logs import configure_logging
@@ -70,7 +97,7 @@ def worker(
 
     overrides = [
         *given(model__path=model),
-        *only(parsed(set_), *WORKER_SECTIONS),
+        *only(parsed(set_), WORKER_KEYS),
         *given(workers=[_pool(device, cpu_threads)]),
     ]
 

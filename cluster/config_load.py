@@ -41,7 +41,9 @@ def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config
     """Raises ConfigError: the file, the path of the key, what was given and what was expected."""
     raw = {} if path is None else _read(path)
     where = "" if path is None else f"{path}: "
-    raw.setdefault("workers", [pool.model_dump(mode="json") for pool in DEFAULT_POOLS])
+    raw.setdefault(
+        "workers", [pool.model_dump(mode="json", exclude_unset=True) for pool in DEFAULT_POOLS]
+    )
     for override in overrides:
         _apply(raw, override)
     try:

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.actor import RouterAt, StartFailed
 from cluster.fleet import Fleet
 from cluster.logs import configure_logging
-from cluster.plan import ClusterPlan
+from cluster.plan import ClusterPlan, placements
 from cluster.supervision import (
     Announce,
     Command,
@@ -127,8 +127,8 @@ class Controller:
             startup_timeout_s=self._plan.startup_timeout_s,
             driver_timeout_s=None if detach else self._plan.driver_timeout_s,
         )
-        names = tuple(worker.settings.name for worker in self._plan.workers)
-        return Supervisor(names, limits, time.monotonic())
+        needs = {name: str(place) for name, place in placements(self._plan).items()}
+        return Supervisor(needs, limits, time.monotonic())
 
     async def _run(self) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from cluster.config import Config
 from cluster.controller import Controller, Report
 from cluster.fleet import NAMESPACE, Handle, actor_name
-from cluster.plan import ClusterPlan, plan_cluster
+from cluster.plan import ClusterPlan, plan_cluster, shortage
 from cluster.rays import Connected
 from cluster.resolve import resolve
 from cluster.supervision import Phase
@@ -26,6 +26,7 @@ from kvrelay.errors import ConfigError, KvrelayError
 
 BEAT_S = 0.25
 ANSWER_S = 60.0
+GONE_S = 60.0
 CONTROLLER = "controller"
 CONTROLLER_CALLS_AT_ONCE = 64
 
@@ -99,6 +100,8 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
     if detach and here.own:
         raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
     plan = plan_cluster(resolve(config, here.site))
+    if here.own and (missing := shortage(plan, ray.cluster_resources())):
+        raise ConfigError(missing)
     controller = _create_controller(plan, detach)
     return Driver(plan.name, controller, idle_beat_s=plan.driver_timeout_s / 5, say=say)
 
@@ -117,11 +120,12 @@ def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> N
         driver.follow()
 
 
-def stop(name: str, *, say: Printer) -> None:
-    """Drain a running cluster and remove it. Raises ConfigError when there is none."""
+def stop(name: str | None, *, say: Printer) -> None:
+    """Drain a running cluster and remove it. Raises ConfigError when `chosen` can't tell which."""
+    name = chosen(name, running_clusters())
     controller = find_controller(name)
     if controller is None:
-        raise ConfigError(f"no cluster named {name} runs on this Ray")
+        raise ConfigError(f"the cluster {name} has just gone")
     driver = Driver(name, controller, idle_beat_s=BEAT_S, say=say)
     driver.stop()
     driver.follow()
@@ -166,10 +170,36 @@ def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
 
 
 def _wait_gone(cluster: str) -> None:
-    """The controller's own actor goes last."""
-    deadline_s = time.monotonic() + ANSWER_S
-    while find_controller(cluster) is not None and time.monotonic() < deadline_s:
+    """Until Ray knows no actor of the cluster. Raises KvrelayError that names those that stay."""
+    deadline_s = time.monotonic() + GONE_S
+    while left := [name for name in _actors() if name.startswith(actor_name(cluster, ""))]:
+        if time.monotonic() > deadline_s:
+            raise KvrelayError(f"stopped, but after {GONE_S:g} s Ray still has {', '.join(left)}")
         time.sleep(BEAT_S)
+
+
+def running_clusters() -> list[str]:
+    """The names of the clusters on this Ray, in order."""
+    suffix = actor_name("", CONTROLLER)
+    return sorted(name.removesuffix(suffix) for name in _actors() if name.endswith(suffix))
+
+
+def chosen(name: str | None, running: Sequence[str]) -> str:
+    """The named cluster, else the only one. Raises ConfigError that says what runs."""
+    if name in running or (name is None and len(running) == 1):
+        return name or running[0]
+    if not running:
+        named = f" named {name}" if name else ""
+        raise ConfigError(f"no cluster{named} runs on this Ray")
+    names = ", ".join(running)
+    if name is None:
+        raise ConfigError(f"{len(running)} clusters run on this Ray, choose by --name: {names}")
+    raise ConfigError(f"no cluster named {name} runs on this Ray, only {names}")
+
+
+def _actors() -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
 
 
 def find_controller(cluster: str) -> Handle | None:

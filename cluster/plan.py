@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.config import Config, WorkerPool
 from cluster.resolve import device_share, worker_names
 from cluster.settings import RouterSettings, WorkerSettings
+from cluster.supervisor import ROUTER
 
 NODE_HOST = "auto"
 """A worker's host that stands for the address of the node where Ray places it."""
+
+
+ROUNDING = 1e-6
+ACCELERATOR_MARK = 0.001
+"""What Ray sets aside of a node's accelerator type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +30,17 @@ class Placement:
     accelerator_type: str | None = None
     custom: tuple[tuple[str, float], ...] = ()
     machine_devices: bool = False
+
+    def amounts(self) -> dict[str, float]:
+        """# Ray's name of a resource |-> how much, without zeros"""
+        asked = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes}
+        asked |= dict(self.custom)
+        if self.accelerator_type:
+            asked[f"accelerator_type:{self.accelerator_type}"] = ACCELERATOR_MARK
+        return {name: amount for name, amount in asked.items() if amount}
+
+    def __str__(self) -> str:
+        return f"{{{', '.join(f'{name}: {amount:g}' for name, amount in self.amounts().items())}}}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +77,25 @@ def plan_cluster(config: Config) -> ClusterPlan:
         driver_timeout_s=config.ray.driver_timeout,
         drain_s=config.drain_timeout,
     )
+
+
+def placements(plan: ClusterPlan) -> dict[str, Placement]:
+    """# process |-> its place"""
+    workers = {worker.settings.name: worker.placement for worker in plan.workers}
+    return {ROUTER: plan.router_placement} | workers
+
+
+def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
+    """Why the cluster can't fit on a machine that offers this much of each resource, or None."""
+    asked: Counter[str] = Counter()
+    for place in placements(plan).values():
+        for name, amount in place.amounts().items():
+            asked[name] += amount  # type: ignore[assignment]
+    for name, amount in asked.items():
+        has = offered.get(name, 0.0)
+        if amount > has + ROUNDING:
+            return f"the cluster asks for {name}: {amount:g} and this machine has {has:g}"
+    return None
 
 
 def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettings:

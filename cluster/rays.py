@@ -27,6 +27,11 @@ class Connected:
     own: bool
     site: Site
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT, by which other commands find this Ray."""
+        return str(_import_ray().get_runtime_context().gcs_address)
+
 
 def ray_address(configured: str | None) -> str | None:
     """The Ray to join: as configured, else RAY_ADDRESS; None for one of our own.
@@ -73,6 +78,8 @@ def joined(address: str) -> Iterator[None]:
 
 def _join(address: str, *, log_to_driver: bool) -> None:
     ray = _import_ray()
+    if ray_address(None) is None:
+        os.environ.pop("RAY_ADDRESS", None)  # "" and "local" name no Ray; Ray would look there
     _check_answers(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
     try:
         ray.init(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +13,9 @@ from rich.table import Table
 from cluster.actor import RouterAt
 from kvrelay.client import Client
 from kvrelay.errors import ConfigError, KvrelayError
+
+if TYPE_CHECKING:
+    from cluster.controller import ClusterStatus
 
 ANSWER_S = 10.0
 
@@ -28,20 +32,36 @@ def of_router(address: str) -> Facts:
         raise ConfigError(f"{address}: no router answers: {error}") from None
 
 
-def of_cluster(name: str, address: str) -> Facts:
-    """What the controller of a cluster on this Ray says, and its router if it has one."""
+def of_cluster(name: str | None, address: str) -> Facts:
+    """What the controller of a cluster on this Ray says, and its router if it has one.
+
+    Raises ConfigError when it isn't clear which, and KvrelayError when the controller is silent.
+    """
     from cluster.rays import joined
 
     with joined(address):
-        import ray
+        from cluster.launch import chosen, running_clusters
 
-        from cluster.launch import find_controller
-
-        controller = find_controller(name)
-        if controller is None:
-            raise ConfigError(f"no cluster named {name} runs on this Ray")
-        status = ray.get(controller.status.remote(), timeout=ANSWER_S)
+        status = _of_controller(chosen(name, running_clusters()))
         return asdict(status) | {"server": _server(status.router)}
+
+
+def _of_controller(name: str) -> ClusterStatus:
+    import ray
+
+    from cluster.launch import find_controller
+
+    controller = find_controller(name)
+    if controller is None:
+        raise KvrelayError(f"the cluster {name} has just gone")
+    try:
+        status: ClusterStatus = ray.get(controller.status.remote(), timeout=ANSWER_S)
+    except ray.exceptions.GetTimeoutError:
+        raise KvrelayError(f"the controller of {name} is silent for {ANSWER_S:g} s") from None
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise KvrelayError(f"the controller of {name} is lost: {reason}") from None
+    return status
 
 
 def _server(router: RouterAt | None) -> Facts | None:

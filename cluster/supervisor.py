@@ -7,6 +7,7 @@ processes and what happens to them into the next event. Every start of a process
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -31,6 +32,7 @@ from cluster.supervision import (
 )
 
 ROUTER = "router-0"
+REMIND_S = 10.0
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
 STABLE_S = 60.0
@@ -61,9 +63,12 @@ class Process:
 class Supervisor:
     """One cluster: a router and its workers."""
 
-    def __init__(self, worker_names: tuple[str, ...], limits: Limits, now_s: float) -> None:
+    def __init__(self, needs: Mapping[str, str], limits: Limits, now_s: float) -> None:
+        """`needs`: # process |-> what it asks of Ray, in words."""
         self.router = Process(name=ROUTER)
-        self.workers = {name: Process(name=name) for name in worker_names}
+        self.workers = {name: Process(name=name) for name in needs if name != ROUTER}
+        self._needs = needs
+        self._remind_at_s = now_s + REMIND_S
         self.phase = Phase.STARTING
         self.error: str | None = None
         self._limits = limits
@@ -115,7 +120,16 @@ class Supervisor:
         if self.phase is Phase.STARTING and late:
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
         due = [p for p in self.processes() if self._is_due(p, now_s)]
-        return [self._start(process) for process in due]
+        return [command for p in due for command in self._start(p)] + self._reminder(now_s)
+
+    def _reminder(self, now_s: float) -> list[Command]:
+        """Every so often what a start still waits for."""
+        if self.phase is not Phase.STARTING or now_s < self._remind_at_s:
+            return []
+        self._remind_at_s = now_s + REMIND_S
+        waiting = [p.name for p in self.processes() if p.state is not State.SERVING]
+        asked = ", ".join(f"{name}: needs {self._needs[name]}" for name in waiting)
+        return [Note(f"still waiting for {asked}")] if waiting else []
 
     def _driver_is_gone(self, now_s: float) -> bool:
         timeout_s = self._limits.driver_timeout_s
@@ -127,10 +141,10 @@ class Supervisor:
     def _missing(self) -> str:
         return ", ".join(p.name for p in self.processes() if p.state is not State.SERVING)
 
-    def _start(self, process: Process) -> Command:
+    def _start(self, process: Process) -> list[Command]:
         process.life += 1
         process.state = State.STARTING
-        return Start(process.name, process.life)
+        return [Note(f"starting {process.name} ..."), Start(process.name, process.life)]
 
     def _serving(self, event: Serving, now_s: float) -> list[Command]:
         process = self._current(event.name, event.life)

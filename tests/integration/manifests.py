@@ -45,6 +45,13 @@ def cluster_file(overlay: str) -> str:
     return str(one(overlay, "ConfigMap")["data"]["cluster.yaml"])
 
 
+def base_groups() -> list[Manifest]:
+    """The worker groups as the base has them, without kubectl."""
+    text = (DEPLOY / "kubernetes" / "base" / "raycluster.yaml").read_text()
+    specs: list[Manifest] = yaml.safe_load(text)["spec"]["workerGroupSpecs"]
+    return specs
+
+
 def group_resources(spec: Manifest) -> dict[str, float]:
     """Custom resources of one pod, out of KubeRay's doubly quoted JSON."""
     given: str = spec["rayStartParams"].get("resources", '"{}"')

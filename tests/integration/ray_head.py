@@ -161,10 +161,11 @@ class Head:
         """Commands that find this head, as a job's driver does."""
         return Marked(self.marked.env | {"RAY_ADDRESS": self.address})
 
-    def status(self, name: str) -> dict[str, object] | None:
+    def status(self, name: str | None = None) -> dict[str, object] | None:
         """What `kvrelay status --format json` prints; None without such a cluster."""
+        named = ["--name", name] if name else []
         done = subprocess.run(
-            [BIN / "kvrelay", "status", "--name", name, "--format", "json"],
+            [BIN / "kvrelay", "status", *named, "--format", "json"],
             env=self.joined().env,
             capture_output=True,
             text=True,

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from kvrelay.client import Client
-from tests.integration.manifests import DEPLOY, cluster_file, group_resources, groups, one
+from tests.integration.manifests import DEPLOY, base_groups, cluster_file, group_resources, one
 from tests.integration.ray_head import BIN, Head, Marked, marked, ray_head, until
 
 pytestmark = pytest.mark.ray
@@ -33,7 +33,7 @@ OWN_PORTS = ("--http-port", "0", "--grpc-port", "0")
 def head() -> Iterator[Head]:
     """With the custom resources of the pods that the Kubernetes manifests describe."""
     resources: dict[str, float] = {}
-    for spec in groups("cpu").values():
+    for spec in base_groups():
         resources |= group_resources(spec)
     with ray_head(resources) as started:
         yield started
@@ -156,12 +156,52 @@ def test_a_detached_cluster_lives_until_it_is_stopped(head: Head, tmp_path: Path
     options = ["--name", "detached", "--set", "ray.driver_timeout=100ms", *OWN_PORTS]
     pool = ["--set", "workers=[{role: both}]"]
     head.joined().run(KVRELAY, "serve", "--detach", *options, *pool)
-    status = head.status("detached")
+    status = head.status()
     assert status is not None
-    assert status["phase"] == "ready"
-    said = head.joined().run(KVRELAY, "stop", "--name", "detached")
+    assert (status["name"], status["phase"]) == ("detached", "ready")
+    for unset in ("", "local"):  # neither names a Ray: the one that was started here is found
+        here = Marked(head.marked.env | {"RAY_ADDRESS": unset})
+        assert "detached" in here.run(KVRELAY, "status")
+    assert_a_silent_controller_is_one_line(head)
+    said = head.joined().run(KVRELAY, "stop")
     assert "stopped, nothing is left" in said
     assert_nothing_is_left(head.marked)
+
+
+def assert_a_silent_controller_is_one_line(head: Head) -> None:
+    controller = next(p for p in head.marked.processes() if "ray::Controller" in title(p))
+    controller.suspend()
+    done = subprocess.run(
+        [KVRELAY, "status"], env=head.joined().env, capture_output=True, text=True, timeout=120
+    )
+    controller.resume()
+    assert done.returncode == 2
+    assert done.stderr == "kvrelay: the controller of detached is silent for 10 s\n"
+
+
+def test_a_worker_that_has_no_room_is_told_of(head: Head, tmp_path: Path) -> None:
+    log = tmp_path / "serve.log"
+    options = ["--name", "roomless", "--device", "cuda", "--set", "ray.startup_timeout=12s"]
+    driver = head.joined().start(KVRELAY, "serve", *options, *OWN_PORTS, log=log)
+    assert driver.wait(90) == 2
+    said = log.read_text()
+    assert "starting prefill-0 ..." in said
+    assert re.search(r"still waiting for prefill-0: needs \{CPU: \S+ GPU: 1\}, decode-0", said)
+    assert_nothing_is_left(head.marked)
+
+
+def test_a_machine_without_the_gpu_is_told_at_once(tmp_path: Path) -> None:
+    with marked(CUDA_VISIBLE_DEVICES="") as here:
+        done = subprocess.run(
+            [KVRELAY, "serve", DEPLOY / "configs" / "one-gpu.yaml", *OWN_PORTS],
+            env=here.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    message = "kvrelay: the cluster asks for GPU: 1 and this machine has 0\n"
+    assert done.stderr == message, done.stdout
 
 
 def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) -> None:
@@ -186,6 +226,10 @@ def test_on_a_ray_of_its_own_a_signal_drains_what_runs(tmp_path: Path) -> None:
     with marked() as here:
         driver = here.start(KVRELAY, "serve", *OWN_PORTS, log=log)
         _, grpc = addresses(driver, log)
+        (ray,) = re.findall(r"Ray has started at (\S+)", log.read_text())
+        beside = Marked(here.env | {"RAY_AUTH_MODE": "token"})  # its token is in HOME
+        status = json.loads(beside.run(KVRELAY, "status", "--ray-address", ray, "--format", "json"))
+        assert (status["name"], status["phase"]) == ("kvrelay", "ready")
         running = here.processes()
         assert here.left_of_kvrelay(), "the check sees a cluster that runs"
         with Client(grpc, timeout_s=120) as client:

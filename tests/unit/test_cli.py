@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
-from cluster import cli
-from cluster.config import Config
+from cluster import cli, launch
+from cluster.cli_options import devices, only
+from cluster.cli_process import ROUTER_KEYS, WORKER_KEYS
+from cluster.config import Config, Section
+from cluster.config_load import Override, load_config
+from cluster.plan import router_settings, worker_settings
+from cluster.resolve import Site, resolve
+from kvrelay.errors import ConfigError
 
 COMMANDS = ["serve", "stop", "demo", "status", "router", "worker", "config", "config show"]
 
@@ -47,7 +55,11 @@ ERRORS = {
     "serve --http-port x": "Invalid value for '--http-port': Input should be a valid integer, "
     "unable to parse string as an integer (see kvrelay serve --help)",
     "serve --http-port 70000": "router.http_port: got 70000, expected less than or equal to 65535",
-    "serve --prefill 0": "workers.0.replicas: got 0, expected greater than or equal to 1",
+    "serve --prefill 0": "Invalid value for '--prefill': Input should be greater than or equal "
+    "to 1 (see kvrelay serve --help)",
+    "serve --device gpu": 'workers.0.device: got "gpu", expected cpu, cuda or cuda:N',
+    "serve deploy/configs/one-gpu.yaml --device cpu": "--device cpu: the cluster file says "
+    "workers.0.device: cuda:0",
     "serve --set engine.blocksize=3": "engine.blocksize: unknown key, did you mean block_size?",
     "serve --name Cluster!": 'name: got "Cluster!", expected a-z, 0-9 and inner dashes',
     "serve --detach --ray-address http://h:8265": "Ray at http://h:8265: expected HOST:PORT of its "
@@ -62,9 +74,9 @@ ERRORS = {
     "worker --join 127.0.0.1:1 --role both --device gpu": 'workers.0.device: got "gpu", '
     "expected cpu, cuda or cuda:N",
     "worker --join 127.0.0.1:1 --role both --set router.host=x": "--set router.host: not used "
-    "here, only model, engine, scheduler, transfer, network, drain_timeout are",
+    "here, only model.path, ",
     "router --set workers.0.replicas=2": "--set workers.0.replicas: not used here, only name, "
-    "model, router, drain_timeout are",
+    "model.path, ",
     "router --model /nowhere/at/all --http-port 0 --grpc-port 0": "/nowhere/at/all",
 }
 
@@ -108,6 +120,116 @@ def test_show_prints_a_resolved_file(run, tmp_path: Path) -> None:  # type: igno
     assert shown["workers"][0]["cpu_threads"] == 3
     assert shown["workers"][1]["cpu_threads"] >= 1
     assert shown["model"]["served_name"] == "kvrelay-tiny"
+
+
+def test_version(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("--version") == (0, f"kvrelay {version('kvrelay')}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "running", "message"),
+    [
+        (None, [], "no cluster runs on this Ray"),
+        ("a", [], "no cluster named a runs on this Ray"),
+        ("c", ["a", "b"], "no cluster named c runs on this Ray, only a, b"),
+        (None, ["a", "b"], "2 clusters run on this Ray, choose by --name: a, b"),
+    ],
+)
+def test_no_single_cluster_to_ask(name: str | None, running: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        launch.chosen(name, running)
+    assert str(refused.value) == message
+
+
+def test_the_only_cluster_needs_no_name() -> None:
+    assert launch.chosen(None, ["one-gpu"]) == "one-gpu"
+    assert launch.chosen("b", ["a", "b"]) == "b"
+
+
+def test_device_is_of_every_pool_that_names_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("workers: [{role: prefill}, {role: decode, device: 'cuda:1'}]")
+    for source in (None, path):
+        given = load_config(source, devices(source, "cuda:1"))
+        assert [pool.device for pool in given.workers] == ["cuda:1", "cuda:1"]
+    path.write_text("name: x")
+    assert load_config(path, devices(path, "cuda")).workers[1].device == "cuda"
+    path.write_text("workers: [{role: prefill}, {role: decode, device: cpu}]")
+    with pytest.raises(ConfigError, match=r"--device cuda: .* workers.1.device: cpu"):
+        devices(path, "cuda")
+
+
+# For every key of the cluster file another value than its default.
+SAMPLES: dict[str, object] = {
+    "name": "other",
+    "model.path": "/other",
+    "model.revision": "v2",
+    "model.served_name": "other",
+    "model.dtype": "float16",
+    "model.max_model_len": 99,
+    "engine.block_size": 32,
+    "engine.memory_fraction": 0.5,
+    "engine.kv_memory": "1MiB",
+    "scheduler.prefill_chunk_tokens": 99,
+    "scheduler.max_running_requests": 9,
+    "workers": [{"role": "both"}],
+    "router.replicas": 1,
+    "router.host": "h",
+    "router.http_port": 1,
+    "router.grpc_port": 2,
+    "router.max_body": "1MiB",
+    "router.resources": {"x": 1},
+    "transfer.transports": ["nixl"],
+    "transfer.staging_slabs": 9,
+    "transfer.slab_tokens": 9,
+    "transfer.lease_ttl": "9s",
+    "network.host": "h",
+    "network.port_range": [2000, 3000],
+    "ray.address": "auto",
+    "ray.startup_timeout": "9s",
+    "ray.driver_timeout": "9s",
+    "drain_timeout": "9s",
+}
+
+
+def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from leaves(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def used(command: str, *overrides: Override) -> object:
+    """All that `kvrelay router` or `kvrelay worker` takes from its overrides."""
+    site = Site(total_cpus=2, node_cpus=2, host="127.0.0.1", bundled_path="/bundled")
+    config = resolve(load_config(None, overrides), site)
+    if command == "router":
+        return router_settings(config), config.drain_timeout
+    return worker_settings(config, config.workers[0], "w"), config.drain_timeout
+
+
+@pytest.mark.parametrize(("command", "known"), [("router", ROUTER_KEYS), ("worker", WORKER_KEYS)])
+def test_single_processes_take_exactly_the_keys_that_they_use(
+    command: str, known: tuple[str, ...]
+) -> None:
+    assert {*leaves(Config)} == {*SAMPLES}, "give each key a sample"
+    for key, value in SAMPLES.items():
+        given = Override(tuple(key.split(".")), value)
+        if key in known:
+            assert only([given], known) == [given]
+            assert used(command, given) != used(command), f"{command} does not use {key}"
+        else:
+            with pytest.raises(ConfigError, match=f"--set {key}.*: not used here"):
+                only([given], known)
+            if key != "workers":  # the worker's own options stand for its pool
+                assert used(command, given) == used(command), f"{command} uses {key}"
+
+
+def test_a_whole_section_is_checked_key_by_key() -> None:
+    with pytest.raises(ConfigError, match=r"--set router.replicas: not used"):
+        only([Override.parse("router={host: h, replicas: 1}")], ROUTER_KEYS)
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -28,11 +28,12 @@ from cluster.supervision import (
 from cluster.supervisor import ROUTER, STABLE_S, STARTS_BEFORE_FATAL, Limits, Supervisor
 
 P, D = "prefill-0", "decode-0"
+NEEDS = {ROUTER: "{}", P: "{GPU: 1}", D: "{CPU: 2}"}
 LIMITS = Limits(startup_timeout_s=60.0, driver_timeout_s=10.0)
 
 
 def new(limits: Limits = LIMITS) -> Supervisor:
-    return Supervisor((P, D), limits, now_s=0.0)
+    return Supervisor(NEEDS, limits, now_s=0.0)
 
 
 def act(core: Supervisor, event: Event, now_s: float = 0.0) -> list[Command]:
@@ -40,6 +41,10 @@ def act(core: Supervisor, event: Event, now_s: float = 0.0) -> list[Command]:
     commands = core.handle(event, now_s)
     core.validate()
     return [command for command in commands if not isinstance(command, Note)]
+
+
+def notes(core: Supervisor, event: Event, now_s: float) -> list[str]:
+    return [c.text for c in core.handle(event, now_s) if isinstance(c, Note)]
 
 
 def ready(limits: Limits = LIMITS) -> Supervisor:
@@ -57,6 +62,24 @@ def test_starts_everything_at_once_and_only_once() -> None:
     core = new()
     assert act(core, Tick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
     assert act(core, Tick()) == []
+
+
+def test_notes_say_what_starts_and_every_ten_seconds_what_is_missing() -> None:
+    core = new(Limits(startup_timeout_s=60.0, driver_timeout_s=None))
+    started = [f"starting {name} ..." for name in (ROUTER, P, D)]
+    assert notes(core, Tick(), 0.0) == started
+    act(core, Serving(name=ROUTER, life=1, address="r"), 1.0)
+    assert notes(core, Tick(), 9.9) == []
+    both = "still waiting for prefill-0: needs {GPU: 1}, decode-0: needs {CPU: 2}"
+    assert notes(core, Tick(), 10.0) == [both]
+    assert notes(core, Tick(), 19.9) == []
+    act(core, Serving(name=D, life=1, address="d"), 19.9)
+    assert notes(core, Tick(), 20.0) == ["still waiting for prefill-0: needs {GPU: 1}"]
+    act(core, Serving(name=P, life=1, address="p"), 29.0)
+    act(core, Joined(name=D, life=1), 29.0)
+    assert notes(core, Tick(), 30.0) == []
+    act(core, Joined(name=P, life=1), 31.0)
+    assert notes(core, Tick(), 50.0) == []
 
 
 def test_workers_are_announced_once_the_router_serves() -> None:
