@@ -20,7 +20,7 @@ from cluster.config import Config, Section
 from cluster.config_load import Override, load_config
 from cluster.plan import router_settings, worker_settings
 from cluster.resolve import Site, resolve
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, KvrelayError
 
 COMMANDS = ["serve", "stop", "demo", "status", "router", "worker", "config", "config show"]
 
@@ -144,6 +144,14 @@ def test_no_single_cluster_to_ask(name: str | None, running: list[str], message:
 def test_the_only_cluster_needs_no_name() -> None:
     assert launch.chosen(None, ["one-gpu"]) == "one-gpu"
     assert launch.chosen("b", ["a", "b"]) == "b"
+
+
+def test_what_stays_after_a_stop_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GONE_S", 0.0)
+    monkeypatch.setattr(launch, "_actors", lambda: ["a/decode-0", "ab/router-0"])
+    with pytest.raises(KvrelayError, match="Ray still has a/decode-0$"):
+        launch._wait_gone("a")
+    launch._wait_gone("b")
 
 
 def test_device_is_of_every_pool_that_names_no_other(tmp_path: Path) -> None:
