@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import threading
@@ -78,6 +79,13 @@ def test_staging_slabs_are_taken_from_the_memory(llama: Path) -> None:
     )
     with pytest.raises(ModelError, match=r"- staging 8 MiB, at 512 B per token"):
         asyncio.run(WorkerProcess(settings).start())
+
+
+def test_a_router_needs_no_weights(llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(llama, tmp_path / "model"))
+    (folder / "model.safetensors").unlink()
+    with running_cluster(folder, []) as cluster:
+        assert cluster.http.get("/health").status_code == 200
 
 
 def test_role_both_equals_generate(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> None:

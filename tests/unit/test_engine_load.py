@@ -13,13 +13,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-from engine import paged
+from engine import paged, profile
 from engine.checkpoint import open_checkpoint
 from engine.families import check_family, longrope_border_tokens
 from engine.load import load_engine
 from engine.model import load_model
 from engine.runner import Engine
 from engine.sizing import EngineLimits
+from kvpool.memory_collate import slab_bytes
 from kvrelay.errors import ModelError
 from tests.models import family_config, random_checkpoint
 
@@ -94,6 +95,14 @@ def test_a_context_beyond_the_models_is_refused(llama: Path) -> None:
 def test_too_little_memory_is_refused(llama: Path) -> None:
     with pytest.raises(ModelError, match="tokens of KV fit"):
         load(llama, replace(LIMITS, kv_memory_bytes=1000))
+
+
+@pytest.mark.parametrize(("device", "slabs"), [("cpu", 4), ("cuda", 2)])
+def test_staging_is_all_slabs_or_a_gpus_two_copies(llama: Path, device: str, slabs: int) -> None:
+    layout = load(llama).layout
+    limits = replace(LIMITS, staging_slabs=4, slab_tokens=100)
+    found = profile._staging_bytes(torch.device(device), layout, limits)
+    assert found == slabs * slab_bytes(layout, 100)
 
 
 def test_a_pool_that_memory_can_not_hold_is_refused(tmp_path: Path) -> None:
