@@ -149,7 +149,7 @@ def test_the_only_cluster_needs_no_name() -> None:
 def test_what_stays_after_a_stop_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GONE_S", 0.0)
     monkeypatch.setattr(launch, "_actors", lambda: ["a/decode-0", "ab/router-0"])
-    with pytest.raises(KvrelayError, match="Ray still has a/decode-0$"):
+    with pytest.raises(KvrelayError, match=r"Ray still has a/decode-0$"):
         launch._wait_gone("a")
     launch._wait_gone("b")
 
