@@ -171,9 +171,11 @@ class Router(Section):
 class Transfer(Section):
     """How KV travels from prefill to decode workers."""
 
-    transports: Annotated[tuple[Literal["shm", "nixl"], ...], Field(min_length=1)] = ("shm",)
-    """Links to use, best first; so far the first is. shm: shared memory of one host; nixl: RDMA or
-    TCP between hosts (needs kvrelay[nixl])."""
+    transports: Annotated[tuple[Literal["shm", "nixl"], ...], Field(min_length=1, max_length=1)] = (
+        "shm",
+    )
+    """The link to use, one so far. shm: shared memory of one host; nixl: RDMA or TCP between hosts
+    (needs kvrelay[nixl])."""
     staging_slabs: Annotated[int, Field(ge=2)] = 4
     """Buffers that a worker lends to its peers."""
     slab_tokens: AutoCount = None
