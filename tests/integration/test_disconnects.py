@@ -140,9 +140,9 @@ def test_work_stops_and_blocks_return(
     views = dispatcher.core.workers.values()
     after = {view.incarnation: view.counters.steps for view in views}
     for worker, before in watch.steps_at_abort.items():
-        # These steps take a millisecond, the abort's way to the worker about as long. That none
-        # is begun once it is there is the schedulers' unit tests' to show.
-        assert after[worker] - before <= 10
+        # These steps take a millisecond, the abort's way to the worker about as long, and more on
+        # a busy machine. That none is begun once it is there the schedulers' unit tests show.
+        assert after[worker] - before <= TOKENS // 6
 
 
 def test_gone_before_it_is_read(split: Cluster) -> None:
