@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from engine.checkpoint import open_checkpoint
 from engine.model import load_model
@@ -16,16 +19,23 @@ from tests.reference import generate_reference
 LENGTHS = [1, 16, 65, 300]
 
 
-def test_split_equals_generate(hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path) -> None:
+@pytest.fixture
+def own_hosts() -> Iterator[tuple[WorkerHost, WorkerHost]]:
+    """Processes in which no other cluster has slabs."""
+    with WorkerHost() as first, WorkerHost() as second:
+        yield first, second
+
+
+def test_split_equals_generate(own_hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path / "llama", "llama")
     loaded = load_model(open_checkpoint(str(model)), device="cpu", dtype="float32")
     asked = prompts(LENGTHS)
     references = [generate_reference(loaded, prompt, tokens=TOKENS) for prompt in asked]
     workers = [
-        (hosts[0], worker_settings("prefill-0", Role.PREFILL, model, transports=("nixl",))),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, model, transports=("nixl",))),
+        (own_hosts[0], worker_settings("prefill-0", Role.PREFILL, model, transports=("nixl",))),
+        (own_hosts[1], worker_settings("decode-0", Role.DECODE, model, transports=("nixl",))),
     ]
     with running_cluster(model, workers) as cluster, ThreadPoolExecutor(len(asked)) as pool:
         together = list(pool.map(lambda prompt: ask(cluster, prompt), asked))
-        assert not mapped_slabs(hosts[0].pid) | mapped_slabs(hosts[1].pid)
+        assert not mapped_slabs(own_hosts[0].pid) | mapped_slabs(own_hosts[1].pid)
     check(together, references)
