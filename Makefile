@@ -10,7 +10,7 @@ help:            ## list the targets
 
 install: $(STAMP)  ## create .venv with everything in it
 $(STAMP): pyproject.toml
-	@echo "Installing kvrelay, its dependencies and its tools into $(VENV): PyPI's default torch on Linux carries CUDA (gigabytes); for the CPU build set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+	@echo "Installing kvrelay, its dependencies and its tools into $(VENV): PyPI's default torch on Linux carries CUDA (gigabytes); for the CPU build set PIP_EXTRA_INDEX_URL to the index of PyTorch's CPU wheels"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
