@@ -23,8 +23,7 @@ from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId
-from kvpool.tables import Tables
+from kvpool.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 _BLOCK_SIZE = 32

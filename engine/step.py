@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.handoff import ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
-from kvpool.tables import CopyPairs, Tables
+from kvpool.layout import Tables
+from kvpool.tables import CopyPairs
 from kvrelay.messages import WorkerEvent
 from kvrelay.types import RequestKey, Sampling, TokenLogprobs
 

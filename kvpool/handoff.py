@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool.layout import Tables
 from kvpool.slabs import LeaseId, SlabId
-from kvpool.tables import Tables
 from kvrelay.types import Incarnation, RequestKey
 
 # --- between peers ------------------------------------------------------------------------------

@@ -14,6 +14,12 @@ from typing import NewType
 BlockId = NewType("BlockId", int)
 """Index of a block inside one group's pool. Never valid in another group or process."""
 
+NO_BLOCK = BlockId(-1)
+"""Stands in a table for a block that lies outside its group's window and is not held (any more)."""
+
+Tables = tuple[tuple[BlockId, ...], ...]
+"""# layer group |-> blocks, in token order: the `i`-th holds tokens `[i, i + 1) x block_size`"""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

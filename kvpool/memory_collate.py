@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from kvpool.layout import KvLayout
+from kvpool.layout import KvLayout, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.plan import chunk_bytes
 from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
-from kvpool.tables import Tables
-from kvpool.transfer_plan import HeldBlocks, Side, whole_write
+from kvpool.transfer_plan import Side, whole_write
 from kvrelay.errors import PeerError
 
 
@@ -100,8 +99,7 @@ def _check_fits(header: SlabHeader, layout: KvLayout, tables: Tables, lease_id: 
 
 
 def _side(memory: KvMemory, tables: Tables) -> Side:
-    blocks = tuple(HeldBlocks(blocks=table) for table in tables)
-    return Side(blocks=blocks, block_size=memory.layout.block_size)
+    return Side(tables=tables, block_size=memory.layout.block_size)
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:

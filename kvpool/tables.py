@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvpool.blocks import BlockPool, BlockState
-from kvpool.layout import BlockId, KvLayout
+from kvpool.layout import BlockId, KvLayout, Tables
 from kvrelay.types import RequestKey
-
-Tables = tuple[tuple[BlockId, ...], ...]
-"""# layer group |-> blocks, in token order"""
 
 CopyPairs = tuple[tuple[tuple[BlockId, BlockId], ...], ...]
 """# layer group |-> (source, destination) blocks to copy before writing"""

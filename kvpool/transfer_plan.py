@@ -7,10 +7,10 @@ window still shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvpool.layout import BlockId, KvLayout
+from kvpool.layout import KvLayout, Tables
 from kvpool.plan import TokenRun, token_runs
 from kvpool.reslice import GroupSlice, reslice
 from kvpool.shard import Shard, ShardLayout
@@ -18,14 +18,6 @@ from kvrelay.errors import ConfigError
 
 WRITE_TOKENS = 128
 """Fewer tokens in a write cost more per byte than they save in waiting."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBlocks:
-    """A sequence's blocks in one group, from its `first`-th block on: those before are freed."""
-
-    blocks: tuple[BlockId, ...]
-    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +64,14 @@ class Write:
 class Side:
     """Where the sequence lies in one rank's pool."""
 
-    blocks: tuple[HeldBlocks, ...]  # layer group |-> blocks, in token order
+    tables: Tables
     block_size: int
 
     def runs(self, section: Section) -> tuple[TokenRun, ...]:
         """The copies between pool and section, adjacent blocks merged; positions are from the
         section's first token."""
-        held = self.blocks[section.part.group]
-        start = section.start - held.first * self.block_size
-        return token_runs(held.blocks, start, section.tokens, self.block_size)
+        table = self.tables[section.part.group]
+        return token_runs(table, section.start, section.tokens, self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +88,8 @@ class TransferPlan:
 
 
 def plan(
-    src_blocks: Sequence[HeldBlocks],
-    dst_blocks: Sequence[HeldBlocks],
+    src_blocks: Tables,
+    dst_blocks: Tables,
     src_layout: ShardLayout,
     dst_layout: ShardLayout,
     *,
@@ -111,8 +102,8 @@ def plan(
     """
     return TransferPlan(
         writes=cut(src_layout, dst_layout, span=span, staging_bytes=staging_bytes),
-        source=Side(blocks=tuple(src_blocks), block_size=src_layout.model.block_size),
-        target=Side(blocks=tuple(dst_blocks), block_size=dst_layout.model.block_size),
+        source=Side(tables=src_blocks, block_size=src_layout.model.block_size),
+        target=Side(tables=dst_blocks, block_size=dst_layout.model.block_size),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from engine.finish import finish_reason, needs_history
 from engine.step import Sampled, SampleRequest, SequenceSlice
-from kvpool.tables import Holder, Tables
+from kvpool.layout import Tables
+from kvpool.tables import Holder
 from kvrelay.messages import Prefill, Tokens
 from kvrelay.types import FinishReason, RequestKey, Sampling
 from prefill_worker.sender import Sender

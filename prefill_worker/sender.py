@@ -21,7 +21,7 @@ from kvpool.handoff import (
     TransferCancelled,
     WriteSlab,
 )
-from kvpool.tables import Tables
+from kvpool.layout import Tables
 from kvrelay.messages import Prefill
 
 

@@ -10,8 +10,7 @@ import torch
 
 from engine.runner import Engine
 from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId
-from kvpool.tables import Tables
+from kvpool.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 

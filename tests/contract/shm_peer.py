@@ -11,10 +11,9 @@ import sys
 
 import torch
 
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import write_slab
-from kvpool.tables import Tables
 from kvpool.transport.base import Connection, RegionName
 from tests.contract.transport_kit import Side, mapped_inode
 

@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass, field
 
 from engine.step import Sampled, SequenceSlice
-from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.tables import CopyPairs, Tables
+from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
+from kvpool.tables import CopyPairs
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 
 BLOCK = 4

@@ -7,12 +7,11 @@ import random
 import pytest
 import torch
 
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import gather, read_slab, scatter, slab_bytes, write_slab
 from kvpool.plan import chunk_bytes
 from kvpool.slab import HEADER_BYTES
-from kvpool.tables import Tables
 from kvrelay.errors import PeerError
 
 _KV = (Plane(name="k", heads=2, dim=3), Plane(name="v", heads=2, dim=5))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.reslice import PlaneSlice
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import HeldBlocks, Section, Side, TokenSpan, TransferPlan, Write, plan
+from kvpool.transfer_plan import Section, Side, TokenSpan, TransferPlan, Write, plan
 
 _ROW_BYTES_MOST = 2 * 12 * 3 * 4
 """One token of one layer: two planes of 12 heads of 3 elements."""
@@ -82,9 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def _draw_held(
-    case: Case, layout: ShardLayout, draw: np.random.Generator
-) -> tuple[HeldBlocks, ...]:
+def _draw_held(case: Case, layout: ShardLayout, draw: np.random.Generator) -> Tables:
     """Scattered blocks for the span; groups with a window may have freed what they don't see."""
     size, held = layout.model.block_size, []
     end = -(-(case.span.start + case.span.tokens) // size)
@@ -94,7 +92,7 @@ def _draw_held(
         ids = draw.permutation(end + 4)[: end - first]
         if draw.integers(2):
             ids = np.sort(ids)
-        held.append(HeldBlocks(blocks=tuple(BlockId(int(i)) for i in ids), first=first))
+        held.append((NO_BLOCK,) * first + tuple(BlockId(int(i)) for i in ids))
     return tuple(held)
 
 
@@ -119,10 +117,10 @@ def stage_layers(shard: Shard, group: LayerGroup) -> list[int]:
     return [layer for layer in group.layers if shard.layers is None or layer in shard.layers]
 
 
-def _empty_pool(layout: ShardLayout, held: tuple[HeldBlocks, ...]) -> Pool:
+def _empty_pool(layout: ShardLayout, held: Tables) -> Pool:
     pool: Pool = []
     for group, blocks in zip(layout.model.groups, held, strict=True):
-        slots = (len(blocks.blocks) + blocks.first + 4) * layout.model.block_size
+        slots = (len(blocks) + 4) * layout.model.block_size
         layers = len(stage_layers(layout.shard, group))
         pool.append(
             [
@@ -143,13 +141,13 @@ def _value(group: int, layer: int, plane: int, head: int, token: int, dim: int) 
 
 
 def _each_slot(
-    case: Case, layout: ShardLayout, held: tuple[HeldBlocks, ...]
+    case: Case, layout: ShardLayout, held: Tables
 ) -> list[tuple[int, int, tuple[int, int, int], np.ndarray]]:
     """(group, plane, (local layer, slot, local head), value) of all that the span needs there."""
     size, found = layout.model.block_size, []
     for g, group in enumerate(layout.model.groups):
         for token in range(_first_seen(case.span, group.window), _end(case.span)):
-            block = held[g].blocks[token // size - held[g].first]
+            block = held[g][token // size]
             slot = block * size + token % size
             for l, layer in enumerate(stage_layers(layout.shard, group)):  # noqa: E741
                 for p, plane in enumerate(group.planes):
@@ -244,7 +242,7 @@ def new_trial(case: Case) -> Trial:
 
 
 def _new_move(
-    case: Case, source: ShardLayout, target_held: tuple[HeldBlocks, ...], draw: np.random.Generator
+    case: Case, source: ShardLayout, target_held: Tables, draw: np.random.Generator
 ) -> Move:
     held = _draw_held(case, source, draw)
     transfer = plan(
@@ -258,7 +256,7 @@ def _new_move(
     return Move(layout=source, pool=_filled_pool(case, source, held)[0], transfer=transfer)
 
 
-def _filled_pool(case: Case, layout: ShardLayout, held: tuple[HeldBlocks, ...]) -> tuple[Pool, int]:
+def _filled_pool(case: Case, layout: ShardLayout, held: Tables) -> tuple[Pool, int]:
     """A pool with the span's values in the right places, zero elsewhere; elements written."""
     pool, elements = _empty_pool(layout, held), 0
     for group, plane, where, value in _each_slot(case, layout, held):
