@@ -62,7 +62,7 @@ class Trace:
         """The ids stand for their blocks' tokens: hashed like blocks of one token."""
         chains: list[list[BlockHash]] = [[] for _ in self.requests]
         for chain, ids in zip(chains, self.requests, strict=True):
-            extend_chain(chain, ids, block_size=1, salt=_SALT)
+            extend_chain(chain, ids, len(ids), block_size=1, salt=_SALT)
         return chains
 
     @property
@@ -223,7 +223,7 @@ def _hashes_per_s() -> float:
     tokens = list(range(10_000 * HASHED_BLOCK_TOKENS))
     chain: list[BlockHash] = []
     started_s = time.perf_counter()
-    extend_chain(chain, tokens, block_size=HASHED_BLOCK_TOKENS, salt=_SALT)
+    extend_chain(chain, tokens, len(tokens), block_size=HASHED_BLOCK_TOKENS, salt=_SALT)
     return len(chain) / (time.perf_counter() - started_s)
 
 

@@ -28,6 +28,8 @@ WORKER_KEYS = (
     "engine.block_size",
     "engine.memory_fraction",
     "engine.kv_memory",
+    "engine.prefix_caching",
+    "engine.eviction",
     "scheduler.prefill_chunk_tokens",
     "scheduler.max_running_requests",
     "transfer.transports",

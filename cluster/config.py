@@ -101,6 +101,11 @@ class Engine(Section):
     """Share of the device's memory for weights, staging and KV together."""
     kv_memory: AutoBytes = None
     """Size of the KV pool of one worker; auto: what memory_fraction leaves."""
+    prefix_caching: bool = True
+    """Keep the KV of finished requests while there is room, for those with the same prefix."""
+    eviction: Literal["lru", "lfu", "reuse"] = "lru"
+    """Which cached block goes first: the longest unused, the least used, or the one least likely
+    to be used again as learnt from the pool's history. Never one that others continue."""
 
 
 class Scheduler(Section):

@@ -113,6 +113,8 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         max_model_len=config.model.max_model_len,
         memory_fraction=config.engine.memory_fraction,
         kv_memory_bytes=config.engine.kv_memory,
+        prefix_caching=config.engine.prefix_caching,
+        eviction=config.engine.eviction,
         device_share=device_share(pool, config.workers),
         cpu_threads=pool.cpu_threads,
         transports=config.transfer.transports,

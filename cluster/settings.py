@@ -31,6 +31,8 @@ class WorkerSettings:
     max_model_len: int | None
     memory_fraction: float
     kv_memory_bytes: int | None
+    prefix_caching: bool
+    eviction: str
     device_share: int
     cpu_threads: int | None
     transports: tuple[str, ...]

@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 
 ANSWER_S = 10.0
 
+WORKER_COLUMNS = (
+    "name",
+    "role",
+    "device",
+    "transport",
+    "free_blocks",
+    "cached_blocks",
+    "total_blocks",
+    "running",
+    "waiting",
+)
+
 Facts = dict[str, object]
 """JSON: what `--format json` prints."""
 
@@ -85,8 +97,7 @@ def print_table(facts: Facts) -> None:
     if isinstance(server, dict):
         ready = "ready" if server["ready"] else "not ready"
         console.print(f"router: {ready}, {server['running_requests']} requests running")
-        shown = ("name", "role", "device", "transport", "free_blocks", "total_blocks", "running")
-        console.print(_table(server["workers"], (*shown, "waiting")))
+        console.print(_table(server["workers"], WORKER_COLUMNS))
     else:
         console.print("router: no answer")
 

@@ -254,6 +254,8 @@ class WorkerLoop:
             active_blocks=blocks[BlockState.ACTIVE],
             cached_blocks=blocks[BlockState.CACHED],
             orphaned_blocks=self._orphaned_blocks,
+            prefix_queried_tokens=self._tables.queried_tokens,
+            prefix_hit_tokens=self._tables.hit_tokens,
             running=decode.sequences + prefill.handing_over,
             waiting=len(decode.batch.awaiting_prefill) + prefill.waiting,
             prefill_waiting_tokens=prefill.waiting_tokens + decode.batch.waiting_tokens,

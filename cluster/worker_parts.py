@@ -21,6 +21,7 @@ from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
+from kvpool.block_names import BlockNames
 from kvpool.handoff import PeerHello
 from kvpool.leases import LeaseTable
 from kvpool.memory_collate import slab_bytes
@@ -56,7 +57,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     if settings.cpu_threads is not None:
         use_threads(settings.cpu_threads)
     engine = _load(settings)
-    tables = BlockTables(engine.layout, engine.memory.blocks)
+    tables = _tables(settings, engine)
     links = _links(settings, engine, inbox)
     mover = _mover(settings, engine, links, inbox)
     device = Device(engine, settings.cpu_threads, inbox.put)
@@ -78,6 +79,22 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         mover=mover,
         hello=_hello(settings, engine, links),
         tables=tables,
+    )
+
+
+def _tables(settings: WorkerSettings, engine: Engine) -> BlockTables:
+    longrope = engine.model.longrope
+    names = BlockNames(
+        fingerprint=engine.facts.fingerprint,
+        physical_format=engine.layout.physical_format(),
+        rope_border_tokens=longrope.border_tokens if longrope is not None else None,
+    )
+    return BlockTables(
+        engine.layout,
+        engine.memory.blocks,
+        names=names,
+        caching=settings.prefix_caching,
+        policy=settings.eviction,
     )
 
 

@@ -16,8 +16,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import count
 
+from decode_worker.reservation import Arrived
 from decode_worker.sequence import Sequence
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
+from kvpool.block_names import HashChain
 from kvpool.tables import BlockTables, CopyPairs, Holder
 from kvrelay.types import RequestKey, RequestSpec
 
@@ -67,23 +69,21 @@ class Batch:
 
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
-        holder = Holder("decode", spec.key)
-        assert holder not in self.tables, f"{spec.key} is here already"
-        if not self.tables.try_grow(holder, len(spec.prompt_ids) + 1, now_s=now_s):
+        sequence = self._sequence(spec, self.tables.chain(spec.tenant, len(spec.prompt_ids)))
+        if not self._try_open(sequence, len(spec.prompt_ids) + 1, self.chunk_tokens, now_s):
             return False
-        sequence = self._sequence(spec)
+        sequence.cached = sequence.computed
         self._alive[spec.key] = [sequence]
         self.awaiting_prefill.append(sequence)
         return True
 
-    def join(
-        self, spec: RequestSpec, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
-    ) -> None:
-        """Its prompt's KV is in the holder's blocks; `tokens` is token 0 of each choice."""
-        whole = self._sequence(spec)
-        whole.computed = len(spec.prompt_ids)
+    def join(self, arrived: Arrived, now_s: float) -> None:
+        """Its prompt's KV is in the holder's blocks."""
+        spec = arrived.message.spec
+        whole = self._sequence(spec, arrived.names)
+        self.advance(whole, len(spec.prompt_ids))
         self._alive[spec.key] = []
-        self._part(whole, tokens, finished, now_s)
+        self._part(whole, arrived.first_token_ids, arrived.finished, now_s)
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
@@ -93,11 +93,12 @@ class Batch:
         self._alive[whole.key].remove(whole)
         self._part(whole, tokens, finished, now_s)
 
-    def _sequence(self, spec: RequestSpec) -> Sequence:
+    def _sequence(self, spec: RequestSpec, names: HashChain) -> Sequence:
         return Sequence(
             spec=spec,
             choices=tuple(range(spec.sampling.n)),
             holder=Holder("decode", spec.key),
+            names=names,
             arrival=next(self._arrivals),
         )
 
@@ -185,7 +186,7 @@ class Batch:
                 return
             if sequence.holder not in self.tables and not may_allocate:
                 continue
-            if not self.tables.try_grow(sequence.holder, sequence.length, now_s=step.now_s):
+            if not self._try_resume(sequence, step):
                 may_allocate = False
                 continue
             self.awaiting_prefill.remove(sequence)
@@ -194,11 +195,33 @@ class Batch:
             step.budget -= take
             step.chosen.append((sequence, take))
 
+    def _try_resume(self, sequence: Sequence, step: _Pass) -> bool:
+        """Blocks for all of it; one that was preempted finds again what is still cached."""
+        if sequence.holder not in self.tables:
+            return self._try_open(sequence, sequence.length, step.budget, step.now_s)
+        end = min(sequence.length, sequence.computed + step.budget)
+        return self.tables.try_grow(
+            sequence.holder, sequence.length, window_tokens=end, now_s=step.now_s
+        )
+
+    def _try_open(self, sequence: Sequence, tokens: int, ahead_tokens: int, now_s: float) -> bool:
+        found = self.tables.try_open(
+            sequence.holder,
+            tokens,
+            hashes=sequence.reusable,
+            ahead_tokens=ahead_tokens,
+            now_s=now_s,
+        )
+        if found is None:
+            return False
+        sequence.computed = found
+        return True
+
     def _slice(self, sequence: Sequence, take: int) -> SequenceSlice:
         return SequenceSlice(
             key=sequence.key,
             choice=sequence.choices[0],
-            token_ids=sequence.next_tokens(take),
+            token_ids=sequence[sequence.computed : sequence.computed + take],
             start=sequence.computed,
             tables=self.tables.tables(sequence.holder),
             samples=self._samples(sequence) if take == sequence.needed else (),
@@ -217,6 +240,12 @@ class Batch:
             if sequence.dropped:
                 self.tables.release(sequence.holder)
         return ran
+
+    def advance(self, sequence: Sequence, tokens: int) -> None:
+        """The KV of `tokens` more tokens is in its blocks."""
+        sequence.computed += tokens
+        self.tables.fill(sequence.holder, sequence.filled)
+        self.tables.trim(sequence.holder, sequence.computed)
 
     def drop(self, sequence: Sequence) -> None:
         """Its blocks come back now, or after the step that it is in."""

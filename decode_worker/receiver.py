@@ -57,17 +57,28 @@ class Receiver:
         live = (r for r in self._reservations.values() if not r.cancelled)
         return sum(r.message.spec.sampling.n for r in live)
 
-    def try_reserve(self, message: Reserve, now_s: float) -> bool:
-        """Lease blocks for the prompt; False and nothing changed when they have run out."""
-        key = message.spec.key
-        holder = Holder("decode", key)
-        assert holder not in self.tables, f"{key} is here already"
-        tokens = len(message.spec.prompt_ids) + 1
-        if not self.tables.try_grow(holder, tokens, now_s=now_s, leased=True):
-            return False
-        self._reservations[key] = Reservation(message=message, holder=holder)
-        self.leases.grant(key, now_s)
-        return True
+    def try_reserve(self, message: Reserve, now_s: float) -> Reservation | None:
+        """Lease blocks for the prompt; None and nothing changed when they have run out."""
+        spec, holder = message.spec, Holder("decode", message.spec.key)
+        prompt_tokens = len(spec.prompt_ids)
+        names = self.tables.chain(spec.tenant, prompt_tokens)
+        names.extend(spec.prompt_ids, prompt_tokens)
+        held_tokens = self.tables.try_open(
+            holder,
+            prompt_tokens + 1,
+            hashes=names.full(prompt_tokens),
+            seen_from=prompt_tokens,
+            now_s=now_s,
+            leased=True,
+        )
+        if held_tokens is None:
+            return None
+        reservation = Reservation(
+            message=message, holder=holder, names=names, held_tokens=held_tokens
+        )
+        self._reservations[spec.key] = reservation
+        self.leases.grant(spec.key, now_s)
+        return reservation
 
     # --- slabs ----------------------------------------------------------------------------------
 

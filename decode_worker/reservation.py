@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpool.block_names import HashChain
 from kvpool.handoff import Commit, Committed, SendPeer
 from kvpool.tables import Holder
 from kvrelay.messages import Reserve
@@ -12,10 +13,12 @@ from kvrelay.types import RequestKey
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """`stopped` are choices that nobody wants more of."""
+    """`stopped` are choices that nobody wants more of; the first `held_tokens` are cached here."""
 
     message: Reserve
     holder: Holder
+    names: HashChain
+    held_tokens: int = 0
     scattering: int = 0
     scattered: int = 0
     commit: Commit | None = None
@@ -33,6 +36,7 @@ class Reservation:
             return None
         return Arrived(
             message=self.message,
+            names=self.names,
             first_token_ids=commit.first_token_ids,
             finished=frozenset(commit.finished_choices) | self.stopped,
         )
@@ -43,6 +47,7 @@ class Arrived:
     """A request whose KV is here. `finished` choices need no decoding."""
 
     message: Reserve
+    names: HashChain
     first_token_ids: tuple[int, ...]
     finished: frozenset[int]
 

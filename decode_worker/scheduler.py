@@ -112,21 +112,28 @@ class DecodeScheduler:
 
     def _reserve(self, message: Reserve, now_s: float) -> list[Command]:
         refusal = self._refusal(message.spec)
-        if refusal is None and not self.receiver.try_reserve(message, now_s):
-            refusal = "kv_exhausted"
-        return [self._answer(message.spec.key, refusal, now_s)]
+        if refusal is not None:
+            return [self._refused(message.spec.key, refusal, now_s)]
+        reservation = self.receiver.try_reserve(message, now_s)
+        if reservation is None:
+            return [self._refused(message.spec.key, "kv_exhausted", now_s)]
+        return [self._taken(message.spec.key, now_s, reservation.held_tokens)]
 
     def _generate(self, spec: RequestSpec, now_s: float) -> list[Command]:
         refusal = self._refusal(spec)
         if refusal is None and not self.batch.try_enqueue(spec, now_s):
             refusal = "kv_exhausted"
-        return [self._answer(spec.key, refusal, now_s)]
+        if refusal is not None:
+            return [self._refused(spec.key, refusal, now_s)]
+        return [self._taken(spec.key, now_s)]
 
     @staticmethod
-    def _answer(key: RequestKey, refusal: str | None, now_s: float) -> Emit:
-        if refusal is None:
-            return Emit(events=(Reserved(key=key, at_s=now_s),))
-        return Emit(events=(ReserveRefused(key=key, at_s=now_s, reason=refusal),))
+    def _taken(key: RequestKey, now_s: float, held_tokens: int = 0) -> Emit:
+        return Emit(events=(Reserved(key=key, at_s=now_s, held_tokens=held_tokens),))
+
+    @staticmethod
+    def _refused(key: RequestKey, reason: str, now_s: float) -> Emit:
+        return Emit(events=(ReserveRefused(key=key, at_s=now_s, reason=reason),))
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
         match event.message:
@@ -149,7 +156,7 @@ class DecodeScheduler:
         arrived = self.receiver.take_complete(key)
         if arrived is None:
             return []
-        self.batch.join(arrived.message.spec, arrived.first_token_ids, arrived.finished, now_s)
+        self.batch.join(arrived, now_s)
         committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
         return [arrived.answer, Emit(events=(committed, *self._released_if_done(key, now_s)))]
 
@@ -161,12 +168,10 @@ class DecodeScheduler:
 
     def _joined(self, now_s: float) -> list[Command]:
         fresh = [sequence for sequence, _ in self.batch.on_device if not sequence.joined]
-        names = {}
         for sequence in fresh:
             sequence.joined = True
-            names[sequence.key] = "decode_joined" if sequence.emitted else "prefill_started"
-        events = tuple(Lifetime(key=key, at_s=now_s, name=name) for key, name in names.items())
-        return [Emit(events=events)] if events else []
+        events = {sequence.key: sequence.joined_event(now_s) for sequence in fresh}
+        return [Emit(events=tuple(events.values()))] if events else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         events: list[WorkerEvent] = []
@@ -178,7 +183,7 @@ class DecodeScheduler:
                 continue
             if sequence.needed > 1:
                 self.prompt_tokens += take
-            sequence.computed += take
+            self.batch.advance(sequence, take)
             if sampled:
                 events += self._advance(sequence, sampled, now_s)
         return [Emit(events=tuple(events))] if events else []

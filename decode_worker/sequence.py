@@ -8,25 +8,31 @@ prompt ids | emitted ids
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass, field
 
 from engine.finish import finish_reason, needs_history
 from engine.step import Sampled, SampleRequest
+from kvpool.block_names import HashChain
+from kvpool.hashes import BlockHash
 from kvpool.tables import Holder
-from kvrelay.messages import Tokens
+from kvrelay.messages import Lifetime, Tokens
 from kvrelay.types import FinishReason, RequestKey, RequestSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """`arrival` orders sequences: the newest is preempted first. `choices` share all so far;
-    those `stopped` end with the token that the choices part at."""
+    those `stopped` end with the token that the choices part at. Of `computed` tokens the first
+    `cached` were found in the blocks when it began."""
 
     spec: RequestSpec
     choices: tuple[int, ...]
     holder: Holder
+    names: HashChain
     arrival: int
     emitted: list[int] = field(default_factory=list)
+    cached: int = 0
     computed: int = 0
     joined: bool = False
     dropped: bool = False
@@ -50,18 +56,32 @@ class Sequence:
             spec=self.spec,
             choices=(choice,),
             holder=Holder("decode", self.key, choice),
+            names=self.names.copy(),
             arrival=self.arrival,
             emitted=[*self.emitted, token_id],
             computed=self.computed,
             joined=self.joined,
         )
 
-    def next_tokens(self, take: int) -> tuple[int, ...]:
+    def __getitem__(self, positions: slice) -> tuple[int, ...]:
+        """Token ids at `[start, stop)`, of the prompt and emitted ones."""
         prompt = self.spec.prompt_ids
-        start, end = self.computed, self.computed + take
+        start, end, _ = positions.indices(self.length)
         if start >= len(prompt):
             return tuple(self.emitted[start - len(prompt) : end - len(prompt)])
         return prompt[start:end] + tuple(self.emitted[: max(0, end - len(prompt))])
+
+    @property
+    def reusable(self) -> abc.Sequence[BlockHash]:
+        """What may be found in the cache: at least the last token is run, for its logits."""
+        self.names.extend(self, self.length)
+        return self.names.full(self.length - 1)
+
+    @property
+    def filled(self) -> abc.Sequence[BlockHash]:
+        """The names of the blocks that are full."""
+        self.names.extend(self, self.computed)
+        return self.names.full(self.computed)
 
     @property
     def whole_tokens(self) -> int:
@@ -85,6 +105,12 @@ class Sequence:
     def finish_reason(self, token_id: int) -> FinishReason | None:
         """Were `token_id` the next token."""
         return finish_reason(self.spec.sampling, token_id=token_id, emitted=len(self.emitted) + 1)
+
+    def joined_event(self, now_s: float) -> Lifetime:
+        """It is in a step for the first time."""
+        if self.emitted:
+            return Lifetime(key=self.key, at_s=now_s, name="decode_joined")
+        return Lifetime(key=self.key, at_s=now_s, name="prefill_started", tokens=self.cached)
 
     def tokens_event(self, choice: int, sampled: Sampled, now_s: float) -> Tokens:
         reason = self.finish_reason(sampled.token_id)

@@ -1,10 +1,13 @@
 """Who holds which block of one group's device tier. Pure; runs in the worker that owns the blocks.
 
-Every block is in exactly one state. Shared blocks (the choices of one prompt) count their holders.
+Every block is in exactly one state. Shared blocks (the choices of one prompt, a cached prefix)
+count their holders; a named block's KV stands in the prefix index under a hash.
 
-    free --allocate--> active --release (last holder)--> free
+    free --allocate--> active --release (last holder)--> free, or cached when it has a name
     free --lease-----> leased --activate---------------> active
                           `----release-----------------> free
+    cached --hold----> active
+    cached --forget--> free
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ class BlockPool:
     _free: list[BlockId] = field(init=False)
     _holders: dict[BlockId, int] = field(init=False, default_factory=dict)
     _leased: set[BlockId] = field(init=False, default_factory=set)
+    _named: set[BlockId] = field(init=False, default_factory=set)
+    _cached: set[BlockId] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._free = [BlockId(i) for i in reversed(range(self.count))]
@@ -39,6 +44,11 @@ class BlockPool:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def available(self) -> int:
+        """Free, or cached and held by no one: what can be had."""
+        return len(self._free) + len(self._cached)
+
     def counts(self) -> dict[BlockState, int]:
         """# state |-> blocks; the four always add up to `count`"""
         leased = len(self._leased)
@@ -46,11 +56,11 @@ class BlockPool:
             BlockState.FREE: len(self._free),
             BlockState.LEASED: leased,
             BlockState.ACTIVE: len(self._holders) - leased,
-            BlockState.CACHED: 0,
+            BlockState.CACHED: len(self._cached),
         }
 
     def try_allocate(self, blocks: int, *, leased: bool = False) -> tuple[BlockId, ...] | None:
-        """`blocks` blocks with one holder each, or None and nothing changed."""
+        """`blocks` free blocks with one holder each, or None and nothing changed."""
         if blocks > len(self._free):
             return None
         taken = tuple(self._free.pop() for _ in range(blocks))
@@ -65,16 +75,24 @@ class BlockPool:
             assert block in self._leased, f"block {block} is not leased"
             self._leased.discard(block)
 
-    def share(self, blocks: Iterable[BlockId]) -> None:
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """One more holder of each: of active blocks, or of cached ones, which become active."""
         for block in blocks:
-            assert block in self._holders and block not in self._leased, block
-            self._holders[block] += 1
+            assert block not in self._leased, f"block {block} is leased"
+            if block in self._cached:
+                self._cached.discard(block)
+                self._holders[block] = 1
+            else:
+                self._holders[block] += 1
 
     def is_shared(self, block: BlockId) -> bool:
         return self._holders[block] > 1
 
+    def is_cached(self, block: BlockId) -> bool:
+        return block in self._cached
+
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Drop one holder of each; a block without a holder is free."""
+        """Drop one holder of each; a block without a holder is cached if it is named, else free."""
         for block in reversed(blocks):
             left = self._holders[block] - 1
             if left:
@@ -82,14 +100,32 @@ class BlockPool:
                 continue
             del self._holders[block]
             self._leased.discard(block)
+            if block in self._named:
+                self._cached.add(block)
+            else:
+                self._free.append(block)
+
+    def name(self, block: BlockId) -> None:
+        """A held block's KV now stands in the prefix index."""
+        assert block in self._holders and block not in self._leased, block
+        self._named.add(block)
+
+    def forget(self, block: BlockId) -> None:
+        """The prefix index has dropped it: free, unless someone holds it."""
+        self._named.remove(block)
+        if block in self._cached:
+            self._cached.discard(block)
             self._free.append(block)
 
     def validate(self) -> None:
-        """The conservation law: each block exactly once free or held, no holder count below 1."""
+        """The conservation law: each block exactly once free, cached or held, no holder count
+        below 1."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & self._holders.keys(), free & self._holders.keys()
-        assert free | self._holders.keys() == set(range(self.count)), "a block is lost"
+        held = self._holders.keys()
+        assert not free & held and not free & self._cached and not self._cached & held
+        assert free | held | self._cached == set(range(self.count)), "a block is lost"
         assert all(n > 0 for n in self._holders.values())
-        assert self._leased <= self._holders.keys()
+        assert self._leased <= held
+        assert self._cached <= self._named and not self._named & (free | self._leased)
         assert sum(self.counts().values()) == self.count

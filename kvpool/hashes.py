@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NewType
+from typing import NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes. Collisions must be infeasible: one would serve a tenant another tenant's KV."""
@@ -21,6 +21,12 @@ CacheSalt = NewType("CacheSalt", bytes)
 _HASH_BYTES = 32
 _NO_PARENT = bytes(_HASH_BYTES)
 _TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == 4)
+
+
+class SupportsTokens(Protocol):
+    """Token ids of a sequence, from its start; a sequence of them is one."""
+
+    def __getitem__(self, positions: slice, /) -> Sequence[int]: ...
 
 
 def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
@@ -45,12 +51,17 @@ def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSa
 
 
 def extend_chain(
-    chain: list[BlockHash], token_ids: Sequence[int], *, block_size: int, salt: CacheSalt
+    chain: list[BlockHash],
+    token_ids: SupportsTokens,
+    tokens: int,
+    *,
+    block_size: int,
+    salt: CacheSalt,
 ) -> None:
-    """Append the hashes of the blocks that `token_ids`, the sequence from its start, fills by now.
+    """Append the hashes of the blocks that the first `tokens` of a sequence's `token_ids` fill.
 
     Called again as the sequence grows, it hashes only what is new; a partial block has no hash.
     """
-    for end in range((len(chain) + 1) * block_size, len(token_ids) + 1, block_size):
+    for end in range((len(chain) + 1) * block_size, tokens + 1, block_size):
         parent = chain[-1] if chain else None
         chain.append(block_hash(parent, token_ids[end - block_size : end], salt))

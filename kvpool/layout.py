@@ -48,6 +48,12 @@ class LayerGroup:
     def elements_per_token(self) -> int:
         return len(self.layers) * sum(plane.elements for plane in self.planes)
 
+    def first_block(self, position: int, block_size: int) -> int:
+        """The first block that a query at `position` sees; a window counts the query itself."""
+        if self.window is None:
+            return 0
+        return max(0, position - self.window + 1) // block_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:

@@ -47,6 +47,10 @@ class PrefixIndex:
                 return length
         return len(hashes)
 
+    def find(self, hashes: Sequence[BlockHash]) -> list[CachedBlock]:
+        """Those blocks. They are the caller's to keep only once acquired."""
+        return [self._blocks[block_hash] for block_hash in hashes[: self.match(hashes)]]
+
     def acquire(self, hashes: Sequence[BlockHash]) -> list[CachedBlock]:
         """The longest cached prefix of the chain, held by the caller until `release`."""
         found: list[CachedBlock] = []

@@ -1,16 +1,23 @@
 """Which sequence holds which blocks, over all groups of the layout. Pure; runs in the owner.
 
-A holder is one choice of one request. Its tables hold `capacity` token slots in every group.
+A holder is one choice of one request. In groups without a window its tables hold all its tokens, in
+the others those that its window still shows. What a holder has filled is named by its hashes, so
+that later requests with the same prefix find it, also after the holder has gone.
 Operations are all-or-nothing over the groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockPool, BlockState
-from kvpool.layout import BlockId, KvLayout, Tables
+from kvpool.device_cache import DeviceCache
+from kvpool.eviction import DEFAULT_POLICY, open_policy
+from kvpool.hashes import BlockHash
+from kvpool.holding import Holding, real
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvrelay.types import RequestKey
 
 CopyPairs = tuple[tuple[tuple[BlockId, BlockId], ...], ...]
@@ -31,6 +38,8 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTables:
+    """`tables` without the blocks that are not held."""
+
     holder: Holder
     state: BlockState
     tables: Tables
@@ -38,58 +47,134 @@ class HeldTables:
 
 
 @dataclass(slots=True)
-class _Entry:
-    tables: list[list[BlockId]]
-    since_s: float
-    leased: bool
-
-
-@dataclass(slots=True)
 class BlockTables:
-    """The worker's device tier: one block pool per layer group and every holder's tables."""
+    """The worker's device tier: one block pool per layer group and every holder's tables.
+
+    `caching` False: nothing is found again. `policy` names who is evicted (kvpool.eviction).
+    """
 
     layout: KvLayout
     blocks: int
+    names: BlockNames = field(default_factory=BlockNames)
+    caching: bool = True
+    policy: str = DEFAULT_POLICY
+    queried_tokens: int = field(init=False, default=0)
+    hit_tokens: int = field(init=False, default=0)
     pools: list[BlockPool] = field(init=False)
-    _entries: dict[Holder, _Entry] = field(init=False, default_factory=dict)
+    cache: DeviceCache = field(init=False)
+    _entries: dict[Holder, Holding] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pools = [BlockPool(self.blocks) for _ in self.layout.groups]
+        self.cache = DeviceCache(self.layout, self.pools, open_policy(self.policy))
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._entries
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that every group still has."""
-        return min(pool.free for pool in self.pools)
+        """Blocks that every group still has, or can have by evicting cached ones."""
+        return min(pool.available for pool in self.pools)
 
     @property
     def total_tokens(self) -> int:
         return self.blocks * self.layout.block_size
 
     def capacity(self, holder: Holder) -> int:
+        """Token slots in the shortest table."""
         entry = self._entries.get(holder)
-        return len(entry.tables[0]) * self.layout.block_size if entry else 0
+        return min(map(len, entry.tables)) * self.layout.block_size if entry else 0
 
     def tables(self, holder: Holder) -> Tables:
         return tuple(tuple(table) for table in self._entries[holder].tables)
 
-    def try_grow(self, holder: Holder, tokens: int, *, now_s: float, leased: bool = False) -> bool:
+    def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
+        """Names for the blocks of a new sequence."""
+        return self.names.chain(tenant, prompt_tokens, self.layout.block_size)
+
+    # --- taking ---------------------------------------------------------------------------------
+
+    def try_open(
+        self,
+        holder: Holder,
+        tokens: int,
+        *,
+        now_s: float,
+        hashes: Sequence[BlockHash] = (),
+        ahead_tokens: int | None = None,
+        seen_from: int | None = None,
+        leased: bool = False,
+    ) -> int | None:
+        """Room for `tokens` tokens in all, starting with what is cached under `hashes`.
+
+        Groups with a window get room for `ahead_tokens` (None: all) behind the cached ones, less
+        what a query at `seen_from` (None: right behind the cached ones) no longer sees. The number
+        of tokens whose KV is there already, or None and nothing changed when blocks run out.
+        """
+        assert holder not in self._entries, f"{holder} is here already"
+        chain = self.cache.find(hashes, seen_from)
+        found = len(chain) * self.layout.block_size
+        firsts = self.cache.firsts(len(chain), seen_from)
+        entry = Holding(
+            layout=self.layout,
+            tables=[
+                [NO_BLOCK] * first + [block.place[group] for block in chain[first:]]
+                for group, first in enumerate(firsts)
+            ],
+            since_s=now_s,
+            leased=leased,
+            seen_from=found if seen_from is None else seen_from,
+            chain=chain,
+        )
+        window_tokens = tokens if ahead_tokens is None else min(tokens, found + ahead_tokens)
+        if not self._has_room(entry, tokens, window_tokens, opening=True):
+            return None
+        self._hold(entry)
+        self._entries[holder] = entry
+        self._extend(entry, tokens, window_tokens)
+        self.queried_tokens += len(hashes) * self.layout.block_size
+        self.hit_tokens += found
+        return found
+
+    def try_grow(
+        self,
+        holder: Holder,
+        tokens: int,
+        *,
+        now_s: float,
+        leased: bool = False,
+        window_tokens: int | None = None,
+    ) -> bool:
         """Make room for `tokens` tokens in all; False and nothing changed when blocks run out."""
-        missing = self.layout.blocks_for(tokens) - self.capacity(holder) // self.layout.block_size
-        if missing > self.free_blocks:
-            return False
         entry = self._entries.get(holder)
         if entry is None:
-            entry = _Entry(tables=[[] for _ in self.pools], since_s=now_s, leased=leased)
-            self._entries[holder] = entry
-        for pool, table in zip(self.pools, entry.tables, strict=True):
-            if missing > 0:
-                taken = pool.try_allocate(missing, leased=entry.leased)
-                assert taken is not None
-                table.extend(taken)
+            return self.try_open(holder, tokens, now_s=now_s, leased=leased) is not None
+        if not self._has_room(entry, tokens, window_tokens):
+            return False
+        self._extend(entry, tokens, window_tokens)
         return True
+
+    def _has_room(
+        self, entry: Holding, tokens: int, window_tokens: int | None, *, opening: bool = False
+    ) -> bool:
+        for group, pool in enumerate(self.pools):
+            _, missing = entry.lacks(group, tokens, window_tokens)
+            revived = sum(map(pool.is_cached, entry.tables[group])) if opening else 0
+            if missing > pool.available - revived:
+                return False
+        return True
+
+    def _extend(self, entry: Holding, tokens: int, window_tokens: int | None) -> None:
+        for group, table in enumerate(entry.tables):
+            passed, missing = entry.lacks(group, tokens, window_tokens)
+            table.extend([NO_BLOCK] * passed)
+            if missing:
+                table.extend(self.cache.take(group, missing, leased=entry.leased))
+
+    def _hold(self, entry: Holding) -> None:
+        self.cache.hold_chain(entry.chain)
+        for group in range(len(self.pools)):
+            self.cache.hold(group, entry.real(group))
 
     def activate(self, holder: Holder) -> None:
         """The lease's peer delivered: the blocks now belong to the running request."""
@@ -97,17 +182,18 @@ class BlockTables:
         assert entry.leased, f"{holder} holds no lease"
         entry.leased = False
         for pool, table in zip(self.pools, entry.tables, strict=True):
-            pool.activate(table)
+            pool.activate(real(table[len(entry.chain) :]))
 
     def fork(self, source: Holder, target: Holder, *, now_s: float) -> None:
         """`target` shares all blocks of `source`; writers make them their own first."""
         entry = self._entries[source]
         assert not entry.leased
         assert target not in self._entries
-        for pool, table in zip(self.pools, entry.tables, strict=True):
-            pool.share(table)
-        tables = [list(table) for table in entry.tables]
-        self._entries[target] = _Entry(tables=tables, since_s=now_s, leased=False)
+        copy = entry.copy(now_s)
+        self._hold(copy)
+        for group, block in copy.twins:
+            self.cache.hold(group, [block])
+        self._entries[target] = copy
 
     def try_own(self, holder: Holder, position: int) -> CopyPairs | None:
         """Before writing at `position`: replace a shared block there by a copy of one's own.
@@ -116,57 +202,83 @@ class BlockTables:
         """
         index = position // self.layout.block_size
         entry = self._entries[holder]
+        assert index >= len(entry.chain), "a named block is never written"
         shared = [
             pool.is_shared(table[index])
             for pool, table in zip(self.pools, entry.tables, strict=True)
         ]
-        if any(wanted and not pool.free for wanted, pool in zip(shared, self.pools, strict=True)):
+        if any(own and not pool.available for own, pool in zip(shared, self.pools, strict=True)):
             return None
         return tuple(
-            self._own_one(pool, table, index) if wanted else ()
-            for wanted, pool, table in zip(shared, self.pools, entry.tables, strict=True)
+            self._own_one(group, entry.tables[group], index) if wanted else ()
+            for group, wanted in enumerate(shared)
         )
 
-    @staticmethod
     def _own_one(
-        pool: BlockPool, table: list[BlockId], index: int
+        self, group: int, table: list[BlockId], index: int
     ) -> tuple[tuple[BlockId, BlockId], ...]:
-        taken = pool.try_allocate(1)
-        assert taken is not None
-        old, table[index] = table[index], taken[0]
-        pool.release([old])
-        return ((old, taken[0]),)
+        (taken,) = self.cache.take(group, 1, leased=False)
+        old, table[index] = table[index], taken
+        self.cache.release(group, [old])
+        return ((old, taken),)
+
+    # --- naming and giving back -----------------------------------------------------------------
+
+    def fill(self, holder: Holder, hashes: Sequence[BlockHash]) -> None:
+        """The holder's first `len(hashes)` blocks are full, and these are their names."""
+        entry = self._entries[holder]
+        assert not entry.leased
+        if not self.caching:
+            return
+        for index in range(len(entry.chain), len(hashes)):
+            place = tuple(table[index] for table in entry.tables)
+            parent = entry.chain[-1] if entry.chain else None
+            block, twins = self.cache.insert(hashes[index], parent, place)
+            entry.chain.append(block)
+            entry.twins += twins
+
+    def trim(self, holder: Holder, position: int) -> None:
+        """Give back what the query at `position`, and those after it, don't see."""
+        entry = self._entries[holder]
+        for group in range(len(self.pools)):
+            self.cache.release(group, entry.pass_over(group, position))
+        entry.seen_from = position
 
     def release(self, holder: Holder) -> None:
         """Give everything back; releasing what isn't held is fine."""
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
-        for pool, table in zip(self.pools, entry.tables, strict=True):
-            pool.release(table)
+        for group, block in entry.twins:
+            self.cache.release(group, [block])
+        for group in range(len(self.pools)):
+            self.cache.release(group, entry.real(group))
+        self.cache.release_chain(entry.chain)
+
+    # --- looking --------------------------------------------------------------------------------
 
     def held(self) -> Iterator[HeldTables]:
         for holder, entry in self._entries.items():
             yield HeldTables(
                 holder=holder,
                 state=BlockState.LEASED if entry.leased else BlockState.ACTIVE,
-                tables=tuple(tuple(table) for table in entry.tables),
+                tables=tuple(tuple(real(table)) for table in entry.tables),
                 since_s=entry.since_s,
             )
 
     def counts(self) -> dict[BlockState, int]:
-        """Of the group with the fewest free blocks."""
-        return min(self.pools, key=lambda pool: pool.free).counts()
+        """Of the group with the fewest blocks to be had."""
+        return min(self.pools, key=lambda pool: pool.available).counts()
 
     def orphaned(self) -> int:
         """Blocks that are held in a pool but stand in no holder's table: always 0."""
         lost = 0
         for group, pool in enumerate(self.pools):
-            known = {b for entry in self._entries.values() for b in entry.tables[group]}
-            lost += pool.count - pool.free - len(known)
+            known = {b for entry in self._entries.values() for b in entry.real(group)}
+            known |= {b for e in self._entries.values() for g, b in e.twins if g == group}
+            lost += pool.count - pool.available - len(known)
         return lost
 
     def validate(self) -> None:
-        for pool in self.pools:
-            pool.validate()
+        self.cache.validate()
         assert self.orphaned() == 0, f"{self.orphaned()} orphaned blocks"

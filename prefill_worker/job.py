@@ -1,16 +1,19 @@
 """One prompt on its way through a prefill worker. Pure.
 
 prompt ids
-[0 ........... computed)   KV is in the blocks
-              [computed, length)   to be run, in chunks
+[0 .... cached) ... computed)   KV is in the blocks; the first part was found there
+                   [computed, length)   to be run, in chunks
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.finish import finish_reason, needs_history
 from engine.step import Sampled, SampleRequest, SequenceSlice
+from kvpool.block_names import HashChain
+from kvpool.hashes import BlockHash
 from kvpool.layout import Tables
 from kvpool.tables import Holder
 from kvrelay.messages import Prefill, Tokens
@@ -24,7 +27,10 @@ class Job:
 
     sender: Sender
     holder: Holder
+    names: HashChain
+    cached: int = 0
     computed: int = 0
+    started: bool = False
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     committing: bool = False
@@ -48,6 +54,16 @@ class Job:
     @property
     def remaining(self) -> int:
         return len(self.prompt) - self.computed
+
+    @property
+    def reusable(self) -> Sequence[BlockHash]:
+        """What may be found in the cache: at least the last token is run, for its logits."""
+        return self.names.full(len(self.prompt) - 1)
+
+    @property
+    def filled(self) -> Sequence[BlockHash]:
+        """The names of the blocks that are full."""
+        return self.names.full(self.computed)
 
     @property
     def cancelled(self) -> str | None:

@@ -1,8 +1,8 @@
 """Prompts whose KV is still to be computed, in order of arrival, and what of them runs next. Pure.
 
 Prompts are chunked under a token budget, so memory is bounded whatever their length. A prompt's
-blocks are taken all at once before its first chunk, so at most the head of the queue waits for
-blocks, and those it waits for are always on their way out.
+blocks are taken all at once before its first chunk (in groups with a window, those of one chunk).
+So at most the head of the queue waits for blocks, and those it waits for are on their way out.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class PromptQueue:
         assert not self.on_device, "a step is on the device"
         chosen: list[tuple[Job, int]] = []
         for job in self.awaiting_prefill:
-            if budget_tokens == 0:
-                break
-            if not tables.try_grow(job.holder, len(job.prompt), now_s=now_s):
+            if budget_tokens == 0 or not _has_blocks(job, tables, budget_tokens, now_s):
                 break
             take = min(budget_tokens, job.remaining)
             budget_tokens -= take
@@ -64,3 +62,18 @@ class PromptQueue:
         """Each waiting prompt has something left to compute, and waits once."""
         assert all(job.remaining > 0 for job in self.awaiting_prefill)
         assert len({*map(id, self.awaiting_prefill)}) == len(self.awaiting_prefill)
+
+
+def _has_blocks(job: Job, tables: BlockTables, budget_tokens: int, now_s: float) -> bool:
+    """Whether its next `budget_tokens` tokens have room; what was cached counts as computed."""
+    prompt_tokens = len(job.prompt)
+    if job.holder in tables:
+        end = min(prompt_tokens, job.computed + budget_tokens)
+        return tables.try_grow(job.holder, prompt_tokens, window_tokens=end, now_s=now_s)
+    found = tables.try_open(
+        job.holder, prompt_tokens, hashes=job.reusable, ahead_tokens=budget_tokens, now_s=now_s
+    )
+    if found is None:
+        return False
+    job.cached = job.computed = found
+    return True

@@ -7,6 +7,7 @@ Pieces of a prompt's KV are sent while the rest of it is computed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted, Tick
@@ -86,7 +87,9 @@ class PrefillScheduler:
             slab_tokens=self.slab_tokens,
             token_bytes=self.tables.layout.bytes_per_token,
         )
-        job = Job(sender=sender, holder=Holder("prefill", key))
+        names = self.tables.chain(message.spec.tenant, len(message.spec.prompt_ids))
+        names.extend(message.spec.prompt_ids, len(message.spec.prompt_ids))
+        job = Job(sender=sender, holder=Holder("prefill", key), names=names)
         self._jobs[key] = job
         self.queue.add(job)
         return [Emit(events=(Lifetime(key=key, at_s=now_s, name="prefill_received"),))]
@@ -95,17 +98,29 @@ class PrefillScheduler:
         chosen = self.queue.pack(self.tables, budget_tokens=self.chunk_tokens, now_s=now_s)
         if not chosen:
             return []
-        wants = [
-            want
-            for job, take in chosen
-            for want in job.sender.plan(job.computed, job.computed + take)
-        ]
+        fresh = [job for job, _ in chosen if not job.started]
+        wants = [*self._wants_of_cached(fresh), *self._wants(chosen)]
         slices = tuple(job.slice(take, self.tables.tables(job.holder)) for job, take in chosen)
-        return [*self._started(now_s), *wants, RunStep(batch=StepBatch(slices=slices))]
+        return [*self._started(fresh, now_s), *wants, RunStep(batch=StepBatch(slices=slices))]
 
-    def _started(self, now_s: float) -> list[Command]:
-        fresh = [job for job, _ in self.queue.on_device if job.computed == 0]
-        events = tuple(Lifetime(key=j.key, at_s=now_s, name="prefill_started") for j in fresh)
+    def _wants(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[SendPeer]:
+        """Slabs for what is about to be computed."""
+        for job, take in chosen:
+            yield from job.sender.plan(job.computed, job.computed + take)
+
+    def _wants_of_cached(self, fresh: list[Job]) -> Iterator[SendPeer]:
+        """What was found here travels too, and at once."""
+        for job in fresh:
+            yield from job.sender.plan(0, job.cached)
+            job.sender.computed(job.cached, self.tables.tables(job.holder))
+
+    def _started(self, fresh: list[Job], now_s: float) -> list[Command]:
+        for job in fresh:
+            job.started = True
+        events = tuple(
+            Lifetime(key=job.key, at_s=now_s, name="prefill_started", tokens=job.cached)
+            for job in fresh
+        )
         return [Emit(events=events)] if events else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
@@ -114,6 +129,8 @@ class PrefillScheduler:
         for (job, take), sampled in zip(ran, done.outcome.sampled, strict=True):
             self.prompt_tokens += take
             events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
+            self.tables.fill(job.holder, job.filled)
+            self.tables.trim(job.holder, job.computed)
             if sampled and job.cancelled is None:
                 events += job.take_first(sampled, now_s)
                 self.queue.remove(job)

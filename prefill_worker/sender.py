@@ -59,9 +59,10 @@ class Sender:
         return len(self._sent) == len(self._pieces)
 
     def plan(self, start: int, end: int) -> list[SendPeer]:
-        """Tokens `[start, end)` are about to be computed: ask for their slabs already."""
+        """Tokens `[start, end)` are about to be computed: ask for their slabs already. Those that
+        the decode worker holds are not sent."""
         wanted = []
-        for at in range(start, end, self.slab_tokens):
+        for at in range(max(start, self.message.held_tokens), end, self.slab_tokens):
             piece = Piece(at, min(self.slab_tokens, end - at))
             size = piece.tokens * self.token_bytes
             key = self.message.spec.key

@@ -80,9 +80,6 @@ class RouterCore:
             case WorkerLost(incarnation=incarnation):
                 return self._worker_lost(incarnation, now_s)
 
-    def ledger(self, request_id: str) -> Ledger:
-        return self.requests[request_id].ledger
-
     # --- placement ------------------------------------------------------------------------------
 
     def _submitted(self, submitted: GenerationRequest, now_s: float) -> list[Command]:
@@ -146,26 +143,26 @@ class RouterCore:
         match event:
             case Tokens():
                 return self._tokens(request, event, now_s)
-            case Reserved():
-                return self._reserved(request, now_s)
+            case Reserved(held_tokens=held_tokens):
+                return self._reserved(request, held_tokens, now_s)
             case ReserveRefused(reason=reason):
                 self._forget_legs(request)
                 return self._place(request, refused_by_worker(reason), now_s)
-            case Lifetime(name=name, at_s=at_s):
-                request.committed |= name == "handoff_committed"
-                request.ledger.mark(name, at_s)
+            case Lifetime():
+                request.lived(event)
                 return []
             case RequestFailed(reason=reason, message=message):
                 return self._leg_failed(request, reason, message, now_s)
             case Released():
                 return []
 
-    def _reserved(self, request: Request, now_s: float) -> list[Command]:
+    def _reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         request.ledger.mark("reserved", now_s)
         self.waiting.leave(request.request_id)
         placement = request.placement
         assert placement is not None
-        begin = orders.begin(request, placement, self.workers[placement.decode].hello)
+        decode = self.workers[placement.decode].hello
+        begin = orders.begin(request, placement, decode, held_tokens)
         if request.admitted:
             return [*begin]
         request.admitted = True

@@ -36,9 +36,9 @@ from router.events import (
     WorkerSaid,
 )
 from router.generation import ChoiceTokens, GenerationRequest, ModelFacts, WorkerStatus
-from router.ledger import Ledger
 from router.link import WorkerLink
 from router.placement import WorkerView
+from router.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class WorkerGeneration:
     def __init__(self, dispatcher: WorkerDispatcher, request_id: str) -> None:
         self.request_id = request_id
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.record: Ledger | None = None
+        self.request: Request | None = None
         self._dispatcher = dispatcher
         self._deliveries: asyncio.Queue[Deliver | Fail | None] = asyncio.Queue()
 
@@ -77,7 +77,11 @@ class WorkerGeneration:
             self._dispatcher.abort(self.request_id)
 
     def ledger(self) -> dict[str, float]:
-        return self.record.phases() if self.record is not None else {}
+        return self.request.ledger.phases() if self.request is not None else {}
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.request.cached_tokens if self.request is not None else 0
 
     def put(self, delivery: Deliver | Fail | None) -> None:
         self._deliveries.put_nowait(delivery)
@@ -137,8 +141,7 @@ class WorkerDispatcher:
         generation = WorkerGeneration(self, request.request_id)
         self._generations[request.request_id] = generation
         self._post(Submitted(request=request))
-        if request.request_id in self.core.requests:
-            generation.record = self.core.ledger(request.request_id)
+        generation.request = self.core.requests.get(request.request_id)
         try:
             await generation.admitted
         except BaseException:

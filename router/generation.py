@@ -16,11 +16,12 @@ from kvrelay.types import FinishReason, Sampling, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A validated request. `received_age_s`: how long ago the face received it, by phase."""
+    """A validated request. Those of different `tenant`s share no cached KV."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    tenant: str = ""
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """# phase before submission (for example tokenize) |-> seconds, in order"""
 
@@ -46,6 +47,10 @@ class Generation(Protocol):
         """A stop string ended this choice: no more tokens of it are wanted."""
 
     def abort(self) -> None: ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found, not computed; known with the first token."""
 
     def ledger(self) -> dict[str, float]:
         """# phase |-> seconds, from received to the last token so far, in the order of events"""

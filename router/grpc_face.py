@@ -89,6 +89,7 @@ def _text_request(request: pb.GenerateRequest, received_s: float) -> TextRequest
         prompt=prompt_of(request),
         sampling=sampling_of(request.sampling_params),
         model=request.model,
+        tenant=request.tenant,
         received_s=received_s,
     )
 

@@ -43,7 +43,7 @@ def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
 
 def check_supported(request: pb.GenerateRequest) -> None:
     """Raises InvalidRequest: what this version can't honour is refused, never ignored."""
-    for name in ("slo", "tier", "tenant"):
+    for name in ("slo", "tier"):
         if getattr(request, name) != getattr(pb.GenerateRequest(), name):
             raise InvalidRequest(
                 f"{name} is not supported: leave it out", code="unsupported_parameter", param=name
@@ -77,6 +77,7 @@ def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResp
         logprobs=[_logprobs(entry) for entry in delta.logprobs],
         finish_reason=delta.finish_reason or "",
         prompt_tokens=len(generation.prompt_ids),
+        cached_tokens=generation.cached_tokens,
         completion_tokens=delta.completion_tokens,
         seed=generation.sampling.seed,
     )
@@ -104,6 +105,7 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         transport=worker.transport,
         total_blocks=worker.total_blocks,
         free_blocks=worker.counters.free_blocks,
+        cached_blocks=worker.counters.cached_blocks,
         block_size=worker.block_size,
         running=worker.counters.running,
         waiting=worker.counters.waiting,

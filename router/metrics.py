@@ -29,7 +29,9 @@ LABELS = ("model_name", "worker", "role")
 
 
 def _usage(worker: WorkerStatus) -> float:
-    return 1 - worker.counters.free_blocks / worker.total_blocks if worker.total_blocks else 0.0
+    """Cached blocks that no request holds are not in use."""
+    available = worker.counters.free_blocks + worker.counters.cached_blocks
+    return 1 - available / worker.total_blocks if worker.total_blocks else 0.0
 
 
 class RouterMetrics:
@@ -125,6 +127,7 @@ WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
     ("worker_requests_running", "Requests running at the worker.", lambda w: w.counters.running),
     ("kv_blocks_total", "KV blocks of the worker.", lambda w: w.total_blocks),
     ("kv_blocks_free", "KV blocks neither held nor cached.", lambda w: w.counters.free_blocks),
+    ("kv_blocks_cached", "KV blocks kept for reuse.", lambda w: w.counters.cached_blocks),
     ("blocks_orphaned", "KV blocks that no one holds.", lambda w: w.counters.orphaned_blocks),
 )
 
@@ -134,6 +137,12 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
     ("worker_prompt_tokens", "Prompt tokens computed.", lambda w: w.counters.prompt_tokens),
     ("worker_generated_tokens", "Tokens decoded.", lambda w: w.counters.generated_tokens),
     ("num_preemptions", "Sequences preempted.", lambda w: w.counters.preemptions),
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up.",
+        lambda w: w.counters.prefix_queried_tokens,
+    ),
+    ("prefix_cache_hits", "Prompt tokens found cached.", lambda w: w.counters.prefix_hit_tokens),
     ("kv_transfers", "Slabs written or scattered.", lambda w: w.counters.transfers),
     ("kv_transfer_bytes", "KV bytes written or scattered.", lambda w: w.counters.transfer_bytes),
     ("kv_transfer_seconds", "Time in gather and scatter.", lambda w: w.counters.transfer_s),

@@ -16,9 +16,11 @@ def ask(spec: RequestSpec, placement: Placement) -> Send:
     return Send(worker=placement.decode, message=Reserve(spec=spec, source=placement.prefill))
 
 
-def begin(request: Request, placement: Placement, target: WorkerHello) -> list[Send]:
-    """The decode worker, `target`, has taken it. Choices that ended in an earlier attempt need no
-    decoding in this one."""
+def begin(
+    request: Request, placement: Placement, target: WorkerHello, held_tokens: int
+) -> list[Send]:
+    """The decode worker, `target`, has taken it, and holds the KV of the first `held_tokens`.
+    Choices that ended in an earlier attempt need no decoding in this one."""
     stops = [
         stop(request, target.incarnation, order.choice, order.next_index)
         for order in request.choices
@@ -27,7 +29,10 @@ def begin(request: Request, placement: Placement, target: WorkerHello) -> list[S
     if placement.prefill is None:
         return stops
     prefill = Prefill(
-        spec=request.spec, target_address=target.transfer_address, target=target.incarnation
+        spec=request.spec,
+        target_address=target.transfer_address,
+        target=target.incarnation,
+        held_tokens=held_tokens,
     )
     return [*stops, Send(worker=placement.prefill, message=prefill)]
 

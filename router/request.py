@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrelay.messages import Lifetime
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from router.generation import GenerationRequest
 from router.ledger import Ledger
@@ -24,6 +25,7 @@ class Request:
     tried: set[Incarnation] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False  # this attempt's KV is at the decode worker
+    cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,7 +42,12 @@ class Request:
     @property
     def spec(self) -> RequestSpec:
         asked = self.submitted
-        return RequestSpec(key=self.key, prompt_ids=asked.prompt_ids, sampling=asked.sampling)
+        return RequestSpec(
+            key=self.key,
+            prompt_ids=asked.prompt_ids,
+            sampling=asked.sampling,
+            tenant=asked.tenant,
+        )
 
     @property
     def done(self) -> bool:
@@ -64,6 +71,13 @@ class Request:
     def place(self, placement: Placement) -> None:
         self.placement = placement
         self.tried.add(placement.decode)
+
+    def lived(self, moment: Lifetime) -> None:
+        """A worker has got so far with it."""
+        self.committed |= moment.name == "handoff_committed"
+        if moment.name == "prefill_started" and self.tries == 1:
+            self.cached_tokens = moment.tokens
+        self.ledger.mark(moment.name, moment.at_s)
 
     def try_again(self, attempt: int) -> None:
         """What the old attempt still says is dropped; tokens delivered already stay delivered."""

@@ -52,6 +52,7 @@ class TextRequest:
     prompt: Prompt
     sampling: RequestedSampling
     model: str = ""
+    tenant: str = ""
     add_special_tokens: bool = True
     received_s: float = field(default_factory=time.perf_counter)
 
@@ -141,6 +142,7 @@ class TextService:
                 request_id=request.request_id,
                 prompt_ids=prompt_ids,
                 sampling=sampling,
+                tenant=request.tenant,
                 phases_s=phases_s,
             )
         )
@@ -178,6 +180,11 @@ class TextGeneration:
     @property
     def completion_tokens(self) -> int:
         return sum(choice.completion_tokens for choice in self._choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, once the first token is here."""
+        return self._generation.cached_tokens
 
     def abort(self) -> None:
         """Nothing happens when it has ended already."""

@@ -49,12 +49,15 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, total=False):
+    """`tenant`: requests of different ones share no cached KV."""
+
     request_id: str
     model: str
+    tenant: str
     ledger: bool
 
 
-REQUEST_FIELDS = ("request_id", "model", "ledger")
+REQUEST_FIELDS = ("request_id", "model", "tenant", "ledger")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -70,6 +73,7 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
     request = pb.GenerateRequest(
         request_id=options.get("request_id") or f"gen-{uuid.uuid4().hex}",
         model=options.get("model", ""),
+        tenant=options.get("tenant", ""),
         ledger=options.get("ledger", False),
         sampling_params=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
     )
@@ -101,6 +105,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         stop_string=response.stop_string if reason == "stop_string" else None,
         stop_token_id=response.stop_token_id if reason == "stop_token_id" else None,
         prompt_tokens=response.prompt_tokens,
+        cached_tokens=response.cached_tokens,
         completion_tokens=response.completion_tokens,
         seed=response.seed,
     )
@@ -118,6 +123,7 @@ def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Gen
         request_id=chunks[0].request_id,
         choices=tuple(_choice(own) for own in by_choice),
         prompt_tokens=chunks[0].prompt_tokens,
+        cached_tokens=chunks[0].cached_tokens,
         completion_tokens=sum(own[-1].completion_tokens for own in by_choice),
         seed=chunks[0].seed,
         ledger_ms=ledger_ms,
@@ -176,6 +182,7 @@ def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
             transport=w.transport,
             total_blocks=w.total_blocks,
             free_blocks=w.free_blocks,
+            cached_blocks=w.cached_blocks,
             block_size=w.block_size,
             running=w.running,
             waiting=w.waiting,

@@ -30,11 +30,13 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
-    """To the prefill worker: compute the KV, sample token 0 of each choice, hand over."""
+    """To the prefill worker: compute the KV, sample token 0 of each choice, hand over all but the
+    first `held_tokens` tokens' KV, which the target has cached."""
 
     spec: RequestSpec
     target_address: str
     target: Incarnation
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,11 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
+    """`held_tokens`: the KV of so many first tokens is cached here."""
+
     key: RequestKey
     at_s: float
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +102,8 @@ class ReserveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """A named moment: prefill_received, prefill_started, prefill_chunk, handoff_committed,
-    decode_joined (DESIGN §6)."""
+    """A named moment: prefill_received, prefill_started (`tokens` found cached), prefill_chunk
+    (`tokens` computed), handoff_committed, decode_joined (DESIGN §6)."""
 
     key: RequestKey
     at_s: float
@@ -150,6 +155,8 @@ class Counters:
     active_blocks: int = 0
     cached_blocks: int = 0
     orphaned_blocks: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
     running: int = 0
     waiting: int = 0
     prefill_waiting_tokens: int = 0

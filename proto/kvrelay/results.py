@@ -30,6 +30,7 @@ class Chunk:
     stop_string: str | None
     stop_token_id: int | None
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     seed: int
 
@@ -47,11 +48,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """A whole answer. `ledger_ms` is empty unless it was asked for."""
+    """A whole answer. `ledger_ms` is empty unless it was asked for; the KV of `cached_tokens` of
+    the prompt was found, not computed."""
 
     request_id: str
     choices: tuple[Choice, ...]
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     seed: int
     ledger_ms: Mapping[str, float] = field(default_factory=dict)
@@ -88,6 +91,7 @@ class WorkerInfo:
     transport: str
     total_blocks: int
     free_blocks: int
+    cached_blocks: int
     block_size: int
     running: int
     waiting: int

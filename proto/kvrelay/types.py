@@ -63,11 +63,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What a worker is told about a request: token ids in, sampling parameters, nothing of text."""
+    """What a worker is told about a request: token ids in, sampling parameters, nothing of text.
+
+    Requests of different `tenant`s share no cached KV.
+    """
 
     key: RequestKey
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ def _encode_spec(spec: RequestSpec) -> pb.RequestSpec:
         key=encode_key(spec.key),
         prompt_ids=spec.prompt_ids,
         sampling=encode_sampling(spec.sampling),
+        tenant=spec.tenant,
     )
 
 
@@ -105,6 +106,7 @@ def _decode_spec(message: pb.RequestSpec) -> RequestSpec:
         key=decode_key(message.key),
         prompt_ids=tuple(message.prompt_ids),
         sampling=decode_sampling(message.sampling),
+        tenant=message.tenant,
     )
 
 
@@ -118,6 +120,7 @@ def encode_to_worker(message: ToWorker) -> pb.ToWorker:
                 spec=_encode_spec(message.spec),
                 target_address=message.target_address,
                 target_incarnation=message.target,
+                held_tokens=message.held_tokens,
             )
             return pb.ToWorker(prefill=prefill)
         case Generate(spec=spec):
@@ -147,6 +150,7 @@ def decode_to_worker(message: pb.ToWorker) -> ToWorker:
                 spec=_decode_spec(message.prefill.spec),
                 target_address=message.prefill.target_address,
                 target=Incarnation(message.prefill.target_incarnation),
+                held_tokens=message.prefill.held_tokens,
             )
         case "generate":
             return Generate(spec=_decode_spec(message.generate.spec))
@@ -197,8 +201,9 @@ def encode_event(event: WorkerEvent, now_s: float) -> pb.Event:
     """`now_s` is the same clock as the event's `at_s`."""
     out = pb.Event(key=encode_key(event.key), age_s=now_s - event.at_s)
     match event:
-        case Reserved():
+        case Reserved(held_tokens=held_tokens):
             out.reserved.SetInParent()
+            out.reserved.held_tokens = held_tokens
         case ReserveRefused(reason=reason):
             out.reserve_refused.reason = reason
         case Lifetime(name=name, tokens=tokens):
@@ -237,7 +242,7 @@ def decode_event(message: pb.Event, now_s: float) -> WorkerEvent:
             lifetime = message.lifetime
             return Lifetime(key=key, at_s=at_s, name=lifetime.name, tokens=lifetime.tokens)
         case "reserved":
-            return Reserved(key=key, at_s=at_s)
+            return Reserved(key=key, at_s=at_s, held_tokens=message.reserved.held_tokens)
         case "reserve_refused":
             return ReserveRefused(key=key, at_s=at_s, reason=message.reserve_refused.reason)
         case "failed":

@@ -44,6 +44,8 @@ class GenerationBody(StrictBody):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    """vLLM's: requests with different ones share no cached KV."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -37,6 +37,7 @@ async def chat_completions(request: Request) -> Response:
         prompt=chat_prompt(body.messages, body.add_generation_prompt is not False),
         sampling=sampling_of(body, max_tokens=_max_tokens(body), logprobs=_logprobs(body)),
         model=body.model or "",
+        tenant=body.cache_salt or "",
         received_s=received_s,
     )
     return GenerationResponse(face.service, [asked], reply)

@@ -44,6 +44,7 @@ def _requests(body: CompletionBody, call_id: str, received_s: float) -> list[Tex
         prompt="",
         sampling=sampling_of(body, max_tokens=body.max_tokens, logprobs=body.logprobs),
         model=body.model or "",
+        tenant=body.cache_salt or "",
         add_special_tokens=body.add_special_tokens is not False,
         received_s=received_s,
     )

@@ -51,13 +51,15 @@ class Reply(ABC):
     @abstractmethod
     def whole(self, totals: Totals) -> dict[str, object]: ...
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, object]:
         prompt = sum(len(generation.prompt_ids) for generation in self.generations)
+        cached = sum(generation.cached_tokens for generation in self.generations)
         completion = sum(generation.completion_tokens for generation in self.generations)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def closing_extra(self) -> dict[str, object]:

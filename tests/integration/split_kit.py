@@ -47,6 +47,8 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         max_model_len=None,
         memory_fraction=0.2,
         kv_memory_bytes=64 * 2**20,
+        prefix_caching=True,
+        eviction="lru",
         device_share=2,
         cpu_threads=1,
         transports=("shm",),
@@ -169,10 +171,7 @@ class Cluster:
         """Soon after the last request nothing is held anywhere."""
 
         def clean() -> bool:
-            return all(
-                w["free_blocks"] == w["total_blocks"] and not w["held"] and not w["slabs"]
-                for w in self.kv()
-            )
+            return all(_free(w) and not w["held"] and not w["slabs"] for w in self.kv())
 
         wait_until(clean, f"nothing is held: {self.kv()}", 20.0)
         assert all(worker["orphaned_blocks"] == 0 for worker in self.kv())
@@ -201,3 +200,7 @@ def running_cluster(
         thread.close()
         for host, address in started:
             host.stop(address)
+
+
+def _free(worker: dict[str, Any]) -> bool:
+    return bool(worker["free_blocks"] + worker["cached_blocks"] == worker["total_blocks"])

@@ -99,6 +99,10 @@ class FakeGeneration:
     def abort(self) -> None:
         self.owner.abort(self.request.request_id)
 
+    @property
+    def cached_tokens(self) -> int:
+        return self.owner.cached_tokens
+
     def ledger(self) -> dict[str, float]:
         return {**self.request.phases_s, "prefill": 0.001, "decode": 0.002}
 
@@ -115,6 +119,7 @@ class FakeDispatcher:
     failure: KvrelayError | Exception | None = None
     fail_after_tokens: int = -1
     gates: set[str] = field(default_factory=set)
+    cached_tokens: int = 0
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)

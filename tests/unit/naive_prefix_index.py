@@ -18,7 +18,7 @@ Path = tuple[int, ...]
 
 def hashes_of(path: Path) -> list[BlockHash]:
     chain: list[BlockHash] = []
-    extend_chain(chain, path, block_size=1, salt=_SALT)
+    extend_chain(chain, path, len(path), block_size=1, salt=_SALT)
     return chain
 
 

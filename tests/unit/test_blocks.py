@@ -41,7 +41,7 @@ def test_a_shared_block_is_free_with_its_last_holder() -> None:
     pool = BlockPool(2)
     blocks = pool.try_allocate(1)
     assert blocks is not None
-    pool.share(blocks)
+    pool.hold(blocks)
     assert pool.is_shared(blocks[0])
     pool.release(blocks)
     assert not pool.is_shared(blocks[0])
@@ -67,7 +67,7 @@ def test_misuse_is_caught() -> None:
     with pytest.raises(AssertionError, match="not leased"):
         pool.activate(active)
     with pytest.raises(AssertionError):
-        pool.share(leased)
+        pool.hold(leased)
     pool.release(active)
     with pytest.raises(KeyError):
         pool.release(active)
@@ -102,7 +102,7 @@ def test_random_schedules_keep_the_law(seed: int) -> None:
             case 2 if holders:
                 blocks, leased = draw.choice(holders)
                 if not leased:
-                    pool.share(blocks)
+                    pool.hold(blocks)
                     holders.append((blocks, False))
             case 3 if holders:
                 at = draw.randrange(len(holders))

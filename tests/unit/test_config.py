@@ -238,6 +238,8 @@ CHANGES = {
     "engine.block_size": 64,
     "engine.memory_fraction": 0.5,
     "engine.kv_memory": "3MiB",
+    "engine.prefix_caching": False,
+    "engine.eviction": "reuse",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.max_running_requests": 5,
     "workers.0.role": "prefill",

@@ -251,9 +251,9 @@ def test_slots_and_blocks_are_refused_with_their_reason() -> None:
     assert scheduler.sequences == 1
 
 
-def preempting() -> DecodeScheduler:
+def preempting(*, caching: bool = True) -> DecodeScheduler:
     """Two sequences of 3 tokens in 2 blocks: each fills its block with the next token."""
-    scheduler = decode_scheduler(blocks=2)
+    scheduler = decode_scheduler(blocks=2, caching=caching)
     for name in ("old", "new"):
         arrive(scheduler, spec(name, 3))
     assert [s.key.request_id for s in the_step(scheduler.handle(StepWanted(), 0)).batch.slices] == [
@@ -281,7 +281,7 @@ def test_nobody_new_is_taken_while_a_preempted_one_waits_for_blocks() -> None:
 
 
 def test_a_preempted_sequence_is_recomputed_with_all_it_has_said() -> None:
-    scheduler = preempting()
+    scheduler = preempting(caching=False)
     scheduler.handle(StepWanted(), 0)
     scheduler.handle(Abort(key=key("old")), 0)
     done(scheduler, (13,))
@@ -293,6 +293,50 @@ def test_a_preempted_sequence_is_recomputed_with_all_it_has_said() -> None:
     assert names(step) == []  # it has joined before
     assert said(done(scheduler, (14,))) == [(0, 2, (14,), None)]
     assert the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].token_ids == (14,)
+
+
+def test_a_preempted_sequence_goes_on_from_what_is_still_cached() -> None:
+    scheduler = preempting()
+    scheduler.handle(StepWanted(), 0)
+    scheduler.handle(Abort(key=key("old")), 0)
+    done(scheduler, (13,))
+    step = scheduler.handle(StepWanted(), 0)
+    (only,) = the_step(step).batch.slices
+    assert (only.start, only.token_ids) == (4, (12,))
+    assert only.samples[0].index == 2
+    assert said(done(scheduler, (14,))) == [(0, 2, (14,), None)]
+
+
+def test_the_next_turn_finds_prompt_and_answer_on_the_decode_worker() -> None:
+    scheduler = decode_scheduler()
+    arrive(scheduler, spec("a", 7, max_tokens=3))
+    run(scheduler, (11,))
+    run(scheduler, (12,))  # its KV is not computed any more
+    assert_idle(scheduler)
+    first = (*range(7), 100, 11)
+    longer = RequestSpec(
+        key=key("b"), prompt_ids=(*first, 12, 13), sampling=Sampling(max_tokens=1, seed=1)
+    )
+    (reserved,) = events(scheduler.handle(reserve(longer), 0))
+    assert isinstance(reserved, Reserved)
+    assert reserved.held_tokens == 8
+
+
+def test_a_prompt_prefilled_here_runs_only_what_is_new() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(Generate(spec=spec("a", 9, max_tokens=1)), 0)
+    run(scheduler, ())
+    run(scheduler, (11,))
+    assert_idle(scheduler)
+    scheduler.handle(Generate(spec=spec("b", 9, max_tokens=1)), 0)
+    step = scheduler.handle(StepWanted(), 0)
+    (only,) = the_step(step).batch.slices
+    assert (only.start, only.token_ids) == (8, (8,))
+    (started,) = events(step)
+    assert isinstance(started, Lifetime)
+    assert (started.name, started.tokens) == ("prefill_started", 8)
+    done(scheduler, (11,))
+    assert_idle(scheduler)
 
 
 def test_a_preempted_sequence_can_be_aborted() -> None:

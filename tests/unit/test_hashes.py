@@ -15,7 +15,7 @@ def _salt(**other: str) -> CacheSalt:
 
 def _chain(token_ids: list[int], block_size: int = 2, salt: CacheSalt | None = None) -> list[bytes]:
     chain: list[BlockHash] = []
-    extend_chain(chain, token_ids, block_size=block_size, salt=salt or _salt())
+    extend_chain(chain, token_ids, len(token_ids), block_size=block_size, salt=salt or _salt())
     return list(chain)
 
 
@@ -68,5 +68,5 @@ def test_a_growing_chain_is_the_chain_of_the_whole(
 ) -> None:
     chain: list[BlockHash] = []
     for known in (tokens[:cut], tokens):
-        extend_chain(chain, known, block_size=block_size, salt=_salt())
+        extend_chain(chain, known, len(known), block_size=block_size, salt=_salt())
     assert chain == _chain(tokens, block_size)

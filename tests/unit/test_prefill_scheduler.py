@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted, Tick
@@ -360,3 +362,61 @@ def test_a_tick_renews_what_is_alive() -> None:
     assert to_peer(renewals) == [RenewLeases(keys=(key("a"),)), RenewLeases(keys=(key("b"),))]
     scheduler.handle(Abort(key=key("a")), 3)
     assert to_peer(scheduler.handle(Tick(), 3)) == [RenewLeases(keys=(key("b"),))]
+
+
+def test_a_known_prefix_is_sent_and_not_computed() -> None:
+    """It travels at once; only what is new is run, and all of it is committed."""
+    scheduler = prefill_scheduler()
+    scheduler.handle(prefill_of(spec("a", 10)), 0)
+    run(scheduler, ())
+    run(scheduler, (9,))
+    scheduler.handle(Abort(key=key("a")), 0)
+    scheduler.handle(prefill_of(spec("b", 11)), 0)
+    step = scheduler.handle(StepWanted(), 0)
+    (only,) = the_step(step).batch.slices
+    assert (only.start, only.token_ids) == (8, (8, 9, 10))
+    (started,) = events(step)
+    assert isinstance(started, Lifetime)
+    assert (started.name, started.tokens) == ("prefill_started", 8)
+    assert [(w.piece, w.bytes) for w in to_peer(step) if isinstance(w, SlabWanted)] == [
+        (0, 8 * TOKEN_BYTES),
+        (1, 3 * TOKEN_BYTES),
+    ]
+    (write,) = scheduler.handle(from_d(lent("b", 0)), 1)
+    assert isinstance(write, WriteSlab)
+    scheduler.handle(written("b", 0), 2)
+    assert not [c for c in done(scheduler, (9,)) if isinstance(c, SendPeer)]
+    scheduler.handle(from_d(lent("b", 1)), 3)
+    (commit,) = to_peer(scheduler.handle(written("b", 1), 4))
+    assert isinstance(commit, Commit)
+    assert commit.pieces == 2
+
+
+def test_what_the_decode_worker_holds_is_not_sent() -> None:
+    scheduler = prefill_scheduler()
+    held = replace(prefill_of(spec("a", 11)), held_tokens=8)
+    scheduler.handle(held, 0)
+    assert not to_peer(scheduler.handle(StepWanted(), 0))
+    done(scheduler, ())
+    (wanted,) = to_peer(scheduler.handle(StepWanted(), 0))
+    assert isinstance(wanted, SlabWanted)
+    assert wanted.bytes == 3 * TOKEN_BYTES
+
+
+def test_a_prompt_that_the_decode_worker_holds_whole_is_only_committed() -> None:
+    scheduler = prefill_scheduler()
+    scheduler.handle(replace(prefill_of(spec("a", 8)), held_tokens=8), 0)
+    (commit,) = to_peer(run(scheduler, (9,)))
+    assert isinstance(commit, Commit)
+    assert (commit.pieces, commit.first_token_ids) == (0, (9,))
+
+
+def test_prompts_of_different_tenants_are_computed_each() -> None:
+    scheduler = prefill_scheduler()
+    for tenant in ("x", "y"):
+        request = replace(spec(tenant, 6), tenant=tenant)
+        scheduler.handle(prefill_of(request), 0)
+        (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+        assert only.start == 0
+        done(scheduler, (9,))
+        scheduler.handle(Abort(key=key(tenant)), 0)

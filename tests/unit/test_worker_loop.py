@@ -214,4 +214,5 @@ def test_counters_ride_on_events() -> None:
     assert (stream.counters.prompt_tokens, stream.counters.generated_tokens) == (3, 1)
     worker.run()
     assert isinstance(stream.heard[-1], Released)
-    assert (stream.counters.running, stream.counters.free_blocks) == (0, 8)
+    assert (stream.counters.running, stream.counters.active_blocks) == (0, 0)
+    assert (stream.counters.free_blocks, stream.counters.cached_blocks) == (7, 1)

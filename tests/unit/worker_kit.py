@@ -53,9 +53,9 @@ def prefill_scheduler(*, blocks: int = 16, chunk: int = 8) -> PrefillScheduler:
     )
 
 
-def receiver(*, blocks: int = 16, slabs: int = 2) -> Receiver:
+def receiver(*, blocks: int = 16, slabs: int = 2, caching: bool = True) -> Receiver:
     return Receiver(
-        tables=BlockTables(LAYOUT, blocks),
+        tables=BlockTables(LAYOUT, blocks, caching=caching),
         slabs=SlabPool(SLAB_TOKENS * TOKEN_BYTES, slabs),
         regions={SlabId(i): f"region-{i}" for i in range(slabs)},
         leases=LeaseTable(TTL_S),
@@ -63,9 +63,14 @@ def receiver(*, blocks: int = 16, slabs: int = 2) -> Receiver:
 
 
 def decode_scheduler(
-    *, blocks: int = 16, slabs: int = 2, chunk: int = 8, max_running: int = 4
+    *,
+    blocks: int = 16,
+    slabs: int = 2,
+    chunk: int = 8,
+    max_running: int = 4,
+    caching: bool = True,
 ) -> DecodeScheduler:
-    owner = receiver(blocks=blocks, slabs=slabs)
+    owner = receiver(blocks=blocks, slabs=slabs, caching=caching)
     return DecodeScheduler(
         receiver=owner,
         batch=Batch(tables=owner.tables, chunk_tokens=chunk),

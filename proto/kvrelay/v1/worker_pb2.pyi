@@ -26,14 +26,16 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("key", "prompt_ids", "sampling")
+    __slots__ = ("key", "prompt_ids", "sampling", "tenant")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     key: Key
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop_token_ids", "n", "logprobs", "seed", "logit_bias")
@@ -107,14 +109,16 @@ class Reserve(_message.Message):
     def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source_incarnation: _Optional[str] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("spec", "target_address", "target_incarnation")
+    __slots__ = ("spec", "target_address", "target_incarnation", "held_tokens")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     target_address: str
     target_incarnation: str
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_address: _Optional[str] = ..., target_incarnation: _Optional[str] = ...) -> None: ...
+    held_tokens: int
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_address: _Optional[str] = ..., target_incarnation: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class Generate(_message.Message):
     __slots__ = ("spec",)
@@ -203,8 +207,10 @@ class Event(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., age_s: _Optional[float] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., reserve_refused: _Optional[_Union[ReserveRefused, _Mapping]] = ..., lifetime: _Optional[_Union[Lifetime, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., released: _Optional[_Union[Released, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("held_tokens",)
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    held_tokens: int
+    def __init__(self, held_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRefused(_message.Message):
     __slots__ = ("reason",)
@@ -249,7 +255,7 @@ class Released(_message.Message):
     def __init__(self) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks")
+    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks", "prefix_queried_tokens", "prefix_hit_tokens")
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +272,8 @@ class Counters(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ORPHANED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     free_blocks: int
     leased_blocks: int
     active_blocks: int
@@ -282,7 +290,9 @@ class Counters(_message.Message):
     busy_s: float
     prefill_waiting_tokens: int
     orphaned_blocks: int
-    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ...) -> None: ...
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class DebugKvRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,54 @@
+"""Names for a sequence's blocks as it grows. Pure.
+
+The KV of a token depends on the tokens before it, on the model and the format, and with LongRoPE on
+whether the prompt reached the model's border. All of that, and the tenant, is in the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvpool.hashes import BlockHash, CacheSalt, SupportsTokens, cache_salt, extend_chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockNames:
+    """What all names of one worker share. `rope_border_tokens`: prompts that are longer are
+    computed in another way (LongRoPE)."""
+
+    fingerprint: str = ""
+    physical_format: str = ""
+    rope_border_tokens: int | None = None
+
+    def chain(self, tenant: str, prompt_tokens: int, block_size: int) -> HashChain:
+        border = self.rope_border_tokens
+        is_long = border is not None and prompt_tokens > border
+        salt = cache_salt(
+            fingerprint=self.fingerprint,
+            physical_format=f"{self.physical_format}/long" if is_long else self.physical_format,
+            tenant=tenant,
+        )
+        return HashChain(salt=salt, block_size=block_size, limit=None if is_long else border)
+
+
+@dataclass(slots=True, kw_only=True)
+class HashChain:
+    """`limit`: blocks that end behind this token have no name."""
+
+    salt: CacheSalt
+    block_size: int
+    limit: int | None = None
+    _hashes: list[BlockHash] = field(default_factory=list)
+
+    def full(self, tokens: int) -> Sequence[BlockHash]:
+        """Of the blocks that the first `tokens` tokens fill, as far as they have been named."""
+        return self._hashes[: tokens // self.block_size]
+
+    def extend(self, token_ids: SupportsTokens, tokens: int) -> None:
+        """The sequence has `tokens` tokens by now."""
+        end = tokens if self.limit is None else min(tokens, self.limit)
+        extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
+
+    def copy(self) -> HashChain:
+        return replace(self, _hashes=list(self._hashes))

@@ -1,0 +1,177 @@
+"""The named blocks of a worker's device tier: found by hash, held, evicted. Pure.
+
+A cached block has a part in every layer group. In groups with a window a running request gives up
+the parts that its window has passed: they *fade*, that is they stay cached while there is room,
+though the chain that they belong to is held. So
+
+    full group:   a part is cached  <=>  its chain is idle (evicted leaves first, by the policy)
+    window group: a part is cached  <=>  no request's window shows it (evicted longest first)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from kvpool.blocks import BlockPool
+from kvpool.cached_block import CachedBlock, Place
+from kvpool.eviction import EvictionPolicy
+from kvpool.hashes import BlockHash
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout
+from kvpool.prefix_index import PrefixIndex
+
+Part = tuple[int, BlockId]
+"""layer group, block"""
+
+
+@dataclass(slots=True)
+class DeviceCache:
+    """`pools[group]` belong to this cache: blocks are taken, held and released through it."""
+
+    layout: KvLayout
+    pools: list[BlockPool]
+    policy: EvictionPolicy
+    index: PrefixIndex = field(init=False)
+    _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
+    _of: dict[Part, CachedBlock] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.index = PrefixIndex(self.policy)
+        self._faded = [OrderedDict() for _ in self.pools]
+
+    # --- finding --------------------------------------------------------------------------------
+
+    def find(self, hashes: Sequence[BlockHash], seen_from: int | None) -> list[CachedBlock]:
+        """The longest cached prefix with all parts that a query at `seen_from` (None: right behind
+        it) needs. Changes nothing."""
+        chain = self.index.find(hashes)
+        windowed = [g for g, group in enumerate(self.layout.groups) if group.window is not None]
+        runs = {g: _run_lengths(chain, g) for g in windowed}
+        for length in range(len(chain), 0, -1):
+            firsts = self.firsts(length, seen_from)
+            if all(runs[g][length - 1] >= length - firsts[g] for g in windowed):
+                return chain[:length]
+        return []
+
+    def firsts(self, length: int, seen_from: int | None) -> list[int]:
+        """# layer group |-> the first of a chain's `length` blocks that is still seen"""
+        size = self.layout.block_size
+        position = length * size if seen_from is None else seen_from
+        return [min(group.first_block(position, size), length) for group in self.layout.groups]
+
+    # --- holding --------------------------------------------------------------------------------
+
+    def hold_chain(self, chain: Sequence[CachedBlock]) -> None:
+        """All of it; its parts are held one by one."""
+        self.index.acquire([block.hash for block in chain])
+
+    def hold(self, group: int, blocks: Sequence[BlockId]) -> None:
+        self.pools[group].hold(blocks)
+        for block in blocks:
+            self._faded[group].pop(block, None)
+
+    def release(self, group: int, blocks: Sequence[BlockId]) -> None:
+        pool, windowed = self.pools[group], self.layout.groups[group].window is not None
+        pool.release(blocks)
+        for block in blocks:
+            if windowed and pool.is_cached(block):
+                self._faded[group][block] = self._of[group, block]
+
+    def release_chain(self, chain: Sequence[CachedBlock]) -> None:
+        self.index.release(chain)
+        self._bound()
+
+    # --- naming ---------------------------------------------------------------------------------
+
+    def insert(
+        self, block_hash: BlockHash, parent: CachedBlock | None, place: Place
+    ) -> tuple[CachedBlock, list[Part]]:
+        """The caller holds `parent` and the parts in `place`, and from now on the block.
+
+        Someone may have been faster: then the caller keeps its own copy, and holds the parts
+        returned as long as the block. Parts that the other has lost are replaced by the caller's.
+        """
+        block = self.index.insert(block_hash, parent=parent, place=place)
+        if block.place is place:
+            for part in _parts(place):
+                self._name(part, block)
+            self._bound()
+            return block, []
+        return block, self._join(block, place)
+
+    def _join(self, block: CachedBlock, place: Place) -> list[Part]:
+        fresh = [g for g, part in enumerate(block.place) if part == NO_BLOCK != place[g]]
+        block.place = tuple(place[g] if g in fresh else part for g, part in enumerate(block.place))
+        for group in fresh:
+            self._name((group, place[group]), block)
+        full = [g for g, group in enumerate(self.layout.groups) if group.window is None]
+        twins = [(g, block.place[g]) for g in full if block.place[g] != place[g]]
+        for group, part in twins:
+            self.hold(group, [part])
+        return twins
+
+    def _name(self, part: Part, block: CachedBlock) -> None:
+        group, block_id = part
+        self.pools[group].name(block_id)
+        self._of[part] = block
+
+    def _bound(self) -> None:
+        """Blocks that have lost all their parts take no room in a pool: bound them here."""
+        while len(self.index) > self.pools[0].count and self.index.idle:
+            self._evict_one()
+
+    # --- room -----------------------------------------------------------------------------------
+
+    def take(self, group: int, blocks: int, *, leased: bool) -> tuple[BlockId, ...]:
+        """At most `available` blocks; what is cached makes room."""
+        pool = self.pools[group]
+        while pool.free < blocks:
+            if self._faded[group]:
+                self._drop_faded(group)
+            else:
+                self._evict_one()
+        taken = pool.try_allocate(blocks, leased=leased)
+        assert taken is not None
+        return taken
+
+    def _drop_faded(self, group: int) -> None:
+        block_id, block = self._faded[group].popitem(last=False)
+        block.place = tuple(NO_BLOCK if g == group else p for g, p in enumerate(block.place))
+        self._forget((group, block_id))
+
+    def _evict_one(self) -> None:
+        evicted = self.index.try_evict(1)
+        assert evicted is not None, "nothing is idle"
+        for group, block_id in _parts(evicted[0].place):
+            self._faded[group].pop(block_id, None)
+            self._forget((group, block_id))
+
+    def _forget(self, part: Part) -> None:
+        group, block_id = part
+        del self._of[part]
+        self.pools[group].forget(block_id)
+
+    def validate(self) -> None:
+        """Every part is named once, and what is cached can be had."""
+        self.index.validate()
+        parts = {part: block for block in self.index for part in _parts(block.place)}
+        assert parts == self._of
+        for g, (pool, group) in enumerate(zip(self.pools, self.layout.groups, strict=True)):
+            pool.validate()
+            named = {block for index, block in parts if index == g}
+            cached = {block for block in named if pool.is_cached(block)}
+            assert len(cached) == pool.available - pool.free, "a cached block without a name"
+            idle = {p for (index, p), b in parts.items() if index == g and not b.holders}
+            assert cached == (idle if group.window is None else set(self._faded[g]))
+
+
+def _parts(place: Place) -> list[Part]:
+    return [(group, block) for group, block in enumerate(place) if block != NO_BLOCK]
+
+
+def _run_lengths(chain: Sequence[CachedBlock], group: int) -> list[int]:
+    """# block |-> how many parts of the group, up to and with it, follow one another"""
+    present = (block.place[group] != NO_BLOCK for block in chain)
+    return list(accumulate(present, lambda run, here: (run + 1) * here, initial=0))[1:]

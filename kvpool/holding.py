@@ -1,0 +1,59 @@
+"""What one holder holds of a device tier: its tables, and the names of what it has filled. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvpool.cached_block import CachedBlock
+from kvpool.device_cache import Part
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout
+
+
+@dataclass(slots=True, kw_only=True)
+class Holding:
+    """`seen_from`: no query before this position is to come. `twins` are others' copies of blocks
+    in `chain`, held because this holder has its own."""
+
+    layout: KvLayout
+    tables: list[list[BlockId]]
+    since_s: float
+    leased: bool
+    seen_from: int
+    chain: list[CachedBlock]
+    twins: list[Part] = field(default_factory=list)
+
+    def copy(self, now_s: float) -> Holding:
+        """Another's, over the same blocks."""
+        tables = [list(table) for table in self.tables]
+        chain, twins = list(self.chain), list(self.twins)
+        return replace(self, tables=tables, chain=chain, twins=twins, since_s=now_s)
+
+    def real(self, group: int) -> list[BlockId]:
+        return real(self.tables[group])
+
+    def lacks(self, group: int, tokens: int, window_tokens: int | None) -> tuple[int, int]:
+        """For `tokens` tokens in all (in a group with a window: `window_tokens`): how many blocks
+        to pass over, because no query will see them, and how many to take after that."""
+        spec, table = self.layout.groups[group], self.tables[group]
+        wanted = tokens if spec.window is None or window_tokens is None else window_tokens
+        more = max(0, self.layout.blocks_for(wanted) - len(table))
+        unseen = spec.first_block(self.seen_from, self.layout.block_size) - len(table)
+        passed = min(max(unseen, 0), more)
+        return passed, more - passed
+
+    def pass_over(self, group: int, position: int) -> list[BlockId]:
+        """Takes out, and returns, the blocks that the query at `position` does not see."""
+        table, size = self.tables[group], self.layout.block_size
+        spec = self.layout.groups[group]
+        end = min(spec.first_block(position, size), len(table))
+        unseen = range(min(spec.first_block(self.seen_from, size), end), end)
+        passed = real([table[index] for index in unseen])
+        for index in unseen:
+            table[index] = NO_BLOCK
+        return passed
+
+
+def real(table: Sequence[BlockId]) -> list[BlockId]:
+    """Without the blocks that are not held."""
+    return [block for block in table if block != NO_BLOCK]
