@@ -113,7 +113,8 @@ class DiskTier:
             Load(hash=block_hash, slot=self.blocks.place(block_hash), place=place)
             for block_hash, place in zip(hashes, places, strict=False)
         )
-        reading = ReadSlots(batch=self._next_batch(), loads=loads)
+        parent = self.blocks.parent(hashes[0])
+        reading = ReadSlots(batch=self._next_batch(), parent=parent, loads=loads)
         self._reading[reading.batch] = reading
         self._coming.update((load.hash, reading.batch) for load in loads)
         return reading

@@ -244,7 +244,7 @@ class HostTier:
         if good:
             run = [(load.hash, load.place) for load in reading.loads[:good]]
             found = {h: c for (h, _), c in zip(run, event.checksums, strict=False) if c is not None}
-            self._adopt(self._disk.blocks.parent(run[0][0]), run, found)
+            self._adopt(reading.parent, run, found)
         for key, fetch in self._fetches.loaded(event.batch):
             self._serve(key, fetch, now_s)
 

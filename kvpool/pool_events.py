@@ -104,9 +104,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSlots:
-    """Copy slots into host places, which are reserved for it."""
+    """Copy slots, a chain below `parent`, into host places, which are reserved for it."""
 
     batch: int
+    parent: BlockHash | None
     loads: tuple[Load, ...]
 
 
