@@ -1,0 +1,199 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PoolTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOL_TIER_UNSPECIFIED: _ClassVar[PoolTier]
+    POOL_TIER_HOST: _ClassVar[PoolTier]
+    POOL_TIER_DISK: _ClassVar[PoolTier]
+POOL_TIER_UNSPECIFIED: PoolTier
+POOL_TIER_HOST: PoolTier
+POOL_TIER_DISK: PoolTier
+
+class PoolMessage(_message.Message):
+    __slots__ = ("hello", "welcome", "refused", "store_wanted", "store_granted", "stored", "store_abandoned", "fetch_wanted", "fetched", "fetch_done", "lookup_wanted", "looked_up", "pin_wanted", "pinned", "unpin", "blocks_changed")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    STORE_WANTED_FIELD_NUMBER: _ClassVar[int]
+    STORE_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    STORE_ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    FETCH_WANTED_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    FETCH_DONE_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_WANTED_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
+    PIN_WANTED_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CHANGED_FIELD_NUMBER: _ClassVar[int]
+    hello: PoolHello
+    welcome: PoolWelcome
+    refused: PoolRefused
+    store_wanted: StoreWanted
+    store_granted: StoreGranted
+    stored: Stored
+    store_abandoned: StoreAbandoned
+    fetch_wanted: FetchWanted
+    fetched: Fetched
+    fetch_done: FetchDone
+    lookup_wanted: LookupWanted
+    looked_up: LookedUp
+    pin_wanted: PinWanted
+    pinned: Pinned
+    unpin: Unpin
+    blocks_changed: BlocksChanged
+    def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ..., pin_wanted: _Optional[_Union[PinWanted, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., blocks_changed: _Optional[_Union[BlocksChanged, _Mapping]] = ...) -> None: ...
+
+class PoolHello(_message.Message):
+    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "block_bytes", "wants_changes")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WANTS_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    incarnation: str
+    fingerprint: str
+    physical_format: str
+    block_bytes: int
+    wants_changes: bool
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., wants_changes: _Optional[bool] = ...) -> None: ...
+
+class PoolWelcome(_message.Message):
+    __slots__ = ("wire_version", "incarnation", "region", "lease_ttl_s")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    incarnation: str
+    region: str
+    lease_ttl_s: float
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., region: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+
+class PoolRefused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class StoreWanted(_message.Message):
+    __slots__ = ("request_no", "hashes", "parents")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    hashes: bytes
+    parents: bytes
+    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
+
+class StoreGranted(_message.Message):
+    __slots__ = ("request_no", "indices", "places")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    places: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_no: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("request_no", "checksums")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_no: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StoreAbandoned(_message.Message):
+    __slots__ = ("request_no",)
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    def __init__(self, request_no: _Optional[int] = ...) -> None: ...
+
+class FetchWanted(_message.Message):
+    __slots__ = ("request_no", "hashes", "skip")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    hashes: bytes
+    skip: int
+    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ..., skip: _Optional[int] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("request_no", "places", "checksums")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    places: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_no: _Optional[int] = ..., places: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FetchDone(_message.Message):
+    __slots__ = ("request_no", "damaged")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    damaged: bytes
+    def __init__(self, request_no: _Optional[int] = ..., damaged: _Optional[bytes] = ...) -> None: ...
+
+class LookupWanted(_message.Message):
+    __slots__ = ("request_no", "hashes")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    hashes: bytes
+    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class LookedUp(_message.Message):
+    __slots__ = ("request_no", "host_blocks", "disk_blocks")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    host_blocks: int
+    disk_blocks: int
+    def __init__(self, request_no: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
+
+class PinWanted(_message.Message):
+    __slots__ = ("request_no", "hashes")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    hashes: bytes
+    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class Pinned(_message.Message):
+    __slots__ = ("request_no", "pinned")
+    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    request_no: int
+    pinned: bool
+    def __init__(self, request_no: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
+
+class Unpin(_message.Message):
+    __slots__ = ("hashes",)
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
+
+class BlocksChanged(_message.Message):
+    __slots__ = ("tier", "stored", "removed")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    tier: PoolTier
+    stored: bytes
+    removed: bytes
+    def __init__(self, tier: _Optional[_Union[PoolTier, str]] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...

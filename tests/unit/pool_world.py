@@ -1,0 +1,371 @@
+"""A pool node's core and some workers' clients over a simulated link, disk and memory.
+
+Messages, transfers and disk jobs end in any order that the real ones can, connections break at any
+moment, and a worker that was cut off still ends the write that it was at. A block's content is its
+own hash, so a wrong block that is taken for right is seen.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+
+from kvpool.eviction import open_policy
+from kvpool.hashes import BlockHash
+from kvpool.host_tier import HostTier
+from kvpool.layout import BlockId
+from kvpool.pool_client import PoolClient
+from kvpool.pool_client_events import (
+    BlocksFetched,
+    BlocksStored,
+    ClientCommand,
+    ClientEvent,
+    ClientTick,
+    DropPrefix,
+    FetchBlocks,
+    FromNode,
+    OfferBlocks,
+    OfferedBlock,
+    OfferSettled,
+    PinPrefix,
+    PoolJoined,
+    PoolLost,
+    PrefixFetched,
+    PrefixFound,
+    PrefixPinned,
+    SeekPrefix,
+    SendPool,
+    StoreBlocks,
+    UnpinPrefix,
+    WantPrefix,
+)
+from kvpool.pool_events import (
+    DropWorker,
+    FromWorker,
+    PoolCommand,
+    PoolEvent,
+    PoolTick,
+    ReadSlots,
+    SlotOutcome,
+    SlotsRead,
+    SlotsWritten,
+    TellWorker,
+    WorkerJoined,
+    WorkerLost,
+    WriteSlots,
+)
+from kvpool.pool_messages import BlocksChanged, FromPool, PoolTier, PoolWelcome, ToPool
+from kvpool.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
+from kvrelay.types import Incarnation, RequestKey
+from tests.unit.naive_prefix_index import hashes_of
+
+LEASE_TTL_S = 30.0
+PATIENCE_S = 5.0
+
+
+def checksum_of(content: BlockHash | None) -> int:
+    return int.from_bytes((content or b"")[:8], "little")
+
+
+@dataclass(slots=True)
+class Worker:
+    name: Incarnation
+    client: PoolClient
+    connected: bool = False
+    to_node: deque[ToPool] = field(default_factory=deque)
+    to_worker: deque[FromPool] = field(default_factory=deque)
+    jobs: deque[StoreBlocks | FetchBlocks] = field(default_factory=deque)
+    memory: dict[BlockId, BlockHash] = field(default_factory=dict)
+    offers: dict[int, tuple[BlockHash, ...]] = field(default_factory=dict)
+    wants: dict[RequestKey, WantPrefix] = field(default_factory=dict)
+    questions: int = 0
+    fetched: int = 0
+    pins: list[tuple[BlockHash, ...]] = field(default_factory=list)
+    directory: dict[PoolTier, set[BlockHash]] = field(default_factory=dict)
+
+
+class World:
+    def __init__(
+        self, seed: int, *, places: int = 6, slots: int = 8, workers: int = 3, policy: str = "lru"
+    ) -> None:
+        self.random = Random(seed)
+        self.now_s = 0.0
+        self._places, self._slots, self._policy = places, slots, policy
+        self._lives = 0
+        self._numbers = 0
+        self.disk: dict[PoolPlace, tuple[BlockHash, BlockHash | None, BlockHash | None]] = {}
+        self.workers = [
+            Worker(
+                name=Incarnation(f"w{i}"),
+                client=PoolClient(
+                    max_waiting_blocks=8, batch_blocks=3, max_stores=2, patience_s=PATIENCE_S
+                ),
+            )
+            for i in range(workers)
+        ]
+        self.restored = 0
+        self.start_node()
+
+    def start_node(self) -> None:
+        """With what is on disk, and nothing in memory."""
+        self._lives += 1
+        self.region = f"region-{self._lives}"
+        self.content: dict[PoolPlace, BlockHash] = {}
+        self.disk_jobs: deque[WriteSlots | ReadSlots] = deque()
+        disk = TierBlocks(self._slots, open_policy(self._policy))
+        found = [
+            RestoredBlock(hash=name, parent=parent, place=slot, written=written)
+            for written, (slot, (name, parent, _)) in enumerate(self.disk.items())
+        ]
+        self.restored = disk.restore(found)
+        host = TierBlocks(self._places, open_policy(self._policy))
+        self.node = HostTier(host, disk, lease_ttl_s=LEASE_TTL_S)
+        self.node.validate()
+
+    # --- what may happen ------------------------------------------------------------------------
+
+    def step(self) -> None:
+        worker = self.random.choice(self.workers)
+        actions = [
+            *[self.deliver_to_node, self.deliver_to_worker, self.run_job] * 12,
+            *[self.run_disk, self.offer, self.want] * 3,
+            *[self.seek, self.drop, self.pin, self.unpin, self.unpin, self.connect],
+        ]
+        if self.random.random() < 0.01:
+            actions = [self.cut, self.pass_time, self.damage_disk, self.stray_write]
+        if self.random.random() < 0.002:
+            actions = [self.restart_node]
+        self.random.choice(actions)(worker)
+        self.node.validate()
+        for each in self.workers:
+            each.client.validate()
+
+    def connect(self, worker: Worker) -> None:
+        if not worker.connected:
+            worker.connected = True
+            worker.directory = {tier: set() for tier in PoolTier}
+            welcome = PoolWelcome(
+                wire_version=1,
+                incarnation=Incarnation(self.region),
+                region=self.region,
+                lease_ttl_s=LEASE_TTL_S,
+            )
+            self._node(WorkerJoined(worker=worker.name, wants_changes=True))
+            self._worker(worker, PoolJoined(welcome=welcome))
+
+    def cut(self, worker: Worker) -> None:
+        if worker.connected:
+            worker.connected = False
+            worker.to_node.clear()
+            worker.to_worker.clear()
+            self._node(WorkerLost(worker=worker.name))
+            self._worker(worker, PoolLost(reason="cut"))
+
+    def restart_node(self, _: Worker) -> None:
+        for worker in self.workers:
+            if worker.connected:
+                worker.connected = False
+                worker.to_node.clear()
+                worker.to_worker.clear()
+                self._worker(worker, PoolLost(reason="the node died"))
+        self.start_node()
+
+    def deliver_to_node(self, worker: Worker) -> None:
+        if worker.to_node:
+            message = worker.to_node.popleft()
+            self._node(FromWorker(worker=worker.name, message=message))
+
+    def deliver_to_worker(self, worker: Worker) -> None:
+        if worker.to_worker:
+            message = worker.to_worker.popleft()
+            if isinstance(message, BlocksChanged):
+                held = worker.directory[message.tier]
+                held.update(message.stored)
+                held.difference_update(message.removed)
+            self._worker(worker, FromNode(message=message))
+
+    def pass_time(self, _: Worker) -> None:
+        self.now_s += self.random.choice([1.0, PATIENCE_S, LEASE_TTL_S])
+        self._node(PoolTick())
+        for worker in self.workers:
+            self._worker(worker, ClientTick())
+
+    def damage_disk(self, _: Worker) -> None:
+        if self.disk:
+            slot = self.random.choice(list(self.disk))
+            name, parent, _content = self.disk[slot]
+            self.disk[slot] = (name, parent, None)
+
+    def stray_write(self, _: Worker) -> None:
+        """What a writer that was cut off may do, at its worst."""
+        place = PoolPlace(self.random.randrange(self._places))
+        self.content[place] = hashes_of((99,))[0]
+
+    def run_job(self, worker: Worker) -> None:
+        if not worker.jobs:
+            return
+        job = worker.jobs.popleft()
+        if isinstance(job, StoreBlocks):
+            self._store(worker, job)
+        else:
+            self._fetch(worker, job)
+
+    def run_disk(self, _: Worker) -> None:
+        if not self.disk_jobs:
+            return
+        match self.disk_jobs.popleft():
+            case WriteSlots(batch=batch, spills=spills):
+                outcomes = []
+                for spill in spills:
+                    found = self.content.get(spill.place)
+                    if checksum_of(found) != spill.checksum:
+                        outcomes.append(SlotOutcome.DAMAGED)
+                    elif self.random.random() < 0.03:
+                        outcomes.append(SlotOutcome.FAILED)
+                    else:
+                        self.disk.pop(spill.slot, None)
+                        self.disk[spill.slot] = (spill.hash, spill.parent, found)
+                        outcomes.append(SlotOutcome.WRITTEN)
+                self._node(SlotsWritten(batch=batch, outcomes=tuple(outcomes)))
+            case ReadSlots(batch=batch, loads=loads):
+                checksums: list[int | None] = []
+                for load in loads:
+                    name, _parent, found = self.disk.get(load.slot, (None, None, None))
+                    sound = name == load.hash == found
+                    if found is not None:
+                        self.content[load.place] = found
+                    checksums.append(checksum_of(found) if sound else None)
+                self._node(SlotsRead(batch=batch, checksums=tuple(checksums)))
+
+    # --- what workers do ------------------------------------------------------------------------
+
+    def path(self) -> tuple[BlockHash, ...]:
+        length = self.random.randint(1, 5)
+        return tuple(hashes_of(tuple(self.random.choice((0, 0, 0, 1)) for _ in range(length))))
+
+    def offer(self, worker: Worker) -> None:
+        hashes = self.path()
+        start = self.random.choice((0, 0, self.random.randrange(len(hashes))))
+        blocks = []
+        for i in range(start, len(hashes)):
+            place = self._fresh()
+            worker.memory[place] = hashes[i]
+            parent = hashes[i - 1] if i else None
+            blocks.append(OfferedBlock(hashes[i], parent, (place,)))
+        self._numbers += 1
+        worker.offers[self._numbers] = hashes[start:]
+        self._worker(worker, OfferBlocks(offer=self._numbers, blocks=tuple(blocks)))
+
+    def want(self, worker: Worker) -> None:
+        hashes = self.path()
+        skip = self.random.choice((0, self.random.randrange(len(hashes))))
+        self._numbers += 1
+        key = RequestKey(str(self._numbers), 0)
+        targets = tuple((self._fresh(),) for _ in hashes[skip:])
+        wanted = WantPrefix(key=key, hashes=hashes, targets=targets, skip=skip)
+        worker.wants[key] = wanted
+        self._worker(worker, wanted)
+
+    def drop(self, worker: Worker) -> None:
+        if worker.wants:
+            self._worker(worker, DropPrefix(key=self.random.choice(list(worker.wants))))
+
+    def seek(self, worker: Worker) -> None:
+        self._numbers += 1
+        worker.questions += 1
+        self._worker(worker, SeekPrefix(key=RequestKey(str(self._numbers), 0), hashes=self.path()))
+
+    def pin(self, worker: Worker) -> None:
+        worker.questions += 1
+        self._worker(worker, PinPrefix(hashes=self.path()))
+
+    def unpin(self, worker: Worker) -> None:
+        if worker.pins:
+            self._worker(worker, UnpinPrefix(hashes=worker.pins.pop()))
+
+    def _fresh(self) -> BlockId:
+        self._numbers += 1
+        return BlockId(self._numbers)
+
+    def _store(self, worker: Worker, job: StoreBlocks) -> None:
+        names = [worker.memory[source[0]] for source in job.sources]
+        if job.region == self.region:
+            self.content.update(zip(job.places, names, strict=True))
+        failed = self.random.random() < 0.05
+        done = BlocksStored(
+            request_no=job.request_no,
+            region=job.region,
+            checksums=() if failed else tuple(checksum_of(name) for name in names),
+            error="failed" if failed else None,
+        )
+        self._worker(worker, done)
+
+    def _fetch(self, worker: Worker, job: FetchBlocks) -> None:
+        sound, damaged = 0, False
+        for place, checksum, target in zip(job.places, job.checksums, job.targets, strict=True):
+            found = self.content.get(place) if job.region == self.region else None
+            if damaged or checksum_of(found) != checksum or found is None:
+                damaged = True
+                continue
+            worker.memory[target[0]] = found
+            sound += 1
+        done = BlocksFetched(
+            request_no=job.request_no, region=job.region, sound_blocks=sound, damaged=damaged
+        )
+        self._worker(worker, done)
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _node(self, event: PoolEvent) -> None:
+        for command in self.node.handle(event, self.now_s):
+            self._obey_node(command)
+
+    def _obey_node(self, command: PoolCommand) -> None:
+        match command:
+            case TellWorker(worker=name, message=message):
+                (worker,) = (w for w in self.workers if w.name == name)
+                assert worker.connected
+                worker.to_worker.append(message)
+            case WriteSlots() | ReadSlots():
+                self.disk_jobs.append(command)
+            case DropWorker(reason=reason):
+                raise AssertionError(reason)
+
+    def _worker(self, worker: Worker, event: ClientEvent) -> None:
+        for command in worker.client.handle(event, self.now_s):
+            self._obey_worker(worker, command)
+
+    def _obey_worker(self, worker: Worker, command: ClientCommand) -> None:
+        match command:
+            case SendPool(message=message):
+                assert worker.connected
+                worker.to_node.append(message)
+            case StoreBlocks() | FetchBlocks():
+                worker.jobs.append(command)
+            case OfferSettled(offer=offer):
+                del worker.offers[offer]
+            case PrefixFetched(key=key, blocks=blocks):
+                wanted = worker.wants.pop(key)
+                worker.fetched += blocks
+                for i in range(blocks):
+                    found = worker.memory[wanted.targets[i][0]]
+                    assert found == wanted.hashes[wanted.skip + i], "wrong KV"
+            case PrefixFound():
+                worker.questions -= 1
+            case PrefixPinned(hashes=hashes, pinned=pinned):
+                worker.questions -= 1
+                if pinned and hashes not in worker.pins:
+                    worker.pins.append(hashes)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Everything under way comes to its end."""
+        while self.disk_jobs or any(w.to_node or w.to_worker or w.jobs for w in self.workers):
+            for worker in self.workers:
+                self.deliver_to_node(worker)
+                self.deliver_to_worker(worker)
+                self.run_job(worker)
+            self.run_disk(self.workers[0])
+            self.node.validate()

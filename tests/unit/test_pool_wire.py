@@ -1,0 +1,84 @@
+"""Every pool message survives the wire, whatever its length; garbage is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.hashes import BlockHash
+from kvpool.pool_messages import (
+    BlocksChanged,
+    ChainBlock,
+    FetchDone,
+    Fetched,
+    FetchWanted,
+    LookedUp,
+    LookupWanted,
+    Pinned,
+    PinWanted,
+    PoolFormat,
+    PoolHello,
+    PoolMessage,
+    PoolRefused,
+    PoolTier,
+    PoolWelcome,
+    StoreAbandoned,
+    Stored,
+    StoreGranted,
+    StoreWanted,
+    Unpin,
+)
+from kvpool.pool_wire import MAX_PART_BYTES, Assembler, encode
+from kvpool.tier_blocks import PoolPlace
+from kvpool.transport.base import MAX_MESSAGE_BYTES
+from kvrelay.errors import PeerError
+from kvrelay.types import Incarnation
+
+
+def _hashes(count: int) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(i.to_bytes(32, "big")) for i in range(1, count + 1))
+
+
+_FORMAT = PoolFormat(fingerprint="5a" * 16, physical_format="bfloat16/block16", block_bytes=2**33)
+_A, _B = _hashes(2)
+_PLACES = (PoolPlace(3), PoolPlace(2**40))
+MESSAGES: list[PoolMessage] = [
+    PoolHello(wire_version=1, incarnation=Incarnation("w"), format=_FORMAT, wants_changes=True),
+    PoolWelcome(wire_version=1, incarnation=Incarnation("n"), region="r", lease_ttl_s=0.5),
+    PoolRefused(reason="another model"),
+    StoreWanted(request_no=1, blocks=(ChainBlock(_A, None), ChainBlock(_B, _A))),
+    StoreGranted(request_no=2, indices=(0, 7), places=_PLACES),
+    Stored(request_no=3, checksums=(0, 2**64 - 1)),
+    StoreAbandoned(request_no=4),
+    FetchWanted(request_no=5, hashes=(_A, _B), skip=1),
+    Fetched(request_no=6, places=_PLACES, checksums=(1, 2)),
+    Fetched(request_no=6, places=(), checksums=()),
+    FetchDone(request_no=7, damaged=(_B,)),
+    LookupWanted(request_no=8, hashes=_hashes(10_000)),
+    LookedUp(request_no=9, host_blocks=3, disk_blocks=4),
+    PinWanted(request_no=10, hashes=(_A,)),
+    Pinned(request_no=11, pinned=True),
+    Unpin(hashes=(_A, _B)),
+    BlocksChanged(tier=PoolTier.HOST, stored=(_A,)),
+    BlocksChanged(tier=PoolTier.DISK, removed=_hashes(2048)),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_there_and_back(message: PoolMessage) -> None:
+    assembler = Assembler()
+    for _ in range(2):
+        *others, last = encode(message)
+        assert all(len(part) <= MAX_MESSAGE_BYTES for part in (*others, last))
+        assert [assembler.add(part) for part in others] == [None] * len(others)
+        assert assembler.add(last) == message
+
+
+def test_a_part_is_what_a_transport_takes() -> None:
+    assert MAX_PART_BYTES == MAX_MESSAGE_BYTES
+    assert len(encode(MESSAGES[11])) == 5
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\2", b"\0\xff", b"\0", b"\0\x22\x03\x12\x01a"])
+def test_garbage_is_refused(garbage: bytes) -> None:
+    with pytest.raises(PeerError, match="a peer sent"):
+        Assembler().add(garbage)
