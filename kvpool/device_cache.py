@@ -4,8 +4,10 @@ A cached block has a part in every layer group. In groups with a window a runnin
 the parts that its window has passed: they *fade*, that is they stay cached while there is room,
 though the chain that they belong to is held. So
 
-    full group:   a part is cached  <=>  its chain is idle (evicted leaves first, by the policy)
-    window group: a part is cached  <=>  no request's window shows it (evicted longest first)
+    full group:   a part is cached when its chain is idle (evicted leaves first, by the policy)
+    window group: a part is cached when no request's window shows it (evicted longest first)
+
+and when nobody keeps the part alone, as one that copies it elsewhere does.
 """
 
 from __future__ import annotations
@@ -28,12 +30,17 @@ Part = tuple[int, BlockId]
 
 @dataclass(slots=True)
 class DeviceCache:
-    """`pools[group]` belong to this cache: blocks are taken, held and released through it."""
+    """`pools[group]` belong to this cache: blocks are taken, held and released through it.
+
+    `reports`: newly named blocks are kept for `take_news`.
+    """
 
     layout: KvLayout
     pools: list[BlockPool]
     policy: EvictionPolicy
+    reports: bool = False
     index: PrefixIndex = field(init=False)
+    _news: list[CachedBlock] = field(init=False, default_factory=list)
     _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
     _of: dict[Part, CachedBlock] = field(init=False, default_factory=dict)
 
@@ -97,9 +104,16 @@ class DeviceCache:
         if block.place is place:
             for part in _parts(place):
                 self._name(part, block)
+            if self.reports:
+                self._news.append(block)
             self._bound()
             return block, []
         return block, self._join(block, place)
+
+    def take_news(self) -> list[CachedBlock]:
+        """Those named since the last call that are still here."""
+        news, self._news = self._news, []
+        return [block for block in news if self.index.find([block.hash]) == [block]]
 
     def _join(self, block: CachedBlock, place: Place) -> list[Part]:
         fresh = [g for g, part in enumerate(block.place) if part == NO_BLOCK != place[g]]
@@ -164,7 +178,8 @@ class DeviceCache:
             cached = {block for block in named if pool.is_cached(block)}
             assert len(cached) == pool.available - pool.free, "a cached block without a name"
             idle = {p for (index, p), b in parts.items() if index == g and not b.holders}
-            assert cached == (idle if group.window is None else set(self._faded[g]))
+            free = cached if group.window is None else set(self._faded[g])
+            assert free == cached and (group.window is not None or cached <= idle)
 
 
 def _parts(place: Place) -> list[Part]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvpool.cached_block import CachedBlock
+from kvpool.cached_block import CachedBlock, Place
 from kvpool.device_cache import Part
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +52,11 @@ class Holding:
         for index in unseen:
             table[index] = NO_BLOCK
         return passed
+
+
+def places(tables: Tables, blocks: range) -> tuple[Place, ...]:
+    """# block |-> its part in every layer group"""
+    return tuple(tuple(table[index] for table in tables) for index in blocks)
 
 
 def real(table: Sequence[BlockId]) -> list[BlockId]:

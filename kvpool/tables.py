@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockPool, BlockState
+from kvpool.cached_block import Place
 from kvpool.device_cache import DeviceCache
 from kvpool.eviction import DEFAULT_POLICY, open_policy
 from kvpool.hashes import BlockHash
@@ -175,6 +176,15 @@ class BlockTables:
         self.cache.hold_chain(entry.chain)
         for group in range(len(self.pools)):
             self.cache.hold(group, entry.real(group))
+
+    def keep(self, holder: Holder, places: Sequence[Place], *, now_s: float) -> None:
+        """Hold these named blocks as they are, until `release`."""
+        tables = [[place[group] for place in places] for group in range(len(self.pools))]
+        entry = Holding(
+            layout=self.layout, tables=tables, since_s=now_s, leased=False, seen_from=0, chain=[]
+        )
+        self._hold(entry)
+        self._entries[holder] = entry
 
     def activate(self, holder: Holder) -> None:
         """The lease's peer delivered: the blocks now belong to the running request."""

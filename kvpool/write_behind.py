@@ -1,0 +1,42 @@
+"""Offers newly named blocks to the host's pool node, from prefill and from decode alike. Pure.
+
+An offer keeps its blocks as they are until it is settled; how much may wait is the pool client's
+to bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.cached_block import CachedBlock
+from kvpool.layout import NO_BLOCK
+from kvpool.pool_client_events import OfferBlocks, OfferedBlock
+from kvpool.tables import BlockTables, Holder
+from kvrelay.types import RequestKey
+
+
+@dataclass(slots=True)
+class WriteBehind:
+    tables: BlockTables
+    _offers: int = 0
+
+    def offer(self, now_s: float) -> OfferBlocks | None:
+        """All that was named since the last call; a block that lacks a part is passed over."""
+        fresh = [block for block in self.tables.cache.take_news() if NO_BLOCK not in block.place]
+        if not fresh:
+            return None
+        self._offers += 1
+        self.tables.keep(_holder(self._offers), [block.place for block in fresh], now_s=now_s)
+        return OfferBlocks(offer=self._offers, blocks=tuple(map(_offered, fresh)))
+
+    def settled(self, offer: int) -> None:
+        self.tables.release(_holder(offer))
+
+
+def _holder(offer: int) -> Holder:
+    return Holder("offer", RequestKey(str(offer), 0))
+
+
+def _offered(block: CachedBlock) -> OfferedBlock:
+    parent = block.parent.hash if block.parent is not None else None
+    return OfferedBlock(block.hash, parent, block.place)
