@@ -49,6 +49,7 @@ ROUTER_KEYS = (
     "router.http_port",
     "router.grpc_port",
     "router.max_body",
+    "preload",
     "drain_timeout",
 )
 

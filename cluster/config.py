@@ -189,6 +189,23 @@ class Transfer(Section):
     """How long blocks and slabs stay held for a peer that makes no progress."""
 
 
+class Preload(Section):
+    """A prompt's beginning that every prefill worker computes when it starts, and keeps."""
+
+    system: str | None = None
+    """A system message, as the model's chat template shows it."""
+    text: str | None = None
+    """The beginning of plain prompts."""
+    tenant: str = ""
+    """Whose requests find it."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Preload:
+        if (self.system is None) == (self.text is None):
+            raise ValueError("either system or text")
+        return self
+
+
 class Network(Section):
     host: AutoText = None
     """Address of the workers; auto: loopback on a Ray of our own, else the node's."""
@@ -226,6 +243,8 @@ class Config(Section):
     workers: tuple[WorkerPool, ...] = DEFAULT_POOLS
     router: Router = Router()
     transfer: Transfer = Transfer()
+    preload: tuple[Preload, ...] = ()
+    """Prompts that many requests begin with."""
     network: Network = Network()
     ray: RaySection = RaySection()
     drain_timeout: Seconds = 30.0

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.config import Config, WorkerPool
+from cluster.config import Config, Preload, WorkerPool
 from cluster.resolve import device_share, worker_names
 from cluster.settings import RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
+from router.preload import PreloadText
 
 NODE_HOST = "auto"
 """A worker's host that stands for the address of the node where Ray places it."""
@@ -138,7 +139,14 @@ def router_settings(config: Config) -> RouterSettings:
         http_port=config.router.http_port,
         grpc_port=config.router.grpc_port,
         max_body_bytes=config.router.max_body,
+        preload=tuple(_preload(one) for one in config.preload),
     )
+
+
+def _preload(one: Preload) -> PreloadText:
+    text = one.text if one.system is None else one.system
+    assert text is not None, "one of them is set"
+    return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
 
 
 def _placement(pool: WorkerPool) -> Placement:

@@ -16,10 +16,14 @@ import grpc
 
 from cluster.settings import RouterSettings
 from engine.checkpoint import find_text_files
+from kvrelay.errors import ConfigError, InvalidRequest
+from kvrelay.types import RequestSpec
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from router.dispatcher import WorkerDispatcher
+from router.preload import preload_specs
 from router.server import FaceOptions, Faces
+from router.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +84,8 @@ class RouterProcess:
         """Serve on both public ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
         settings = self._settings
         folder = await asyncio.to_thread(find_text_files, settings.model, settings.revision)
-        self.dispatcher = WorkerDispatcher()
+        tokenizer = TextTokenizer.load(folder)
+        self.dispatcher = WorkerDispatcher(_preloads(settings, tokenizer))
         self._registry = RegistryService(self.dispatcher)
         options = FaceOptions(
             host=settings.host,
@@ -92,6 +97,7 @@ class RouterProcess:
         self._faces = Faces(
             self.dispatcher,
             folder,
+            tokenizer,
             settings.served_model_name,
             options,
             add_services=self._add_registry,
@@ -119,3 +125,10 @@ class RouterProcess:
         while self.dispatcher.running_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
         self._registry.close()
+
+
+def _preloads(settings: RouterSettings, tokenizer: TextTokenizer) -> tuple[RequestSpec, ...]:
+    try:
+        return preload_specs(settings.preload, tokenizer)
+    except InvalidRequest as error:
+        raise ConfigError(f"preload: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.types import Role
+from router.preload import PreloadText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +56,4 @@ class RouterSettings:
     http_port: int
     grpc_port: int
     max_body_bytes: int
+    preload: tuple[PreloadText, ...]

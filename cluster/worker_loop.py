@@ -43,12 +43,14 @@ from kvpool.handoff import (
     SlabWritten,
     WriteSlab,
 )
+from kvpool.pins import Pins
 from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
     Counters,
     Generate,
     Prefill,
+    Preload,
     Released,
     Reserve,
     ReserveRefused,
@@ -56,7 +58,7 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.types import RequestKey
+from kvrelay.types import RequestKey, RequestSpec
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ class WorkerLoop:
         self.decode = decode
         self.inbox = inbox
         self.draining = False
+        self._pins = Pins(tables)
+        self._preloads: dict[RequestKey, RequestSpec] = {}
         self._routes: dict[RequestKey, RouterStream] = {}
         self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
         self._next_tick_s = 0.0
@@ -158,6 +162,8 @@ class WorkerLoop:
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
         match message:
+            case Preload(spec=spec):
+                self._preload(stream, spec)
             case Reserve(spec=spec) | Generate(spec=spec) | Prefill(spec=spec):
                 if spec.key in self._routes:
                     self._refuse(stream, spec.key, "duplicate_request")
@@ -178,6 +184,21 @@ class WorkerLoop:
             self._execute(self.prefill.handle(message, _now()))
         else:
             self._execute(self.decode.handle(message, _now()))
+
+    def _preload(self, stream: RouterStream, spec: RequestSpec) -> None:
+        """Generated like a request whose tokens nobody waits for, then pinned."""
+        if spec.key not in self._routes and spec not in self._pins and not self.draining:
+            self._preloads[spec.key] = spec
+            self._start(stream, Generate(spec=spec))
+
+    def _preloaded(self, event: Released | ReserveRefused) -> None:
+        spec = self._preloads.pop(event.key, None)
+        if spec is None:
+            return
+        if isinstance(event, Released) and self._pins.try_pin(spec, _now()):
+            log.info("preloaded %d tokens", len(spec.prompt_ids))
+        else:
+            log.warning("no room to preload a prompt of %d tokens", len(spec.prompt_ids))
 
     def _refuse(self, stream: RouterStream, key: RequestKey, reason: str) -> None:
         if stream in self._outbox:
@@ -236,6 +257,7 @@ class WorkerLoop:
             stream = self._routes.get(event.key)
             if isinstance(event, Released | ReserveRefused):
                 self._routes.pop(event.key, None)
+                self._preloaded(event)
             if stream in self._outbox:
                 self._outbox[stream].append(event)
 

@@ -23,7 +23,7 @@ from kvrelay.messages import (
     Tokens,
     WorkerEvent,
 )
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, RequestSpec
 from router import orders
 from router.admission import NO_CAPACITY, Refusal, ReleaseClock, refused_by_worker
 from router.events import (
@@ -56,6 +56,7 @@ class RouterCore:
     router, while a worker still holds the earlier one, so routers start at different numbers."""
 
     attempts: Iterator[int] = field(default_factory=count)
+    preloads: tuple[RequestSpec, ...] = ()
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
@@ -76,7 +77,7 @@ class RouterCore:
                 return self._aborted(request_id, now_s)
             case WorkerJoined(hello=hello):
                 self.workers.join(hello)
-                return []
+                return orders.preload(hello, self.preloads)
             case WorkerLost(incarnation=incarnation):
                 return self._worker_lost(incarnation, now_s)
 

@@ -18,7 +18,7 @@ from google.protobuf.json_format import MessageToDict
 
 from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
 from kvrelay.messages import Counters, WorkerEvent, WorkerHello
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, RequestSpec
 from router.core import RouterCore
 from router.events import (
     Aborted,
@@ -90,8 +90,9 @@ class WorkerGeneration:
 class WorkerDispatcher:
     """Implements `router.generation.Dispatcher` over real workers."""
 
-    def __init__(self) -> None:
-        self.core = RouterCore(attempts=count(randbits(30)))  # of 32 bits on the wire
+    def __init__(self, preloads: tuple[RequestSpec, ...] = ()) -> None:
+        attempts = count(randbits(30))  # of 32 bits on the wire
+        self.core = RouterCore(attempts=attempts, preloads=preloads)
         self.incarnation = Incarnation(uuid4().hex)
         self._links: dict[str, WorkerLink] = {}  # address |-> link
         self._attached: dict[Incarnation, WorkerLink] = {}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop, WorkerHello
-from kvrelay.types import Incarnation, RequestSpec
-from router.events import Send
+from collections.abc import Iterable
+
+from kvrelay.messages import Abort, Generate, Prefill, Preload, Reserve, Stop, WorkerHello
+from kvrelay.types import Incarnation, RequestSpec, Role
+from router.events import Command, Send
 from router.placement import Placement
 from router.request import Request
 
@@ -40,6 +42,13 @@ def begin(
 def stop(request: Request, decode: Incarnation, choice: int, valid_tokens: int) -> Send:
     message = Stop(key=request.key, choice=choice, valid_tokens=valid_tokens)
     return Send(worker=decode, message=message)
+
+
+def preload(worker: WorkerHello, specs: Iterable[RequestSpec]) -> list[Command]:
+    """What every worker that prefills is to have, as soon as it joins."""
+    if worker.role is Role.DECODE:
+        return []
+    return [Send(worker=worker.incarnation, message=Preload(spec=spec)) for spec in specs]
 
 
 def abort(request: Request) -> list[Send]:

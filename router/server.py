@@ -50,15 +50,13 @@ class EmbeddedUvicorn(uvicorn.Server):
 
 
 class Faces:
-    """Raises ModelError when the checkpoint has no usable tokenizer.
-
-    `add_services` may add more services to the gRPC port before it opens.
-    """
+    """`add_services` may add more services to the gRPC port before it opens."""
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         checkpoint_dir: Path,
+        tokenizer: TextTokenizer,
         served_model_name: str,
         options: FaceOptions,
         *,
@@ -69,7 +67,7 @@ class Faces:
         self._add_services = add_services
         self.service = TextService(
             dispatcher,
-            TextTokenizer.load(checkpoint_dir),
+            tokenizer,
             model_name=served_model_name,
             defaults=GenerationDefaults.load(checkpoint_dir),
             metrics=RouterMetrics(dispatcher, served_model_name),

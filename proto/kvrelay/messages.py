@@ -47,6 +47,14 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preload:
+    """To a worker that prefills: compute the prompt's KV and keep it. Said again, it changes
+    nothing."""
+
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
     key: RequestKey
 
@@ -60,7 +68,7 @@ class Stop:
     valid_tokens: int
 
 
-ToWorker = Reserve | Prefill | Generate | Abort | Stop
+ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
 
 
 # --- worker -> router ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from kvrelay.messages import (
     Generate,
     Lifetime,
     Prefill,
+    Preload,
     Released,
     RequestFailed,
     Reserve,
@@ -125,6 +126,8 @@ def encode_to_worker(message: ToWorker) -> pb.ToWorker:
             return pb.ToWorker(prefill=prefill)
         case Generate(spec=spec):
             return pb.ToWorker(generate=pb.Generate(spec=_encode_spec(spec)))
+        case Preload(spec=spec):
+            return pb.ToWorker(preload=pb.Preload(spec=_encode_spec(spec)))
         case Abort(key=key):
             return pb.ToWorker(abort=pb.Abort(key=encode_key(key)))
         case Stop():
@@ -154,6 +157,8 @@ def decode_to_worker(message: pb.ToWorker) -> ToWorker:
             )
         case "generate":
             return Generate(spec=_decode_spec(message.generate.spec))
+        case "preload":
+            return Preload(spec=_decode_spec(message.preload.spec))
         case "abort":
             return Abort(key=decode_key(message.abort.key))
         case "stop":

@@ -14,6 +14,7 @@ import httpx
 import openai
 
 from router.server import FaceOptions, Faces
+from router.tokenizer import TextTokenizer
 from tests.unit.fake_dispatcher import FakeDispatcher
 
 MODEL = "tiny"
@@ -61,12 +62,17 @@ class Served:
             yield client
 
 
+def faces_over(dispatcher: FakeDispatcher, folder: Path, **options: Any) -> Faces:
+    tokenizer = TextTokenizer.load(folder)
+    return Faces(dispatcher, folder, tokenizer, MODEL, face_options(**options))
+
+
 @asynccontextmanager
 async def served(
     folder: Path, dispatcher: FakeDispatcher | None = None, **options: Any
 ) -> AsyncIterator[Served]:
     dispatcher = dispatcher or FakeDispatcher()
-    faces = Faces(dispatcher, folder, MODEL, face_options(**options))
+    faces = faces_over(dispatcher, folder, **options)
     http_port, grpc_port = await faces.start()
     url = f"http://127.0.0.1:{http_port}"
     try:

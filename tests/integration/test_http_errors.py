@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from kvrelay.errors import ConfigError, Refused, RequestFailedError
-from router.server import Faces
-from tests.integration.faces_kit import MODEL, face_options, in_loop, served
+from tests.integration.faces_kit import MODEL, faces_over, in_loop, served
 from tests.integration.http_kit import CHAT, assert_error, completion, events, full
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.unit.fake_dispatcher import FakeDispatcher
@@ -259,16 +258,16 @@ async def test_busy_ports_are_errors_that_name_them(folder: Path) -> None:
     async with served(folder) as s:
         grpc_port = int(s.grpc_address.split(":")[1])
         for http, grpc, busy in ((s.http_port, 0, s.http_port), (0, grpc_port, grpc_port)):
-            options = face_options(http_port=http, grpc_port=grpc)
+            faces = faces_over(FakeDispatcher(), folder, http_port=http, grpc_port=grpc)
             with pytest.raises(ConfigError, match=f"127.0.0.1:{busy} is in use"):
-                await Faces(FakeDispatcher(), folder, MODEL, options).start()
+                await faces.start()
 
 
 @in_loop
 async def test_other_bind_errors_give_the_systems_reason(folder: Path) -> None:
-    options = face_options(host="203.0.113.7")
+    faces = faces_over(FakeDispatcher(), folder, host="203.0.113.7")
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7:0: Cannot assign requested address"):
-        await Faces(FakeDispatcher(), folder, MODEL, options).start()
+        await faces.start()
 
 
 @in_loop
@@ -278,7 +277,7 @@ async def test_ipv6_literals(folder: Path) -> None:
             probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    faces = Faces(FakeDispatcher(), folder, MODEL, face_options(host="::1"))
+    faces = faces_over(FakeDispatcher(), folder, host="::1")
     _, grpc_port = await faces.start()
     try:
         async with grpc.aio.insecure_channel(f"[::1]:{grpc_port}") as channel:

@@ -178,6 +178,7 @@ SAMPLES: dict[str, object] = {
     "engine.block_size": 32,
     "engine.memory_fraction": 0.5,
     "engine.kv_memory": "1MiB",
+    "preload": [{"text": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "lfu",
     "scheduler.prefill_chunk_tokens": 99,

@@ -238,6 +238,7 @@ CHANGES = {
     "engine.block_size": 64,
     "engine.memory_fraction": 0.5,
     "engine.kv_memory": "3MiB",
+    "preload": [{"system": "You are kind.", "tenant": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "reuse",
     "scheduler.prefill_chunk_tokens": 33,

@@ -1,0 +1,38 @@
+"""Prefixes that are never evicted from a worker's device tier. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.hashes import BlockHash
+from kvpool.tables import BlockTables, Holder
+from kvrelay.types import RequestKey, RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    tables: BlockTables
+
+    def __contains__(self, spec: RequestSpec) -> bool:
+        return self._holder(self._hashes(spec)) in self.tables
+
+    def try_pin(self, spec: RequestSpec, now_s: float) -> bool:
+        """Hold the full blocks of its prompt for good; False unless all of them are cached."""
+        hashes = self._hashes(spec)
+        holder = self._holder(hashes)
+        tokens = len(hashes) * self.tables.layout.block_size
+        if holder in self.tables:
+            return True
+        if self.tables.try_open(holder, tokens, hashes=hashes, now_s=now_s) == tokens:
+            return True
+        self.tables.release(holder)
+        return False
+
+    def _hashes(self, spec: RequestSpec) -> tuple[BlockHash, ...]:
+        names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
+        names.extend(spec.prompt_ids, len(spec.prompt_ids))
+        return tuple(names.full(len(spec.prompt_ids)))
+
+    @staticmethod
+    def _holder(hashes: tuple[BlockHash, ...]) -> Holder:
+        return Holder("pinned", RequestKey(hashes[-1].hex()[:16] if hashes else "empty", 0))
