@@ -33,6 +33,7 @@ WORKER_KEYS = (
     "scheduler.prefill_chunk_tokens",
     "scheduler.max_running_requests",
     "transfer.transports",
+    "transfer.handoff",
     "transfer.staging_slabs",
     "transfer.slab_tokens",
     "transfer.lease_ttl",

@@ -181,6 +181,9 @@ class Transfer(Section):
     )
     """The link to use, one so far. shm: shared memory of one host; nixl: RDMA or TCP between hosts
     (needs kvrelay[nixl])."""
+    handoff: Literal["push", "pull"] = "push"
+    """push: KV leaves while the prompt is computed, into blocks that wait for it; pull: once all is
+    computed, and the decode worker has room."""
     staging_slabs: Annotated[int, Field(ge=2)] = 4
     """Buffers that a worker lends to its peers."""
     slab_tokens: AutoCount = None

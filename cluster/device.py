@@ -12,15 +12,17 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cluster.worker_events import Crashed, Stepped
+from engine.layer_marks import LayerMarks
 from engine.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.threads import use_threads
+from kvpool.handoff import LayersWritten
 from kvpool.tables import CopyPairs
 
 
 class StepEngine(Protocol):
     """What a device needs of an engine."""
 
-    def run(self, batch: StepBatch) -> StepOutcome: ...
+    def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome: ...
 
     def copy_blocks(self, pairs: CopyPairs) -> None: ...
 
@@ -32,7 +34,7 @@ class Device:
         self,
         engine: StepEngine,
         cpu_threads: int | None,
-        post: Callable[[Stepped | Crashed], None],
+        post: Callable[[Stepped | LayersWritten | Crashed], None],
     ) -> None:
         self._engine = engine
         self._cpu_threads = cpu_threads
@@ -56,13 +58,18 @@ class Device:
         if self._thread.is_alive():
             self._thread.join()
 
+    def _marks(self, step: RunStep) -> LayerMarks | None:
+        if not step.layer_marks:
+            return None
+        return LayerMarks(step.layer_marks, lambda layer: self._post(LayersWritten(layer)))
+
     def _run(self) -> None:
         if self._cpu_threads is not None:
             use_threads(self._cpu_threads)
         try:
             while (step := self._steps.get()) is not None:
                 started_s = time.monotonic()
-                outcome = self._engine.run(step.batch)
+                outcome = self._engine.run(step.batch, self._marks(step))
                 seconds = time.monotonic() - started_s
                 self._post(Stepped(StepDone(outcome=outcome, seconds=seconds)))
         except Exception as error:

@@ -1,4 +1,5 @@
-"""The transfer thread of a worker: collates blocks into lent slabs and scatters filled ones.
+"""The transfer thread of a worker: collates blocks into lent slabs, scatters filled ones, reads
+peers' blocks.
 
 It runs beside the device thread, on blocks that no step writes: a prompt's finished chunks on one
 side, blocks reserved for a handoff on the other.
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from cluster.peers import PeerLinks
 from engine.threads import use_threads
 from kvpool.handoff import (
+    FetchPiece,
+    PieceFetched,
     ReplaceSlab,
     ScatterSlab,
     SlabFilled,
@@ -24,12 +27,14 @@ from kvpool.handoff import (
 )
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, slab_bytes, write_slab
+from kvpool.memory_direct import fetch
 from kvpool.slabs import SlabId
+from kvpool.transfer_plan import Side
 from kvpool.transport.base import Region, RegionName
 from kvrelay.errors import PeerError
 
-Job = WriteSlab | ScatterSlab | ReplaceSlab
-Outcome = SlabWritten | SlabScattered | SlabReplaced
+Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab
+Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced
 
 
 class Mover:
@@ -89,6 +94,8 @@ class Mover:
                     self._post(self._write(job))
                 case ScatterSlab():
                     self._post(self._scatter(job))
+                case FetchPiece():
+                    self._post(self._fetch(job))
                 case ReplaceSlab(slab_id=slab_id):
                     self._post(self._replace(slab_id))
 
@@ -121,11 +128,10 @@ class Mover:
         size = write_slab(
             self._memory,
             job.tables,
-            job.start,
-            job.tokens,
+            job.piece,
+            job.write,
             fingerprint=self._fingerprint,
             lease_id=job.lent.lease_id,
-            chunk=job.lent.piece,
             window=staging,
         )
         if window is None:
@@ -145,6 +151,8 @@ class Mover:
             header = read_slab(
                 self._memory,
                 job.tables,
+                job.piece,
+                job.write,
                 fingerprint=self._fingerprint,
                 lease_id=filled.lease_id,
                 window=self.regions[filled.slab_id].memory,
@@ -158,6 +166,27 @@ class Mover:
             slab_id=filled.slab_id,
             lease_id=filled.lease_id,
             bytes=size,
+            seconds=time.monotonic() - started_s,
+            error=error,
+        )
+
+    def _fetch(self, job: FetchPiece) -> PieceFetched:
+        started_s, error = time.monotonic(), None
+        try:
+            fetch(
+                self._memory,
+                Side(tables=job.tables, block_size=self._memory.layout.block_size),
+                self._links.connection(job.peer),
+                job.kv,
+                job.source,
+                job.write,
+            )
+        except PeerError as failure:
+            error = str(failure)
+        return PieceFetched(
+            key=job.key,
+            piece=job.piece,
+            bytes=job.write.nbytes,
             seconds=time.monotonic() - started_s,
             error=error,
         )

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvpool.handoff import FromPeer, PeerHello, PeerLost, PeerMessage, SendPeer
+from kvpool.memory import KvMemory
 from kvpool.peer_wire import decode, encode
 from kvpool.transport.base import Callbacks, Connection, Endpoint
 from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
-from kvrelay.errors import PeerError
+from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
@@ -29,8 +31,9 @@ class PeerLinks:
         post: Callable[[FromPeer | PeerLost], None],
         *,
         host: str = LOOPBACK_HOST,
+        memory: KvMemory | None = None,
     ) -> None:
-        self._hello = hello
+        """Peers may read `memory`, the KV pool, where the link can share it."""
         self._post = post
         self._lock = threading.Lock()
         self._by_peer: dict[Incarnation, Connection] = {}
@@ -39,6 +42,15 @@ class PeerLinks:
             on_connect=lambda connection: None, on_message=self._received, on_lost=self._lost
         )
         self.endpoint: Endpoint = open_endpoint(scheme, hello.incarnation, callbacks, host=host)
+        self._hello = replace(hello, kv=replace(hello.kv, region=self._shared(memory)))
+
+    def _shared(self, memory: KvMemory | None) -> str:
+        """The region over the whole pool; empty where the link can't have it."""
+        try:
+            return "" if memory is None else self.endpoint.adopt(memory.flat).name
+        except ConfigError as error:
+            log.info("KV is not read directly: %s", error)
+            return ""
 
     @property
     def incarnation(self) -> Incarnation:
@@ -83,9 +95,9 @@ class PeerLinks:
             connection = self._by_peer.pop(peer, None)
             if connection is not None:
                 self._peer_of.pop(connection, None)
+            self._post(PeerLost(peer=peer, reason=reason))
         if connection is not None:
             connection.close()
-        self._post(PeerLost(peer=peer, reason=reason))
 
     def _admit(self, connection: Connection, peer: Incarnation) -> None:
         with self._lock:
@@ -116,6 +128,7 @@ class PeerLinks:
         elif expected != theirs.incarnation:
             raise PeerError(f"worker {expected} is gone; {theirs.incarnation} is in its place")
         self._check(theirs)
+        self._post(FromPeer(peer=theirs.incarnation, message=theirs))
 
     def _check(self, theirs: PeerHello) -> None:
         ours = self._hello
@@ -124,7 +137,7 @@ class PeerLinks:
             if mine != other:
                 raise PeerError(
                     f"worker {theirs.incarnation} has {name} {other}, this one {mine}: both must "
-                    "run the same kvrelay, model, dtype and block size"
+                    "run the same kvrelay, model and dtype"
                 )
 
     def _drop(self, connection: Connection, reason: str) -> None:
@@ -141,7 +154,9 @@ class PeerLinks:
             if peer is None or self._by_peer.get(peer) is not connection:
                 return
             del self._by_peer[peer]
-        self._post(PeerLost(peer=peer, reason=reason))
+            self._post(
+                PeerLost(peer=peer, reason=reason)
+            )  # before any hello of its next connection
 
     def close(self) -> None:
         self.endpoint.close()

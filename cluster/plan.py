@@ -119,6 +119,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         device_share=device_share(pool, config.workers),
         cpu_threads=pool.cpu_threads,
         transports=config.transfer.transports,
+        handoff=config.transfer.handoff,
         staging_slabs=config.transfer.staging_slabs,
         slab_tokens=config.transfer.slab_tokens,
         lease_ttl_s=config.transfer.lease_ttl,

@@ -17,7 +17,8 @@ class WorkerSettings:
     """`host` is the address to listen on and to publish; `dtype` "auto" is the checkpoint's own.
 
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
-    fixes the size of the pool, else `memory_fraction` of the device decides.
+    fixes the size of the pool, else `memory_fraction` of the device decides. `handoff` is a
+    HandoffMode.
     """
 
     name: str
@@ -37,6 +38,7 @@ class WorkerSettings:
     device_share: int
     cpu_threads: int | None
     transports: tuple[str, ...]
+    handoff: str
     staging_slabs: int
     slab_tokens: int | None
     lease_ttl_s: float

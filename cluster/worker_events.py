@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.step import StepDone
-from kvpool.handoff import FromPeer, PeerLost, SlabReplaced, SlabScattered, SlabWritten
+from kvpool.handoff import (
+    FromPeer,
+    LayersWritten,
+    LinkMeasured,
+    PeerLost,
+    PieceFetched,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+)
 from kvrelay.messages import Counters, ToWorker, WorkerEvent
 
 
@@ -68,6 +77,9 @@ Incoming = (
     | SlabWritten
     | SlabScattered
     | SlabReplaced
+    | PieceFetched
+    | LinkMeasured
+    | LayersWritten
     | Stepped
     | Call
     | Crashed

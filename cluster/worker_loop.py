@@ -30,14 +30,17 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
 from kvpool.blocks import BlockState
 from kvpool.handoff import (
-    CancelTransfer,
-    Committed,
+    TO_PREFILL,
+    FetchPiece,
     FromPeer,
+    LayersWritten,
+    LinkMeasured,
+    PeerHello,
     PeerLost,
+    PieceFetched,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
-    SlabLent,
     SlabReplaced,
     SlabScattered,
     SlabWritten,
@@ -140,12 +143,17 @@ class WorkerLoop:
         match event:
             case FromRouter(stream=stream, message=message):
                 self._from_router(stream, message)
-            case FromPeer(message=SlabLent() | Committed() | CancelTransfer()) | SlabWritten():
-                self._execute(self.prefill.handle(event, time.monotonic()))
-            case FromPeer() | SlabScattered() | SlabReplaced():
-                self._execute(self.decode.handle(event, time.monotonic()))
-            case PeerLost():
+            case FromPeer(message=PeerHello()) | PeerLost():
                 self._both(event)
+            case FromPeer(message=message) if isinstance(message, TO_PREFILL):
+                self._execute(self.prefill.handle(event, _now()))
+            case SlabWritten():
+                self._execute(self.prefill.handle(event, _now()))
+            case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched() | LinkMeasured():
+                self._execute(self.decode.handle(event, _now()))
+            case LayersWritten():
+                if self._stepping is self.prefill:
+                    self._execute(self.prefill.handle(event, _now()))
             case RouterJoined(stream=stream):
                 self._outbox[stream] = []
                 stream.send([], self.counters())
@@ -204,7 +212,7 @@ class WorkerLoop:
         if stream in self._outbox:
             self._outbox[stream].append(ReserveRefused(key=key, at_s=_now(), reason=reason))
 
-    def _both(self, event: Abort | PeerLost | Tick) -> None:
+    def _both(self, event: Abort | FromPeer | PeerLost | Tick) -> None:
         self._execute(self.prefill.handle(event, _now()))
         self._execute(self.decode.handle(event, _now()))
 
@@ -245,7 +253,7 @@ class WorkerLoop:
                     self._emit(events)
                 case SendPeer():
                     self._links.send(command)
-                case WriteSlab() | ScatterSlab() | ReplaceSlab():
+                case WriteSlab() | ScatterSlab() | FetchPiece() | ReplaceSlab():
                     self._mover.put(command)
                 case RunStep():
                     raise AssertionError("a step that was not offered")

@@ -22,12 +22,13 @@ from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
 from kvpool.block_names import BlockNames
-from kvpool.handoff import PeerHello
+from kvpool.handoff import HandoffMode, KvFacts, PeerHello
 from kvpool.leases import LeaseTable
 from kvpool.memory_collate import slab_bytes
 from kvpool.plan import chunk_bytes
 from kvpool.slabs import SlabPool
 from kvpool.tables import BlockTables
+from kvpool.transport import memfd
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
 from prefill_worker.scheduler import PrefillScheduler
@@ -64,7 +65,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     prefill = PrefillScheduler(
         tables=tables,
         chunk_tokens=settings.prefill_chunk_tokens,
-        slab_tokens=_slab_tokens(settings),
+        mode=HandoffMode(settings.handoff),
     )
     decode = _decode_scheduler(settings, engine, tables, mover)
     loop = WorkerLoop(device, tables, prefill, decode, inbox)
@@ -120,6 +121,7 @@ def _load(settings: WorkerSettings) -> Engine:
         block_size=settings.block_size,
         blocks=None,
         limits=limits,
+        allocate=memfd.allocate if settings.device == "cpu" else None,
     )
 
 
@@ -130,9 +132,19 @@ def _links(
         wire_version=WIRE_VERSION,
         incarnation=Incarnation(uuid4().hex),
         fingerprint=engine.facts.fingerprint,
-        physical_format=f"{engine.layout.physical_format()}/slab{_slab_tokens(settings)}",
+        physical_format=engine.layout.dtype,
+        kv=KvFacts(
+            block_size=engine.layout.block_size,
+            blocks=engine.memory.blocks,
+            slab_bytes=_payload_bytes(settings, engine),
+        ),
     )
-    return PeerLinks(settings.transports[0], hello, inbox.put, host=settings.host)
+    link = settings.transports[0]
+    return PeerLinks(link, hello, inbox.put, host=settings.host, memory=engine.memory)
+
+
+def _payload_bytes(settings: WorkerSettings, engine: Engine) -> int:
+    return chunk_bytes(engine.layout, _slab_tokens(settings))
 
 
 def _mover(
@@ -155,12 +167,12 @@ def _mover(
 def _decode_scheduler(
     settings: WorkerSettings, engine: Engine, tables: BlockTables, mover: Mover
 ) -> DecodeScheduler:
-    payload_bytes = chunk_bytes(engine.layout, _slab_tokens(settings))
     receiver = Receiver(
         tables=tables,
-        slabs=SlabPool(payload_bytes, settings.staging_slabs),
+        slabs=SlabPool(_payload_bytes(settings, engine), settings.staging_slabs),
         regions={slab: region.name for slab, region in mover.regions.items()},
         leases=LeaseTable(settings.lease_ttl_s),
+        mode=HandoffMode(settings.handoff),
     )
     longrope = engine.model.longrope
     batch = Batch(

@@ -1,32 +1,41 @@
-"""The decode worker's side of handoffs: reservations, slabs lent to writers, commits. Pure.
+"""The decode worker's side of handoffs: reservations, pieces on their way in, commits. Pure.
 
-It owns two kinds of holds. A reservation leases blocks to the prefill worker until the commit. A
-lent slab is the writer's until it is filled, or fenced, or its lease ends and it is retired.
-Blocks are freed only when no scatter into them is in flight.
+A reservation leases blocks to the prefill worker until the commit; with `pull` it takes them only
+once the prompt's KV is announced, in order of announcement, when there are some. Each piece comes
+through a slab or is read directly, as the link's cost says. Blocks are freed only when no scatter
+or read into them is in flight.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
+from decode_worker.lending import Lending
+from decode_worker.peer_pools import PeerPools
 from decode_worker.reservation import Arrived, Failure, Reservation
+from decode_worker.room import Room
 from engine.step import Command
 from kvpool.handoff import (
     CancelTransfer,
     Commit,
-    ReplaceSlab,
+    HandoffMode,
+    PieceAhead,
+    PieceAwaited,
+    PieceComputed,
+    PieceFetched,
+    PieceRead,
     ScatterSlab,
     SendPeer,
     SlabFilled,
-    SlabLent,
     SlabReplaced,
     SlabScattered,
-    SlabWanted,
 )
 from kvpool.leases import LeaseTable
-from kvpool.slabs import LeaseId, SlabId, SlabPool
+from kvpool.piece import holds
+from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables, Holder
+from kvpool.transfer_plan import Side, Write
+from kvrelay.errors import PeerError
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
 
@@ -39,15 +48,21 @@ class Receiver:
     slabs: SlabPool
     regions: dict[SlabId, str]
     leases: LeaseTable[RequestKey]
+    mode: HandoffMode = HandoffMode.PUSH
     transfers: int = 0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
     freed: list[RequestKey] = field(default_factory=list)
     """Reservations that ended without a commit, and hold nothing any more: for the router."""
+    pools: PeerPools = field(init=False)
+    _lending: Lending = field(init=False)
+    _room: Room = field(init=False)
     _reservations: dict[RequestKey, Reservation] = field(default_factory=dict)
-    _awaiting_slab: deque[SlabWanted] = field(default_factory=deque)
-    _lent: dict[RequestKey, dict[SlabId, LeaseId]] = field(default_factory=dict)
-    """# key |-> slab |-> lease"""
+
+    def __post_init__(self) -> None:
+        self.pools = PeerPools(layout=self.tables.layout, slab_bytes=self.slabs.slab_bytes)
+        self._room = Room(tables=self.tables, mode=self.mode)
+        self._lending = Lending(slabs=self.slabs, regions=self.regions, ttl_s=self.leases.ttl_s)
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._reservations
@@ -57,117 +72,154 @@ class Receiver:
         live = (r for r in self._reservations.values() if not r.cancelled)
         return sum(r.message.spec.sampling.n for r in live)
 
+    # --- blocks ---------------------------------------------------------------------------------
+
     def try_reserve(self, message: Reserve, now_s: float) -> Reservation | None:
-        """Lease blocks for the prompt; None and nothing changed when they have run out."""
-        spec, holder = message.spec, Holder("decode", message.spec.key)
-        prompt_tokens = len(spec.prompt_ids)
-        names = self.tables.chain(spec.tenant, prompt_tokens)
-        names.extend(spec.prompt_ids, prompt_tokens)
-        held_tokens = self.tables.try_open(
-            holder,
-            prompt_tokens + 1,
-            hashes=names.full(prompt_tokens),
-            seen_from=prompt_tokens,
-            now_s=now_s,
-            leased=True,
-        )
-        if held_tokens is None:
+        """None and nothing changed when there are no blocks for the prompt."""
+        spec = message.spec
+        names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
+        names.extend(spec.prompt_ids, len(spec.prompt_ids))
+        holder = Holder("decode", spec.key)
+        reservation = Reservation(message=message, holder=holder, names=names)
+        if not self._room.try_reserve(reservation, now_s):
             return None
-        reservation = Reservation(
-            message=message, holder=holder, names=names, held_tokens=held_tokens
-        )
         self._reservations[spec.key] = reservation
         self.leases.grant(spec.key, now_s)
         return reservation
 
-    # --- slabs ----------------------------------------------------------------------------------
+    @property
+    def awaits_blocks(self) -> bool:
+        """A prompt whose KV is computed waits for room."""
+        return bool(self._room.awaiting_blocks)
 
-    def wanted(self, peer: Incarnation, wanted: SlabWanted, now_s: float) -> list[Command]:
-        reservation = self._reservations.get(wanted.key)
-        if reservation is None or reservation.cancelled:
-            return [self._cancel_at(peer, wanted.key, "no such reservation")]
-        if wanted.bytes > self.slabs.slab_bytes:
-            reason = f"a slab holds {self.slabs.slab_bytes} bytes, {wanted.bytes} were wanted"
-            return [self._cancel_at(peer, wanted.key, reason)]
-        self.leases.renew(wanted.key, now_s)
-        self._awaiting_slab.append(wanted)
-        return self._lend(now_s)
+    def take_blocks(self, now_s: float) -> tuple[list[Command], list[RequestKey]]:
+        """For those that wait, in order, as far as the blocks go; who got them."""
+        commands: list[Command] = []
+        keys = []
+        for reservation in self._room.take(now_s):
+            keys.append(reservation.key)
+            waiting, reservation.awaiting_blocks = reservation.awaiting_blocks, []
+            for ahead, write in waiting:
+                commands += self._choose(reservation, ahead, write, now_s)
+        return commands, keys
 
-    def _lend(self, now_s: float) -> list[Command]:
-        sends: list[Command] = []
-        while self._awaiting_slab:
-            wanted = self._awaiting_slab[0]
-            reservation = self._reservations.get(wanted.key)
-            if reservation is None or reservation.cancelled:
-                self._awaiting_slab.popleft()
-                continue
-            source = reservation.message.source
-            lent = self.slabs.try_lend(source, wanted.bytes, now_s, self.leases.ttl_s)
-            if lent is None:
-                break
-            self._awaiting_slab.popleft()
-            self._lent.setdefault(wanted.key, {})[lent.slab_id] = lent.lease_id
-            answer = SlabLent(
-                key=wanted.key,
-                piece=wanted.piece,
-                slab_id=lent.slab_id,
-                region=self.regions[lent.slab_id],
-                lease_id=lent.lease_id,
-            )
-            sends.append(SendPeer(peer=source, message=answer))
-        return sends
+    # --- pieces ---------------------------------------------------------------------------------
+
+    def ahead(self, peer: Incarnation, ahead: PieceAhead, now_s: float) -> list[Command]:
+        reservation = self._live(ahead.key, peer)
+        if reservation is None:
+            return [self._cancel_at(peer, ahead.key, "no such reservation")]
+        if ahead.number in reservation.announced:
+            return []
+        span = range(reservation.held_tokens, reservation.prompt_tokens)
+        try:
+            write = self.pools.write_of(ahead, span)
+        except PeerError as error:
+            return [self._cancel_at(peer, ahead.key, str(error))]
+        self.leases.renew(ahead.key, now_s)
+        reservation.announced.add(ahead.number)
+        if not self._room.want(reservation):
+            reservation.awaiting_blocks.append((ahead, write))
+            return []
+        return self._choose(reservation, ahead, write, now_s)
+
+    def _live(self, key: RequestKey, peer: Incarnation) -> Reservation | None:
+        reservation = self._reservations.get(key)
+        if reservation is None or reservation.cancelled or reservation.message.source != peer:
+            return None
+        return reservation
+
+    def _choose(
+        self, reservation: Reservation, ahead: PieceAhead, write: Write, now_s: float
+    ) -> list[Command]:
+        """Through a slab, or directly."""
+        peer, tables = reservation.message.source, self.tables.tables(reservation.holder)
+        own = Side(tables=tables, block_size=self.tables.layout.block_size)
+        assert holds(own, write), f"{ahead.key} lacks blocks for {ahead.piece}"
+        try:
+            fetch = self.pools.direct(peer, ahead, write, tables)
+        except PeerError as error:
+            return [self._cancel_at(peer, ahead.key, str(error))]
+        if fetch is None:
+            reservation.collated[ahead.number] = (ahead, write)
+            self._lending.ask(peer, ahead, write.nbytes)
+            return [*self._lending.lend(now_s)]
+        reservation.direct[ahead.number] = fetch
+        awaited = PieceAwaited(key=ahead.key, piece=ahead.number)
+        return [SendPeer(peer=peer, message=awaited)]
 
     def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:
         """A late writer's slab is ignored: its lease is not current."""
-        is_lent = self._lent.get(filled.key, {}).get(filled.slab_id) == filled.lease_id
-        if not is_lent or not self.slabs.mark_filled(filled.slab_id, filled.lease_id):
+        number = self._lending.try_fill(filled)
+        if number is None:
             return []
-        self._forget_slab(filled.key, filled.slab_id)
         reservation = self._reservations.get(filled.key)
         if reservation is None or reservation.cancelled:
             self.slabs.release(filled.slab_id, filled.lease_id)
-            return self._lend(now_s)
+            return [*self._lending.lend(now_s)]
         self.leases.renew(filled.key, now_s)
-        reservation.scattering += 1
-        return [ScatterSlab(filled=filled, tables=self.tables.tables(reservation.holder))]
+        reservation.moving += 1
+        ahead, write = reservation.collated.pop(number)
+        tables = self.tables.tables(reservation.holder)
+        return [ScatterSlab(filled=filled, piece=ahead.piece, write=write, tables=tables)]
 
     def scattered(self, done: SlabScattered, now_s: float) -> tuple[list[Command], list[Failure]]:
         """The slab is free again."""
         self.slabs.release(done.slab_id, done.lease_id)
-        commands = self._lend(now_s)
+        commands: list[Command] = [*self._lending.lend(now_s)]
+        ended, failures = self._landed(done, now_s)
+        return commands + ended, failures
+
+    def computed(self, peer: Incarnation, computed: PieceComputed, now_s: float) -> list[Command]:
+        """A piece that was awaited may be read."""
+        reservation = self._live(computed.key, peer)
+        fetch = reservation.direct.pop(computed.piece, None) if reservation else None
+        if reservation is None or fetch is None:
+            return []
+        self.leases.renew(computed.key, now_s)
+        reservation.moving += 1
+        return [fetch]
+
+    def fetched(self, done: PieceFetched, now_s: float) -> tuple[list[Command], list[Failure]]:
+        """The prefill worker is told: only it knows that the blocks were still the request's."""
         reservation = self._reservations[done.key]
-        reservation.scattering -= 1
+        peer = reservation.message.source
+        if done.error is not None:
+            self.pools.forget_cost(peer)
+        ended, failures = self._landed(done, now_s)
+        if reservation.cancelled:
+            return ended, failures
+        return [SendPeer(peer=peer, message=PieceRead(key=done.key, piece=done.piece))], []
+
+    def _landed(
+        self, done: SlabScattered | PieceFetched, now_s: float
+    ) -> tuple[list[Command], list[Failure]]:
+        reservation = self._reservations[done.key]
+        reservation.moving -= 1
         if reservation.cancelled:
             self._free_if_quiet(reservation)
-            return commands, []
+            return [], []
         if done.error is not None:
-            commands += self.cancel(done.key, done.error, now_s)
-            return commands, [Failure(done.key, "transfer_failed", done.error)]
-        reservation.scattered += 1
+            cancelled = self.cancel(done.key, done.error, now_s)
+            return cancelled, [Failure(done.key, "transfer_failed", done.error)]
+        reservation.landed += 1
         self.transfers += 1
         self.transfer_bytes += done.bytes
         self.transfer_s += done.seconds
-        return commands, []
-
-    def _forget_slab(self, key: RequestKey, slab_id: SlabId) -> None:
-        lent = self._lent.get(key)
-        if lent is not None:
-            lent.pop(slab_id, None)
-            if not lent:
-                del self._lent[key]
+        return [], []
 
     def replaced(self, event: SlabReplaced, now_s: float) -> list[Command]:
-        self.regions[event.slab_id] = event.region
-        self.slabs.replaced(event.slab_id)
-        return self._lend(now_s)
+        self._lending.replaced(event)
+        return [*self._lending.lend(now_s)]
 
     # --- endings --------------------------------------------------------------------------------
 
     def commit(self, commit: Commit, now_s: float) -> None:
         reservation = self._reservations.get(commit.key)
-        if reservation is not None:
+        if reservation is not None and not reservation.cancelled:
             self.leases.renew(commit.key, now_s)
             reservation.commit = commit
+            self._room.want(reservation)
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""
@@ -175,9 +227,11 @@ class Receiver:
             self._reservations[key].stopped.add(choice)
 
     def take_complete(self, key: RequestKey) -> Arrived | None:
-        """Once all pieces are scattered and committed: the blocks are the running request's."""
+        """Once all pieces have landed and are committed: the blocks are the running request's."""
         reservation = self._reservations.get(key)
-        if reservation is None or (arrived := reservation.arrived()) is None:
+        if reservation is None or reservation.holder not in self.tables:
+            return None
+        if (arrived := reservation.arrived()) is None:
             return None
         del self._reservations[key]
         self.leases.end(key)
@@ -190,8 +244,7 @@ class Receiver:
         if reservation is None or reservation.cancelled:
             return []
         self._end(reservation)
-        for slab_id, lease_id in self._lent.get(key, {}).items():
-            self.slabs.begin_fence(slab_id, lease_id, now_s, self.leases.ttl_s)
+        self._lending.begin_fence(key, now_s)
         return [self._cancel_at(reservation.message.source, key, reason)]
 
     @staticmethod
@@ -200,20 +253,21 @@ class Receiver:
 
     def fenced(self, key: RequestKey, now_s: float) -> list[Command]:
         """The writer says that it stopped, asked or by itself: its slabs and blocks are free."""
-        for slab_id, lease_id in self._lent.pop(key, {}).items():
-            self.slabs.fence_acknowledged(slab_id, lease_id)
+        self._lending.fenced(key)
         reservation = self._reservations.get(key)
         if reservation is not None and not reservation.cancelled:
             self._end(reservation)
-        return self._lend(now_s)
+        return [*self._lending.lend(now_s)]
 
     def _end(self, reservation: Reservation) -> None:
         reservation.cancelled = True
         self.leases.end(reservation.key)
+        self._lending.forget_asked(reservation.key)
+        self._room.forget(reservation)
         self._free_if_quiet(reservation)
 
     def _free_if_quiet(self, reservation: Reservation) -> None:
-        if reservation.scattering == 0:
+        if reservation.moving == 0:
             key = reservation.key
             del self._reservations[key]
             self.tables.release(reservation.holder)
@@ -222,16 +276,14 @@ class Receiver:
     def renew(self, keys: tuple[RequestKey, ...], now_s: float) -> None:
         for key in keys:
             if self.leases.renew(key, now_s):
-                for lease_id in self._lent.get(key, {}).values():
-                    self.slabs.renew(lease_id, now_s, self.leases.ttl_s)
+                self._lending.renew(key, now_s)
 
     def expire(self, now_s: float) -> tuple[list[Command], list[Failure]]:
         """Ends what nobody renewed: reservations fail, silent writers' slabs are retired."""
-        commands: list[Command] = []
         silent = dict.fromkeys(self.leases.expire(now_s))
-        for expired in self.slabs.expire(now_s):
-            silent |= dict.fromkeys(self._forget_lease(expired.slab_id))
-            commands.append(ReplaceSlab(slab_id=expired.slab_id))
+        replaced, keys = self._lending.expire(now_s)
+        silent |= dict.fromkeys(keys)
+        commands: list[Command] = [*replaced]
         failures = []
         for key in silent:
             message = f"no progress from the prefill worker in {self.leases.ttl_s:g} s"
@@ -242,27 +294,17 @@ class Receiver:
         return commands, failures
 
     def peer_lost(self, peer: Incarnation, reason: str) -> tuple[list[Command], list[Failure]]:
-        """Declared dead is not gone: what it may still write to is retired, not reused."""
+        self.pools.lost(peer)
         failures = []
         for reservation in list(self._reservations.values()):
             if reservation.message.source == peer and not reservation.cancelled:
                 failures.append(Failure(reservation.key, "peer_lost", reason))
                 self._end(reservation)
-        commands: list[Command] = []
-        for lost in self.slabs.holder_lost(peer):
-            self._forget_lease(lost.slab_id)
-            commands.append(ReplaceSlab(slab_id=lost.slab_id))
-        return commands, failures
-
-    def _forget_lease(self, slab_id: SlabId) -> list[RequestKey]:
-        """Whose slab it was: a piece lost with it never comes."""
-        keys = [key for key, lent in self._lent.items() if slab_id in lent]
-        for key in keys:
-            self._forget_slab(key, slab_id)
-        return keys
+        return [*self._lending.peer_lost(peer)], failures
 
     def validate(self) -> None:
-        self.slabs.validate()
+        self._lending.validate()
         live = {key for key, r in self._reservations.items() if not r.cancelled}
         assert all(key in self.leases for key in live), "a reservation without a lease"
         assert len(self.leases) == len(live), "a lease without a reservation"
+        assert {r.key for r in self._room.awaiting_blocks} <= live, "blocks for what is over"

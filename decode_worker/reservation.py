@@ -5,22 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpool.block_names import HashChain
-from kvpool.handoff import Commit, Committed, SendPeer
+from kvpool.handoff import Commit, Committed, FetchPiece, PieceAhead, SendPeer
 from kvpool.tables import Holder
+from kvpool.transfer_plan import Write
 from kvrelay.messages import Reserve
 from kvrelay.types import RequestKey
 
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """`stopped` are choices that nobody wants more of; the first `held_tokens` are cached here."""
+    """`stopped` are choices that nobody wants more of; the first `held_tokens` are cached here.
+
+    A piece is announced, waits for blocks (`pull`), and comes in one of two ways; `moving` counts
+    the scatters and reads that touch the blocks just now.
+    """
 
     message: Reserve
     holder: Holder
     names: HashChain
     held_tokens: int = 0
-    scattering: int = 0
-    scattered: int = 0
+    announced: set[int] = field(default_factory=set)
+    awaiting_blocks: list[tuple[PieceAhead, Write]] = field(default_factory=list)
+    collated: dict[int, tuple[PieceAhead, Write]] = field(default_factory=dict)
+    direct: dict[int, FetchPiece] = field(default_factory=dict)
+    moving: int = 0
+    landed: int = 0
     commit: Commit | None = None
     stopped: set[int] = field(default_factory=set)
     cancelled: bool = False
@@ -29,10 +38,14 @@ class Reservation:
     def key(self) -> RequestKey:
         return self.message.spec.key
 
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.message.spec.prompt_ids)
+
     def arrived(self) -> Arrived | None:
-        """Once all pieces are scattered and committed."""
+        """Once all pieces have landed and are committed."""
         commit = self.commit
-        if self.cancelled or commit is None or self.scattering or self.scattered != commit.pieces:
+        if self.cancelled or commit is None or self.moving or self.landed != commit.pieces:
             return None
         return Arrived(
             message=self.message,

@@ -16,12 +16,16 @@ from engine.step import Command, Emit, Sampled, StepDone, StepWanted, Tick
 from kvpool.handoff import (
     Commit,
     FromPeer,
+    LinkMeasured,
+    PeerHello,
     PeerLost,
+    PieceAhead,
+    PieceComputed,
+    PieceFetched,
     RenewLeases,
     SlabFilled,
     SlabReplaced,
     SlabScattered,
-    SlabWanted,
     TransferCancelled,
 )
 from kvrelay.messages import (
@@ -47,6 +51,8 @@ Event = (
     | StepDone
     | FromPeer
     | PeerLost
+    | LinkMeasured
+    | PieceFetched
     | SlabScattered
     | SlabReplaced
     | Tick
@@ -65,6 +71,8 @@ class DecodeScheduler:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
+        if self.receiver.awaits_blocks and not self.batch.lacks_blocks:
+            commands += self._take_blocks(now_s)
         freed, self.receiver.freed = self.receiver.freed, []
         released = tuple(Released(key=key, at_s=now_s) for key in freed)
         return [*commands, Emit(events=released)] if released else commands
@@ -89,6 +97,13 @@ class DecodeScheduler:
                 commands, failures = self.receiver.scattered(event, now_s)
                 failed = self._failed(failures, now_s)
                 return [*commands, *failed, *self._join_if_complete(key, now_s)]
+            case PieceFetched(key=key):
+                commands, failures = self.receiver.fetched(event, now_s)
+                failed = self._failed(failures, now_s)
+                return [*commands, *failed, *self._join_if_complete(key, now_s)]
+            case LinkMeasured(peer=peer, cost=cost):
+                self.receiver.pools.measured(peer, cost)
+                return []
             case SlabReplaced():
                 return self.receiver.replaced(event, now_s)
             case PeerLost(peer=peer, reason=reason):
@@ -121,7 +136,8 @@ class DecodeScheduler:
 
     def _generate(self, spec: RequestSpec, now_s: float) -> list[Command]:
         refusal = self._refusal(spec)
-        if refusal is None and not self.batch.try_enqueue(spec, now_s):
+        waits = self.receiver.awaits_blocks  # what was computed already comes first
+        if refusal is None and (waits or not self.batch.try_enqueue(spec, now_s)):
             refusal = "kv_exhausted"
         if refusal is not None:
             return [self._refused(spec.key, refusal, now_s)]
@@ -137,8 +153,13 @@ class DecodeScheduler:
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
         match event.message:
-            case SlabWanted() as wanted:
-                return self.receiver.wanted(event.peer, wanted, now_s)
+            case PeerHello(kv=kv):
+                self.receiver.pools.met(event.peer, kv)
+                return []
+            case PieceAhead() as ahead:
+                return self.receiver.ahead(event.peer, ahead, now_s)
+            case PieceComputed() as computed:
+                return self.receiver.computed(event.peer, computed, now_s)
             case SlabFilled() as filled:
                 return self.receiver.filled(filled, now_s)
             case Commit() as commit:
@@ -151,6 +172,10 @@ class DecodeScheduler:
                 return []
             case _:
                 return []
+
+    def _take_blocks(self, now_s: float) -> list[Command]:
+        commands, keys = self.receiver.take_blocks(now_s)
+        return [*commands, *(c for key in keys for c in self._join_if_complete(key, now_s))]
 
     def _join_if_complete(self, key: RequestKey, now_s: float) -> list[Command]:
         arrived = self.receiver.take_complete(key)

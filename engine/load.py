@@ -16,7 +16,7 @@ from engine.self_check import check_against_eager
 from engine.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.step import StepBatch
 from kvpool.layout import KvLayout
-from kvpool.memory import KvMemory
+from kvpool.memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
 
 
@@ -28,8 +28,10 @@ def load_engine(
     block_size: int,
     blocks: int | None,
     limits: EngineLimits,
+    allocate: Allocate | None = None,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
+    `allocate` gives the KV pool's memory, on `device`; None takes plain memory.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
@@ -57,7 +59,7 @@ def load_engine(
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )
         sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
-        return build(KvMemory(layout, sizing.blocks, torch.device(device)), sizing)
+        return build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
 
 
 @contextmanager
@@ -65,9 +67,10 @@ def _memory_errors(device: str) -> Iterator[None]:
     """An allocation that fails becomes a ModelError that says what to lower."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         text = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in text:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError | OSError)
+        if not out_of_memory and "allocate memory" not in text:
             raise
         raise ModelError(
             f"the memory of {device} is too small ({' '.join(text.split())}): lower kv_memory, "

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import Scores
+from engine.layer_marks import LayerMarks
 from engine.plan import ChunkPlan, DecodeBucket, GroupPlan, StepPlan
 from kvpool.memory import KvMemory
 
@@ -25,6 +26,7 @@ class PagedAttention:
     memory: KvMemory
     plan: StepPlan
     places: dict[int, tuple[int, int]]
+    marks: LayerMarks | None = None
 
     def attend(
         self,
@@ -40,6 +42,8 @@ class PagedAttention:
         fresh_k, fresh_v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         keys.index_copy_(0, plan.slots, fresh_k)
         values.index_copy_(0, plan.slots, fresh_v)
+        if self.marks is not None:
+            self.marks.wrote(layer)
         paged = _Layer(keys, values, self.memory.layout.block_size, key[0], value[0], scores)
         return _join(_attend(paged, plan, query[0].transpose(0, 1)))
 

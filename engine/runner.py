@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.layer_marks import LayerMarks, LayerWatch
 from engine.longrope import LongRope
 from engine.model import Model
 from engine.paged import PagedAttention
@@ -48,6 +49,7 @@ class Engine:
         self.facts = facts
         self.sizing = sizing
         self._planner = Planner(memory.layout, model.device, model.dtype, needs_masks)
+        self._watch = LayerWatch() if model.device.type == "cuda" else None
         self._places = {
             layer: (g, i)
             for g, group in enumerate(memory.layout.groups)
@@ -58,23 +60,31 @@ class Engine:
     def layout(self) -> KvLayout:
         return self.memory.layout
 
-    def run(self, batch: StepBatch) -> StepOutcome:
-        """Writes the KV of every slice and samples where the batch asks for it."""
+    def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
+        """Writes the KV of every slice and samples where the batch asks for it.
+
+        A layer of `marks` is told once it has all slices' KV, and before this returns.
+        """
         wanted = [piece.samples for piece in batch.slices]
-        tokens = iter(sample(self.logits(batch), [s for s in wanted if s]))
+        if marks is not None and self._watch is not None:
+            marks = self._watch.behind(marks)
+        tokens = iter(sample(self.logits(batch, marks), [s for s in wanted if s]))
+        if self._watch is not None:
+            self._watch.drain()
         return StepOutcome(sampled=tuple(next(tokens) if s else () for s in wanted))
 
-    def logits(self, batch: StepBatch) -> torch.Tensor:
+    def logits(self, batch: StepBatch, marks: LayerMarks | None = None) -> torch.Tensor:
         """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order."""
         if self.model.longrope is None:
-            return self._forward(batch.slices)
+            return self._forward(batch.slices, marks)
         return self._forward_apart(self.model.longrope, batch.slices)
 
     def copy_blocks(self, pairs: CopyPairs) -> None:
         self.memory.copy_blocks(pairs)
 
     def _forward_apart(self, rope: LongRope, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        """Short and long sequences run in calls of their own; the logits come back in order."""
+        """Short and long sequences run in calls of their own; the logits come back in order. No
+        layer has all slices' KV before the last call."""
         parts, places = [], []
         for is_long in (False, True):
             picked = [i for i, s in enumerate(slices) if rope.needs_long(s) == is_long]
@@ -86,7 +96,9 @@ class Engine:
         order = sorted(range(len(places)), key=places.__getitem__)
         return torch.cat(parts)[order]
 
-    def _forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    def _forward(
+        self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None
+    ) -> torch.Tensor:
         plan = self._planner.plan(slices)
-        state = PagedAttention(self.memory, plan, self._places)
+        state = PagedAttention(self.memory, plan, self._places, marks)
         return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()

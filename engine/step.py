@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpool.handoff import ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
+from kvpool.handoff import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
 from kvpool.tables import CopyPairs
 from kvrelay.messages import WorkerEvent
@@ -91,10 +91,14 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStep:
-    """Make the copies, then run the batch; its outcome comes back as StepDone."""
+    """Make the copies, then run the batch; its outcome comes back as StepDone.
+
+    LayersWritten comes for each layer of `layer_marks` once its KV is written.
+    """
 
     batch: StepBatch
     copies: tuple[CopyPairs, ...] = ()
+    layer_marks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,4 +108,4 @@ class Emit:
     events: tuple[WorkerEvent, ...]
 
 
-Command = RunStep | Emit | SendPeer | WriteSlab | ScatterSlab | ReplaceSlab
+Command = RunStep | Emit | SendPeer | WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab

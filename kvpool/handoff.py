@@ -1,41 +1,85 @@
 """How a prefill and a decode worker hand one request over, as values. Pure.
 
     prefill worker                          decode worker
-      SlabWanted(piece)  ------------------>  lends a slab when one is free
-                         <------------------  SlabLent(piece)
+      PeerHello  <----------------------->  PeerHello       once per connection
+      PieceAhead(piece, its blocks) ------>  chooses the way; collated:
+                         <------------------  SlabLent(piece), when a slab is free
       gathers, writes, SlabFilled  -------->  scatters into the blocks it reserved
+                                             or direct:
+                         <------------------  PieceAwaited(piece)
+      PieceComputed(piece)  --------------->  reads it into the blocks it reserved
+                         <------------------  PieceRead(piece)
       Commit(first tokens)  --------------->  joins the running batch
       frees its blocks   <------------------  Committed
+
+With `push` pieces are announced before they are computed and the decode worker holds its blocks
+from the reservation on; with `pull` they are announced once all is computed, and the decode worker
+takes blocks then, when it has some.
 
 Either side may end it early: the decode worker says CancelTransfer, the prefill worker says
 TransferCancelled once no write of it is in flight. That is the fence: until it comes (or the lease
 ends and the slab is retired), the slab is not reused.
+
+Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
+but they can't be used: Commit follows PieceRead, so the owner still held every block when it heard
+that the last of them had been read, however late anyone is. Without Commit no request joins; what
+was read lies in blocks that the reader reserved for this request alone, and frees when no read is
+in flight. So neither side waits for the other before it frees blocks, and no clock is trusted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from kvpool.layout import Tables
+from kvpool.link_cost import LinkCost
+from kvpool.piece import Piece, PieceBlocks
 from kvpool.slabs import LeaseId, SlabId
+from kvpool.transfer_plan import Side, Write
 from kvrelay.types import Incarnation, RequestKey
+
+
+class HandoffMode(StrEnum):
+    PUSH = "push"
+    PULL = "pull"
+
 
 # --- between peers ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvFacts:
+    """What a peer must know of this worker's KV memory: its pool, and what one slab holds.
+
+    `region` is the whole pool's, as the link calls it; empty where the link can't read it.
+    """
+
+    block_size: int
+    blocks: int
+    slab_bytes: int
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHello:
+    """`physical_format` is what both sides must share of how a value is stored: the dtype."""
+
     wire_version: int
     incarnation: Incarnation
     fingerprint: str
     physical_format: str
+    kv: KvFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlabWanted:
+class PieceAhead:
+    """`number` counts the request's pieces; `held` are the sender's blocks, fixed until the end."""
+
     key: RequestKey
-    piece: int
-    bytes: int
+    number: int
+    piece: Piece
+    held: tuple[PieceBlocks, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +97,26 @@ class SlabFilled:
     piece: int
     slab_id: SlabId
     lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceAwaited:
+    """Not into a slab: say when it is computed, it will be read where it lies."""
+
+    key: RequestKey
+    piece: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceComputed:
+    key: RequestKey
+    piece: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceRead:
+    key: RequestKey
+    piece: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +153,21 @@ class RenewLeases:
 
 PeerMessage = (
     PeerHello
-    | SlabWanted
+    | PieceAhead
     | SlabLent
     | SlabFilled
+    | PieceAwaited
+    | PieceComputed
+    | PieceRead
     | Commit
     | Committed
     | CancelTransfer
     | TransferCancelled
     | RenewLeases
 )
+
+TO_PREFILL = (SlabLent, PieceAwaited, PieceRead, Committed, CancelTransfer)
+"""What a decode worker says; all but the hello, which either says, is the prefill worker's."""
 
 
 # --- a worker's own events and commands ---------------------------------------------------------
@@ -129,6 +199,21 @@ class SlabWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasured:
+    """What the link to a connected peer costs; until it is known slabs are used."""
+
+    peer: Incarnation
+    cost: LinkCost
+
+
+@dataclass(frozen=True, slots=True)
+class LayersWritten:
+    """The running step has written the KV of all layers up to this one."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlabScattered:
     """The transfer thread has checked and scattered a slab (`error` None), or refused it."""
 
@@ -136,6 +221,17 @@ class SlabScattered:
     piece: int
     slab_id: SlabId
     lease_id: LeaseId
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceFetched:
+    """The transfer thread has read a piece out of the peer's blocks, or failed."""
+
+    key: RequestKey
+    piece: int
     bytes: int
     seconds: float
     error: str | None = None
@@ -152,13 +248,13 @@ class SendPeer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSlab:
-    """Gather tokens `[start, start + tokens)` and write them into the lent slab."""
+    """Gather a piece out of the blocks of `tables` and write it into the lent slab."""
 
     peer: Incarnation
     lent: SlabLent
+    piece: Piece
+    write: Write
     tables: Tables
-    start: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +262,21 @@ class ScatterSlab:
     """Check a filled slab and scatter it into this worker's own blocks."""
 
     filled: SlabFilled
+    piece: Piece
+    write: Write
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPiece:
+    """Read a piece from `source`, slots of the peer's pool `kv`, into this worker's own blocks."""
+
+    peer: Incarnation
+    key: RequestKey
+    piece: int
+    write: Write
+    kv: KvFacts
+    source: Side
     tables: Tables
 
 

@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvpool.layout import KvLayout
+from kvpool.pool_map import PoolMap
 from kvpool.tables import CopyPairs
+
+Allocate = Callable[[int], torch.Tensor]
+"""Zeros, uint8 `[bytes]`, on the device that the KV is to be on."""
 
 
 class KvMemory:
-    """One tensor per (layer group, plane): `[layers, slots, heads, dim]`, slot = block x size."""
+    """One tensor per (layer group, plane): `[layers, slots, heads, dim]`, slot = block x size.
 
-    def __init__(self, layout: KvLayout, blocks: int, device: torch.device | str) -> None:
+    All are views of `flat`, uint8 `[bytes]`, laid out as PoolMap says, so that a link which can
+    share memory shares them all as one region. `allocate` None takes plain memory of `device`.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        blocks: int,
+        device: torch.device | str,
+        allocate: Allocate | None = None,
+    ) -> None:
+        nbytes = PoolMap(layout=layout, blocks=blocks).nbytes
+        if allocate is None:
+            flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        else:
+            flat = allocate(nbytes)
+        self._lay_out(layout, blocks, flat)
+
+    @classmethod
+    def over(cls, layout: KvLayout, blocks: int, flat: torch.Tensor) -> KvMemory:
+        """A pool that lies in `flat` already, such as a peer's seen through a window."""
+        memory = cls.__new__(cls)
+        memory._lay_out(layout, blocks, flat)
+        return memory
+
+    def _lay_out(self, layout: KvLayout, blocks: int, flat: torch.Tensor) -> None:
         self.layout = layout
         self.blocks = blocks
-        self.device = torch.device(device)
-        dtype = getattr(torch, layout.dtype)
-        slots = blocks * layout.block_size
+        self.flat = flat
+        self.device = flat.device
+        self.map = PoolMap(layout=layout, blocks=blocks)
+        assert flat.numel() == self.map.nbytes, (flat.numel(), self.map.nbytes)
         # layer group |-> plane |-> [layers, slots, heads, dim]
         self.planes: list[list[torch.Tensor]] = [
-            [
-                torch.zeros(
-                    len(group.layers), slots, plane.heads, plane.dim, dtype=dtype, device=device
-                )
-                for plane in group.planes
-            ]
-            for group in layout.groups
+            [self._plane(group, plane) for plane in range(len(spec.planes))]
+            for group, spec in enumerate(layout.groups)
         ]
+
+    def _plane(self, group: int, plane: int) -> torch.Tensor:
+        spec = self.layout.groups[group]
+        start, nbytes = self.map.offset(group, plane), self.map.plane_bytes(group, plane)
+        values = self.flat[start : start + nbytes].view(getattr(torch, self.layout.dtype))
+        shape = spec.planes[plane]
+        return values.view(len(spec.layers), self.map.slots, shape.heads, shape.dim)
 
     def layer(self, group: int, index: int) -> list[torch.Tensor]:
         """The planes `[slots, heads, dim]` of the group's `index`-th layer."""

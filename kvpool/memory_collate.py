@@ -1,5 +1,5 @@
-"""Collation of a chunk of tokens, all layers and heads: between the paged pool and one slab with
-its header. Runs in the worker that owns the blocks.
+"""One piece of a handoff between the paged pool and one slab with its header. Runs in the worker
+that owns the blocks; the slab may be another process's, seen through a window.
 """
 
 from __future__ import annotations
@@ -9,24 +9,11 @@ import torch
 from kvpool.layout import KvLayout, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.piece import Piece
 from kvpool.plan import chunk_bytes
 from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
-from kvpool.transfer_plan import Side, whole_write
+from kvpool.transfer_plan import Side, Write
 from kvrelay.errors import PeerError
-
-
-def gather(memory: KvMemory, tables: Tables, start: int, tokens: int, out: torch.Tensor) -> None:
-    """Tokens `[start, start + tokens)` into `out`, uint8 `[chunk_bytes(layout, tokens)]`."""
-    assert out.numel() == chunk_bytes(memory.layout, tokens), (out.numel(), tokens)
-    gather_write(memory, _side(memory, tables), whole_write(memory.layout, start, tokens), out)
-
-
-def scatter(
-    memory: KvMemory, tables: Tables, start: int, tokens: int, source: torch.Tensor
-) -> None:
-    """The inverse of `gather`. Only the owner of the blocks calls it."""
-    assert source.numel() == chunk_bytes(memory.layout, tokens), (source.numel(), tokens)
-    scatter_write(memory, _side(memory, tables), whole_write(memory.layout, start, tokens), source)
 
 
 def slab_bytes(layout: KvLayout, tokens: int) -> int:
@@ -37,65 +24,73 @@ def slab_bytes(layout: KvLayout, tokens: int) -> int:
 def write_slab(
     memory: KvMemory,
     tables: Tables,
-    start: int,
-    tokens: int,
+    piece: Piece,
+    write: Write,
     *,
     fingerprint: str,
     lease_id: int,
-    chunk: int,
     window: torch.Tensor,
 ) -> int:
-    """Gather into a lent slab and put the header before it; returns the bytes used.
+    """Gather `write`, which is `piece`'s, into a lent slab and put the header before it.
 
-    `window` is CPU uint8, at least `slab_bytes(layout, tokens)` long.
+    `window` is CPU uint8 with room for both; returns the bytes used.
     """
-    nbytes = chunk_bytes(memory.layout, tokens)
-    payload = window[HEADER_BYTES : HEADER_BYTES + nbytes]
-    assert payload.numel() == nbytes, (window.numel(), nbytes)
-    gather(memory, tables, start, tokens, payload)
+    payload = window[HEADER_BYTES : HEADER_BYTES + write.nbytes]
+    assert payload.numel() == write.nbytes, (window.numel(), write.nbytes)
+    gather_write(memory, _side(memory, tables), write, payload)
     header = SlabHeader(
         fingerprint=fingerprint,
         dtype=memory.layout.dtype,
         lease_id=lease_id,
-        chunk=chunk,
-        start=start,
-        tokens=tokens,
-        payload_bytes=nbytes,
+        piece=piece,
+        payload_bytes=write.nbytes,
         checksum=checksum(_buffer(payload)),
     )
     window[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
-    return HEADER_BYTES + nbytes
+    return HEADER_BYTES + write.nbytes
 
 
 def read_slab(
-    memory: KvMemory, tables: Tables, *, fingerprint: str, lease_id: int, window: torch.Tensor
+    memory: KvMemory,
+    tables: Tables,
+    piece: Piece,
+    write: Write,
+    *,
+    fingerprint: str,
+    lease_id: int,
+    window: torch.Tensor,
 ) -> SlabHeader:
-    """Check a filled slab and scatter it. Raises PeerError, with no block touched, if it is not
-    whole, or not of this model, layout and lease."""
+    """Check that a filled slab is `write`, the reader's own cut of `piece`, and scatter it.
+
+    Raises PeerError, with no block touched, if it is not whole, or not of this model, dtype, lease
+    and piece.
+    """
     header = SlabHeader.unpack(bytes(_buffer(window[:HEADER_BYTES])), fingerprint=fingerprint)
-    _check_fits(header, memory.layout, tables, lease_id)
+    _check(header, memory.layout, piece, write, lease_id)
     payload = window[HEADER_BYTES:]
     header.check_payload(_buffer(payload))
-    scatter(memory, tables, header.start, header.tokens, payload[: header.payload_bytes])
+    scatter_write(memory, _side(memory, tables), write, payload[: write.nbytes])
     return header
 
 
-def _check_fits(header: SlabHeader, layout: KvLayout, tables: Tables, lease_id: int) -> None:
+def _check(header: SlabHeader, layout: KvLayout, piece: Piece, write: Write, lease_id: int) -> None:
     if header.lease_id != lease_id:
         raise PeerError(f"slab of lease {header.lease_id}, but {lease_id} is current")
     if header.dtype != layout.dtype:
         raise PeerError(f"slab of {header.dtype}, but the pool holds {layout.dtype}")
-    if header.payload_bytes != chunk_bytes(layout, header.tokens):
+    if header.piece != piece:
+        raise PeerError(f"slab of {_named(header.piece)}, but {_named(piece)} was announced")
+    if header.payload_bytes != write.nbytes:
         raise PeerError(
-            f"slab length {header.payload_bytes} for {header.tokens} tokens; expected "
-            f"{chunk_bytes(layout, header.tokens)} bytes"
+            f"slab length {header.payload_bytes} for {_named(piece)}; its cut has "
+            f"{write.nbytes} bytes"
         )
-    capacity = min(len(table) for table in tables) * layout.block_size
-    if header.start + header.tokens > capacity:
-        raise PeerError(
-            f"slab of tokens [{header.start}, {header.start + header.tokens}), but the request "
-            f"holds blocks for {capacity}"
-        )
+
+
+def _named(piece: Piece) -> str:
+    span = piece.span
+    tokens = f"[{span.start}, {span.start + span.tokens}) of {span.next_position}"
+    return f"write {piece.index} of tokens {tokens}"
 
 
 def _side(memory: KvMemory, tables: Tables) -> Side:

@@ -10,15 +10,21 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
+    KvFacts,
     PeerHello,
     PeerMessage,
+    PieceAhead,
+    PieceAwaited,
+    PieceComputed,
+    PieceRead,
     RenewLeases,
     SlabFilled,
     SlabLent,
-    SlabWanted,
     TransferCancelled,
 )
+from kvpool.piece import Piece, PieceBlocks
 from kvpool.slabs import LeaseId, SlabId
+from kvpool.transfer_plan import TokenSpan
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation, RequestKey
 from kvrelay.v1 import peer_pb2, worker_pb2
@@ -40,15 +46,9 @@ def _encode(message: PeerMessage) -> peer_pb2.PeerMessage:
     pb = peer_pb2
     match message:
         case PeerHello():
-            hello = pb.PeerHello(
-                wire_version=message.wire_version,
-                incarnation=message.incarnation,
-                fingerprint=message.fingerprint,
-                physical_format=message.physical_format,
-            )
-            return pb.PeerMessage(hello=hello)
-        case SlabWanted(key=key, piece=piece, bytes=size):
-            return pb.PeerMessage(slab_wanted=pb.SlabWanted(key=_key(key), piece=piece, bytes=size))
+            return pb.PeerMessage(hello=_hello(message))
+        case PieceAhead():
+            return pb.PeerMessage(piece_ahead=_piece_ahead(message))
         case SlabLent():
             lent = pb.SlabLent(
                 key=_key(message.key),
@@ -66,6 +66,12 @@ def _encode(message: PeerMessage) -> peer_pb2.PeerMessage:
                 lease_id=message.lease_id,
             )
             return pb.PeerMessage(slab_filled=filled)
+        case PieceAwaited(key=key, piece=piece):
+            return pb.PeerMessage(piece_awaited=pb.PieceAwaited(key=_key(key), piece=piece))
+        case PieceComputed(key=key, piece=piece):
+            return pb.PeerMessage(piece_computed=pb.PieceComputed(key=_key(key), piece=piece))
+        case PieceRead(key=key, piece=piece):
+            return pb.PeerMessage(piece_read=pb.PieceRead(key=_key(key), piece=piece))
         case Commit():
             commit = pb.Commit(
                 key=_key(message.key),
@@ -101,16 +107,9 @@ def decode(payload: bytes) -> PeerMessage:
 def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
     match envelope.WhichOneof("message"):
         case "hello":
-            hello = envelope.hello
-            return PeerHello(
-                wire_version=hello.wire_version,
-                incarnation=Incarnation(hello.incarnation),
-                fingerprint=hello.fingerprint,
-                physical_format=hello.physical_format,
-            )
-        case "slab_wanted":
-            wanted = envelope.slab_wanted
-            return SlabWanted(key=_key_of(wanted.key), piece=wanted.piece, bytes=wanted.bytes)
+            return _hello_of(envelope.hello)
+        case "piece_ahead":
+            return _piece_ahead_of(envelope.piece_ahead)
         case "slab_lent":
             lent = envelope.slab_lent
             return SlabLent(
@@ -128,6 +127,15 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
                 slab_id=SlabId(filled.slab_id),
                 lease_id=LeaseId(filled.lease_id),
             )
+        case "piece_awaited":
+            awaited = envelope.piece_awaited
+            return PieceAwaited(key=_key_of(awaited.key), piece=awaited.piece)
+        case "piece_computed":
+            computed = envelope.piece_computed
+            return PieceComputed(key=_key_of(computed.key), piece=computed.piece)
+        case "piece_read":
+            read = envelope.piece_read
+            return PieceRead(key=_key_of(read.key), piece=read.piece)
         case "commit":
             commit = envelope.commit
             return Commit(
@@ -148,3 +156,76 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
             return RenewLeases(keys=tuple(_key_of(key) for key in envelope.renew_leases.keys))
         case _:
             raise PeerError("a peer sent a message of a kind that this version does not know")
+
+
+def _hello(message: PeerHello) -> peer_pb2.PeerHello:
+    kv = message.kv
+    return peer_pb2.PeerHello(
+        wire_version=message.wire_version,
+        incarnation=message.incarnation,
+        fingerprint=message.fingerprint,
+        physical_format=message.physical_format,
+        kv=peer_pb2.KvFacts(
+            block_size=kv.block_size,
+            blocks=kv.blocks,
+            slab_bytes=kv.slab_bytes,
+            region=kv.region,
+        ),
+    )
+
+
+def _hello_of(hello: peer_pb2.PeerHello) -> PeerHello:
+    kv = hello.kv
+    return PeerHello(
+        wire_version=hello.wire_version,
+        incarnation=Incarnation(hello.incarnation),
+        fingerprint=hello.fingerprint,
+        physical_format=hello.physical_format,
+        kv=KvFacts(
+            block_size=kv.block_size,
+            blocks=kv.blocks,
+            slab_bytes=kv.slab_bytes,
+            region=kv.region,
+        ),
+    )
+
+
+def _piece_ahead(message: PieceAhead) -> peer_pb2.PieceAhead:
+    span = message.piece.span
+    return peer_pb2.PieceAhead(
+        key=_key(message.key),
+        number=message.number,
+        start=span.start,
+        tokens=span.tokens,
+        next_position=span.next_position,
+        index=message.piece.index,
+        held=[
+            peer_pb2.PieceBlocks(
+                group=held.group,
+                first=held.first,
+                starts=[start for start, _ in held.runs],
+                counts=[count for _, count in held.runs],
+            )
+            for held in message.held
+        ],
+    )
+
+
+def _piece_ahead_of(message: peer_pb2.PieceAhead) -> PieceAhead:
+    span = TokenSpan(
+        start=message.start, tokens=message.tokens, next_position=message.next_position
+    )
+    return PieceAhead(
+        key=_key_of(message.key),
+        number=message.number,
+        piece=Piece(span=span, index=message.index),
+        held=tuple(_held_of(held) for held in message.held),
+    )
+
+
+def _held_of(held: peer_pb2.PieceBlocks) -> PieceBlocks:
+    """Raises PeerError."""
+    if len(held.starts) != len(held.counts):
+        raise PeerError(f"{len(held.starts)} runs of blocks with {len(held.counts)} lengths")
+    runs = tuple(zip(held.starts, held.counts, strict=True))
+    return PieceBlocks(group=held.group, first=held.first, runs=runs)

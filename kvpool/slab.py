@@ -1,8 +1,8 @@
 """What stands at the head of a slab, so that a foreign, stale or damaged one is never scattered.
 
 [0, 128)                      header, little endian, padded with zeros
-[128, 128 + payload_bytes)    groups one after another; in each, for each layer, for each
-                              plane `[token, head, dim]`
+[128, 128 + payload_bytes)    the sections of a write one after another; in each, for each
+                              layer, for each plane `[token, head, dim]`
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvpool.piece import Piece
+from kvpool.transfer_plan import TokenSpan
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION
 
 HEADER_BYTES = 128
 _MAGIC = b"KVRSLAB\0"
-# magic, version, dtype, fingerprint, lease, chunk, start, tokens, payload bytes, payload checksum
-_FIELDS = struct.Struct("<8sHH16sQIQIQQ")
+# magic, version, dtype, fingerprint, lease; start, tokens and next position of the span, index of
+# the write; payload bytes, payload checksum
+_FIELDS = struct.Struct("<8sHH16sQQQQIQQ")
 _CHECKSUM = struct.Struct("<Q")  # of all that stands before it
 _PADDING = bytes(HEADER_BYTES - _FIELDS.size - _CHECKSUM.size)
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -26,7 +29,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabHeader:
-    """Tokens `[start, start + tokens)` of one sequence, sent as its `chunk`-th slab.
+    """Which piece of a sequence the payload is, and under which lease it was written.
 
     `fingerprint` is the layout's logical fingerprint (32 hex digits), `checksum` the xxh3_64 of
     the payload.
@@ -35,9 +38,7 @@ class SlabHeader:
     fingerprint: str
     dtype: str
     lease_id: int
-    chunk: int
-    start: int
-    tokens: int
+    piece: Piece
     payload_bytes: int
     checksum: int
 
@@ -48,9 +49,10 @@ class SlabHeader:
             _DTYPES.index(self.dtype),
             bytes.fromhex(self.fingerprint),
             self.lease_id,
-            self.chunk,
-            self.start,
-            self.tokens,
+            self.piece.span.start,
+            self.piece.span.tokens,
+            self.piece.span.next_position,
+            self.piece.index,
             self.payload_bytes,
             self.checksum,
         )
@@ -61,9 +63,10 @@ class SlabHeader:
         """Raises PeerError, saying what is wrong, unless it is a whole header for this model."""
         if len(data) < HEADER_BYTES:
             raise PeerError(f"slab header of {len(data)} bytes; it must have {HEADER_BYTES}")
-        magic, version, dtype, theirs, lease_id, chunk, start, tokens, payload_bytes, digest = (
+        magic, version, dtype, theirs, lease_id, *place, payload_bytes, digest = (
             _FIELDS.unpack_from(data)
         )
+        start, tokens, next_position, index = place
         if magic != _MAGIC:
             raise PeerError(f"not a slab: magic {magic!r}")
         if version != WIRE_VERSION:
@@ -78,9 +81,10 @@ class SlabHeader:
             fingerprint=fingerprint,
             dtype=_DTYPES[dtype],
             lease_id=lease_id,
-            chunk=chunk,
-            start=start,
-            tokens=tokens,
+            piece=Piece(
+                span=TokenSpan(start=start, tokens=tokens, next_position=next_position),
+                index=index,
+            ),
             payload_bytes=payload_bytes,
             checksum=digest,
         )

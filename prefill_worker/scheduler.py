@@ -15,12 +15,19 @@ from kvpool.handoff import (
     CancelTransfer,
     Committed,
     FromPeer,
+    HandoffMode,
+    KvFacts,
+    LayersWritten,
+    PeerHello,
     PeerLost,
+    PieceAwaited,
+    PieceRead,
     SendPeer,
     SlabLent,
     SlabWritten,
     TransferCancelled,
 )
+from kvpool.layout import Tables
 from kvpool.tables import BlockTables, Holder
 from kvrelay.messages import Abort, Lifetime, Prefill, Released, RequestFailed, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey
@@ -28,22 +35,34 @@ from prefill_worker.job import Job
 from prefill_worker.prompt_queue import PromptQueue
 from prefill_worker.sender import Sender
 
-Event = Prefill | Abort | StepWanted | StepDone | FromPeer | PeerLost | SlabWritten | Tick
+Event = (
+    Prefill
+    | Abort
+    | StepWanted
+    | StepDone
+    | LayersWritten
+    | FromPeer
+    | PeerLost
+    | SlabWritten
+    | Tick
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillScheduler:
-    """`chunk_tokens` bounds one step's tokens, `slab_tokens` one slab's."""
+    """`chunk_tokens` bounds one step's tokens."""
 
     tables: BlockTables
     chunk_tokens: int
-    slab_tokens: int
+    mode: HandoffMode = HandoffMode.PUSH
     prompt_tokens: int = 0
     transfers: int = 0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
     queue: PromptQueue = field(default_factory=PromptQueue)
     _jobs: dict[RequestKey, Job] = field(default_factory=dict)
+    _peers: dict[Incarnation, KvFacts] = field(default_factory=dict)
+    """Those that are connected and have said hello."""
 
     @property
     def waiting_tokens(self) -> int:
@@ -65,6 +84,8 @@ class PrefillScheduler:
                 return self._next_step(now_s)
             case StepDone():
                 return self._step_done(event, now_s)
+            case LayersWritten(layer=layer):
+                return self._layers_written(layer)
             case SlabWritten():
                 return self._written(event, now_s)
             case FromPeer():
@@ -84,35 +105,41 @@ class PrefillScheduler:
         assert key not in self._jobs, f"{key} is here already"
         sender = Sender(
             message=message,
-            slab_tokens=self.slab_tokens,
-            token_bytes=self.tables.layout.bytes_per_token,
+            layout=self.tables.layout,
+            mode=self.mode,
+            peer=self._peers.get(message.target),
         )
         names = self.tables.chain(message.spec.tenant, len(message.spec.prompt_ids))
         names.extend(message.spec.prompt_ids, len(message.spec.prompt_ids))
         job = Job(sender=sender, holder=Holder("prefill", key), names=names)
         self._jobs[key] = job
         self.queue.add(job)
-        return [Emit(events=(Lifetime(key=key, at_s=now_s, name="prefill_received"),))]
+        received = Emit(events=(Lifetime(key=key, at_s=now_s, name="prefill_received"),))
+        return [received] if sender.peer else [received, sender.renew()]  # connects
 
     def _next_step(self, now_s: float) -> list[Command]:
         chosen = self.queue.pack(self.tables, budget_tokens=self.chunk_tokens, now_s=now_s)
         if not chosen:
             return []
         fresh = [job for job, _ in chosen if not job.started]
-        wants = [*self._wants_of_cached(fresh), *self._wants(chosen)]
+        ahead = [*self._announce_cached(fresh), *self._announce(chosen)]
         slices = tuple(job.slice(take, self.tables.tables(job.holder)) for job, take in chosen)
-        return [*self._started(fresh, now_s), *wants, RunStep(batch=StepBatch(slices=slices))]
+        marks = {m for job, take in chosen for m in job.sender.layer_marks(job.computed + take)}
+        step = RunStep(batch=StepBatch(slices=slices), layer_marks=frozenset(marks))
+        return [*self._started(fresh, now_s), *ahead, step]
 
-    def _wants(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[SendPeer]:
-        """Slabs for what is about to be computed."""
+    def _announce(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[Command]:
+        """What is about to be computed."""
         for job, take in chosen:
-            yield from job.sender.plan(job.computed, job.computed + take)
+            end = job.computed + take
+            yield from job.sender.plan(job.computed, end, self.tables.tables(job.holder))
 
-    def _wants_of_cached(self, fresh: list[Job]) -> Iterator[SendPeer]:
+    def _announce_cached(self, fresh: list[Job]) -> Iterator[Command]:
         """What was found here travels too, and at once."""
         for job in fresh:
-            yield from job.sender.plan(0, job.cached)
-            job.sender.computed(job.cached, self.tables.tables(job.holder))
+            tables = self.tables.tables(job.holder)
+            yield from job.sender.plan(0, job.cached, tables)
+            yield from job.sender.computed(job.cached, tables)
 
     def _started(self, fresh: list[Job], now_s: float) -> list[Command]:
         for job in fresh:
@@ -137,6 +164,16 @@ class PrefillScheduler:
         after = [command for job, _ in ran for command in self._after_chunk(job, now_s)]
         return [Emit(events=tuple(events)), *after]
 
+    def _layers_written(self, layer: int) -> list[Command]:
+        running = ((job, take) for job, take in self.queue.on_device if job.cancelled is None)
+        return [
+            move
+            for job, take in running
+            for move in job.sender.layers_written(
+                job.computed + take, layer, self.tables.tables(job.holder)
+            )
+        ]
+
     # --- handoff --------------------------------------------------------------------------------
 
     def _after_chunk(self, job: Job, now_s: float) -> list[Command]:
@@ -152,12 +189,28 @@ class PrefillScheduler:
         match event.message:
             case SlabLent(key=key) as lent if (job := self._live(key, event.peer)) is not None:
                 return [*job.sender.lent(lent, self.tables.tables(job.holder))]
+            case PieceAwaited(key=key, piece=piece) if job := self._live(key, event.peer):
+                return [*job.sender.awaited(piece, self.tables.tables(job.holder))]
+            case PieceRead(key=key, piece=piece) if job := self._live(key, event.peer):
+                job.sender.read(piece)
+                return self._commit_if_ready(job)
+            case PeerHello(kv=kv):
+                return self._met(event.peer, kv)
             case Committed(key=key) if (job := self._live(key, event.peer)) is not None:
                 return self._gone(key, now_s) if job.committing else []
             case CancelTransfer(key=key, reason=reason):
                 return self._cancelled_by(event.peer, key, reason, now_s)
             case _:
                 return []
+
+    def _met(self, peer: Incarnation, kv: KvFacts) -> list[Command]:
+        self._peers[peer] = kv
+        jobs = [job for job in self._jobs.values() if self._live(job.key, peer)]
+        return [ahead for job in jobs for ahead in job.sender.met(kv, self._tables(job))]
+
+    def _tables(self, job: Job) -> Tables:
+        """None yet for one that waits: nothing of it is planned either."""
+        return self.tables.tables(job.holder) if job.holder in self.tables else ()
 
     def _live(self, key: RequestKey, peer: str) -> Job | None:
         job = self._jobs.get(key)
@@ -209,7 +262,8 @@ class PrefillScheduler:
         failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)
         return [Emit(events=(failed,)), *self._cancel(job.key, reason, now_s)]
 
-    def _peer_lost(self, peer: str, reason: str, now_s: float) -> list[Command]:
+    def _peer_lost(self, peer: Incarnation, reason: str, now_s: float) -> list[Command]:
+        self._peers.pop(peer, None)
         lost = [job for job in self._jobs.values() if job.message.target == peer]
         return [
             command

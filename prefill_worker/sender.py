@@ -1,8 +1,12 @@
 """One request's handoff as the prefill worker sees it: pieces of KV out, then the commit. Pure.
 
-A piece is a run of tokens that fits one slab. It goes through
+A piece is one write of the cut of a span of tokens, by what the peer's slabs hold. It goes through
 
-    planned (SlabWanted sent) -> computed and lent, in either order -> writing -> sent
+    planned -> announced (PieceAhead) -> computed and lent  -> writing ------> done
+                                     `-> computed and awaited -> being read --'
+
+lent or awaited as the decode worker chooses, before or after it is computed. Spans wait for the
+peer's hello, and with `pull` until the whole prompt is computed.
 
 The blocks stay the prefill worker's until the decode worker says Committed, and while a write of
 them is in flight: `settled` says when they may be freed.
@@ -14,40 +18,54 @@ from dataclasses import dataclass, field
 
 from kvpool.handoff import (
     Commit,
+    HandoffMode,
+    KvFacts,
+    PeerMessage,
+    PieceAhead,
+    PieceComputed,
     RenewLeases,
     SendPeer,
     SlabLent,
-    SlabWanted,
     TransferCancelled,
     WriteSlab,
 )
-from kvpool.layout import Tables
+from kvpool.layout import KvLayout, Tables
+from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
+from kvpool.transfer_plan import TokenSpan, Write
 from kvrelay.messages import Prefill
 
+Moves = list[SendPeer | WriteSlab]
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    start: int
-    tokens: int
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Announced:
+    piece: Piece
+    write: Write
 
     @property
     def end(self) -> int:
-        return self.start + self.tokens
+        return self.piece.span.start + self.piece.span.tokens
 
 
 @dataclass(slots=True, kw_only=True)
 class Sender:
-    """`slab_tokens` is what one slab holds, `token_bytes` the KV of one token."""
+    """`peer` is None until the target has said hello."""
 
     message: Prefill
-    slab_tokens: int
-    token_bytes: int
+    layout: KvLayout
+    mode: HandoffMode
+    peer: KvFacts | None
     cancelled: str | None = None
-    _pieces: list[Piece] = field(default_factory=list)
+    _planned: list[TokenSpan] = field(default_factory=list)
+    _pieces: list[_Announced] = field(default_factory=list)
     _lent: dict[int, SlabLent] = field(default_factory=dict)
+    _awaited: set[int] = field(default_factory=set)
     _writing: set[int] = field(default_factory=set)
-    _sent: set[int] = field(default_factory=set)
+    _readable: set[int] = field(default_factory=set)
+    _done: set[int] = field(default_factory=set)
     _computed: int = 0
+    _running: tuple[int, int] = (0, -1)
+    """The step on the device computes tokens up to here, and has written layers up to this one."""
 
     @property
     def settled(self) -> bool:
@@ -56,52 +74,130 @@ class Sender:
 
     @property
     def all_sent(self) -> bool:
-        return len(self._sent) == len(self._pieces)
+        return not self._planned and len(self._done) == len(self._pieces)
 
-    def plan(self, start: int, end: int) -> list[SendPeer]:
-        """Tokens `[start, end)` are about to be computed: ask for their slabs already. Those that
-        the decode worker holds are not sent."""
-        wanted = []
-        for at in range(max(start, self.message.held_tokens), end, self.slab_tokens):
-            piece = Piece(at, min(self.slab_tokens, end - at))
-            size = piece.tokens * self.token_bytes
-            key = self.message.spec.key
-            wanted.append(SlabWanted(key=key, piece=len(self._pieces), bytes=size))
-            self._pieces.append(piece)
-        return [self._to_peer(message) for message in wanted]
+    # --- what is to be sent ---------------------------------------------------------------------
 
-    def lent(self, lent: SlabLent, tables: Tables) -> list[WriteSlab]:
-        """A slab for a piece that never was, or has one already, is left to its lease."""
-        is_wanted = lent.piece < len(self._pieces) and lent.piece not in self._writing | self._sent
-        if is_wanted:
-            self._lent[lent.piece] = lent
-        return self._writes(tables)
+    def plan(self, start: int, end: int, tables: Tables) -> list[SendPeer]:
+        """Tokens `[start, end)` are about to be computed, or are here already: announce them. The
+        blocks that `tables` has for them stay theirs until the end. Those that the decode worker
+        holds are not sent."""
+        start = max(start, self.message.held_tokens)
+        if start >= end:
+            return []
+        if self.mode is HandoffMode.PULL and self._planned:
+            start = self._planned.pop().start
+        most = span_tokens_most(self.layout)
+        for at in range(start, end, most):
+            self._planned.append(self._span(at, min(at + most, end)))
+        return self._announce(tables)
 
-    def computed(self, end: int, tables: Tables) -> list[WriteSlab]:
+    def met(self, peer: KvFacts, tables: Tables) -> list[SendPeer]:
+        """The target has said hello. `tables` cover what was planned."""
+        self.peer = peer
+        return self._announce(tables)
+
+    def _span(self, start: int, end: int) -> TokenSpan:
+        return TokenSpan(start=start, tokens=end - start, next_position=self._prompt_tokens)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return len(self.message.spec.prompt_ids)
+
+    def _announce(self, tables: Tables) -> list[SendPeer]:
+        waits = self.mode is HandoffMode.PULL and self._computed < self._prompt_tokens
+        if self.peer is None or waits:
+            return []
+        spans, self._planned = self._planned, []
+        return [
+            self._ahead(Piece(span=span, index=index), write, tables)
+            for span in spans
+            for index, write in enumerate(cut_span(self.layout, span, self.peer.slab_bytes))
+        ]
+
+    def _ahead(self, piece: Piece, write: Write, tables: Tables) -> SendPeer:
+        ahead = PieceAhead(
+            key=self.message.spec.key,
+            number=len(self._pieces),
+            piece=piece,
+            held=piece_blocks(write, tables, self.layout.block_size),
+        )
+        self._pieces.append(_Announced(piece=piece, write=write))
+        return self._to_peer(ahead)
+
+    # --- what is there --------------------------------------------------------------------------
+
+    def computed(self, end: int, tables: Tables) -> Moves:
         """The KV of tokens `[0, end)` is in the blocks of `tables`."""
         self._computed = end
-        return self._writes(tables)
+        return [*self._announce(tables), *self._moves(tables)]
 
-    def _writes(self, tables: Tables) -> list[WriteSlab]:
-        ready = [n for n in self._lent if self._pieces[n].end <= self._computed]
-        writes = []
-        for number in ready:
-            piece = self._pieces[number]
-            self._writing.add(number)
-            writes.append(
-                WriteSlab(
-                    peer=self.message.target,
-                    lent=self._lent.pop(number),
-                    tables=tables,
-                    start=piece.start,
-                    tokens=piece.tokens,
-                )
-            )
-        return writes
+    def layer_marks(self, end: int) -> set[int]:
+        """Layers after which pieces of the step that computes up to `end` can leave early."""
+        final = max(layer for group in self.layout.groups for layer in group.layers)
+        running = (p for p in self._pieces if self._computed < p.end <= end)
+        return {piece.write.last_layer for piece in running} - {final}
 
-    def written(self, piece: int) -> None:
-        self._writing.discard(piece)
-        self._sent.add(piece)
+    def layers_written(self, end: int, layer: int, tables: Tables) -> Moves:
+        """The step on the device, up to token `end`, has written all layers up to this one."""
+        self._running = (end, layer)
+        return self._moves(tables)
+
+    # --- what the decode worker says ------------------------------------------------------------
+
+    def lent(self, lent: SlabLent, tables: Tables) -> Moves:
+        """A slab for a piece that never was, or has one already, is left to its lease."""
+        if self._is_waiting(lent.piece):
+            self._lent[lent.piece] = lent
+        return self._moves(tables)
+
+    def awaited(self, number: int, tables: Tables) -> Moves:
+        """The decode worker reads it itself."""
+        if self._is_waiting(number):
+            self._awaited.add(number)
+        return self._moves(tables)
+
+    def read(self, number: int) -> None:
+        """The decode worker has read it, while its blocks were still held here."""
+        if number in self._readable:
+            self._readable.discard(number)
+            self._done.add(number)
+
+    def _is_waiting(self, number: int) -> bool:
+        chosen = self._lent.keys() | self._awaited
+        begun = self._writing | self._readable | self._done
+        return number < len(self._pieces) and number not in chosen | begun
+
+    def _moves(self, tables: Tables) -> Moves:
+        writes = [n for n in self._lent if self._is_computed(n)]
+        reads = [n for n in self._awaited if self._is_computed(n)]
+        return [*(self._write(n, tables) for n in writes), *map(self._offer, sorted(reads))]
+
+    def _is_computed(self, number: int) -> bool:
+        piece = self._pieces[number]
+        end, layer = self._running
+        return piece.end <= self._computed or (piece.end <= end and piece.write.last_layer <= layer)
+
+    def _write(self, number: int, tables: Tables) -> WriteSlab:
+        self._writing.add(number)
+        return WriteSlab(
+            peer=self.message.target,
+            lent=self._lent.pop(number),
+            piece=self._pieces[number].piece,
+            write=self._pieces[number].write,
+            tables=tables,
+        )
+
+    def _offer(self, number: int) -> SendPeer:
+        self._awaited.discard(number)
+        self._readable.add(number)
+        return self._to_peer(PieceComputed(key=self.message.spec.key, piece=number))
+
+    def written(self, number: int) -> None:
+        self._writing.discard(number)
+        self._done.add(number)
+
+    # --- endings --------------------------------------------------------------------------------
 
     def commit(self, first: tuple[int, ...], finished: tuple[int, ...]) -> SendPeer:
         """All pieces are sent and token 0 of each choice is known."""
@@ -123,7 +219,7 @@ class Sender:
     def renew(self) -> SendPeer:
         return self._to_peer(RenewLeases(keys=(self.message.spec.key,)))
 
-    def _to_peer(self, message: SlabWanted | Commit | TransferCancelled | RenewLeases) -> SendPeer:
+    def _to_peer(self, message: PeerMessage) -> SendPeer:
         return SendPeer(
             peer=self.message.target, address=self.message.target_address, message=message
         )

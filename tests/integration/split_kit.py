@@ -52,6 +52,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         device_share=2,
         cpu_threads=1,
         transports=("shm",),
+        handoff="push",
         staging_slabs=4,
         slab_tokens=None,
         lease_ttl_s=30.0,

@@ -56,7 +56,7 @@ def test_turns_of_a_conversation_are_exact_and_find_what_came_before(
         prompt, found = _prompt(1, 150), []
         for turn in range(3):
             tokens, cached = _ask(cluster, prompt)
-            assert_same_tokens(model, prompt, tokens, generate_reference(model, prompt, TOKENS))
+            assert_same_tokens(generate_reference(model, prompt, tokens=TOKENS), tokens)
             found.append(cached)
             prompt = [*prompt, *tokens, *_prompt(turn + 2, 30)]
         assert found == [0, 144, 208]  # whole blocks of the last prompt: the answer is at decode
@@ -87,9 +87,9 @@ def test_choices_and_neighbours_that_share_a_prefix_are_exact(split: Cluster, ll
     for tail in range(4):
         prompt = [*shared, *_prompt(100 + tail, 5)]
         answer = split.completion(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True, n=2)
-        expected = generate_reference(model, prompt, TOKENS)
+        expected = generate_reference(model, prompt, tokens=TOKENS)
         for choice in answer["choices"]:
-            assert_same_tokens(model, prompt, choice["token_ids"], expected)
+            assert_same_tokens(expected, choice["token_ids"])
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
     split.assert_clean()
 

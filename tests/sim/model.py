@@ -6,29 +6,53 @@ So a request's right tokens are known whatever the schedule, and wrong KV is not
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from engine.step import Sampled, SequenceSlice
-from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
+from engine.step import RunStep, Sampled, SequenceSlice
+from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
+from kvpool.link_cost import TransferShape, Way
 from kvpool.tables import CopyPairs
+from kvpool.transfer_plan import Side, Write
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 
 BLOCK = 4
-SLAB_TOKENS = 8
 VOCABULARY = 50
 
-Content = list[list[tuple[int, ...]]]
-"""# group |-> content of each token"""
+History = tuple[int, ...]
+"""The tokens of a sequence up to and with one position: what that position's KV depends on."""
+Content = list[History | None]
+"""Of each (section, layer, token) of a write; None where nothing was ever written."""
 
 PLANES = (Plane(name="k", heads=1, dim=1), Plane(name="v", heads=1, dim=1))
-LAYOUT = KvLayout(
+PLAIN = KvLayout(
+    groups=(LayerGroup(layers=(0, 1, 2), planes=PLANES),), dtype="float32", block_size=BLOCK
+)
+GEMMA = replace(
+    PLAIN,
     groups=(
         LayerGroup(layers=(0, 2), planes=PLANES),
-        LayerGroup(layers=(1,), planes=PLANES, window=8),
+        LayerGroup(layers=(1, 3), planes=PLANES, window=8),
     ),
-    dtype="float32",
-    block_size=BLOCK,
 )
+MISTRAL = replace(PLAIN, groups=(LayerGroup(layers=(0, 1, 2), planes=PLANES, window=9),))
+LAYOUT = GEMMA
+ROW_BYTES = 8
+"""One token of one layer."""
+SLAB_BYTES = 8 * LAYOUT.bytes_per_token
+
+
+@dataclass(frozen=True)
+class AnyWay:
+    """Stands for a link whose cost model says now this, now that."""
+
+    rng: random.Random
+    transport: str = "sim"
+
+    def choose(self, shape: TransferShape) -> Way:
+        assert shape.nbytes > 0
+        assert 0 < shape.target_runs <= shape.descriptors
+        return self.rng.choice([Way.DIRECT, Way.COLLATED])
 
 
 def right_token(prompt: tuple[int, ...], choice: int, emitted: tuple[int, ...]) -> int:
@@ -63,61 +87,134 @@ def expected(spec: RequestSpec, choice: int) -> tuple[list[int], FinishReason]:
 
 @dataclass(slots=True)
 class Memory:
-    """What a real pool's slots would hold: # group, slot |-> (sequence so far) at that position.
+    """What a real pool's slots would hold: # group, layer in it, slot |-> history there"""
 
-    A slot's KV depends on all tokens up to it, so the tuple of those tokens stands for it.
-    """
+    layout: KvLayout = LAYOUT
+    slots: dict[tuple[int, int, int], History] = field(default_factory=dict)
 
-    slots: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    # --- steps ----------------------------------------------------------------------------------
 
-    def run(self, piece: SequenceSlice) -> tuple[int, ...]:
-        """Write the slice's KV, check that all earlier KV is right; the whole sequence."""
-        prefix = self.read(piece, piece.start - 1) if piece.start else ()
-        for i, token in enumerate(piece.token_ids):
-            prefix = (*prefix, token)
-            for group, table in enumerate(piece.tables):
-                self.slots[group, slot(table, piece.start + i)] = prefix
-        for position in range(len(prefix)):
-            assert self.read(piece, position) == prefix[: position + 1], "KV was overwritten"
-        return prefix
-
-    def copy(self, copies: tuple[CopyPairs, ...]) -> None:
-        for pairs in copies:
-            for group, group_pairs in enumerate(pairs):
-                for source, target in group_pairs:
-                    for i in range(BLOCK):
-                        if (group, source * BLOCK + i) in self.slots:
-                            kept = self.slots[group, source * BLOCK + i]
-                            self.slots[group, target * BLOCK + i] = kept
-
-    def read(self, piece: SequenceSlice, position: int) -> tuple[int, ...]:
-        found = {
-            self.slots[group, slot(table, position)] for group, table in enumerate(piece.tables)
-        }
-        assert len(found) == 1, "the groups disagree"
-        return found.pop()
-
-    def sample(self, piece: SequenceSlice) -> tuple[Sampled, ...]:
-        whole = self.run(piece)
-        samples = []
-        for wanted in piece.samples:
-            prompt_end = len(whole) - wanted.index
-            token = right_token(whole[:prompt_end], wanted.choice, whole[prompt_end:])
-            samples.append(Sampled(token_id=token))
-        return tuple(samples)
-
-    def take(self, tables: Tables, start: int, tokens: int) -> Content:
-        span = range(start, start + tokens)
-        return [
-            [self.slots[group, slot(table, at)] for at in span]
-            for group, table in enumerate(tables)
+    def begin(self, step: RunStep) -> Running:
+        """Copy, and read what the step's tokens depend on."""
+        self._copy(step.copies)
+        wholes = [
+            self._history(piece, piece.start) + piece.token_ids for piece in step.batch.slices
         ]
+        running = Running(memory=self, slices=step.batch.slices, wholes=wholes)
+        running.check_earlier()
+        return running
 
-    def put(self, tables: Tables, start: int, content: Content) -> None:
-        for group, table in enumerate(tables):
-            for at, tokens in enumerate(content[group], start):
-                self.slots[group, slot(table, at)] = tokens
+    def _history(self, piece: SequenceSlice, end: int) -> History:
+        """All tokens before `end`."""
+        if end == 0:
+            return ()
+        found = {self._read(piece.tables, group, layer, end - 1) for group, layer in self.layers()}
+        assert len(found) == 1, f"the layers disagree about {piece.key}: {found}"
+        (history,) = found
+        assert history is not None
+        assert len(history) == end, "KV was overwritten"
+        return history
+
+    def layers(self) -> Iterator[tuple[int, int]]:
+        for group, spec in enumerate(self.layout.groups):
+            for layer in range(len(spec.layers)):
+                yield group, layer
+
+    def check(self, tables: Tables, whole: History, start: int, end: int) -> None:
+        """Every layer holds the right KV of what tokens from `start` on see before `end`."""
+        for group, layer in self.layers():
+            window = self.layout.groups[group].window
+            first = 0 if window is None else max(0, start - window + 1)
+            for position in range(first, end):
+                there = self._read(tables, group, layer, position)
+                assert there == whole[: position + 1], "KV was overwritten"
+
+    def write(self, tables: Tables, group: int, layer: int, position: int, here: History) -> None:
+        self.slots[group, layer, self._slot(tables, group, position)] = here
+
+    def _read(self, tables: Tables, group: int, layer: int, position: int) -> History | None:
+        return self.slots.get((group, layer, self._slot(tables, group, position)))
+
+    def _slot(self, tables: Tables, group: int, position: int) -> int:
+        return slot(tables[group], position, self.layout.block_size)
+
+    def _copy(self, copies: tuple[CopyPairs, ...]) -> None:
+        size = self.layout.block_size
+        for pairs in copies:
+            for group, layer in self.layers():
+                for source, target in pairs[group]:
+                    for i in range(size):
+                        if (group, layer, source * size + i) in self.slots:
+                            kept = self.slots[group, layer, source * size + i]
+                            self.slots[group, layer, target * size + i] = kept
+
+    # --- transfers ------------------------------------------------------------------------------
+
+    def take(self, write: Write, side: Side) -> Content:
+        places = _places(write, side, of_source=True)
+        return [self.slots.get(place) for place in places]
+
+    def put(self, write: Write, side: Side, content: Content) -> None:
+        places = list(_places(write, side, of_source=False))
+        assert len({*places}) == len(places), "a slot is written twice"
+        for place, history in zip(places, content, strict=True):
+            if history is None:
+                self.slots.pop(place, None)
+            else:
+                self.slots[place] = history
 
 
-def slot(table: tuple[int, ...], position: int) -> int:
-    return table[position // BLOCK] * BLOCK + position % BLOCK
+@dataclass(slots=True)
+class Running:
+    """A step on the device: its layers are written one after another."""
+
+    memory: Memory
+    slices: tuple[SequenceSlice, ...]
+    wholes: list[History]
+    written: int = 0  # layers of the model
+
+    def check_earlier(self) -> None:
+        for piece, whole in zip(self.slices, self.wholes, strict=True):
+            self.memory.check(piece.tables, whole, piece.start, piece.start)
+
+    def write_up_to(self, last: int) -> None:
+        """The KV of all slices, of the layers up to this one of the model."""
+        for group, layer in self.memory.layers():
+            if self.written <= self.memory.layout.groups[group].layers[layer] <= last:
+                self._write(group, layer)
+        self.written = last + 1
+
+    def _write(self, group: int, layer: int) -> None:
+        for piece, whole in zip(self.slices, self.wholes, strict=True):
+            for position in range(piece.start, len(whole)):
+                self.memory.write(piece.tables, group, layer, position, whole[: position + 1])
+
+    def finish(self) -> tuple[tuple[Sampled, ...], ...]:
+        self.write_up_to(max(layer for g in self.memory.layout.groups for layer in g.layers))
+        for piece, whole in zip(self.slices, self.wholes, strict=True):
+            self.memory.check(piece.tables, whole, piece.start, len(whole))
+        return tuple(map(self._sample, self.slices, self.wholes))
+
+    @staticmethod
+    def _sample(piece: SequenceSlice, whole: History) -> tuple[Sampled, ...]:
+        ends = (len(whole) - wanted.index for wanted in piece.samples)
+        return tuple(
+            Sampled(token_id=right_token(whole[:end], wanted.choice, whole[end:]))
+            for wanted, end in zip(piece.samples, ends, strict=True)
+        )
+
+
+def _places(write: Write, side: Side, *, of_source: bool) -> Iterator[tuple[int, int, int]]:
+    """(group, layer, slot) of each (section, layer, token)."""
+    for section in write.sections:
+        part = section.part
+        first = part.source_layer if of_source else part.target_layer
+        for layer in range(first, first + part.layers):
+            for token in range(section.start, section.start + section.tokens):
+                yield part.group, layer, slot(side.tables[part.group], token, side.block_size)
+
+
+def slot(table: Iterable[int], position: int, block_size: int) -> int:
+    block = tuple(table)[position // block_size]
+    assert block != NO_BLOCK, f"no block is held for position {position}"
+    return block * block_size + position % block_size

@@ -7,32 +7,59 @@ from dataclasses import dataclass, field
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
-from kvpool.handoff import ScatterSlab, SlabFilled, SlabReplaced, SlabScattered, WriteSlab
+from kvpool.handoff import (
+    FetchPiece,
+    HandoffMode,
+    KvFacts,
+    PeerHello,
+    PieceFetched,
+    ScatterSlab,
+    SlabFilled,
+    SlabReplaced,
+    SlabScattered,
+    WriteSlab,
+)
+from kvpool.layout import KvLayout
 from kvpool.leases import LeaseTable
+from kvpool.piece import Piece
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
+from kvpool.transfer_plan import Side
 from kvrelay.messages import WorkerHello
-from kvrelay.types import Incarnation, RequestKey, Role
+from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
 from prefill_worker.scheduler import PrefillScheduler
-from tests.sim.model import BLOCK, LAYOUT, SLAB_TOKENS, Content, Memory
+from tests.sim.model import LAYOUT, SLAB_BYTES, Content, Memory
 from tests.sim.simulation import LEASE_S
 
 MAX_RUNNING = 8
 
-Slab = tuple[int, int, Content]
-"""lease, first position, content"""
-EMPTY: Slab = (0, 0, [])
+Slab = tuple[int, Piece | None, Content]
+"""lease, what is said to be in it, content"""
+EMPTY: Slab = (0, None, [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How a worker is set up."""
+
+    role: Role
+    blocks: int
+    slabs: int = 2
+    slab_bytes: int = SLAB_BYTES
+    layout: KvLayout = LAYOUT
+    mode: HandoffMode = HandoffMode.PUSH
 
 
 @dataclass(slots=True)
 class Worker:
     """One process life. `routes` is what its loop keeps: # key |-> the stream it came over"""
 
+    shape: Shape
     hello: WorkerHello
     tables: BlockTables
     prefill: PrefillScheduler
     decode: DecodeScheduler
-    memory: Memory = field(default_factory=Memory)
+    memory: Memory
     routes: dict[RequestKey, int] = field(default_factory=dict)
     streams: set[int] = field(default_factory=set)
     links: dict[Incarnation, int] = field(default_factory=dict)  # peer |-> connection
@@ -43,28 +70,47 @@ class Worker:
     def incarnation(self) -> Incarnation:
         return self.hello.incarnation
 
+    @property
+    def peer_hello(self) -> PeerHello:
+        facts = KvFacts(
+            block_size=self.shape.layout.block_size,
+            blocks=self.shape.blocks,
+            slab_bytes=self.shape.slab_bytes,
+            region="pool",
+        )
+        return PeerHello(
+            wire_version=WIRE_VERSION,
+            incarnation=self.incarnation,
+            fingerprint="f",
+            physical_format="float32",
+            kv=facts,
+        )
+
     def fill(self, job: WriteSlab, content: Content) -> SlabFilled:
         """A peer writes."""
         lent = job.lent
         lease = self.decode.receiver.slabs._leases.get(lent.slab_id)
         assert lease is not None, "a slab was freed under its writer"
         assert lease.lease_id == lent.lease_id, "a slab was lent again under its writer"
-        self.regions[lent.region] = (lent.lease_id, job.start, content)
+        assert job.write.nbytes <= self.shape.slab_bytes
+        self.regions[lent.region] = (lent.lease_id, job.piece, content)
         return SlabFilled(
             key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
         )
 
     def scatter(self, job: ScatterSlab) -> SlabScattered:
         filled = job.filled
-        lease, start, content = self.regions[self.decode.receiver.regions[filled.slab_id]]
+        lease, piece, content = self.regions[self.decode.receiver.regions[filled.slab_id]]
         assert lease == filled.lease_id, "someone wrote into a slab that was not lent to it"
-        self.memory.put(job.tables, start, content)
+        assert piece == job.piece, "another piece than was announced"
+        side = Side(tables=job.tables, block_size=self.shape.layout.block_size)
+        self.memory.put(job.write, side, content)
         return SlabScattered(
             key=filled.key,
             piece=filled.piece,
             slab_id=filled.slab_id,
             lease_id=filled.lease_id,
-            bytes=1,
+            bytes=job.write.nbytes,
             seconds=0,
         )
 
@@ -78,40 +124,70 @@ class Worker:
         self.decode.validate()
 
 
-def make_worker(name: str, role: Role, life: int, *, blocks: int, slabs: int) -> Worker:
+@dataclass(slots=True)
+class Fetch:
+    """A read of a peer's blocks under way: each byte is what it was when it was read."""
+
+    reader: Worker
+    owner: Memory
+    job: FetchPiece
+    content: Content = field(default_factory=list)
+
+    def first_half(self) -> None:
+        everything = self.owner.take(self.job.write, self.job.source)
+        self.content = everything[: len(everything) // 2]
+
+    def second_half(self) -> PieceFetched:
+        self.content += self.owner.take(self.job.write, self.job.source)[len(self.content) :]
+        block_size = self.reader.shape.layout.block_size
+        side = Side(tables=self.job.tables, block_size=block_size)
+        self.reader.memory.put(self.job.write, side, self.content)
+        return fetched(self.job)
+
+
+def fetched(job: FetchPiece, error: str | None = None) -> PieceFetched:
+    return PieceFetched(
+        key=job.key, piece=job.piece, bytes=job.write.nbytes, seconds=0, error=error
+    )
+
+
+def make_worker(name: str, life: int, shape: Shape) -> Worker:
     incarnation = Incarnation(f"{name}.{life}")
-    tables = BlockTables(LAYOUT, blocks)
-    regions = {SlabId(i): f"{incarnation}-{i}" for i in range(slabs)}
+    tables = BlockTables(shape.layout, shape.blocks)
+    regions = {SlabId(i): f"{incarnation}-{i}" for i in range(shape.slabs)}
     receiver = Receiver(
         tables=tables,
-        slabs=SlabPool(SLAB_TOKENS * LAYOUT.bytes_per_token, slabs),
+        slabs=SlabPool(shape.slab_bytes, shape.slabs),
         regions=regions,
         leases=LeaseTable(LEASE_S),
+        mode=shape.mode,
     )
     hello = WorkerHello(
         name=name,
         incarnation=incarnation,
-        role=role,
+        role=shape.role,
         device="cpu",
         transport="sim",
         transfer_address=f"sim:{incarnation}",
         fingerprint="f",
         architecture="Hash",
-        block_size=BLOCK,
-        total_blocks=blocks,
-        max_model_len=blocks * BLOCK,
+        block_size=shape.layout.block_size,
+        total_blocks=shape.blocks,
+        max_model_len=shape.blocks * shape.layout.block_size,
         max_running_requests=MAX_RUNNING,
         prefill_chunk_tokens=12,
         vocab_size=50,
     )
     return Worker(
+        shape=shape,
         hello=hello,
         tables=tables,
-        prefill=PrefillScheduler(tables=tables, chunk_tokens=12, slab_tokens=SLAB_TOKENS),
+        prefill=PrefillScheduler(tables=tables, chunk_tokens=12, mode=shape.mode),
         decode=DecodeScheduler(
             receiver=receiver,
             batch=Batch(tables=tables, chunk_tokens=12),
             max_running=MAX_RUNNING,
         ),
+        memory=Memory(shape.layout),
         regions=dict.fromkeys(regions.values(), EMPTY),
     )

@@ -191,6 +191,7 @@ SAMPLES: dict[str, object] = {
     "router.max_body": "1MiB",
     "router.resources": {"x": 1},
     "transfer.transports": ["nixl"],
+    "transfer.handoff": "pull",
     "transfer.staging_slabs": 9,
     "transfer.slab_tokens": 9,
     "transfer.lease_ttl": "9s",

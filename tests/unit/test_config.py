@@ -256,6 +256,7 @@ CHANGES = {
     "router.max_body": "5MiB",
     "router.resources": {"y": 1},
     "transfer.transports": ["nixl"],
+    "transfer.handoff": "pull",
     "transfer.staging_slabs": 9,
     "transfer.slab_tokens": 128,
     "transfer.lease_ttl": "9s",

@@ -12,7 +12,6 @@ from kvpool.handoff import (
     SlabFilled,
     SlabLent,
     SlabScattered,
-    SlabWanted,
 )
 from kvrelay.messages import (
     Abort,
@@ -26,8 +25,8 @@ from kvrelay.messages import (
 )
 from kvrelay.types import FinishReason, RequestSpec, Sampling
 from tests.unit.worker_kit import (
-    TOKEN_BYTES,
     P,
+    ahead,
     decode_scheduler,
     done,
     events,
@@ -43,9 +42,10 @@ from tests.unit.worker_kit import (
 )
 
 
-def lend(scheduler: DecodeScheduler, name: str, *, piece: int = 0) -> SlabLent:
-    wanted = SlabWanted(key=key(name), piece=piece, bytes=4 * TOKEN_BYTES)
-    (lent,) = to_peer(scheduler.handle(from_p(wanted), 0))
+def lend(scheduler: DecodeScheduler, name: str, tokens: int = 3, *, piece: int = 0) -> SlabLent:
+    """Of a prompt of so many tokens."""
+    announced = ahead(name, tokens, number=piece)
+    (lent,) = to_peer(scheduler.handle(from_p(announced), 0))
     assert isinstance(lent, SlabLent)
     return lent
 
@@ -73,7 +73,7 @@ def arrive(
     """Reserve and hand over in one piece; first tokens are 100, 101 ...; what the router hears."""
     name = request.key.request_id
     scheduler.handle(reserve(request), 0)
-    scheduler.handle(scatter(scheduler, lend(scheduler, name)), 0)
+    scheduler.handle(scatter(scheduler, lend(scheduler, name, len(request.prompt_ids))), 0)
     commit = Commit(
         key=request.key,
         pieces=1,
@@ -133,7 +133,7 @@ def test_the_commit_may_follow_the_scatter() -> None:
 def test_a_prompt_in_two_pieces_joins_after_both() -> None:
     scheduler = decode_scheduler()
     scheduler.handle(reserve(spec("a", 8)), 0)
-    slabs = [lend(scheduler, "a", piece=piece) for piece in (0, 1)]
+    slabs = [lend(scheduler, "a", 8, piece=piece) for piece in (0, 1)]
     outcomes = [scatter(scheduler, slab) for slab in slabs]
     commit = Commit(key=key("a"), pieces=2, first_token_ids=(100,))
     assert scheduler.handle(from_p(commit), 0) == []

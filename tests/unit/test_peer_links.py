@@ -12,13 +12,16 @@ from cluster.peers import PeerLinks
 from kvpool.handoff import (
     Committed,
     FromPeer,
+    KvFacts,
     PeerHello,
     PeerLost,
     PeerMessage,
     RenewLeases,
     SendPeer,
 )
-from kvpool.transport.base import Connection
+from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvpool.memory import KvMemory
+from kvpool.transport.base import Connection, RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
 
@@ -28,16 +31,32 @@ COMMITTED = Committed(key=RequestKey("r", 0))
 
 
 class Side:
-    def __init__(self, incarnation: Incarnation, *, fingerprint: str = "f00d") -> None:
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        fingerprint: str = "f00d",
+        dtype: str = "float32",
+        memory: KvMemory | None = None,
+    ) -> None:
         hello = PeerHello(
             wire_version=WIRE_VERSION,
             incarnation=incarnation,
             fingerprint=fingerprint,
-            physical_format="float32/block16",
+            physical_format=dtype,
+            kv=KvFacts(block_size=16, blocks=8, slab_bytes=1024),
         )
         self.inbox: queue.SimpleQueue[FromPeer | PeerLost] = queue.SimpleQueue()
-        self.links = PeerLinks("loopback", hello, self.inbox.put)
+        self.hellos: queue.SimpleQueue[PeerHello] = queue.SimpleQueue()
+        self.links = PeerLinks("loopback", hello, self._post, memory=memory)
         self.incarnation = incarnation
+
+    def _post(self, event: FromPeer | PeerLost) -> None:
+        if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
+            assert event.message.incarnation == event.peer
+            self.hellos.put(event.message)
+        else:
+            self.inbox.put(event)
 
     def send(self, peer: Side, message: PeerMessage, *, connect: bool = True) -> None:
         address = peer.links.endpoint.address if connect else None
@@ -66,6 +85,40 @@ def connected(a: Side, b: Side) -> tuple[Side, Side]:
 
 def test_the_first_message_connects_and_answers_come_back(sides: tuple[Side, Side]) -> None:
     connected(*sides)
+
+
+def test_each_hears_what_the_other_is_and_which_region_to_read() -> None:
+    layout = KvLayout(
+        groups=(LayerGroup(layers=(0,), planes=(Plane(name="k", heads=1, dim=4),)),),
+        dtype="float32",
+        block_size=16,
+    )
+    memory = KvMemory(layout, 8, "cpu")
+    memory.flat.fill_(7)
+    with ExitStack() as stack:
+        a, b = Side(A, memory=memory), Side(B)
+        stack.callback(a.links.close)
+        stack.callback(b.links.close)
+        connected(a, b)
+        region = b.hellos.get(timeout=10).kv.region
+        window = b.links.connection(A).window(RegionName(region))
+        assert window is not None
+        assert window.data_ptr() == memory.flat.data_ptr()
+        assert a.hellos.get(timeout=10).kv == KvFacts(block_size=16, blocks=8, slab_bytes=1024)
+
+
+def test_another_dtype_is_refused(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    other = Side(Incarnation("links-c"), dtype="bfloat16")
+    try:
+        a.send(other, RENEW)
+        lost = a.next()
+        assert isinstance(lost, PeerLost)
+        assert "has physical_format bfloat16, this one float32" in lost.reason
+        assert a.hellos.empty()
+        assert isinstance(other.next(), PeerLost)
+    finally:
+        other.links.close()
 
 
 def test_an_answer_to_one_who_never_connected_goes_nowhere(sides: tuple[Side, Side]) -> None:

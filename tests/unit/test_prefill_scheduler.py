@@ -10,22 +10,27 @@ from kvpool.handoff import (
     Commit,
     Committed,
     PeerLost,
+    PieceAhead,
     RenewLeases,
     SendPeer,
     SlabLent,
-    SlabWanted,
     SlabWritten,
     TransferCancelled,
     WriteSlab,
 )
+from kvpool.piece import Piece, cut_span
 from kvpool.slabs import LeaseId, SlabId
+from kvpool.transfer_plan import TokenSpan
 from kvrelay.messages import Abort, Lifetime, Released, RequestFailed, Tokens
 from kvrelay.types import FinishReason
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.worker_kit import (
+    FACTS,
+    LAYOUT,
     TOKEN_BYTES,
     D,
     P,
+    ahead,
     done,
     events,
     from_d,
@@ -48,6 +53,13 @@ def lent(name: str, piece: int, slab: int = 0) -> SlabLent:
         region=f"region-{slab}",
         lease_id=LeaseId(slab + 1),
     )
+
+
+def write_of(name: str, tokens: int) -> WriteSlab:
+    """The only piece of a prompt in the first block."""
+    piece = ahead(name, tokens).piece
+    (write,) = cut_span(LAYOUT, piece.span, FACTS.slab_bytes)
+    return WriteSlab(peer=D, lent=lent(name, 0), piece=piece, write=write, tables=((0,),))
 
 
 def written(name: str, piece: int, error: str | None = None) -> SlabWritten:
@@ -97,17 +109,15 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
         samples=(sample,),
         prompt_tokens=3,
     )
-    wanted = SlabWanted(key=key("a"), piece=0, bytes=3 * TOKEN_BYTES)
     assert started == [
         Emit(events=(Lifetime(key=key("a"), at_s=2, name="prefill_started"),)),
-        SendPeer(peer=D, address="sim:d", message=wanted),
+        SendPeer(peer=D, address="sim:d", message=ahead("a")),
         RunStep(batch=StepBatch(slices=(piece,))),
     ]
     first = Tokens(key=key("a"), at_s=3, choice=0, first_index=0, token_ids=(9,))
     chunk = Lifetime(key=key("a"), at_s=3, name="prefill_chunk", tokens=3)
     assert done(scheduler, (9,), now_s=3) == [Emit(events=(chunk, first))]
-    write = WriteSlab(peer=D, lent=lent("a", 0), tables=((0,),), start=0, tokens=3)
-    assert scheduler.handle(from_d(lent("a", 0)), 4) == [write]
+    assert scheduler.handle(from_d(lent("a", 0)), 4) == [write_of("a", 3)]
     commit = Commit(key=key("a"), pieces=1, first_token_ids=(9,))
     assert scheduler.handle(written("a", 0), 5) == [
         SendPeer(peer=D, address="sim:d", message=commit)
@@ -148,7 +158,7 @@ def test_chunk_borders(tokens: int, chunks: list[int]) -> None:
     seen, pieces = [], []
     for i, size in enumerate(chunks):
         commands = scheduler.handle(StepWanted(), 0)
-        pieces += [m.piece for m in to_peer(commands) if isinstance(m, SlabWanted)]
+        pieces += [m.number for m in to_peer(commands) if isinstance(m, PieceAhead)]
         (only,) = the_step(commands).batch.slices
         seen.append(len(only.token_ids))
         assert bool(only.samples) == (i == len(chunks) - 1)
@@ -160,11 +170,12 @@ def test_chunk_borders(tokens: int, chunks: list[int]) -> None:
 def test_a_chunk_longer_than_a_slab_leaves_in_pieces() -> None:
     scheduler = prefill_scheduler(chunk=20)
     scheduler.handle(prefill_of(spec("a", 19)), 0)
-    wants = to_peer(scheduler.handle(StepWanted(), 0))
-    assert [(w.piece, w.bytes) for w in wants if isinstance(w, SlabWanted)] == [
-        (0, 8 * TOKEN_BYTES),
-        (1, 8 * TOKEN_BYTES),
-        (2, 3 * TOKEN_BYTES),
+    announced = to_peer(scheduler.handle(StepWanted(), 0))
+    span = TokenSpan(start=0, tokens=19, next_position=19)
+    writes = cut_span(LAYOUT, span, FACTS.slab_bytes)
+    assert sum(write.nbytes for write in writes) == 19 * TOKEN_BYTES
+    assert [(m.number, m.piece) for m in announced if isinstance(m, PieceAhead)] == [
+        (i, Piece(span=span, index=i)) for i in range(3)
     ]
 
 
@@ -173,9 +184,7 @@ def test_a_slab_lent_before_its_piece_is_computed_waits() -> None:
     scheduler.handle(prefill_of(spec("a", 3)), 0)
     scheduler.handle(StepWanted(), 0)
     assert scheduler.handle(from_d(lent("a", 0)), 0) == []
-    assert [c for c in done(scheduler, (9,)) if isinstance(c, WriteSlab)] == [
-        WriteSlab(peer=D, lent=lent("a", 0), tables=((0,),), start=0, tokens=3)
-    ]
+    assert [c for c in done(scheduler, (9,)) if isinstance(c, WriteSlab)] == [write_of("a", 3)]
 
 
 def test_only_the_head_of_the_queue_waits_for_blocks() -> None:

@@ -10,6 +10,7 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     PeerLost,
+    PieceAhead,
     RenewLeases,
     ReplaceSlab,
     ScatterSlab,
@@ -18,18 +19,16 @@ from kvpool.handoff import (
     SlabLent,
     SlabReplaced,
     SlabScattered,
-    SlabWanted,
     TransferCancelled,
 )
 from kvpool.slabs import LeaseId, SlabId, SlabState
 from kvrelay.messages import Abort, Released, RequestFailed
 from kvrelay.types import Incarnation
 from tests.unit.worker_kit import (
-    SLAB_TOKENS,
-    TOKEN_BYTES,
     TTL_S,
     D,
     P,
+    ahead,
     decode_scheduler,
     events,
     from_p,
@@ -51,8 +50,7 @@ def reserved(*names: str, slabs: int = 2) -> DecodeScheduler:
 
 
 def want(scheduler: DecodeScheduler, name: str, piece: int = 0, now_s: float = 0) -> list[SlabLent]:
-    wanted = SlabWanted(key=key(name), piece=piece, bytes=3 * TOKEN_BYTES)
-    lent = to_peer(scheduler.handle(from_p(wanted), now_s))
+    lent = to_peer(scheduler.handle(from_p(ahead(name, number=piece)), now_s))
     assert all(isinstance(message, SlabLent) for message in lent)
     return lent  # type: ignore[return-value]
 
@@ -102,20 +100,32 @@ def test_slabs_are_lent_in_order_of_asking_as_they_come_free() -> None:
 
 def test_a_slab_for_no_reservation_is_refused() -> None:
     scheduler = decode_scheduler()
-    wanted = SlabWanted(key=key("a"), piece=0, bytes=4)
-    assert scheduler.handle(from_p(wanted), 0) == [
+    assert scheduler.handle(from_p(ahead("a")), 0) == [
         SendPeer(peer=P, message=CancelTransfer(key=key("a"), reason="no such reservation"))
     ]
 
 
-def test_a_slab_that_would_be_too_small_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (ahead("a", 4), "a piece of tokens [0, 4) of 4, but the prompt has 3"),
+        (ahead("a", 3, end=5), "a piece of tokens [0, 5) of 3, but the prompt has 3"),
+        (ahead("a", 3, index=1), "piece 1 of tokens [0, 3) has nothing to send"),
+        (ahead("a", 3, start=3), "piece 0 of tokens [3, 3) has nothing to send"),
+    ],
+)
+def test_a_piece_that_is_not_of_the_prompts_cut_is_refused(wrong: PieceAhead, reason: str) -> None:
     scheduler = reserved("a")
-    holds = SLAB_TOKENS * TOKEN_BYTES
-    wanted = SlabWanted(key=key("a"), piece=0, bytes=holds + 1)
-    reason = f"a slab holds {holds} bytes, {holds + 1} were wanted"
-    assert to_peer(scheduler.handle(from_p(wanted), 0)) == [
+    assert to_peer(scheduler.handle(from_p(wrong), 0)) == [
         CancelTransfer(key=key("a"), reason=reason)
     ]
+    assert scheduler.receiver.slabs.free == scheduler.receiver.slabs.count
+
+
+def test_a_piece_announced_twice_gets_one_slab() -> None:
+    scheduler = reserved("a")
+    assert len(want(scheduler, "a")) == 1
+    assert want(scheduler, "a") == []
 
 
 def test_abort_fences_the_lent_slab_until_the_writer_says_so() -> None:

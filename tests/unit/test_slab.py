@@ -6,36 +6,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpool.piece import Piece
 from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
+from kvpool.transfer_plan import TokenSpan
 from kvrelay.errors import PeerError
 
 _MODEL = "0123456789abcdef" * 2
+_PIECE = Piece(span=TokenSpan(start=4096, tokens=512, next_position=5000), index=2)
 _PAYLOAD = bytes(range(250))
 
 
-def _header(**changes: int | str) -> SlabHeader:
-    fields: dict[str, int | str] = {
+def _header(**changes: int | str | Piece) -> SlabHeader:
+    fields: dict[str, int | str | Piece] = {
         "fingerprint": _MODEL,
         "dtype": "bfloat16",
         "lease_id": 7,
-        "chunk": 2,
-        "start": 4096,
-        "tokens": 512,
+        "piece": _PIECE,
         "payload_bytes": len(_PAYLOAD),
         "checksum": checksum(memoryview(_PAYLOAD)),
     }
     return SlabHeader(**(fields | changes))  # type: ignore[arg-type]
 
 
+places = st.integers(0, 2**64 - 1)
+
+
 @settings(deadline=None)
 @given(
-    st.integers(0, 2**64 - 1),
-    st.integers(0, 2**32 - 1),
-    st.integers(0, 2**64 - 1),
+    places,
+    st.builds(
+        Piece,
+        span=st.builds(TokenSpan, start=places, tokens=places, next_position=places),
+        index=st.integers(0, 2**32 - 1),
+    ),
     st.sampled_from(["float32", "bfloat16", "float16"]),
 )
-def test_round_trip(lease_id: int, chunk: int, start: int, dtype: str) -> None:
-    header = _header(lease_id=lease_id, chunk=chunk, start=start, dtype=dtype)
+def test_round_trip(lease_id: int, piece: Piece, dtype: str) -> None:
+    header = _header(lease_id=lease_id, piece=piece, dtype=dtype)
     packed = header.pack()
     assert len(packed) == HEADER_BYTES
     assert SlabHeader.unpack(packed, fingerprint=_MODEL) == header

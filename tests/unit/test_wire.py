@@ -14,14 +14,20 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
+    KvFacts,
     PeerHello,
     PeerMessage,
+    PieceAhead,
+    PieceAwaited,
+    PieceComputed,
+    PieceRead,
     RenewLeases,
     SlabFilled,
     SlabLent,
-    SlabWanted,
     TransferCancelled,
 )
+from kvpool.piece import Piece, PieceBlocks
+from kvpool.transfer_plan import TokenSpan
 from kvpool.transport.base import MAX_MESSAGE_BYTES
 from kvrelay import wire
 from kvrelay.errors import PeerError
@@ -102,11 +108,30 @@ worker_events = st.one_of(
     st.builds(RequestFailed, key=keys, at_s=at_s, reason=text, message=text),
     st.builds(Released, key=keys, at_s=at_s),
 )
+spans = st.builds(TokenSpan, start=uint64, tokens=uint64, next_position=uint64)
+piece_blocks = st.builds(
+    PieceBlocks,
+    group=uint32,
+    first=uint32,
+    runs=st.lists(st.tuples(uint32, uint32), max_size=5).map(tuple),
+)
 peer_messages = st.one_of(
     st.builds(
-        PeerHello, wire_version=uint32, incarnation=text, fingerprint=text, physical_format=text
+        PeerHello,
+        wire_version=uint32,
+        incarnation=text,
+        fingerprint=text,
+        physical_format=text,
+        kv=st.builds(KvFacts, block_size=uint32, blocks=uint32, slab_bytes=uint64, region=text),
     ),
-    st.builds(SlabWanted, key=keys, piece=uint32, bytes=uint64),
+    st.builds(
+        PieceAhead,
+        key=keys,
+        number=uint32,
+        piece=st.builds(Piece, span=spans, index=uint32),
+        held=st.lists(piece_blocks, max_size=3).map(tuple),
+    ),
+    *(st.builds(kind, key=keys, piece=uint32) for kind in (PieceAwaited, PieceComputed, PieceRead)),
     st.builds(SlabLent, key=keys, piece=uint32, slab_id=uint32, region=text, lease_id=uint64),
     st.builds(SlabFilled, key=keys, piece=uint32, slab_id=uint32, lease_id=uint64),
     st.builds(Commit, key=keys, pieces=uint32, first_token_ids=ids, finished_choices=ids),

@@ -6,11 +6,21 @@ from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
-from kvpool.handoff import FromPeer, PeerMessage, SendPeer
+from kvpool.handoff import (
+    FromPeer,
+    HandoffMode,
+    KvFacts,
+    PeerHello,
+    PeerMessage,
+    PieceAhead,
+    SendPeer,
+)
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
+from kvpool.piece import Piece, PieceBlocks
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
+from kvpool.transfer_plan import TokenSpan
 from kvrelay.messages import Lifetime, Prefill, Reserve, Tokens, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Sampling
 from prefill_worker.scheduler import PrefillScheduler
@@ -25,6 +35,7 @@ LAYOUT = KvLayout(
     block_size=BLOCK,
 )
 TOKEN_BYTES = LAYOUT.bytes_per_token
+FACTS = KvFacts(block_size=BLOCK, blocks=16, slab_bytes=SLAB_TOKENS * TOKEN_BYTES, region="pool")
 
 
 def key(name: str) -> RequestKey:
@@ -47,18 +58,35 @@ def prefill_of(request: RequestSpec) -> Prefill:
     return Prefill(spec=request, target_address="sim:d", target=D)
 
 
-def prefill_scheduler(*, blocks: int = 16, chunk: int = 8) -> PrefillScheduler:
-    return PrefillScheduler(
-        tables=BlockTables(LAYOUT, blocks), chunk_tokens=chunk, slab_tokens=SLAB_TOKENS
+def hello(peer: Incarnation, facts: KvFacts = FACTS) -> FromPeer:
+    message = PeerHello(
+        wire_version=1, incarnation=peer, fingerprint="f", physical_format="float32", kv=facts
     )
+    return FromPeer(peer=peer, message=message)
 
 
-def receiver(*, blocks: int = 16, slabs: int = 2, caching: bool = True) -> Receiver:
+def prefill_scheduler(
+    *, blocks: int = 16, chunk: int = 8, mode: HandoffMode = HandoffMode.PUSH
+) -> PrefillScheduler:
+    """D has said hello to it."""
+    scheduler = PrefillScheduler(tables=BlockTables(LAYOUT, blocks), chunk_tokens=chunk, mode=mode)
+    scheduler.handle(hello(D), 0)
+    return scheduler
+
+
+def receiver(
+    *,
+    blocks: int = 16,
+    slabs: int = 2,
+    caching: bool = True,
+    mode: HandoffMode = HandoffMode.PUSH,
+) -> Receiver:
     return Receiver(
         tables=BlockTables(LAYOUT, blocks, caching=caching),
         slabs=SlabPool(SLAB_TOKENS * TOKEN_BYTES, slabs),
         regions={SlabId(i): f"region-{i}" for i in range(slabs)},
         leases=LeaseTable(TTL_S),
+        mode=mode,
     )
 
 
@@ -69,12 +97,38 @@ def decode_scheduler(
     chunk: int = 8,
     max_running: int = 4,
     caching: bool = True,
+    mode: HandoffMode = HandoffMode.PUSH,
 ) -> DecodeScheduler:
-    owner = receiver(blocks=blocks, slabs=slabs, caching=caching)
+    """P has said hello to it."""
+    owner = receiver(blocks=blocks, slabs=slabs, caching=caching, mode=mode)
+    owner.pools.met(P, FACTS)
     return DecodeScheduler(
         receiver=owner,
         batch=Batch(tables=owner.tables, chunk_tokens=chunk),
         max_running=max_running,
+    )
+
+
+def ahead(
+    name: str,
+    prompt: int = 3,
+    *,
+    number: int = 0,
+    start: int = 0,
+    end: int | None = None,
+    index: int = 0,
+    blocks: tuple[int, ...] | None = None,
+) -> PieceAhead:
+    """Tokens `[start, end)`, all of the prompt when not given, in blocks 0, 1, 2 ... of P."""
+    stop = prompt if end is None else end
+    span = TokenSpan(start=start, tokens=stop - start, next_position=prompt)
+    first, last = start // BLOCK, -(-stop // BLOCK)
+    runs = ((first, last - first),) if blocks is None else tuple((b, 1) for b in blocks)
+    return PieceAhead(
+        key=key(name),
+        number=number,
+        piece=Piece(span=span, index=index),
+        held=(PieceBlocks(group=0, first=first, runs=runs),),
     )
 
 

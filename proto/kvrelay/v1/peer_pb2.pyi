@@ -8,9 +8,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "slab_wanted", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases")
+    __slots__ = ("hello", "piece_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "piece_awaited", "piece_computed", "piece_read")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    SLAB_WANTED_FIELD_NUMBER: _ClassVar[int]
+    PIECE_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SLAB_LENT_FIELD_NUMBER: _ClassVar[int]
     SLAB_FILLED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
@@ -18,8 +18,11 @@ class PeerMessage(_message.Message):
     CANCEL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_CANCELLED_FIELD_NUMBER: _ClassVar[int]
     RENEW_LEASES_FIELD_NUMBER: _ClassVar[int]
+    PIECE_AWAITED_FIELD_NUMBER: _ClassVar[int]
+    PIECE_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    PIECE_READ_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
-    slab_wanted: SlabWanted
+    piece_ahead: PieceAhead
     slab_lent: SlabLent
     slab_filled: SlabFilled
     commit: Commit
@@ -27,29 +30,66 @@ class PeerMessage(_message.Message):
     cancel_transfer: CancelTransfer
     transfer_cancelled: TransferCancelled
     renew_leases: RenewLeases
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., slab_wanted: _Optional[_Union[SlabWanted, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ...) -> None: ...
+    piece_awaited: PieceAwaited
+    piece_computed: PieceComputed
+    piece_read: PieceRead
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., piece_ahead: _Optional[_Union[PieceAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., piece_awaited: _Optional[_Union[PieceAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format")
+    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "kv")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     fingerprint: str
     physical_format: str
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ...) -> None: ...
+    kv: KvFacts
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., kv: _Optional[_Union[KvFacts, _Mapping]] = ...) -> None: ...
 
-class SlabWanted(_message.Message):
-    __slots__ = ("key", "piece", "bytes")
+class KvFacts(_message.Message):
+    __slots__ = ("block_size", "blocks", "slab_bytes", "region")
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    block_size: int
+    blocks: int
+    slab_bytes: int
+    region: str
+    def __init__(self, block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., region: _Optional[str] = ...) -> None: ...
+
+class PieceAhead(_message.Message):
+    __slots__ = ("key", "number", "start", "tokens", "next_position", "index", "held")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    PIECE_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_POSITION_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
-    piece: int
-    bytes: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    number: int
+    start: int
+    tokens: int
+    next_position: int
+    index: int
+    held: _containers.RepeatedCompositeFieldContainer[PieceBlocks]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., number: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., index: _Optional[int] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ...) -> None: ...
+
+class PieceBlocks(_message.Message):
+    __slots__ = ("group", "first", "starts", "counts")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    first: int
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., first: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlabLent(_message.Message):
     __slots__ = ("key", "piece", "slab_id", "region", "lease_id")
@@ -76,6 +116,30 @@ class SlabFilled(_message.Message):
     slab_id: int
     lease_id: int
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ..., slab_id: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
+
+class PieceAwaited(_message.Message):
+    __slots__ = ("key", "piece")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.Key
+    piece: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
+
+class PieceComputed(_message.Message):
+    __slots__ = ("key", "piece")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.Key
+    piece: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
+
+class PieceRead(_message.Message):
+    __slots__ = ("key", "piece")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.Key
+    piece: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("key", "pieces", "first_token_ids", "finished_choices")

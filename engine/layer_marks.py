@@ -1,0 +1,55 @@
+"""Tells while a step runs which layers have written their KV. Runs in the worker.
+
+On a CPU the device thread tells it itself. A GPU runs behind that thread, so there an event is
+recorded behind the writes, and a thread of ours waits for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMarks:
+    """`tell` is called with each of `layers` once its KV is written."""
+
+    layers: frozenset[int]
+    tell: Callable[[int], None]
+
+    def wrote(self, layer: int) -> None:
+        if layer in self.layers:
+            self.tell(layer)
+
+
+class LayerWatch:
+    """Tells of a GPU's layers, in their order, from a thread of its own."""
+
+    def __init__(self) -> None:
+        self._events: queue.Queue[tuple[torch.cuda.Event, Callable[[], None]]] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="kvrelay-layers", daemon=True)
+        self._thread.start()
+
+    def behind(self, marks: LayerMarks) -> LayerMarks:
+        """Marks for the thread that launches kernels: told once the GPU is there."""
+        return LayerMarks(marks.layers, lambda layer: self._record(marks, layer))
+
+    def drain(self) -> None:
+        """All has been told of what was launched."""
+        self._events.join()
+
+    def _record(self, marks: LayerMarks, layer: int) -> None:
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        self._events.put((event, lambda: marks.tell(layer)))
+
+    def _run(self) -> None:
+        while True:
+            event, tell = self._events.get()
+            event.synchronize()
+            tell()
+            self._events.task_done()

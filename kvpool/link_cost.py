@@ -1,0 +1,157 @@
+"""What moving KV over one link costs, and so which way is the faster one. Pure.
+
+Two ways (n bytes; the coefficients are LinkCost's fields):
+
+    direct     the receiver reads the blocks where they lie, one descriptor per run, layer and plane
+               latency + read + descriptors x descriptor + n / direct
+    collated   the sender gathers into a slab and writes it, the receiver scatters; slabs overlap
+               3 x latency + sent + scattered + (slabs - 1) x max(sent, scattered), where per slab
+               sent      = (source_runs x run + n / gather) / slabs + write + n / (slabs x bytes)
+               scattered = (target_runs x run + n / scatter) / slabs
+
+3 messages: a slab is wanted, lent, filled. On a `mapped` link the peer's slab is local memory, so
+`gather` goes straight into it and nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import median
+
+import numpy as np
+
+
+class Way(StrEnum):
+    DIRECT = "direct"
+    COLLATED = "collated"
+
+
+_MESSAGES = {Way.DIRECT: 1, Way.COLLATED: 3}
+
+
+class Step(StrEnum):
+    """What is timed by itself to learn the coefficients."""
+
+    MESSAGE = "message"  # to the peer and back
+    WRITE = "write"  # one piece
+    READ = "read"  # `pieces` descriptors in one batch
+    GATHER = "gather"  # `pieces` runs
+    SCATTER = "scatter"  # `pieces` runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    step: Step
+    seconds: float
+    nbytes: int = 0
+    pieces: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferShape:
+    """`descriptors` are those of a direct read: runs x layers x planes."""
+
+    nbytes: int
+    descriptors: int
+    source_runs: int
+    target_runs: int
+    slabs: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """One link as this end measured it. `latency_s`: one message, one way; `read_s` and `write_s`:
+    what a batch of reads and a write cost whatever their size; `descriptor_s` and `run_s`: what
+    each descriptor and each copied run adds. A speed may be infinite: too fast to be seen."""
+
+    transport: str
+    latency_s: float
+    bytes_per_s: float
+    descriptor_s: float
+    direct_bytes_per_s: float
+    gather_bytes_per_s: float
+    scatter_bytes_per_s: float
+    run_s: float
+    read_s: float = 0.0
+    write_s: float = 0.0
+    mapped: bool = False
+
+    def seconds(self, way: Way, shape: TransferShape) -> float:
+        """Until the bytes are in the receiver's blocks."""
+        moved = self._direct(shape) if way is Way.DIRECT else self._collated(shape)
+        return _MESSAGES[way] * self.latency_s + moved
+
+    def choose(self, shape: TransferShape) -> Way:
+        """The faster one; collated where they are equal."""
+        return min((Way.COLLATED, Way.DIRECT), key=lambda way: self.seconds(way, shape))
+
+    def _direct(self, shape: TransferShape) -> float:
+        posted_s = self.read_s + shape.descriptors * self.descriptor_s
+        return posted_s + shape.nbytes / self.direct_bytes_per_s
+
+    def _collated(self, shape: TransferShape) -> float:
+        slabs = max(1, shape.slabs)
+        slab_bytes = shape.nbytes / slabs
+        sent_s = shape.source_runs / slabs * self.run_s + slab_bytes / self.gather_bytes_per_s
+        if not self.mapped:
+            sent_s += self.write_s + slab_bytes / self.bytes_per_s
+        scattered_s = shape.target_runs / slabs * self.run_s + slab_bytes / self.scatter_bytes_per_s
+        return sent_s + scattered_s + (slabs - 1) * max(sent_s, scattered_s)
+
+
+def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> LinkCost:
+    """Least squares of relative errors, no coefficient below zero. Raises ValueError naming the
+    steps without a sample."""
+    by_step: dict[Step, list[Sample]] = {step: [] for step in Step}
+    for sample in samples:
+        by_step[sample.step].append(sample)
+    if missing := [step.value for step, found in by_step.items() if not found]:
+        raise ValueError(f"no sample of {', '.join(missing)}")
+    write_s, byte_s = _solve([(1, s.nbytes) for s in by_step[Step.WRITE]], by_step[Step.WRITE])
+    read_s, descriptor_s, read_byte_s = _solve(
+        [(1, s.pieces, s.nbytes) for s in by_step[Step.READ]], by_step[Step.READ]
+    )
+    copies = by_step[Step.GATHER] + by_step[Step.SCATTER]
+    run_s, gather_byte_s, scatter_byte_s = _solve([_copy_row(s) for s in copies], copies)
+    return LinkCost(
+        transport=transport,
+        latency_s=median(s.seconds for s in by_step[Step.MESSAGE]) / 2,
+        bytes_per_s=_speed(byte_s),
+        descriptor_s=descriptor_s,
+        direct_bytes_per_s=_speed(read_byte_s),
+        gather_bytes_per_s=_speed(gather_byte_s),
+        scatter_bytes_per_s=_speed(scatter_byte_s),
+        run_s=run_s,
+        read_s=read_s,
+        write_s=write_s,
+        mapped=mapped,
+    )
+
+
+def _copy_row(sample: Sample) -> tuple[float, ...]:
+    gathered = sample.step is Step.GATHER
+    return sample.pieces, sample.nbytes * gathered, sample.nbytes * (not gathered)
+
+
+def _speed(byte_s: float) -> float:
+    return 1 / byte_s if byte_s > 0 else float("inf")
+
+
+def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
+    """Coefficients >= 0 that explain the seconds. What comes out negative is set to zero, the
+    worst first, and the others are fitted again."""
+    weights = np.array([1 / max(sample.seconds, 1e-9) for sample in samples])
+    matrix = np.array(rows, dtype=float) * weights[:, None]
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    kept = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while kept:
+        solved = np.linalg.lstsq(matrix[:, kept] / scale[kept], np.ones(len(samples)), rcond=None)
+        worst = int(np.argmin(solved[0]))
+        if solved[0][worst] >= 0:
+            found[kept] = solved[0] / scale[kept]
+            break
+        del kept[worst]
+    return [float(value) for value in found]

@@ -1,0 +1,186 @@
+"""A piece of a handoff: one write of a span's cut, and what is said of it before it travels. Pure.
+
+Both workers make the same cut of a span, so a piece is named by the span and its write's index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
+from kvpool.link_cost import TransferShape
+from kvpool.shard import Shard, ShardLayout
+from kvpool.transfer_plan import Section, Side, TokenSpan, Write, cut
+from kvrelay.errors import PeerError
+
+LAYER_GROUPS = 4
+"""Leaves a quarter of the last chunk to be sent after its compute. Twice as many would save an
+eighth more, and double what is announced, lent and told."""
+LAYER_GROUP_BYTES = 256 * 1024
+"""Fewer take less time to move than the messages about them."""
+_RUN_WIRE_BYTES = 8
+_RUNS_WIRE_BYTES = 48 * 1024
+"""What the runs of a piece may take of a message of 64 KiB, where no two blocks are adjacent."""
+
+Runs = tuple[tuple[int, int], ...]
+"""(first block, number of blocks) of adjacent blocks, in the table's order"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """The `index`-th write of the cut of `span`."""
+
+    span: TokenSpan
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceBlocks:
+    """Which blocks a sender holds at `[first, first + ...)` of one group's table."""
+
+    group: int
+    first: int
+    runs: Runs
+
+    @property
+    def blocks(self) -> int:
+        return sum(count for _, count in self.runs)
+
+
+@lru_cache(maxsize=64)
+def cut_span(layout: KvLayout, span: TokenSpan, slab_bytes: int) -> tuple[Write, ...]:
+    """The writes of `span` between two whole models, each of at most `slab_bytes`.
+
+    Equal for layouts that differ in their block size only.
+    """
+    one = ShardLayout(model=layout, shard=Shard())
+    groups = _layer_groups(layout, span)
+    return cut(one, one, span=span, staging_bytes=slab_bytes, layer_groups=groups)
+
+
+def _layer_groups(layout: KvLayout, span: TokenSpan) -> int:
+    """More than one for the tokens that end the prompt; all before them is sent while these are
+    computed, so only of these it matters that early layers leave before the last one is done."""
+    ends = span.start + span.tokens == span.next_position
+    worth = layout.bytes_per_token * span.tokens // LAYER_GROUP_BYTES
+    return max(1, min(LAYER_GROUPS, worth)) if ends else 1
+
+
+def check_cut(layout: KvLayout, piece: Piece, slab_bytes: int, wanted: range) -> Write:
+    """The write that a peer has named, of a prompt whose tokens `wanted`, up to its end, are to be
+    sent. Raises PeerError when there is none such."""
+    span = piece.span
+    end = span.start + span.tokens
+    if span.next_position != wanted.stop or not wanted.start <= span.start <= end <= wanted.stop:
+        raise PeerError(
+            f"a piece of tokens [{span.start}, {end}) of {span.next_position}, but "
+            f"[{wanted.start}, {wanted.stop}) of {wanted.stop} are wanted"
+        )
+    writes = cut_span(layout, span, slab_bytes)
+    if piece.index >= len(writes):
+        raise PeerError(f"piece {piece.index} of tokens [{span.start}, {end}) has nothing to send")
+    return writes[piece.index]
+
+
+def span_tokens_most(layout: KvLayout) -> int:
+    """A longer span's blocks could be more than one message names."""
+    runs = _RUNS_WIRE_BYTES // _RUN_WIRE_BYTES // len(layout.groups)
+    return (runs - 1) * layout.block_size
+
+
+def piece_blocks(write: Write, tables: Tables, block_size: int) -> tuple[PieceBlocks, ...]:
+    """The blocks that the write's tokens lie in."""
+    return tuple(
+        PieceBlocks(group=group, first=first, runs=_runs(tables[group][first:end]))
+        for group, first, end in _block_ranges(write, block_size)
+    )
+
+
+def source_side(
+    write: Write, held: Sequence[PieceBlocks], *, groups: int, block_size: int, blocks: int
+) -> Side:
+    """Where a peer with `blocks` blocks of `block_size` holds the write's tokens.
+
+    Raises PeerError unless what it says is whole.
+    """
+    by_group = {one.group: one for one in held}
+    for group, first, end in _block_ranges(write, block_size):
+        said = by_group.get(group)
+        if said is None or (said.first, said.first + said.blocks) != (first, end):
+            raise PeerError(f"a piece whose blocks [{first}, {end}) of group {group} are not named")
+        if any(start + count > blocks for start, count in said.runs):
+            raise PeerError(f"a piece in blocks that a pool of {blocks} blocks has not")
+    tables = tuple(_table(by_group.get(group)) for group in range(groups))
+    return Side(tables=tables, block_size=block_size)
+
+
+def holds(side: Side, write: Write) -> bool:
+    """Whether every token of the write has its slot."""
+    return all(
+        NO_BLOCK not in side.tables[group][first:end] and end <= len(side.tables[group])
+        for group, first, end in _block_ranges(write, side.block_size)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRun:
+    """Source slots `[source, source + tokens)` hold what belongs into the target's at `target`."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+def paired_runs(section: Section, source: Side, target: Side) -> Iterator[PairedRun]:
+    """The copies of a section from pool to pool, adjacent slots merged on both sides."""
+    theirs, ours = iter(source.runs(section)), iter(target.runs(section))
+    left, right = next(theirs, None), next(ours, None)
+    at = 0
+    while left is not None and right is not None:
+        end = min(left.position + left.tokens, right.position + right.tokens)
+        yield PairedRun(left.slot + at - left.position, right.slot + at - right.position, end - at)
+        at = end
+        if at == left.position + left.tokens:
+            left = next(theirs, None)
+        if at == right.position + right.tokens:
+            right = next(ours, None)
+
+
+def transfer_shape(write: Write, source: Side, target: Side) -> TransferShape:
+    return TransferShape(
+        nbytes=write.nbytes,
+        descriptors=sum(
+            s.part.layers * len(s.part.planes) * len(tuple(paired_runs(s, source, target)))
+            for s in write.sections
+        ),
+        source_runs=sum(len(source.runs(section)) for section in write.sections),
+        target_runs=sum(len(target.runs(section)) for section in write.sections),
+    )
+
+
+def _block_ranges(write: Write, block_size: int) -> Iterator[tuple[int, int, int]]:
+    """(group, first, end): the places in the group's table that the write's tokens take."""
+    for group in sorted({section.part.group for section in write.sections}):
+        sections = [s for s in write.sections if s.part.group == group]
+        end = max(s.start + s.tokens for s in sections)
+        yield group, min(s.start for s in sections) // block_size, -(-end // block_size)
+
+
+def _runs(blocks: Sequence[BlockId]) -> Runs:
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        assert block != NO_BLOCK, "a block that is to be sent is not held"
+        if runs and sum(runs[-1]) == block:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return tuple(runs)
+
+
+def _table(held: PieceBlocks | None) -> tuple[BlockId, ...]:
+    if held is None:
+        return ()
+    blocks = (BlockId(start + i) for start, count in held.runs for i in range(count))
+    return (NO_BLOCK,) * held.first + tuple(blocks)
