@@ -25,8 +25,10 @@ def generate_reference(model: Model, prompt: Sequence[int], *, tokens: int) -> R
     module = model.module
     module.set_attn_implementation("eager")
     try:
+        ids = torch.tensor([list(prompt)], device=model.device)
         found = module.generate(
-            torch.tensor([list(prompt)], device=model.device),
+            ids,
+            attention_mask=torch.ones_like(ids),  # else ids equal to the padding are not seen
             max_new_tokens=tokens,
             do_sample=False,
             eos_token_id=None,
