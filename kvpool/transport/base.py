@@ -7,7 +7,7 @@ thread of the transport, so a callback only queues.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -29,6 +29,24 @@ class Region:
     memory: torch.Tensor  # uint8 [bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes `[offset, offset + target's)` of the peer's region, into `target` (contiguous)."""
+
+    region: RegionName
+    offset: int
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """`source` (contiguous) into the peer's region, from its byte `offset` on."""
+
+    region: RegionName
+    offset: int
+    source: torch.Tensor
+
+
 class Connection(Protocol):
     """One peer. Writes and notifications of one connection keep their order."""
 
@@ -41,6 +59,13 @@ class Connection(Protocol):
 
     def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
         """Copy from the peer's region into `target` (contiguous)."""
+
+    def write_many(self, writes: Sequence[Write]) -> None:
+        """All of them, posted as one batch where the link has batches. In no order among each
+        other; visible and raising as `write`, which may then have taken place in part."""
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        """All of them, posted as one batch where the link has batches; raises as `read`."""
 
     def window(self, region: RegionName) -> torch.Tensor | None:
         """The peer's region as local memory (uint8), where the link can map it; else None."""
@@ -73,6 +98,10 @@ class Endpoint(Protocol):
         """`scheme:rest`, what a peer passes to `connect`."""
 
     def register(self, nbytes: int) -> Region: ...
+
+    def adopt(self, memory: torch.Tensor) -> Region:
+        """Register memory (uint8, contiguous) that was allocated elsewhere and is at rest in
+        place. Raises ConfigError when the link cannot expose it: see each transport."""
 
     def deregister(self, region: Region) -> None:
         """Later writes of peers raise or go nowhere; the memory is freed once no one maps it."""

@@ -121,13 +121,17 @@ class LoopbackEndpoint:
         return f"loopback:{self._incarnation}"
 
     def register(self, nbytes: int) -> Region:
+        return self.adopt(torch.zeros(nbytes, dtype=torch.uint8))
+
+    def adopt(self, memory: torch.Tensor) -> Region:
+        """Any memory of this process."""
+        assert memory.dtype is torch.uint8 and memory.is_contiguous()
         with self._lock:
             assert not self._closed
-            name = RegionName(f"kvrelay-{self._incarnation}-{self._registered}")
             self._registered += 1
-            region = Region(name, torch.zeros(nbytes, dtype=torch.uint8))
-            self._regions[name] = region.memory
-        return region
+            name = RegionName(f"kvrelay-{self._incarnation}-{self._registered}")
+            self._regions[name] = memory
+        return Region(name, memory)
 
     def deregister(self, region: Region) -> None:
         with self._lock:
@@ -146,11 +150,11 @@ class LoopbackEndpoint:
             raise PeerError(f"no one listens at {address}; is that worker in this process?")
         here, there = _Inbox(), _Inbox()
         near = LoopbackConnection(self, peer, here, there)
-        peer.adopt(LoopbackConnection(peer, self, there, here), accepted=True)
-        self.adopt(near, accepted=False)
+        peer.take_in(LoopbackConnection(peer, self, there, here), accepted=True)
+        self.take_in(near, accepted=False)
         return near
 
-    def adopt(self, connection: LoopbackConnection, *, accepted: bool) -> None:
+    def take_in(self, connection: LoopbackConnection, *, accepted: bool) -> None:
         with self._lock:
             if self._closed:
                 connection.close()

@@ -19,7 +19,7 @@ from kvpool.transport.nixl_connection import NixlConnection
 from kvpool.transport.nixl_peer import NixlPeer
 from kvpool.transport.nixl_wire import Grant, Packet
 from kvpool.transport.threads import ThreadGroup
-from kvrelay.errors import PeerError
+from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
 _FAREWELL_S = 2.0
@@ -53,14 +53,21 @@ class NixlEndpoint:
         return self._address
 
     def register(self, nbytes: int) -> Region:
-        memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+        region = self.adopt(torch.zeros(max(nbytes, 1), dtype=torch.uint8))
+        return Region(region.name, region.memory[:nbytes])
+
+    def adopt(self, memory: torch.Tensor) -> Region:
+        """Any host memory of this process, of at least one byte."""
+        assert memory.dtype is torch.uint8 and memory.is_contiguous() and memory.numel()
+        if not memory.is_cpu:
+            raise ConfigError(f"transport 'nixl' reaches host memory only, not {memory.device}")
         with self._changed:
             assert not self._closed
-            name = RegionName(f"kvrelay-{self._incarnation}-{self._registered}")
             self._registered += 1
+            name = RegionName(f"kvrelay-{self._incarnation}-{self._registered}")
             self._agent.register(memory)
             self._regions[name] = memory
-        return Region(name, memory[:nbytes])
+        return Region(name, memory)
 
     def deregister(self, region: Region) -> None:
         with self._changed:

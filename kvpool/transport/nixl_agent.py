@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvrelay.errors import ConfigError, PeerError
@@ -46,29 +47,38 @@ class Agent:
         self._agent: Any = nixl.nixlAgent(name, config)
         self._backends = [self._agent.createBackend(_BACKEND, {})]
         self._lock = threading.Lock()
-        self._registered: dict[int, torch.Tensor] = {}  # address |-> memory
+        self._registered: list[torch.Tensor] = []  # memory adopted twice is in it twice
 
     def register(self, memory: torch.Tensor) -> None:
         with self._lock:
             self._agent.registerMem(self._registration(memory), self._backends)
-            self._registered[memory.data_ptr()] = memory
+            self._registered.append(memory)
 
     def deregister(self, memory: torch.Tensor) -> None:
+        """Once for each `register` of this very tensor; what has gone is let be."""
         with self._lock:
-            if self._registered.pop(memory.data_ptr(), None) is not None:
+            at = next((i for i, m in enumerate(self._registered) if m is memory), None)
+            if at is not None:
+                del self._registered[at]
                 self._agent.deregisterMem(self._registration(memory), self._backends)
 
     def close(self) -> None:
         """Deregisters what is left and frees the agent, once no transfer runs."""
-        for memory in list(self._registered.values()):
+        for memory in list(self._registered):
             self.deregister(memory)
         self._agent = None
 
-    def owns(self, data: torch.Tensor) -> bool:
-        """Whether all of `data` lies in one registered piece of memory."""
-        start, end = data.data_ptr(), data.data_ptr() + data.numel()
+    def owned(self, pieces: Sequence[torch.Tensor]) -> list[bool]:
+        """Of each piece, whether all of it lies in one registered piece of memory."""
         with self._lock:
-            return any(a <= start and end <= a + m.numel() for a, m in self._registered.items())
+            spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in self._registered]
+        starts = np.array([piece.data_ptr() for piece in pieces], dtype=np.uint64)
+        ends = starts + np.array([piece.nbytes for piece in pieces], dtype=np.uint64)
+        found = np.zeros(len(pieces), dtype=bool)
+        for start, end in spans:
+            found |= (starts >= start) & (ends <= end)
+        owned: list[bool] = found.tolist()
+        return owned
 
     def describe(self, memory: torch.Tensor) -> bytes:
         """What a peer's `add_peer` needs to reach this registered memory."""
@@ -92,15 +102,16 @@ class Agent:
     def transfer(
         self,
         operation: Operation,
-        local: torch.Tensor,
+        pieces: Sequence[tuple[torch.Tensor, int]],
         peer: str,
-        address: int,
         check: Callable[[], None],
     ) -> None:
-        """Returns once the bytes have arrived. `local` is registered; `address` is the peer's.
-        Raises PeerError when they could not, and what `check` raises once it has taken long."""
+        """One batch: registered memory here, and addresses in the peer's. Returns once all bytes
+        have arrived. Raises PeerError when they could not, and what `check` raises once it has
+        taken long."""
         kind = getattr(self._nixl, operation.value)
-        here, there = self._span(local.data_ptr(), local), self._span(address, local)
+        here = self._spans((local.data_ptr(), local.nbytes, 0) for local, _ in pieces)
+        there = self._spans((address, local.nbytes, 0) for local, address in pieces)
         try:
             agent = self._open()
             request = agent.createXferReq(kind, here, there, peer, "", self._backends)
@@ -109,7 +120,7 @@ class Agent:
             finally:
                 agent.releaseXferReq(request)
         except self._errors as error:
-            raise PeerError(f"NIXL could not move {local.numel()} bytes: {error}") from error
+            raise PeerError(f"NIXL could not move {len(pieces)} pieces: {error}") from error
 
     def _finish(self, agent: Any, request: int, check: Callable[[], None]) -> None:
         started_s = time.monotonic()
@@ -132,8 +143,9 @@ class Agent:
         piece = (memory.data_ptr(), memory.numel(), 0, "")
         return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [piece])
 
-    def _span(self, address: int, data: torch.Tensor) -> object:
-        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(address, data.numel(), 0)])
+    def _spans(self, spans: Iterable[tuple[int, int, int]]) -> object:
+        """Addresses, lengths and devices."""
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, list(spans))
 
 
 def _load() -> ModuleType:

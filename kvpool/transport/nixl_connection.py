@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 
 from kvpool.transport import nixl_wire
-from kvpool.transport.base import MAX_MESSAGE_BYTES, Callbacks, RegionName
+from kvpool.transport.base import MAX_MESSAGE_BYTES, Callbacks, Read, RegionName, Write
 from kvpool.transport.nixl_peer import NixlPeer
 from kvpool.transport.nixl_wire import Packet
-from kvpool.transport.windowed import as_bytes
 from kvrelay.errors import PeerError
 
 _UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
@@ -52,10 +51,16 @@ class NixlConnection:
         return self._peer
 
     def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
-        self._peer.write(region, offset, as_bytes(source), self._check)
+        self.write_many([Write(region, offset, source)])
 
     def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
-        self._peer.read(region, offset, as_bytes(target), self._check)
+        self.read_many([Read(region, offset, target)])
+
+    def write_many(self, writes: Sequence[Write]) -> None:
+        self._peer.write(writes, self._check)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        self._peer.read(reads, self._check)
 
     def window(self, region: RegionName) -> None:
         """Never mapped; raises PeerError when the peer or the region is gone."""

@@ -1,6 +1,6 @@
 """One peer's memory over NIXL: which regions it has granted, and copies to and from them.
 
-Shared by all connections to that peer. One copy runs at a time; whoever holds the lock knows that
+Shared by all connections to that peer. One batch runs at a time; whoever holds the lock knows that
 none does, which is how a region or the peer itself is given up safely. `check` raises PeerError
 once the connection that asks has ended.
 """
@@ -8,16 +8,19 @@ once the connection that asks has ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from kvpool.transport import nixl_wire
-from kvpool.transport.base import RegionName
+from kvpool.transport.base import Read, RegionName, Write
 from kvpool.transport.nixl_agent import Agent, Operation
 from kvpool.transport.nixl_wire import Grant
+from kvpool.transport.windowed import as_bytes
 
 _BOUNCE_BYTES = 4 * 2**20
+
+Pieces = list[tuple[torch.Tensor, int]]  # contiguous memory here, an address in the peer's
 
 
 class NixlPeer:
@@ -36,29 +39,27 @@ class NixlPeer:
         with self._lock:
             self._grant(region)
 
-    def write(
-        self, region: RegionName, offset: int, source: torch.Tensor, check: Callable[[], None]
-    ) -> None:
+    def write(self, writes: Sequence[Write], check: Callable[[], None]) -> None:
         with self._lock:
             check()
-            name, address = self._place(region, offset, source.numel())
-            for piece, local in self._pieces(source):
-                if local is not piece:
+            placed = self._placed((w.region, w.offset, w.source) for w in writes)
+            registered, others = self._sorted(placed)
+            self._transfer(Operation.WRITE, registered, check)
+            for batch in self._bounced(others):
+                for piece, local, _ in batch:
                     local.copy_(piece)
-                self._agent.transfer(Operation.WRITE, local, name, address, check)
-                address += piece.numel()
+                self._transfer(Operation.WRITE, [b[1:] for b in batch], check)
 
-    def read(
-        self, region: RegionName, offset: int, target: torch.Tensor, check: Callable[[], None]
-    ) -> None:
+    def read(self, reads: Sequence[Read], check: Callable[[], None]) -> None:
         with self._lock:
             check()
-            name, address = self._place(region, offset, target.numel())
-            for piece, local in self._pieces(target):
-                self._agent.transfer(Operation.READ, local, name, address, check)
-                if local is not piece:
+            placed = self._placed((r.region, r.offset, r.target) for r in reads)
+            registered, others = self._sorted(placed)
+            self._transfer(Operation.READ, registered, check)
+            for batch in self._bounced(others):
+                self._transfer(Operation.READ, [b[1:] for b in batch], check)
+                for piece, local, _ in batch:
                     piece.copy_(local)
-                address += piece.numel()
 
     def retire(self, region: RegionName) -> None:
         """Returns once nothing is written to it."""
@@ -79,11 +80,16 @@ class NixlPeer:
                 self._agent.deregister(self._bounce)
                 self._bounce = None
 
-    def _place(self, region: RegionName, offset: int, nbytes: int) -> tuple[str, int]:
-        """The peer's agent, and an address in its memory."""
-        grant = self._grant(region)
-        assert 0 <= offset <= offset + nbytes <= grant.nbytes, (offset, nbytes, grant.nbytes)
-        return self._name, grant.address + offset
+    def _placed(self, moves: Iterable[tuple[RegionName, int, torch.Tensor]]) -> Pieces:
+        """Raises PeerError for a region that the peer does not have."""
+        pieces = []
+        for region, offset, data in moves:
+            grant, nbytes = self._grant(region), data.nbytes
+            assert 0 <= offset <= offset + nbytes <= grant.nbytes, (offset, nbytes, grant.nbytes)
+            assert data.is_contiguous(), tuple(data.stride())
+            if nbytes:
+                pieces.append((data, grant.address + offset))
+        return pieces
 
     def _grant(self, region: RegionName) -> Grant:
         if region not in self._granted:
@@ -107,16 +113,38 @@ class NixlPeer:
         for grant in self._known.values():
             self._agent.add_peer(grant.description)
 
-    def _pieces(self, data: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each piece of `data` beside registered memory for it: itself, where it is registered."""
-        if data.numel() == 0:
-            return
-        if self._agent.owns(data):
-            yield data, data
-            return
-        bounce = self._bounce_buffer()
-        for piece in data.split(bounce.numel()):
-            yield piece, bounce[: piece.numel()]
+    def _sorted(self, pieces: Pieces) -> tuple[Pieces, Pieces]:
+        """Those in registered memory here, and the others."""
+        owned = self._agent.owned([data for data, _ in pieces])
+        return (
+            [piece for piece, is_owned in zip(pieces, owned, strict=True) if is_owned],
+            [piece for piece, is_owned in zip(pieces, owned, strict=True) if not is_owned],
+        )
+
+    def _transfer(self, operation: Operation, pieces: Pieces, check: Callable[[], None]) -> None:
+        if pieces:
+            self._agent.transfer(operation, pieces, self._name, check)
+
+    def _bounced(self, pieces: Pieces) -> Iterator[list[tuple[torch.Tensor, torch.Tensor, int]]]:
+        """Batches that fit into registered memory: part of a piece, its place there, and the
+        address in the peer's memory."""
+        batch: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        used = 0
+        for piece, local, address in self._cut(pieces):
+            if used + piece.numel() > local.numel():
+                yield batch
+                batch, used = [], 0
+            batch.append((piece, local[used : used + piece.numel()], address))
+            used += piece.numel()
+        if batch:
+            yield batch
+
+    def _cut(self, pieces: Pieces) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        for data, address in pieces:
+            bounce = self._bounce_buffer()
+            for part in as_bytes(data).split(bounce.numel()):
+                yield part, bounce, address
+                address += part.numel()
 
     def _bounce_buffer(self) -> torch.Tensor:
         if self._bounce is None:

@@ -6,9 +6,10 @@ Nothing has a name in a file system, so nothing is left behind by a process that
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
+
+import torch
 
 from kvpool.transport import memfd, shm_wire
 from kvpool.transport.base import Callbacks, Region, RegionName
@@ -25,7 +26,7 @@ class ShmEndpoint:
         self._callbacks = callbacks
         self._send_timeout_s = send_timeout_s
         self._lock = threading.Lock()
-        self._regions: dict[RegionName, tuple[int, memfd.Mapping]] = {}
+        self._regions: dict[RegionName, memfd.Loan] = {}
         self._registered = 0
         self._greeting: set[socket.socket] = set()
         self._connections: set[ShmConnection] = set()
@@ -39,19 +40,18 @@ class ShmEndpoint:
         return shm_wire.address_of(self._incarnation)
 
     def register(self, nbytes: int) -> Region:
-        with self._lock:
-            assert not self._closed
-            name = RegionName(f"kvrelay-{self._incarnation}-{self._registered}")
-            self._registered += 1
-            fd, mapping = memfd.create(name, nbytes)
-            self._regions[name] = fd, mapping
-        return Region(name, mapping.memory)
+        name = self._next_name()
+        return self._lend(name, memfd.allocate(nbytes, name))
+
+    def adopt(self, memory: torch.Tensor) -> Region:
+        """All of it must be memory of `memfd.allocate`."""
+        return self._lend(self._next_name(), memory)
 
     def deregister(self, region: Region) -> None:
         with self._lock:
-            owned = self._regions.pop(region.name, None)
-        if owned is not None:
-            self._retire(*owned)
+            loan = self._regions.pop(region.name, None)
+        if loan is not None:
+            loan.retire()
 
     def connect(self, address: str) -> ShmConnection:
         sock = shm_wire.dial(address)
@@ -74,14 +74,21 @@ class ShmEndpoint:
             regions, self._regions = list(self._regions.values()), {}
         for connection in connections:
             connection.close()
-        for owned in regions:
-            self._retire(*owned)
+        for loan in regions:
+            loan.retire()
         self._threads.join()
 
-    @staticmethod
-    def _retire(fd: int, mapping: memfd.Mapping) -> None:
-        mapping.retire()
-        os.close(fd)
+    def _next_name(self) -> RegionName:
+        with self._lock:
+            self._registered += 1
+            return RegionName(f"kvrelay-{self._incarnation}-{self._registered}")
+
+    def _lend(self, name: RegionName, memory: torch.Tensor) -> Region:
+        loan = memfd.lend(memory)
+        with self._lock:
+            assert not self._closed
+            self._regions[name] = loan
+        return Region(name, memory)
 
     def _accept(self) -> None:
         with self._listener:
@@ -143,11 +150,11 @@ class ShmEndpoint:
 
     def _grant(self, sock: socket.socket, region: RegionName) -> None:
         with self._lock:
-            owned = self._regions.get(region)
-            if owned is None:
+            loan = self._regions.get(region)
+            if loan is None:
                 shm_wire.send(sock, Packet.REFUSE, b"no such region")
             else:
-                shm_wire.grant(sock, owned[0], owned[1].memory.numel())
+                shm_wire.grant(sock, loan)
 
     def _deliver(self, connection: ShmConnection, *, accepted: bool = False) -> None:
         connection.deliver(self._callbacks, accepted=accepted)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 from kvpool.transport.base import MAX_MESSAGE_BYTES, RegionName
-from kvpool.transport.memfd import Mapping
+from kvpool.transport.memfd import Loan, Mapping, Place
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation
 
@@ -22,7 +22,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 SCHEME = "shm"
 _SOCKET_BUFFER_BYTES = 4 * MAX_MESSAGE_BYTES
 _VERSION = struct.Struct("<H")
-_SIZE = struct.Struct("<Q")
+_PLACE = struct.Struct("<QQQI")  # bytes made, offset, bytes, loan
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _TIMEVAL = struct.Struct("ll")  # seconds, microseconds
 
@@ -143,8 +143,10 @@ def shut_down(sock: socket.socket) -> None:
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def grant(sock: socket.socket, fd: int, nbytes: int) -> None:
-    socket.send_fds(sock, [bytes([Packet.GRANT]), _SIZE.pack(nbytes)], [fd])
+def grant(sock: socket.socket, loan: Loan) -> None:
+    at = loan.place
+    place = _PLACE.pack(at.made_bytes, at.offset, at.nbytes, at.loan)
+    socket.send_fds(sock, [bytes([Packet.GRANT]), place], [loan.fd])
 
 
 def fetch(address: str, region: RegionName) -> Mapping:
@@ -158,10 +160,17 @@ def fetch(address: str, region: RegionName) -> Mapping:
     try:
         if not data or data[0] != Packet.GRANT or len(fds) != 1:
             raise PeerError(f"{address} has no region {region} (any more)")
-        return Mapping(fds[0], _SIZE.unpack_from(data, 1)[0])
+        return Mapping(fds[0], _placed(data[1:]))
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _placed(payload: bytes) -> Place:
+    if len(payload) != _PLACE.size:
+        raise PeerError(f"the peer granted a region in {len(payload)} bytes")
+    made_bytes, offset, nbytes, loan = _PLACE.unpack(payload)
+    return Place(made_bytes=made_bytes, offset=offset, nbytes=nbytes, loan=loan)
 
 
 def _abstract_name(address: str) -> bytes:

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvpool.transport import nixl_agent, nixl_wire
-from kvpool.transport.base import Region
+from kvpool.transport.base import Region, Write
 from kvpool.transport.nixl_wire import Packet
 from kvpool.transport.registry import open_endpoint
 from kvrelay.errors import ConfigError, PeerError
@@ -80,11 +81,29 @@ def test_memory_is_kept_until_the_last_writer_lets_go() -> None:
         with _writer(owner, region) as process:
             process.send_signal(signal.SIGSTOP)
             owner.endpoint.deregister(region)
-            assert agent.owns(memory)
+            assert agent.owned([memory]) == [True]
             process.send_signal(signal.SIGCONT)
-            until(lambda: not agent.owns(memory))
+            until(lambda: agent.owned([memory]) == [False])
             process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 1, "its next write raises"
+
+
+def test_registered_memory_travels_as_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One descriptor for each piece, whatever their number; the rest goes by a staging buffer."""
+    batches: list[int] = []
+    transfer = nixl_agent.Agent.transfer
+
+    def counted(agent: nixl_agent.Agent, *args: Any) -> None:
+        batches.append(len(args[1]))
+        transfer(agent, *args)
+
+    monkeypatch.setattr(nixl_agent.Agent, "transfer", counted)
+    with Side("nixl") as owner, Side("nixl") as writer:
+        connection = writer.endpoint.connect(owner.endpoint.address)
+        region, source = owner.region(40_000), writer.region(40_000).memory
+        pieces = [*source.split(100), torch.ones(10, dtype=torch.uint8)]
+        connection.write_many([Write(region.name, 0, piece) for piece in pieces])
+        assert batches == [400, 1]
 
 
 def test_a_port_may_have_passed_to_another_worker() -> None:

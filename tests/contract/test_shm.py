@@ -18,7 +18,8 @@ import torch
 
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, slab_bytes
-from kvpool.transport.base import Region
+from kvpool.transport import memfd
+from kvpool.transport.base import Region, RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION
 from tests.contract import shm_peer
@@ -128,6 +129,20 @@ def test_a_retired_region_is_freed_with_its_last_mapping() -> None:
         del window
         assert not is_mapped(name)
         del other
+
+
+def test_memory_made_to_be_shared_is_freed_with_its_last_tensor() -> None:
+    before = held()
+    memory = memfd.allocate(100_000, "kvrelay-test")
+    part = memory[50_000:].view(torch.bfloat16)
+    del memory
+    assert is_mapped(RegionName("kvrelay-test"))
+    with Side("shm") as owner:
+        region = owner.endpoint.adopt(part.view(torch.uint8))
+        del part
+        region.memory.fill_(1)
+        del region
+    assert held() == before
 
 
 def test_mapping_a_new_region_drops_retired_ones() -> None:
