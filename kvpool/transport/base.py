@@ -97,6 +97,11 @@ class Endpoint(Protocol):
     def address(self) -> str:
         """`scheme:rest`, what a peer passes to `connect`."""
 
+    @property
+    def staging_bytes(self) -> int:
+        """Held now, by the transport itself, for transfers between memory that is not registered
+        here and a peer's region."""
+
     def register(self, nbytes: int) -> Region: ...
 
     def adopt(self, memory: torch.Tensor) -> Region:

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from kvpool.transport.agent import Agent
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Endpoint
+from kvpool.transport.endpoint import PeerEndpoint
+from kvpool.transport.exposure import Exposure
 from kvpool.transport.loopback import LoopbackEndpoint
-from kvpool.transport.nixl import NixlEndpoint
-from kvpool.transport.shm import ShmEndpoint
+from kvpool.transport.nixl_agent import NixlAgent
+from kvpool.transport.one_sided import OneSidedExposure
+from kvpool.transport.rendezvous import Network, Rendezvous, SameHost
+from kvpool.transport.shm import ShmExposure
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 
 LOOPBACK_HOST = "127.0.0.1"
 
-_OPENERS: dict[str, Callable[[Incarnation, Callbacks, float, str], Endpoint]] = {
-    "loopback": lambda own, callbacks, timeout_s, _: LoopbackEndpoint(own, callbacks, timeout_s),
-    "shm": lambda own, callbacks, timeout_s, _: ShmEndpoint(own, callbacks, timeout_s),
-    "nixl": NixlEndpoint,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    incarnation: Incarnation
+    callbacks: Callbacks
+    send_timeout_s: float
+    host: str
+    port_range: tuple[int, int] | None
+    secret: bytes
+
+
+def _loopback(options: _Options) -> Endpoint:
+    return LoopbackEndpoint(options.incarnation, options.callbacks, options.send_timeout_s)
+
+
+def _shm(options: _Options) -> Endpoint:
+    return _endpoint(options, ShmExposure(), SameHost("shm", options.incarnation))
+
+
+def _nixl(options: _Options) -> Endpoint:
+    return _one_sided(options, "nixl", NixlAgent(options.incarnation))
+
+
+_OPENERS: dict[str, Callable[[_Options], Endpoint]] = {
+    "loopback": _loopback,
+    "shm": _shm,
+    "nixl": _nixl,
 }
 
 
@@ -31,10 +60,45 @@ def open_endpoint(
     *,
     send_timeout_s: float = SEND_TIMEOUT_S,
     host: str = LOOPBACK_HOST,
+    port_range: tuple[int, int] | None = None,
+    secret: bytes = b"",
 ) -> Endpoint:
-    """`host` is where links between hosts listen, and what peers are told. Raises ConfigError for
-    a scheme that does not exist, naming those that do, or whose package is not installed."""
+    """`host` is where links between hosts listen, and what peers are told; on a port from
+    `port_range` (both ends included), else on any. Such links take only peers with the same
+    `secret`; without one, all. Raises ConfigError for a scheme that does not exist, naming those
+    that do, whose package is not installed, or when no port is free."""
     opener = _OPENERS.get(scheme)
     if opener is None:
         raise ConfigError(f"no transport {scheme!r}; there are: {', '.join(schemes())}")
-    return opener(incarnation, callbacks, send_timeout_s, host)
+    return opener(
+        _Options(
+            incarnation=incarnation,
+            callbacks=callbacks,
+            send_timeout_s=send_timeout_s,
+            host=host,
+            port_range=port_range,
+            secret=secret,
+        )
+    )
+
+
+def _one_sided(options: _Options, scheme: str, agent: Agent) -> Endpoint:
+    exposure = OneSidedExposure(agent)
+    try:
+        network = Network(
+            scheme,
+            options.incarnation,
+            host=options.host,
+            port_range=options.port_range,
+            secret=options.secret,
+        )
+    except ConfigError:
+        exposure.close()
+        raise
+    return _endpoint(options, exposure, network)
+
+
+def _endpoint(options: _Options, exposure: Exposure, rendezvous: Rendezvous) -> Endpoint:
+    return PeerEndpoint(
+        options.incarnation, options.callbacks, options.send_timeout_s, rendezvous, exposure
+    )

@@ -1,4 +1,4 @@
-"""The other process of test_shm.py and test_nixl.py.
+"""The other process of test_control.py, test_shm.py and test_nixl.py.
 
 `python -m tests.contract.shm_peer MODE ADDRESS REGION`
 """
@@ -59,6 +59,16 @@ def write_for_ever(connection: Connection, region: RegionName) -> None:
         connection.write(region, 0, data)
 
 
+def own_a_region(side: Side, connection: Connection) -> None:
+    region = side.region(64 << 20)
+    connection.notify(region.name.encode())
+    sys.stdin.read()
+
+
+def region_told(message: bytes) -> RegionName:
+    return RegionName(message.decode())
+
+
 def write_one_slab(connection: Connection, region: RegionName) -> None:
     window = connection.window(region)
     assert window is not None
@@ -84,6 +94,8 @@ def main(mode: str, address: str, region: str) -> None:
         match mode:
             case "write-for-ever":
                 write_for_ever(connection, RegionName(region))
+            case "own-a-region":
+                own_a_region(side, connection)
             case "write-one-slab":
                 write_one_slab(connection, RegionName(region))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Self
 
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
-from kvpool.transport.registry import open_endpoint
+from kvpool.transport.registry import open_endpoint, schemes
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
@@ -21,7 +21,9 @@ PATIENCE_S = 20.0
 class Side:
     """An endpoint whose callbacks queue; `reading` cleared makes it a peer that does not read."""
 
-    def __init__(self, scheme: str, *, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(
+        self, scheme: str, *, send_timeout_s: float = SEND_TIMEOUT_S, secret: bytes = b""
+    ) -> None:
         self.connected: queue.Queue[Connection] = queue.Queue()
         self.messages: queue.Queue[bytes] = queue.Queue()
         self.lost: queue.Queue[Connection] = queue.Queue()
@@ -37,6 +39,7 @@ class Side:
                 on_connect=self.connected.put, on_message=self._receive, on_lost=self.lost.put
             ),
             send_timeout_s=send_timeout_s,
+            secret=secret,
         )
 
     def __enter__(self) -> Self:
@@ -62,6 +65,10 @@ class Side:
 
 
 MakeSide = Callable[..., Side]
+
+
+def between_processes() -> tuple[str, ...]:
+    return tuple(scheme for scheme in schemes() if scheme != "loopback")
 
 
 def held() -> tuple[int, int, int]:
