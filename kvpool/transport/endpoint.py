@@ -236,10 +236,12 @@ class PeerEndpoint:
             for holders in self._retiring.values():
                 holders.discard(connection)
             self._free_retired()
-            peer = self._peers[connection.peer_address]
-            peer.users -= 1
-            if peer.users == 0 and peer.memory.rest():
-                del self._peers[connection.peer_address]
+            self._peers[connection.peer_address].users -= 1
+            self._peers = {
+                address: peer
+                for address, peer in self._peers.items()
+                if peer.users or not peer.memory.rest()
+            }
             self._changed.notify_all()
 
     def _let_go(self, connection: PeerConnection, region: RegionName) -> None:

@@ -7,8 +7,11 @@ class cannot set the progress thread's delay, and without one that thread never 
 from __future__ import annotations
 
 import importlib
+import os
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 from kvpool.transport.agent import Operation, Piece, Place
 from kvpool.transport.base import RegionName
 from kvpool.transport.exposure import Check
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -24,13 +28,14 @@ _BACKEND = "UCX"
 _PROGRESS_SLEEP_US = 100_000  # at most; the thread wakes when there is work
 _SPIN_S = 200e-6
 _POLL_S = 50e-6
+_environment_lock = threading.Lock()
 _GRACE_S = 1.0
 """How long a transfer may run before it is asked whether its peer is still there."""
 
 
 class NixlAgent:
-    def __init__(self, name: str) -> None:
-        """Raises ConfigError when the package is not installed."""
+    def __init__(self, name: str, options: UcxOptions) -> None:
+        """Raises ConfigError when the package is not installed, or UCX refuses an option."""
         nixl = self.nixl = _load()
         self.errors = tuple(v for k, v in vars(nixl).items() if k.endswith("Error"))
         config = nixl.nixlAgentConfig()
@@ -38,7 +43,7 @@ class NixlAgent:
         config.pthrDelay = _PROGRESS_SLEEP_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_RW
         self._agent: Any = nixl.nixlAgent(name, config)
-        self.backends = [self._agent.createBackend(_BACKEND, {})]
+        self.backends = [self._create_backend(options)]
 
     def register(self, memory: torch.Tensor) -> None:
         self._agent.registerMem(self._registration(memory), self.backends)
@@ -67,6 +72,14 @@ class NixlAgent:
     def spans(self, spans: Iterable[tuple[int, int, int]]) -> object:
         """Addresses, lengths and devices."""
         return self.nixl.nixlXferDList(self.nixl.DRAM_SEG, list(spans))
+
+    def _create_backend(self, options: UcxOptions) -> int:
+        try:
+            with _environment(options):
+                handle: int = self._agent.createBackend(_BACKEND, {})
+                return handle
+        except self.errors as error:
+            raise ConfigError(f"NIXL's UCX refuses {options}: {error}") from error
 
     def _registration(self, memory: torch.Tensor) -> object:
         piece = (memory.data_ptr(), memory.numel(), 0, "")
@@ -138,6 +151,23 @@ class NixlRemote:
         self._retired.clear()
         for place in self._known.values():
             self._add(place)
+
+
+@contextmanager
+def _environment(options: UcxOptions) -> Iterator[None]:
+    """The only way that NIXL's UCX can be told."""
+    settings = {f"UCX_{name}": value for name, value in options.settings().items()}
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _load() -> ModuleType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.transport.agent import Agent
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Endpoint
@@ -14,6 +14,8 @@ from kvpool.transport.nixl_agent import NixlAgent
 from kvpool.transport.one_sided import OneSidedExposure
 from kvpool.transport.rendezvous import Network, Rendezvous, SameHost
 from kvpool.transport.shm import ShmExposure
+from kvpool.transport.ucx_agent import UcxAgent
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 
@@ -28,6 +30,7 @@ class _Options:
     host: str
     port_range: tuple[int, int] | None
     secret: bytes
+    ucx: UcxOptions
 
 
 def _loopback(options: _Options) -> Endpoint:
@@ -39,13 +42,18 @@ def _shm(options: _Options) -> Endpoint:
 
 
 def _nixl(options: _Options) -> Endpoint:
-    return _one_sided(options, "nixl", NixlAgent(options.incarnation))
+    return _one_sided(options, "nixl", NixlAgent(options.incarnation, options.ucx))
+
+
+def _ucx(options: _Options) -> Endpoint:
+    return _one_sided(options, "ucx", UcxAgent(options.ucx))
 
 
 _OPENERS: dict[str, Callable[[_Options], Endpoint]] = {
     "loopback": _loopback,
     "shm": _shm,
     "nixl": _nixl,
+    "ucx": _ucx,
 }
 
 
@@ -62,11 +70,15 @@ def open_endpoint(
     host: str = LOOPBACK_HOST,
     port_range: tuple[int, int] | None = None,
     secret: bytes = b"",
+    ucx: UcxOptions | None = None,
 ) -> Endpoint:
     """`host` is where links between hosts listen, and what peers are told; on a port from
     `port_range` (both ends included), else on any. Such links take only peers with the same
-    `secret`; without one, all. Raises ConfigError for a scheme that does not exist, naming those
-    that do, whose package is not installed, or when no port is free."""
+    `secret`; without one, all. `ucx` is for the links whose bytes UCX moves.
+
+    Raises ConfigError for a scheme that does not exist, naming those that do, for a package that is
+    not installed, for options that UCX refuses, and when no port is free.
+    """
     opener = _OPENERS.get(scheme)
     if opener is None:
         raise ConfigError(f"no transport {scheme!r}; there are: {', '.join(schemes())}")
@@ -78,6 +90,7 @@ def open_endpoint(
             host=host,
             port_range=port_range,
             secret=secret,
+            ucx=replace(ucx or UcxOptions(), port_range=port_range),
         )
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def make_side(scheme: str) -> Iterator[MakeSide]:
     """Sides that close at the end; then nothing may be left of them."""
     before, sides = held(), []
 
-    def make(**options: float) -> Side:
+    def make(**options: Any) -> Side:
         sides.append(Side(scheme, **options))
         return sides[-1]
 

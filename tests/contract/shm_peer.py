@@ -60,7 +60,7 @@ def write_for_ever(connection: Connection, region: RegionName) -> None:
 
 
 def own_a_region(side: Side, connection: Connection) -> None:
-    region = side.region(64 << 20)
+    region = side.region(16 << 20)
     connection.notify(region.name.encode())
     sys.stdin.read()
 

@@ -57,7 +57,7 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_nothing_else(
     make_side: MakeSide,
 ) -> None:
     owner = make_side()
-    region, spared = owner.region(64 << 20), owner.region(64)
+    region, spared = owner.region(16 << 20), owner.region(64)
     with _writer(owner, region) as process:
         connection = owner.connected.get(timeout=PATIENCE_S)
         process.send_signal(signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_an_owner_killed_in_the_middle_of_a_write_is_lost(make_side: MakeSide) -
         try:
             connection = writer.connected.get(timeout=PATIENCE_S)
             name = shm_peer.region_told(writer.next())
-            data = torch.ones(64 << 20, dtype=torch.uint8)
+            data = torch.ones(16 << 20, dtype=torch.uint8)
             connection.write(name, 0, data)
             process.send_signal(signal.SIGKILL)
             until(lambda: _fails(lambda: connection.write(name, 0, data)))

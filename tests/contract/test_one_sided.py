@@ -3,6 +3,7 @@ who is let in."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool.transport import control_wire, nixl_agent
+from kvpool.transport import control_wire, nixl_agent, ucx_agent
 from kvpool.transport.agent import Operation, Piece
 from kvpool.transport.base import Region, Write
 from kvpool.transport.control_wire import Packet
@@ -23,6 +24,7 @@ from kvpool.transport.endpoint import PeerEndpoint
 from kvpool.transport.exposure import Check
 from kvpool.transport.one_sided import OneSidedExposure
 from kvpool.transport.registry import open_endpoint
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 from tests.contract import shm_peer
@@ -31,7 +33,7 @@ from tests.contract.transport_kit import PATIENCE_S, MakeSide, Side, pair, until
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=["nixl"])
+@pytest.fixture(params=["nixl", "ucx"])
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -120,11 +122,44 @@ def test_a_port_of_the_range_is_listened_on(make_side: MakeSide, scheme: str) ->
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port: int = taken.getsockname()[1]
         name = Incarnation("ranged")
-        with pytest.raises(ConfigError, match=rf"ports {port} to {port} .*network\.port_range"):
+        with pytest.raises(ConfigError, match=rf"{port}.*{port}"):
             open_endpoint(scheme, name, callbacks, port_range=(port, port))
-        other = open_endpoint(scheme, name, callbacks, port_range=(port, port + 20))
-        assert port < int(other.address.rpartition(":")[2].partition("/")[0]) <= port + 20
+        before = _listened_on()
+        other = open_endpoint(scheme, name, callbacks, port_range=(port, port + 30))
+        ports = _listened_on() - before
+        assert int(other.address.rpartition(":")[2].partition("/")[0]) in ports
+        assert all(port < one <= port + 30 for one in ports), "UCX's own listeners too"
         other.close()
+
+
+def _listened_on() -> set[int]:
+    """The TCP ports on which this process listens."""
+    links = (os.readlink(link.path) for link in os.scandir("/proc/self/fd") if link.is_symlink())
+    ours = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in ours}
+
+
+def test_what_ucx_refuses_is_told(make_side: MakeSide) -> None:
+    with pytest.raises(ConfigError, match="refuses UCX_TLS=carrier-pigeon"):
+        make_side(ucx=UcxOptions(tls="carrier-pigeon"))
+    assert "UCX_TLS" not in os.environ
+
+
+def test_a_network_device_that_is_not_there_is_named(make_side: MakeSide) -> None:
+    with pytest.raises(ConfigError, match="mlx5_77"):
+        make_side(ucx=UcxOptions(net_devices="mlx5_77"))
+
+
+def test_what_ucx_takes_moves_bytes(make_side: MakeSide) -> None:
+    option = UcxOptions(
+        tls="tcp,self", rndv_threshold_bytes=65536, max_eager_rails=1, net_devices="lo"
+    )
+    owner, writer = make_side(ucx=option), make_side(ucx=option)
+    region = owner.region(100_000)
+    connection = writer.endpoint.connect(owner.endpoint.address)
+    connection.write(region.name, 0, torch.ones(100_000, dtype=torch.uint8))
+    assert bool(region.memory.all())
 
 
 def test_only_who_knows_the_secret_is_let_in(make_side: MakeSide) -> None:
@@ -163,7 +198,10 @@ def test_who_does_not_know_the_secret_is_not_trusted(make_side: MakeSide) -> Non
     impostor.close()
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
     monkeypatch.setattr(nixl_agent, "_PACKAGES", ("nixl_not_installed",))
-    with pytest.raises(ConfigError, match=r"pip install 'kvrelay\[nixl\]'"):
-        Side("nixl")
+    monkeypatch.setattr(ucx_agent, "_PACKAGE", "ucxx_not_installed")
+    with pytest.raises(ConfigError, match=rf"pip install 'kvrelay\[{scheme}\]'"):
+        Side(scheme)

@@ -12,6 +12,7 @@ from typing import Self
 
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
 from kvpool.transport.registry import open_endpoint, schemes
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
@@ -22,7 +23,12 @@ class Side:
     """An endpoint whose callbacks queue; `reading` cleared makes it a peer that does not read."""
 
     def __init__(
-        self, scheme: str, *, send_timeout_s: float = SEND_TIMEOUT_S, secret: bytes = b""
+        self,
+        scheme: str,
+        *,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+        secret: bytes = b"",
+        ucx: UcxOptions | None = None,
     ) -> None:
         self.connected: queue.Queue[Connection] = queue.Queue()
         self.messages: queue.Queue[bytes] = queue.Queue()
@@ -40,6 +46,7 @@ class Side:
             ),
             send_timeout_s=send_timeout_s,
             secret=secret,
+            ucx=ucx,
         )
 
     def __enter__(self) -> Self:
