@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvpool.transport.agent import Agent
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Endpoint
+from kvpool.transport.cuda_ipc import CudaIpcExposure
 from kvpool.transport.endpoint import PeerEndpoint
 from kvpool.transport.exposure import Exposure
 from kvpool.transport.loopback import LoopbackEndpoint
@@ -31,6 +32,7 @@ class _Options:
     port_range: tuple[int, int] | None
     secret: bytes
     ucx: UcxOptions
+    device: str
 
 
 def _loopback(options: _Options) -> Endpoint:
@@ -49,11 +51,17 @@ def _ucx(options: _Options) -> Endpoint:
     return _one_sided(options, "ucx", UcxAgent(options.ucx))
 
 
+def _cuda_ipc(options: _Options) -> Endpoint:
+    exposure = CudaIpcExposure(options.device)
+    return _endpoint(options, exposure, SameHost("cuda_ipc", options.incarnation))
+
+
 _OPENERS: dict[str, Callable[[_Options], Endpoint]] = {
     "loopback": _loopback,
     "shm": _shm,
     "nixl": _nixl,
     "ucx": _ucx,
+    "cuda_ipc": _cuda_ipc,
 }
 
 
@@ -71,13 +79,16 @@ def open_endpoint(
     port_range: tuple[int, int] | None = None,
     secret: bytes = b"",
     ucx: UcxOptions | None = None,
+    device: str = "cuda",
 ) -> Endpoint:
     """`host` is where links between hosts listen, and what peers are told; on a port from
     `port_range` (both ends included), else on any. Such links take only peers with the same
-    `secret`; without one, all. `ucx` is for the links whose bytes UCX moves.
+    `secret`; without one, all. `ucx` is for the links whose bytes UCX moves,
+    `device` (PyTorch's name) for those between devices.
 
     Raises ConfigError for a scheme that does not exist, naming those that do, for a package that is
-    not installed, for options that UCX refuses, and when no port is free.
+    not installed, for options that UCX refuses, for a device that
+    is not there, and when no port is free.
     """
     opener = _OPENERS.get(scheme)
     if opener is None:
@@ -91,6 +102,7 @@ def open_endpoint(
             port_range=port_range,
             secret=secret,
             ucx=replace(ucx or UcxOptions(), port_range=port_range),
+            device=device,
         )
     )
 

@@ -157,7 +157,7 @@ class UcxRemote:
             waited_s = time.monotonic() - started_s
             if waited_s > _GRACE_S:
                 check()
-            self._agent.worker.progress()
+            self._agent.worker.progress_once()
             time.sleep(_POLL_S if waited_s > _SPIN_S else 0.0)
         failed = [s for s in map(self._ucp.status, requests) if s != ucp.OK]
         if failed or status != ucp.OK:
@@ -166,7 +166,7 @@ class UcxRemote:
     def _give_up(self, requests: list[int]) -> None:
         self.close()
         while any(self._ucp.status(request) == ucp.IN_PROGRESS for request in requests):
-            self._agent.worker.progress()
+            self._agent.worker.progress_once()
             time.sleep(_POLL_S)
 
 

@@ -25,8 +25,8 @@ from tests.contract.transport_kit import (
     PATIENCE_S,
     MakeSide,
     Side,
-    between_processes,
     pair,
+    parameters,
     send_until_refused,
     until,
 )
@@ -34,7 +34,7 @@ from tests.contract.transport_kit import (
 _ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(params=between_processes())
+@pytest.fixture(params=parameters("loopback"))
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

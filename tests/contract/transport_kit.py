@@ -8,8 +8,12 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
+import pytest
+import torch
+
+from kvpool.transport import memfd
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
 from kvpool.transport.registry import open_endpoint, schemes
 from kvpool.transport.ucx_options import UcxOptions
@@ -74,8 +78,18 @@ class Side:
 MakeSide = Callable[..., Side]
 
 
-def between_processes() -> tuple[str, ...]:
-    return tuple(scheme for scheme in schemes() if scheme != "loopback")
+def parameters(*left_out: str) -> list[Any]:
+    """Every scheme of the registry but these; those for devices where there is one."""
+    marks = {"cuda_ipc": [pytest.mark.gpu]}
+    names = (scheme for scheme in schemes() if scheme not in left_out)
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+
+
+def shareable(scheme: str, nbytes: int) -> torch.Tensor:
+    """Memory that an endpoint of this scheme can adopt."""
+    if scheme == "cuda_ipc":
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    return memfd.allocate(nbytes)
 
 
 def held() -> tuple[int, int, int]:
