@@ -68,7 +68,8 @@ class Connection(Protocol):
         """All of them, posted as one batch where the link has batches; raises as `read`."""
 
     def window(self, region: RegionName) -> torch.Tensor | None:
-        """The peer's region as local memory (uint8), where the link can map it; else None."""
+        """The peer's region as local memory (uint8), where the link can map it; else None. Copies
+        that are queued on it (on a device) are the caller's to wait for before `notify`."""
 
     def notify(self, payload: bytes) -> None:
         """Deliver `payload` (at most 64 KiB), whole and in order, to the peer's `on_message`.
@@ -96,6 +97,11 @@ class Endpoint(Protocol):
     @property
     def address(self) -> str:
         """`scheme:rest`, what a peer passes to `connect`."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Held now, by the transport itself, for transfers between memory that is not registered
+        here and a peer's region."""
 
     def register(self, nbytes: int) -> Region: ...
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
-from kvpool.transport.base import MAX_MESSAGE_BYTES, Callbacks, Region, RegionName
+from kvpool.transport import windowed
+from kvpool.transport.base import MAX_MESSAGE_BYTES, Callbacks, Read, Region, RegionName, Write
 from kvpool.transport.threads import ThreadGroup
-from kvpool.transport.windowed import Windowed
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
@@ -63,7 +64,7 @@ class _Inbox:
         return self._ended or len(self._messages) < _INBOX_MESSAGES
 
 
-class LoopbackConnection(Windowed):
+class LoopbackConnection:
     def __init__(self, own: LoopbackEndpoint, peer: LoopbackEndpoint, inbox: _Inbox, out: _Inbox):
         self._own = own
         self._peer = peer
@@ -79,6 +80,18 @@ class LoopbackConnection(Windowed):
         if self._inbox.ended:
             raise PeerError(f"{self.peer_address} is gone")
         return self._peer.memory_of(region)
+
+    def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
+        self.write_many([Write(region, offset, source)])
+
+    def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
+        self.read_many([Read(region, offset, target)])
+
+    def write_many(self, writes: Sequence[Write]) -> None:
+        windowed.write(self.window, writes)
+
+    def read_many(self, reads: Sequence[Read]) -> None:
+        windowed.read(self.window, reads)
 
     def notify(self, payload: bytes) -> None:
         assert len(payload) <= MAX_MESSAGE_BYTES, len(payload)
@@ -102,6 +115,8 @@ class LoopbackConnection(Windowed):
 
 
 class LoopbackEndpoint:
+    staging_bytes = 0
+
     def __init__(self, incarnation: Incarnation, callbacks: Callbacks, send_timeout_s: float):
         self._incarnation = incarnation
         self._callbacks = callbacks

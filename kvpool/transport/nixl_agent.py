@@ -7,16 +7,20 @@ class cannot set the progress thread's delay, and without one that thread never 
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 
+from kvpool.transport.agent import Operation, Piece, Place
+from kvpool.transport.base import RegionName
+from kvpool.transport.exposure import Check
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -24,128 +28,146 @@ _BACKEND = "UCX"
 _PROGRESS_SLEEP_US = 100_000  # at most; the thread wakes when there is work
 _SPIN_S = 200e-6
 _POLL_S = 50e-6
+_environment_lock = threading.Lock()
 _GRACE_S = 1.0
 """How long a transfer may run before it is asked whether its peer is still there."""
 
 
-class Operation(Enum):
-    WRITE = "NIXL_WRITE"
-    READ = "NIXL_READ"
-
-
-class Agent:
-    """Thread safe. Memory is uint8 `[bytes]` on the host throughout."""
-
-    def __init__(self, name: str) -> None:
-        """Raises ConfigError when the package is not installed."""
-        nixl = self._nixl = _load()
-        self._errors = tuple(v for k, v in vars(nixl).items() if k.endswith("Error"))
+class NixlAgent:
+    def __init__(self, name: str, options: UcxOptions) -> None:
+        """Raises ConfigError when the package is not installed, or UCX refuses an option."""
+        nixl = self.nixl = _load()
+        self.errors = tuple(v for k, v in vars(nixl).items() if k.endswith("Error"))
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = _PROGRESS_SLEEP_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_RW
         self._agent: Any = nixl.nixlAgent(name, config)
-        self._backends = [self._agent.createBackend(_BACKEND, {})]
-        self._lock = threading.Lock()
-        self._registered: list[torch.Tensor] = []  # memory adopted twice is in it twice
+        self.backends = [self._create_backend(options)]
 
     def register(self, memory: torch.Tensor) -> None:
-        with self._lock:
-            self._agent.registerMem(self._registration(memory), self._backends)
-            self._registered.append(memory)
+        self._agent.registerMem(self._registration(memory), self.backends)
 
     def deregister(self, memory: torch.Tensor) -> None:
-        """Once for each `register` of this very tensor; what has gone is let be."""
-        with self._lock:
-            at = next((i for i, m in enumerate(self._registered) if m is memory), None)
-            if at is not None:
-                del self._registered[at]
-                self._agent.deregisterMem(self._registration(memory), self._backends)
+        self._agent.deregisterMem(self._registration(memory), self.backends)
 
-    def close(self) -> None:
-        """Deregisters what is left and frees the agent, once no transfer runs."""
-        for memory in list(self._registered):
-            self.deregister(memory)
-        self._agent = None
-
-    def owned(self, pieces: Sequence[torch.Tensor]) -> list[bool]:
-        """Of each piece, whether all of it lies in one registered piece of memory."""
-        with self._lock:
-            spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in self._registered]
-        starts = np.array([piece.data_ptr() for piece in pieces], dtype=np.uint64)
-        ends = starts + np.array([piece.nbytes for piece in pieces], dtype=np.uint64)
-        found = np.zeros(len(pieces), dtype=bool)
-        for start, end in spans:
-            found |= (starts >= start) & (ends <= end)
-        owned: list[bool] = found.tolist()
-        return owned
-
-    def describe(self, memory: torch.Tensor) -> bytes:
-        """What a peer's `add_peer` needs to reach this registered memory."""
+    def key(self, memory: torch.Tensor) -> bytes:
         described: bytes = self._agent.getLocalPartialMD(
-            self._registration(memory), True, self._backends
+            self._registration(memory), True, self.backends
         )
         return described
 
-    def add_peer(self, description: bytes) -> str:
-        """The name of the peer's agent. Raises PeerError."""
-        try:
-            name: bytes = self._open().loadRemoteMD(description)
-        except self._errors as error:
-            raise PeerError(f"NIXL cannot use what the peer told of its memory: {error}") from error
-        return name.decode()
+    def remote(self) -> NixlRemote:
+        return NixlRemote(self)
 
-    def drop_peer(self, name: str) -> None:
-        """Forget everything that was added under this name."""
-        self._open().invalidateRemoteMD(name)
+    def close(self) -> None:
+        self._agent = None
 
-    def transfer(
-        self,
-        operation: Operation,
-        pieces: Sequence[tuple[torch.Tensor, int]],
-        peer: str,
-        check: Callable[[], None],
-    ) -> None:
-        """One batch: registered memory here, and addresses in the peer's. Returns once all bytes
-        have arrived. Raises PeerError when they could not, and what `check` raises once it has
-        taken long."""
-        kind = getattr(self._nixl, operation.value)
-        here = self._spans((local.data_ptr(), local.nbytes, 0) for local, _ in pieces)
-        there = self._spans((address, local.nbytes, 0) for local, address in pieces)
+    def open(self) -> Any:
+        """NIXL's own object. Raises PeerError once closed."""
+        if self._agent is None:
+            raise PeerError("this end of the link is closed")
+        return self._agent
+
+    def spans(self, spans: Iterable[tuple[int, int, int]]) -> object:
+        """Addresses, lengths and devices."""
+        return self.nixl.nixlXferDList(self.nixl.DRAM_SEG, list(spans))
+
+    def _create_backend(self, options: UcxOptions) -> int:
         try:
-            agent = self._open()
-            request = agent.createXferReq(kind, here, there, peer, "", self._backends)
+            with _environment(options):
+                handle: int = self._agent.createBackend(_BACKEND, {})
+                return handle
+        except self.errors as error:
+            raise ConfigError(f"NIXL's UCX refuses {options}: {error}") from error
+
+    def _registration(self, memory: torch.Tensor) -> object:
+        piece = (memory.data_ptr(), memory.numel(), 0, "")
+        return self.nixl.nixlRegDList(self.nixl.DRAM_SEG, [piece])
+
+
+class NixlRemote:
+    def __init__(self, agent: NixlAgent) -> None:
+        self._agent = agent
+        self._name = ""  # of the peer's agent, once anything is known
+        self._known: dict[RegionName, Place] = {}  # what our agent was told
+        self._retired: set[RegionName] = set()  # of those
+
+    def learn(self, region: RegionName, place: Place) -> None:
+        if region not in self._known:
+            if any(place.overlaps(other) for other in self._known.values()):
+                self._unlearn_retired()
+            self._add(place)
+            self._known[region] = place
+        self._retired.discard(region)
+
+    def forget(self, region: RegionName) -> None:
+        self._retired.add(region)
+
+    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+        nixl, agent = self._agent.nixl, self._agent.open()
+        kind = nixl.NIXL_WRITE if operation is Operation.WRITE else nixl.NIXL_READ
+        here = self._agent.spans((data.data_ptr(), data.nbytes, 0) for data, _, _ in pieces)
+        there = self._agent.spans((address, data.nbytes, 0) for data, _, address in pieces)
+        try:
+            request = agent.createXferReq(kind, here, there, self._name, "", self._agent.backends)
             try:
                 self._finish(agent, request, check)
             finally:
                 agent.releaseXferReq(request)
-        except self._errors as error:
+        except self._agent.errors as error:
             raise PeerError(f"NIXL could not move {len(pieces)} pieces: {error}") from error
 
-    def _finish(self, agent: Any, request: int, check: Callable[[], None]) -> None:
-        started_s = time.monotonic()
+    def rest(self) -> bool:
+        """Never dropped: UCX does not return all that it holds for a peer that comes back."""
+        self._retired.update(self._known)
+        return False
+
+    def _finish(self, agent: Any, request: int, check: Check) -> None:
+        nixl, started_s = self._agent.nixl, time.monotonic()
         status = agent.postXferReq(request)
-        while status == self._nixl.NIXL_IN_PROG:
+        while status == nixl.NIXL_IN_PROG:
             waited_s = time.monotonic() - started_s
             if waited_s > _GRACE_S:
                 check()
             time.sleep(_POLL_S if waited_s > _SPIN_S else 0.0)
             status = agent.getXferStatus(request)
-        if status != self._nixl.NIXL_SUCCESS:
+        if status != nixl.NIXL_SUCCESS:
             raise PeerError(f"a transfer ended with {status}")
 
-    def _open(self) -> Any:
-        if self._agent is None:
-            raise PeerError("this end of the link is closed")
-        return self._agent
+    def _add(self, place: Place) -> None:
+        try:
+            name: bytes = self._agent.open().loadRemoteMD(place.key)
+        except self._agent.errors as error:
+            raise PeerError(f"NIXL cannot use what the peer told of its memory: {error}") from error
+        self._name = name.decode()
 
-    def _registration(self, memory: torch.Tensor) -> object:
-        piece = (memory.data_ptr(), memory.numel(), 0, "")
-        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [piece])
+    def _unlearn_retired(self) -> None:
+        """NIXL would use a retired region's key for a new one in its place, and forgets a peer
+        only as a whole."""
+        self._agent.open().invalidateRemoteMD(self._name)
+        for region in self._retired:
+            del self._known[region]
+        self._retired.clear()
+        for place in self._known.values():
+            self._add(place)
 
-    def _spans(self, spans: Iterable[tuple[int, int, int]]) -> object:
-        """Addresses, lengths and devices."""
-        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, list(spans))
+
+@contextmanager
+def _environment(options: UcxOptions) -> Iterator[None]:
+    """The only way that NIXL's UCX can be told."""
+    settings = {f"UCX_{name}": value for name, value in options.settings().items()}
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _load() -> ModuleType:

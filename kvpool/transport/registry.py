@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from kvpool.transport.agent import Agent
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Endpoint
+from kvpool.transport.cuda_ipc import CudaIpcExposure
+from kvpool.transport.endpoint import PeerEndpoint
+from kvpool.transport.exposure import Exposure
 from kvpool.transport.loopback import LoopbackEndpoint
-from kvpool.transport.nixl import NixlEndpoint
-from kvpool.transport.shm import ShmEndpoint
+from kvpool.transport.nixl_agent import NixlAgent
+from kvpool.transport.one_sided import OneSidedExposure
+from kvpool.transport.rendezvous import Network, Rendezvous, SameHost
+from kvpool.transport.shm import ShmExposure
+from kvpool.transport.ucx_agent import UcxAgent
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 
 LOOPBACK_HOST = "127.0.0.1"
 
-_OPENERS: dict[str, Callable[[Incarnation, Callbacks, float, str], Endpoint]] = {
-    "loopback": lambda own, callbacks, timeout_s, _: LoopbackEndpoint(own, callbacks, timeout_s),
-    "shm": lambda own, callbacks, timeout_s, _: ShmEndpoint(own, callbacks, timeout_s),
-    "nixl": NixlEndpoint,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    incarnation: Incarnation
+    callbacks: Callbacks
+    send_timeout_s: float
+    host: str
+    port_range: tuple[int, int] | None
+    secret: bytes
+    ucx: UcxOptions
+    device: str
+
+
+def _loopback(options: _Options) -> Endpoint:
+    return LoopbackEndpoint(options.incarnation, options.callbacks, options.send_timeout_s)
+
+
+def _shm(options: _Options) -> Endpoint:
+    return _endpoint(options, ShmExposure(), SameHost("shm", options.incarnation))
+
+
+def _nixl(options: _Options) -> Endpoint:
+    return _one_sided(options, "nixl", NixlAgent(options.incarnation, options.ucx))
+
+
+def _ucx(options: _Options) -> Endpoint:
+    return _one_sided(options, "ucx", UcxAgent(options.ucx))
+
+
+def _cuda_ipc(options: _Options) -> Endpoint:
+    exposure = CudaIpcExposure(options.device)
+    return _endpoint(options, exposure, SameHost("cuda_ipc", options.incarnation))
+
+
+_OPENERS: dict[str, Callable[[_Options], Endpoint]] = {
+    "loopback": _loopback,
+    "shm": _shm,
+    "nixl": _nixl,
+    "ucx": _ucx,
+    "cuda_ipc": _cuda_ipc,
 }
 
 
@@ -31,10 +76,54 @@ def open_endpoint(
     *,
     send_timeout_s: float = SEND_TIMEOUT_S,
     host: str = LOOPBACK_HOST,
+    port_range: tuple[int, int] | None = None,
+    secret: bytes = b"",
+    ucx: UcxOptions | None = None,
+    device: str = "cuda",
 ) -> Endpoint:
-    """`host` is where links between hosts listen, and what peers are told. Raises ConfigError for
-    a scheme that does not exist, naming those that do, or whose package is not installed."""
+    """`host` is where links between hosts listen, and what peers are told; on a port from
+    `port_range` (both ends included), else on any. Such links take only peers with the same
+    `secret`; without one, all. `ucx` is for the links whose bytes UCX moves,
+    `device` (PyTorch's name) for those between devices.
+
+    Raises ConfigError for a scheme that does not exist, naming those that do, for a package that is
+    not installed, for options that UCX refuses, for a device that
+    is not there, and when no port is free.
+    """
     opener = _OPENERS.get(scheme)
     if opener is None:
         raise ConfigError(f"no transport {scheme!r}; there are: {', '.join(schemes())}")
-    return opener(incarnation, callbacks, send_timeout_s, host)
+    return opener(
+        _Options(
+            incarnation=incarnation,
+            callbacks=callbacks,
+            send_timeout_s=send_timeout_s,
+            host=host,
+            port_range=port_range,
+            secret=secret,
+            ucx=replace(ucx or UcxOptions(), port_range=port_range),
+            device=device,
+        )
+    )
+
+
+def _one_sided(options: _Options, scheme: str, agent: Agent) -> Endpoint:
+    exposure = OneSidedExposure(agent)
+    try:
+        network = Network(
+            scheme,
+            options.incarnation,
+            host=options.host,
+            port_range=options.port_range,
+            secret=options.secret,
+        )
+    except ConfigError:
+        exposure.close()
+        raise
+    return _endpoint(options, exposure, network)
+
+
+def _endpoint(options: _Options, exposure: Exposure, rendezvous: Rendezvous) -> Endpoint:
+    return PeerEndpoint(
+        options.incarnation, options.callbacks, options.send_timeout_s, rendezvous, exposure
+    )

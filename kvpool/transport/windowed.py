@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from kvpool.transport.base import Read, RegionName, Write
+
+_SMALL_BYTES = 2**18
+"""Below, torch takes longer to prepare a copy than this takes to do it."""
+
+Window = Callable[[RegionName], torch.Tensor]
+"""uint8 `[bytes]` over the peer's region; raises PeerError when it is gone."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -17,50 +22,47 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-class Windowed(ABC):
-    @abstractmethod
-    def window(self, region: RegionName) -> torch.Tensor:
-        """uint8 `[bytes]` over the peer's region; raises PeerError when it is gone."""
-
-    def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
-        data = as_bytes(source)
-        self._span(region, offset, data.numel()).copy_(data)
-
-    def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
-        data = as_bytes(target)
-        data.copy_(self._span(region, offset, data.numel()))
-
-    def write_many(self, writes: Sequence[Write]) -> None:
-        windows = self._windows(write.region for write in writes)
-        for write in writes:
-            span = windows[write.region].take(write.offset, write.source)
-            ctypes.memmove(span, write.source.data_ptr(), write.source.nbytes)
-
-    def read_many(self, reads: Sequence[Read]) -> None:
-        windows = self._windows(read.region for read in reads)
-        for read in reads:
-            span = windows[read.region].take(read.offset, read.target)
-            ctypes.memmove(read.target.data_ptr(), span, read.target.nbytes)
-
-    def _windows(self, regions: Iterable[RegionName]) -> dict[RegionName, _Addresses]:
-        return {region: _Addresses(self.window(region)) for region in dict.fromkeys(regions)}
-
-    def _span(self, region: RegionName, offset: int, nbytes: int) -> torch.Tensor:
-        window = self.window(region)
-        assert 0 <= offset <= offset + nbytes <= window.numel(), (offset, nbytes, window.numel())
-        return window[offset : offset + nbytes]
+def write(window: Window, writes: Sequence[Write]) -> None:
+    spans = _spans(window, (w.region for w in writes))
+    for w in writes:
+        spans[w.region].write(w.offset, w.source)
 
 
-class _Addresses:
-    """A window for many small copies: making a tensor of each would cost more than copying it."""
+def read(window: Window, reads: Sequence[Read]) -> None:
+    spans = _spans(window, (r.region for r in reads))
+    for r in reads:
+        spans[r.region].read(r.offset, r.target)
+
+
+def _spans(window: Window, regions: Iterable[RegionName]) -> dict[RegionName, _Span]:
+    return {region: _Span(window(region)) for region in dict.fromkeys(regions)}
+
+
+class _Span:
+    """A window, asked for once for many copies."""
 
     def __init__(self, window: torch.Tensor) -> None:
         self._window = window
         self._start = window.data_ptr()
         self._nbytes = window.numel()
+        self._on_cpu = window.is_cpu
 
-    def take(self, offset: int, data: torch.Tensor) -> int:
-        """The address of `data`'s bytes in the window."""
-        assert data.is_cpu and data.is_contiguous(), (data.device, data.stride())
-        assert 0 <= offset <= offset + data.nbytes <= self._nbytes, (offset, self._nbytes)
-        return self._start + offset
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        nbytes = self._check(offset, source)
+        if nbytes < _SMALL_BYTES and self._on_cpu and source.is_cpu:
+            ctypes.memmove(self._start + offset, source.data_ptr(), nbytes)
+        else:
+            self._window[offset : offset + nbytes].copy_(as_bytes(source))
+
+    def read(self, offset: int, target: torch.Tensor) -> None:
+        nbytes = self._check(offset, target)
+        if nbytes < _SMALL_BYTES and self._on_cpu and target.is_cpu:
+            ctypes.memmove(target.data_ptr(), self._start + offset, nbytes)
+        else:
+            as_bytes(target).copy_(self._window[offset : offset + nbytes])
+
+    def _check(self, offset: int, data: torch.Tensor) -> int:
+        nbytes = data.nbytes
+        assert data.is_contiguous(), tuple(data.stride())
+        assert 0 <= offset <= offset + nbytes <= self._nbytes, (offset, nbytes, self._nbytes)
+        return nbytes

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from kvpool.transport.registry import schemes
-from tests.contract.transport_kit import MakeSide, Side, held
+from tests.contract.transport_kit import MakeSide, Side, held, parameters
 
 
-@pytest.fixture(params=schemes())
+@pytest.fixture(params=parameters())
 def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -19,7 +21,8 @@ def scheme(request: pytest.FixtureRequest) -> str:
 def loaded() -> None:
     """What a library opens when it is loaded is there before anything is counted."""
     for scheme in schemes():
-        Side(scheme).endpoint.close()
+        if scheme != "cuda_ipc" or torch.cuda.is_available():
+            Side(scheme).endpoint.close()
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def make_side(scheme: str) -> Iterator[MakeSide]:
     """Sides that close at the end; then nothing may be left of them."""
     before, sides = held(), []
 
-    def make(**options: float) -> Side:
+    def make(**options: Any) -> Side:
         sides.append(Side(scheme, **options))
         return sides[-1]
 

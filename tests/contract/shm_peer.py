@@ -1,4 +1,4 @@
-"""The other process of test_shm.py and test_nixl.py.
+"""The other process of test_control.py, test_shm.py and test_nixl.py.
 
 `python -m tests.contract.shm_peer MODE ADDRESS REGION`
 """
@@ -14,17 +14,12 @@ import torch
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import write_slab
-from kvpool.piece import Piece, cut_span
-from kvpool.plan import chunk_bytes
-from kvpool.transfer_plan import TokenSpan, Write
 from kvpool.transport.base import Connection, RegionName
 from tests.contract.transport_kit import Side, mapped_inode
 
 MODEL = "5a" * 16
 TOKENS = 100
 LEASE_ID = 42
-PIECE = Piece(span=TokenSpan(start=0, tokens=TOKENS, next_position=0), index=0)
-"""All windows are still open, so every token of every group travels."""
 
 
 def layout(block_size: int) -> KvLayout:
@@ -34,11 +29,6 @@ def layout(block_size: int) -> KvLayout:
         LayerGroup(layers=(1,), planes=planes, window=16),
     )
     return KvLayout(groups=groups, dtype="float32", block_size=block_size)
-
-
-def the_write() -> Write:
-    (write,) = cut_span(layout(8), PIECE.span, chunk_bytes(layout(8), TOKENS))
-    return write
 
 
 def numbered_memory(block_size: int, tables: Tables) -> KvMemory:
@@ -69,6 +59,16 @@ def write_for_ever(connection: Connection, region: RegionName) -> None:
         connection.write(region, 0, data)
 
 
+def own_a_region(side: Side, connection: Connection) -> None:
+    region = side.region(16 << 20)
+    connection.notify(region.name.encode())
+    sys.stdin.read()
+
+
+def region_told(message: bytes) -> RegionName:
+    return RegionName(message.decode())
+
+
 def write_one_slab(connection: Connection, region: RegionName) -> None:
     window = connection.window(region)
     assert window is not None
@@ -76,10 +76,11 @@ def write_one_slab(connection: Connection, region: RegionName) -> None:
     write_slab(
         numbered_memory(8, ours),
         ours,
-        PIECE,
-        the_write(),
+        0,
+        TOKENS,
         fingerprint=MODEL,
         lease_id=LEASE_ID,
+        chunk=0,
         window=window,
     )
     facts = {"pid": os.getpid(), "inode": mapped_inode("self", region)}
@@ -93,6 +94,8 @@ def main(mode: str, address: str, region: str) -> None:
         match mode:
             case "write-for-ever":
                 write_for_ever(connection, RegionName(region))
+            case "own-a-region":
+                own_a_region(side, connection)
             case "write-one-slab":
                 write_one_slab(connection, RegionName(region))
 

@@ -8,7 +8,7 @@ import torch
 from kvpool.transport import memfd
 from kvpool.transport.base import Read, RegionName, Write
 from kvrelay.errors import ConfigError, PeerError
-from tests.contract.transport_kit import MakeSide, eventually_raises, pair
+from tests.contract.transport_kit import MakeSide, eventually_raises, pair, shareable
 
 SIZES = (1, 0, 3, 4096, 17, 100_003, 2)
 
@@ -23,7 +23,7 @@ def test_a_batch_writes_each_piece_to_its_place(make_side: MakeSide) -> None:
     writes, expected = [], []
     for number, region in enumerate(regions):
         region.memory.fill_(255)
-        expected.append(region.memory.clone())
+        expected.append(region.memory.clone().cpu())
         offset = 100
         for size in reversed(SIZES):
             source = _numbered(size, number)
@@ -31,7 +31,7 @@ def test_a_batch_writes_each_piece_to_its_place(make_side: MakeSide) -> None:
             expected[number][offset : offset + size] = source
             offset += size
     connection.write_many(writes)
-    assert all(torch.equal(r.memory, e) for r, e in zip(regions, expected, strict=True))
+    assert all(torch.equal(r.memory.cpu(), e) for r, e in zip(regions, expected, strict=True))
 
 
 @pytest.mark.parametrize("registered", [False, True])
@@ -48,7 +48,7 @@ def test_thousands_of_small_pieces(make_side: MakeSide, registered: bool) -> Non
     source.copy_(_numbered(count * size))
     pieces = list(zip(order, source.split(size), strict=True))
     connection.write_many([Write(region.name, at * size, piece) for at, piece in pieces])
-    assert torch.equal(region.memory.view(count, size)[order], source.view(count, size))
+    assert torch.equal(region.memory.cpu().view(count, size)[order], source.cpu().view(count, size))
     pieces = list(zip(order, target.split(size), strict=True))
     connection.read_many([Read(region.name, at * size, piece) for at, piece in pieces])
     assert torch.equal(target, source)
@@ -90,16 +90,18 @@ def test_a_batch_beyond_the_region_is_a_bug(make_side: MakeSide) -> None:
             connection.read_many([Read(region.name, offset, data)])
 
 
-def test_memory_from_elsewhere_is_written_and_read_in_place(make_side: MakeSide) -> None:
+def test_memory_from_elsewhere_is_written_and_read_in_place(
+    make_side: MakeSide, scheme: str
+) -> None:
     """A whole paged KV pool, lent in parts that are not aligned to pages."""
     owner, _, connection = pair(make_side)
-    memory = memfd.allocate(3 * 5000 + 1)
+    memory = shareable(scheme, 3 * 5000 + 1)
     regions = [owner.endpoint.adopt(part) for part in memory.split(5000)]
     assert [region.memory.numel() for region in regions] == [5000, 5000, 5000, 1]
     memory.copy_(_numbered(15_001))
     got = [torch.zeros(region.memory.numel(), dtype=torch.uint8) for region in regions]
     connection.read_many([Read(r.name, 0, t) for r, t in zip(regions, got, strict=True)])
-    assert torch.equal(torch.cat(got), memory)
+    assert torch.equal(torch.cat(got), memory.cpu())
     connection.write(regions[1].name, 4999, torch.tensor([9], dtype=torch.uint8))
     assert (int(memory[9999]), int(memory[10_000])) == (9, 10_000 % 251)
     assert {region.memory.data_ptr() - memory.data_ptr() for region in regions} == {
@@ -107,9 +109,11 @@ def test_memory_from_elsewhere_is_written_and_read_in_place(make_side: MakeSide)
     }  # fmt: skip
 
 
-def test_adopted_memory_outlives_its_region_and_can_be_adopted_again(make_side: MakeSide) -> None:
+def test_adopted_memory_outlives_its_region_and_can_be_adopted_again(
+    make_side: MakeSide, scheme: str
+) -> None:
     owner, _, connection = pair(make_side)
-    memory = memfd.allocate(5000)
+    memory = shareable(scheme, 5000)
     first, neighbour = owner.endpoint.adopt(memory[:4000]), owner.endpoint.adopt(memory[4000:])
     data = torch.ones(10, dtype=torch.uint8)
     connection.write(first.name, 0, data)
@@ -121,14 +125,18 @@ def test_adopted_memory_outlives_its_region_and_can_be_adopted_again(make_side: 
     connection.read_many(
         [Read(again.name, 0, target[:4000]), Read(neighbour.name, 0, target[4000:])]
     )
-    assert torch.equal(target, memory)
+    assert torch.equal(target, memory.cpu())
 
 
 def test_memory_that_was_not_made_to_be_shared(make_side: MakeSide, scheme: str) -> None:
     side, memory = make_side(), torch.zeros(100, dtype=torch.uint8)
-    if scheme != "shm":
+    reasons = {
+        "shm": r"only memory of kvpool\.transport\.memfd\.allocate",
+        "cuda_ipc": "only, not cpu",
+    }
+    if scheme not in reasons:
         assert side.endpoint.adopt(memory).memory.data_ptr() == memory.data_ptr()
         return
     for other in (memory, memfd.allocate(10).clone()):
-        with pytest.raises(ConfigError, match=r"only memory of kvpool\.transport\.memfd\.allocate"):
+        with pytest.raises(ConfigError, match=reasons[scheme]):
             side.endpoint.adopt(other)

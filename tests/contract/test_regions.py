@@ -41,7 +41,7 @@ def test_read_returns_what_was_written_and_touches_nothing_else(
     connection.write(region.name, 5, source)
     connection.read(region.name, 5, target)
     assert torch.equal(source, target)
-    assert torch.equal(region.memory[5 : 5 + 4 * count], source.view(torch.uint8))
+    assert torch.equal(region.memory[5 : 5 + 4 * count].cpu(), source.view(torch.uint8))
     assert bool((region.memory[:5] == 255).all())
     assert bool((region.memory[5 + 4 * count :] == 255).all())
 

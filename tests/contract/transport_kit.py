@@ -8,10 +8,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
+import pytest
+import torch
+
+from kvpool.transport import memfd
 from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
-from kvpool.transport.registry import open_endpoint
+from kvpool.transport.registry import open_endpoint, schemes
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
@@ -21,7 +26,14 @@ PATIENCE_S = 20.0
 class Side:
     """An endpoint whose callbacks queue; `reading` cleared makes it a peer that does not read."""
 
-    def __init__(self, scheme: str, *, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        scheme: str,
+        *,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+        secret: bytes = b"",
+        ucx: UcxOptions | None = None,
+    ) -> None:
         self.connected: queue.Queue[Connection] = queue.Queue()
         self.messages: queue.Queue[bytes] = queue.Queue()
         self.lost: queue.Queue[Connection] = queue.Queue()
@@ -37,6 +49,8 @@ class Side:
                 on_connect=self.connected.put, on_message=self._receive, on_lost=self.lost.put
             ),
             send_timeout_s=send_timeout_s,
+            secret=secret,
+            ucx=ucx,
         )
 
     def __enter__(self) -> Self:
@@ -62,6 +76,20 @@ class Side:
 
 
 MakeSide = Callable[..., Side]
+
+
+def parameters(*left_out: str) -> list[Any]:
+    """Every scheme of the registry but these; those for devices where there is one."""
+    marks = {"cuda_ipc": [pytest.mark.gpu]}
+    names = (scheme for scheme in schemes() if scheme not in left_out)
+    return [pytest.param(name, marks=marks.get(name, [])) for name in names]
+
+
+def shareable(scheme: str, nbytes: int) -> torch.Tensor:
+    """Memory that an endpoint of this scheme can adopt."""
+    if scheme == "cuda_ipc":
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    return memfd.allocate(nbytes)
 
 
 def held() -> tuple[int, int, int]:

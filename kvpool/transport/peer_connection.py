@@ -1,4 +1,4 @@
-"""One peer of the nixl transport: copies through its memory, and a thread that reads its packets.
+"""One peer of a transport with a control connection: a thread that reads its packets.
 
 Messages are held back here, not in the socket, while the peer has too much unread; so one that is
 refused has not been sent in part.
@@ -13,23 +13,23 @@ from contextlib import suppress
 
 import torch
 
-from kvpool.transport import nixl_wire
+from kvpool.transport import control_wire
 from kvpool.transport.base import MAX_MESSAGE_BYTES, Callbacks, Read, RegionName, Write
-from kvpool.transport.nixl_peer import NixlPeer
-from kvpool.transport.nixl_wire import Packet
+from kvpool.transport.control_wire import Packet
+from kvpool.transport.exposure import PeerMemory
 from kvrelay.errors import PeerError
 
 _UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
 _REPORT_BYTES = _UNREAD_BYTES // 8
-_MESSAGE_OVERHEAD_BYTES = 64
+_MESSAGE_OVERHEAD_BYTES = 1024  # no less than what a socket's buffer holds for a small one
 
 
-class NixlConnection:
+class PeerConnection:
     def __init__(
-        self, sock: socket.socket, peer: NixlPeer, peer_address: str, send_timeout_s: float
+        self, sock: socket.socket, peer: PeerMemory, peer_address: str, send_timeout_s: float
     ) -> None:
         """Takes the socket over, once both sides have introduced themselves."""
-        nixl_wire.set_send_timeout(sock, send_timeout_s)
+        control_wire.set_send_timeout(sock, send_timeout_s)
         self._socket = sock
         self._peer = peer
         self._peer_address = peer_address
@@ -46,10 +46,6 @@ class NixlConnection:
     def peer_address(self) -> str:
         return self._peer_address
 
-    @property
-    def peer(self) -> NixlPeer:
-        return self._peer
-
     def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
         self.write_many([Write(region, offset, source)])
 
@@ -62,10 +58,8 @@ class NixlConnection:
     def read_many(self, reads: Sequence[Read]) -> None:
         self._peer.read(reads, self._check)
 
-    def window(self, region: RegionName) -> None:
-        """Never mapped; raises PeerError when the peer or the region is gone."""
-        self._check()
-        self._peer.ensure(region)
+    def window(self, region: RegionName) -> torch.Tensor | None:
+        return self._peer.window(region, self._check)
 
     def notify(self, payload: bytes) -> None:
         assert len(payload) <= MAX_MESSAGE_BYTES, len(payload)
@@ -83,9 +77,9 @@ class NixlConnection:
         """Raises PeerError; then the connection is over, for the packet may be sent in part."""
         with self._send_lock:
             try:
-                nixl_wire.send(self._socket, packet, payload)
+                control_wire.send(self._socket, packet, payload)
             except OSError as error:
-                nixl_wire.shut_down(self._socket)
+                control_wire.shut_down(self._socket)
                 raise PeerError(f"{self._peer_address} is gone: {error}") from error
 
     def close(self) -> None:
@@ -94,11 +88,11 @@ class NixlConnection:
             self._closed = True
             self._changed.notify_all()
         self._peer.drain()
-        nixl_wire.shut_down(self._socket, socket.SHUT_WR)
+        control_wire.shut_down(self._socket, socket.SHUT_WR)
 
     def abandon(self) -> None:
         """Closed, and the peer has not answered."""
-        nixl_wire.shut_down(self._socket)
+        control_wire.shut_down(self._socket)
 
     def deliver(
         self, callbacks: Callbacks, retired: Callable[[RegionName], None], *, accepted: bool
@@ -108,7 +102,7 @@ class NixlConnection:
         if accepted:
             callbacks.on_connect(self)
         try:
-            while (received := nixl_wire.receive(self._socket)) is not None:
+            while (received := control_wire.receive(self._socket)) is not None:
                 self._take(callbacks, retired, *received)
         except (OSError, PeerError):
             pass  # the peer died, or breaks the protocol
@@ -127,7 +121,7 @@ class NixlConnection:
             case Packet.MESSAGE:
                 self._take_message(callbacks, payload)
             case Packet.READ:
-                self._make_room(nixl_wire.counted(payload))
+                self._make_room(control_wire.counted(payload))
             case Packet.RETIRE:
                 self._peer.retire(RegionName(payload.decode(errors="replace")))
                 self.reply(Packet.RETIRED, payload)
@@ -143,7 +137,7 @@ class NixlConnection:
         self._taken_bytes += len(payload) + _MESSAGE_OVERHEAD_BYTES
         if self._taken_bytes >= _REPORT_BYTES:
             taken, self._taken_bytes = self._taken_bytes, 0
-            self.reply(Packet.READ, nixl_wire.count(taken))
+            self.reply(Packet.READ, control_wire.count(taken))
 
     def reply(self, packet: Packet, payload: bytes) -> None:
         if not self._closed:
@@ -170,6 +164,6 @@ class NixlConnection:
             self._over = True
             self._changed.notify_all()
         self._peer.drain()
-        nixl_wire.shut_down(self._socket)
+        control_wire.shut_down(self._socket)
         with self._send_lock:
             self._socket.close()

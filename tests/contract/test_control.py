@@ -1,0 +1,212 @@
+"""The contract of every transport with peers in other processes: strangers, killed and stopped
+peers, refusals."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpool.transport import control_wire
+from kvpool.transport.base import Region
+from kvpool.transport.control_wire import Packet
+from kvpool.transport.endpoint import PeerEndpoint
+from kvrelay.errors import PeerError
+from kvrelay.types import WIRE_VERSION
+from tests.contract import shm_peer
+from tests.contract.transport_kit import (
+    PATIENCE_S,
+    MakeSide,
+    Side,
+    pair,
+    parameters,
+    send_until_refused,
+    until,
+)
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=parameters("loopback"))
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextmanager
+def _writer(owner: Side, region: Region) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, in the middle of writing ones to the region, for ever."""
+    module, address = shm_peer.__name__, owner.endpoint.address
+    command = [sys.executable, "-m", module, "write-for-ever", address, region.name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as process:
+        try:
+            assert owner.next() == b"writing"
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_nothing_else(
+    make_side: MakeSide,
+) -> None:
+    owner = make_side()
+    region, spared = owner.region(16 << 20), owner.region(64)
+    with _writer(owner, region) as process:
+        connection = owner.connected.get(timeout=PATIENCE_S)
+        process.send_signal(signal.SIGKILL)
+        assert owner.lost.get(timeout=PATIENCE_S) is connection
+    with pytest.raises(PeerError, match="gone"):
+        connection.notify(b"are you there?")
+    owner.endpoint.deregister(region)
+    again = make_side().endpoint.connect(owner.endpoint.address)
+    again.write(spared.name, 0, torch.ones(64, dtype=torch.uint8))
+    assert bool(spared.memory.all())
+
+
+def test_an_owner_killed_in_the_middle_of_a_write_is_lost(make_side: MakeSide) -> None:
+    writer = make_side()
+    module = shm_peer.__name__
+    command = [sys.executable, "-m", module, "own-a-region", writer.endpoint.address, ""]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as process:
+        try:
+            connection = writer.connected.get(timeout=PATIENCE_S)
+            name = shm_peer.region_told(writer.next())
+            data = torch.ones(16 << 20, dtype=torch.uint8)
+            connection.write(name, 0, data)
+            process.send_signal(signal.SIGKILL)
+            until(lambda: _fails(lambda: connection.write(name, 0, data)))
+            assert writer.lost.get(timeout=PATIENCE_S) is connection
+        finally:
+            process.kill()
+    assert writer.endpoint.register(10).memory.numel() == 10
+
+
+def _fails(action: Callable[[], None]) -> bool:
+    try:
+        action()
+    except PeerError:
+        return True
+    return False
+
+
+def test_a_stopped_peer_holds_neither_the_sender_nor_the_close(make_side: MakeSide) -> None:
+    owner = make_side(send_timeout_s=0.2)
+    region = owner.region(1 << 20)
+    with _writer(owner, region) as process:
+        connection = owner.connected.get(timeout=PATIENCE_S)
+        process.send_signal(signal.SIGSTOP)
+        assert "read nothing" in send_until_refused(connection)[1]
+        owner.endpoint.deregister(region)
+        owner.endpoint.close()
+
+
+def _dial(owner: Side) -> socket.socket:
+    """Let in, and still without a purpose."""
+    assert isinstance(owner.endpoint, PeerEndpoint)
+    sock = owner.endpoint._rendezvous.dial(owner.endpoint.address)
+    sock.settimeout(PATIENCE_S)
+    return sock
+
+
+def _hello(owner: Side, version: int = WIRE_VERSION) -> bytes:
+    return version.to_bytes(2, "little") + f"other:one\n{owner.endpoint.address}".encode()
+
+
+def test_another_wire_version_is_refused_with_a_reason(make_side: MakeSide) -> None:
+    owner = make_side()
+    with _dial(owner) as sock:
+        control_wire.send(sock, Packet.HELLO, _hello(owner, WIRE_VERSION + 1))
+        answer = control_wire.receive(sock)
+        assert answer is not None and answer[0] is Packet.REFUSE
+        assert f"wire version {WIRE_VERSION + 1}".encode() in answer[1]
+        assert owner.connected.empty()
+
+
+def test_another_worker_may_be_in_the_place_of_the_one_sought(make_side: MakeSide) -> None:
+    owner = make_side()
+    with _dial(owner) as sock:
+        hello = _hello(owner).replace(b"\n", b"\nformer-")
+        control_wire.send(sock, Packet.HELLO, hello)
+        answer = control_wire.receive(sock)
+        assert answer is not None and answer[0] is Packet.REFUSE
+        address = owner.endpoint.address
+        assert answer[1].decode() == f"former-{address} is gone; {address} is in its place"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\0\0\0\0",
+        b"\x04\xff\xff\xff\xff",
+        b"\x01",
+        b"\x04\x01\0\0\0x",
+        b"\x01\x03\0\0\0\0\0\xff",
+        b"\x08\x04\0\0\0none",
+    ],
+)
+def test_garbage_is_dropped_and_others_are_served(make_side: MakeSide, garbage: bytes) -> None:
+    owner, _, connection = pair(make_side)
+    with _dial(owner) as sock:
+        sock.sendall(garbage)
+        sock.shutdown(socket.SHUT_WR)
+        answer = control_wire.receive(sock)
+        assert answer is None or answer[0] is Packet.REFUSE
+    connection.notify(b"hello")
+    assert owner.next() == b"hello"
+    assert owner.lost.empty()
+
+
+def test_garbage_in_a_connection_ends_it(make_side: MakeSide) -> None:
+    owner = make_side()
+    with _dial(owner) as sock:
+        control_wire.send(sock, Packet.HELLO, _hello(owner))
+        answer = control_wire.receive(sock)
+        assert answer is not None and answer[0] is Packet.WELCOME
+        sock.sendall(b"\x63\0\0\0\0")
+        assert owner.lost.get(timeout=PATIENCE_S) is owner.connected.get(timeout=PATIENCE_S)
+
+
+def test_what_a_peer_sent_before_it_died_arrives(make_side: MakeSide) -> None:
+    owner = make_side()
+    with _dial(owner) as sock:
+        owner.reading.clear()
+        control_wire.send(sock, Packet.HELLO, _hello(owner))
+        control_wire.receive(sock)
+        for i in range(3):
+            control_wire.send(sock, Packet.MESSAGE, bytes([i]))
+        until(lambda: owner.waiting)
+        sock.close()
+        owner.reading.set()
+        assert [owner.next() for _ in range(3)] == [b"\0", b"\1", b"\2"]
+        owner.lost.get(timeout=PATIENCE_S)
+
+
+def test_silent_strangers_do_not_hold_up_connect_or_close(make_side: MakeSide) -> None:
+    owner, _, connection = pair(make_side)
+    strangers = [_dial(owner) for _ in range(3)]
+    connection.notify(b"hello")
+    assert owner.next() == b"hello"
+    owner.endpoint.close()
+    for stranger in strangers:
+        assert stranger.recv(10) == b""
+        stranger.close()
+
+
+def test_one_process_reaches_new_lives_of_a_worker(make_side: MakeSide) -> None:
+    """Ten workers, one after the other, on one host."""
+    writer = make_side()
+    for value in range(1, 11):
+        owner = make_side()
+        connection = writer.endpoint.connect(owner.endpoint.address)
+        region = owner.region(100_000)
+        connection.write(region.name, 0, torch.full((100_000,), value, dtype=torch.uint8))
+        assert bool((region.memory == value).all())
+        owner.endpoint.close()
+        assert writer.lost.get(timeout=PATIENCE_S) is connection

@@ -1,0 +1,207 @@
+"""What the transports over a network promise: staging, memory that outlives its region, ports,
+who is let in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpool.transport import control_wire, nixl_agent, ucx_agent
+from kvpool.transport.agent import Operation, Piece
+from kvpool.transport.base import Region, Write
+from kvpool.transport.control_wire import Packet
+from kvpool.transport.endpoint import PeerEndpoint
+from kvpool.transport.exposure import Check
+from kvpool.transport.one_sided import OneSidedExposure
+from kvpool.transport.registry import open_endpoint
+from kvpool.transport.ucx_options import UcxOptions
+from kvrelay.errors import ConfigError, PeerError
+from kvrelay.types import Incarnation
+from tests.contract import shm_peer
+from tests.contract.transport_kit import PATIENCE_S, MakeSide, Side, pair, until
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["nixl", "ucx"])
+def scheme(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@contextmanager
+def _writer(owner: Side, region: Region) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, in the middle of writing ones to the region, for ever."""
+    module, address = shm_peer.__name__, owner.endpoint.address
+    command = [sys.executable, "-m", module, "write-for-ever", address, region.name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as process:
+        try:
+            assert owner.next() == b"writing"
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def _exposure(side: Side) -> OneSidedExposure:
+    assert isinstance(side.endpoint, PeerEndpoint)
+    assert isinstance(side.endpoint._exposure, OneSidedExposure)
+    return side.endpoint._exposure
+
+
+def test_memory_is_kept_until_the_last_writer_lets_go(make_side: MakeSide) -> None:
+    """A stopped process may be in the middle of a write to it."""
+    owner = make_side()
+    region = owner.region(1 << 20)
+    registered, memory = _exposure(owner)._registered, region.memory
+    with _writer(owner, region) as process:
+        process.send_signal(signal.SIGSTOP)
+        owner.endpoint.deregister(region)
+        assert registered.hold([memory]) == [True]
+        process.send_signal(signal.SIGCONT)
+        until(lambda: registered.hold([memory]) == [False])
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1, "its next write raises"
+
+
+def test_registered_memory_travels_as_one_batch(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One descriptor for each piece, whatever their number; the rest goes by a staging buffer."""
+    owner, writer, connection = pair(make_side)
+    region, source = owner.region(40_000), writer.region(40_000).memory
+    remote = connection._peer._remote  # type: ignore[attr-defined]
+    transfer, batches = remote.transfer, list[int]()
+
+    def counted(operation: Operation, pieces: list[Piece], check: Check) -> None:
+        batches.append(len(pieces))
+        transfer(operation, pieces, check)
+
+    monkeypatch.setattr(remote, "transfer", counted)
+    pieces = [*source.split(100), torch.ones(10, dtype=torch.uint8)]
+    connection.write_many([Write(region.name, 0, piece) for piece in pieces])
+    assert batches == [400, 1]
+
+
+def test_staging_is_told_and_given_back(make_side: MakeSide) -> None:
+    owner, writer, connection = pair(make_side)
+    region = owner.region(10)
+    connection.write(region.name, 0, writer.region(10).memory)
+    assert writer.endpoint.staging_bytes == 0, "registered memory needs none"
+    connection.write(region.name, 0, torch.ones(10, dtype=torch.uint8))
+    assert writer.endpoint.staging_bytes == 4 * 2**20
+    connection.close()
+    until(lambda: writer.endpoint.staging_bytes == 0)
+
+
+def test_memory_on_a_device_is_refused(make_side: MakeSide) -> None:
+    with pytest.raises(ConfigError, match="host memory only, not meta"):
+        make_side().endpoint.adopt(torch.empty(10, dtype=torch.uint8, device="meta"))
+
+
+def test_the_host_that_is_given_is_listened_on_and_told(make_side: MakeSide, scheme: str) -> None:
+    plain = make_side()
+    callbacks = plain.endpoint._callbacks  # type: ignore[attr-defined]
+    other = open_endpoint(scheme, Incarnation("elsewhere"), callbacks, host="127.0.0.2")
+    assert other.address.startswith(f"{scheme}:127.0.0.2:")
+    plain.endpoint.connect(other.address).close()
+    other.close()
+
+
+def test_a_port_of_the_range_is_listened_on(make_side: MakeSide, scheme: str) -> None:
+    callbacks = make_side().endpoint._callbacks  # type: ignore[attr-defined]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port: int = taken.getsockname()[1]
+        name = Incarnation("ranged")
+        with pytest.raises(ConfigError, match=rf"{port}.*{port}"):
+            open_endpoint(scheme, name, callbacks, port_range=(port, port))
+        before = _listened_on()
+        other = open_endpoint(scheme, name, callbacks, port_range=(port, port + 30))
+        ports = _listened_on() - before
+        assert int(other.address.rpartition(":")[2].partition("/")[0]) in ports
+        assert all(port < one <= port + 30 for one in ports), "UCX's own listeners too"
+        other.close()
+
+
+def _listened_on() -> set[int]:
+    """The TCP ports on which this process listens."""
+    links = (os.readlink(link.path) for link in os.scandir("/proc/self/fd") if link.is_symlink())
+    ours = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in ours}
+
+
+def test_what_ucx_refuses_is_told(make_side: MakeSide) -> None:
+    with pytest.raises(ConfigError, match="refuses UCX_TLS=carrier-pigeon"):
+        make_side(ucx=UcxOptions(tls="carrier-pigeon"))
+    assert "UCX_TLS" not in os.environ
+
+
+def test_a_network_device_that_is_not_there_is_named(make_side: MakeSide) -> None:
+    with pytest.raises(ConfigError, match="mlx5_77"):
+        make_side(ucx=UcxOptions(net_devices="mlx5_77"))
+
+
+def test_what_ucx_takes_moves_bytes(make_side: MakeSide) -> None:
+    option = UcxOptions(
+        tls="tcp,self", rndv_threshold_bytes=65536, max_eager_rails=1, net_devices="lo"
+    )
+    owner, writer = make_side(ucx=option), make_side(ucx=option)
+    region = owner.region(100_000)
+    connection = writer.endpoint.connect(owner.endpoint.address)
+    connection.write(region.name, 0, torch.ones(100_000, dtype=torch.uint8))
+    assert bool(region.memory.all())
+
+
+def test_only_who_knows_the_secret_is_let_in(make_side: MakeSide) -> None:
+    owner, friend = make_side(secret=b"right"), make_side(secret=b"right")
+    connection = friend.endpoint.connect(owner.endpoint.address)
+    region = owner.region(10)
+    connection.write(region.name, 0, torch.ones(10, dtype=torch.uint8))
+    assert bool(region.memory.all())
+    owner.connected.get(timeout=PATIENCE_S)
+    for other in (make_side(secret=b"wrong"), make_side()):
+        with pytest.raises(PeerError, match="refused: its cluster has another secret"):
+            other.endpoint.connect(owner.endpoint.address)
+    assert owner.connected.empty()
+
+
+def test_who_does_not_know_the_secret_is_not_trusted(make_side: MakeSide) -> None:
+    """An impostor that lets everyone in: it cannot answer the connecting side's challenge."""
+    impostor = socket.create_server(("127.0.0.1", 0))
+    side = make_side(secret=b"right")
+    scheme = side.endpoint.address.partition(":")[0]
+
+    def let_in() -> None:
+        sock, _ = impostor.accept()
+        with sock:
+            control_wire.send(sock, Packet.CHALLENGE, bytes(32))
+            control_wire.receive(sock)
+            control_wire.send(sock, Packet.PROOF, bytes(32))
+            sock.recv(1)
+
+    thread = threading.Thread(target=let_in)
+    thread.start()
+    address = f"{scheme}:127.0.0.1:{impostor.getsockname()[1]}/someone"
+    with pytest.raises(PeerError, match="does not know this cluster's secret"):
+        side.endpoint.connect(address)
+    thread.join()
+    impostor.close()
+
+
+def test_without_the_package_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", ("nixl_not_installed",))
+    monkeypatch.setattr(ucx_agent, "_PACKAGE", "ucxx_not_installed")
+    with pytest.raises(ConfigError, match=rf"pip install 'kvrelay\[{scheme}\]'"):
+        Side(scheme)
