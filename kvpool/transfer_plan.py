@@ -7,9 +7,11 @@ window still shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kvpool.codec import Codec, WireFormat
 from kvpool.layout import KvLayout, Tables
 from kvpool.plan import TokenRun, token_runs
 from kvpool.reslice import GroupSlice, reslice
@@ -37,12 +39,12 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One group's tokens `[start, start + tokens)` at `offset_bytes` of a slab's payload.
-
-    In the slab: for each layer of `part`, for each plane, `[token, head, dim]`.
+    """One group's tokens `[start, start + tokens)` at `offset_bytes` of a slab's payload, laid out
+    as `kvpool.codec` says. `last_layer` is the model's index of its last layer.
     """
 
     part: GroupSlice
+    last_layer: int
     start: int
     tokens: int
     offset_bytes: int
@@ -51,13 +53,19 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """One slab's payload: sections one after another, without gaps."""
+    """One slab's payload: sections one after another, without gaps, all in one format."""
 
     sections: tuple[Section, ...]
+    wire: WireFormat
 
     @property
     def nbytes(self) -> int:
         return sum(section.nbytes for section in self.sections)
+
+    @property
+    def last_layer(self) -> int:
+        """The layer of the model after which a write that isn't empty may be gathered."""
+        return max(section.last_layer for section in self.sections)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,38 +103,58 @@ def plan(
     *,
     span: TokenSpan,
     staging_bytes: int,
+    layer_groups: int = 1,
+    codec: Codec = Codec.NONE,
+    wire_dtype: str | None = None,
 ) -> TransferPlan:
     """Moves `span` from one rank to another; each target slot that it needs is written once.
 
-    Raises ConfigError as `cut` does.
+    The options, and what is raised, are those of `cut`.
     """
+    writes = cut(
+        src_layout,
+        dst_layout,
+        span=span,
+        staging_bytes=staging_bytes,
+        layer_groups=layer_groups,
+        codec=codec,
+        wire_dtype=wire_dtype,
+    )
     return TransferPlan(
-        writes=cut(src_layout, dst_layout, span=span, staging_bytes=staging_bytes),
+        writes=writes,
         source=Side(tables=src_blocks, block_size=src_layout.model.block_size),
         target=Side(tables=dst_blocks, block_size=dst_layout.model.block_size),
     )
 
 
 def cut(
-    source: ShardLayout, target: ShardLayout, *, span: TokenSpan, staging_bytes: int
+    source: ShardLayout,
+    target: ShardLayout,
+    *,
+    span: TokenSpan,
+    staging_bytes: int,
+    layer_groups: int = 1,
+    codec: Codec = Codec.NONE,
+    wire_dtype: str | None = None,
 ) -> tuple[Write, ...]:
     """The writes, each of at most `staging_bytes` of payload, and at most 1 + twice as many of them
-    as the bytes alone need.
+    per layer group as the bytes alone need.
 
-    A section has at least 128 tokens, or all that its group sends, wherever staging holds twice
-    that of one layer. Raises ConfigError if it doesn't hold one token of one layer, or if a
+    The layers that travel are cut into `layer_groups` runs of consecutive layers (fewer if there
+    are fewer layers); no write mixes two, and the first layers come first. A section has at least
+    128 tokens, or all that its group sends, wherever staging holds twice that of one layer.
+    `wire_dtype` is the slab's under codec none: the source's own if not given; each side converts
+    to or from its own. Raises ConfigError if staging doesn't hold one token of one layer, or if a
     tensor parallel degree can't split the heads.
     """
-    assert source.model.dtype == target.model.dtype, (source.model.dtype, target.model.dtype)
+    assert layer_groups > 0, layer_groups
+    wire = WireFormat(dtype=wire_dtype or source.model.dtype, codec=codec)
+    parts = _parts(source, target, span)
     writes: list[Write] = []
-    room = 0
-    for section in _sections(source, target, span, staging_bytes):
-        if section.nbytes > room:
-            writes.append(Write(sections=()))
-            room = staging_bytes
-        placed = replace(section, offset_bytes=staging_bytes - room)
-        writes[-1] = Write(sections=(*writes[-1].sections, placed))
-        room -= section.nbytes
+    for layers in _layer_runs(parts, layer_groups):
+        inside = [some for part in parts if (some := part.within(layers)).layers]
+        sections = (s for part in inside for s in _sections(part, wire, staging_bytes))
+        writes += _packed(sections, wire, staging_bytes)
     return tuple(writes)
 
 
@@ -138,48 +166,97 @@ def whole_write(layout: KvLayout, start: int, tokens: int) -> Write:
     one = ShardLayout(model=layout, shard=Shard())
     span = TokenSpan(start=start, tokens=tokens, next_position=start)  # all windows still open
     writes = cut(one, one, span=span, staging_bytes=layout.bytes_per_token * tokens)
-    return writes[0] if writes else Write(sections=())
+    return writes[0] if writes else Write(sections=(), wire=WireFormat(dtype=layout.dtype))
 
 
-def _sections(
-    source: ShardLayout, target: ShardLayout, span: TokenSpan, staging_bytes: int
-) -> Iterator[Section]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one group sends: `layers` are the model's, as many as `part` has; `seen` the tokens."""
+
+    part: GroupSlice
+    layers: tuple[int, ...]
+    seen: range
+
+    def within(self, layers: range) -> _Part:
+        inside = [i for i, layer in enumerate(self.layers) if layer in layers]
+        return self.narrow(range(inside[0], inside[-1] + 1) if inside else range(0))
+
+    def narrow(self, members: range) -> _Part:
+        part = replace(
+            self.part,
+            source_layer=self.part.source_layer + members.start,
+            target_layer=self.part.target_layer + members.start,
+            layers=len(members),
+        )
+        return replace(self, part=part, layers=self.layers[members.start : members.stop])
+
+    def nbytes(self, wire: WireFormat, layers: int, tokens: int) -> int:
+        shape = [(plane.heads, plane.dim) for plane in self.part.planes]
+        return wire.encoded_bytes(layers, tokens, shape)
+
+
+def _parts(source: ShardLayout, target: ShardLayout, span: TokenSpan) -> list[_Part]:
+    """The groups of which anything travels."""
+    parts: list[_Part] = []
     for part in reslice(source, target):
-        seen = span.seen(source.model.groups[part.group].window)
-        row_bytes = part.elements_per_token_layer * source.model.element_bytes
-        if seen:
-            yield from _group_sections(part, seen, row_bytes, staging_bytes)
+        group = source.model.groups[part.group]
+        first = source.shard.members(group).start + part.source_layer
+        if seen := span.seen(group.window):
+            layers = group.layers[first : first + part.layers]
+            parts.append(_Part(part=part, layers=layers, seen=seen))
+    return parts
 
 
-def _group_sections(
-    part: GroupSlice, seen: range, row_bytes: int, staging_bytes: int
-) -> Iterator[Section]:
-    """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces.
+def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
+    """The layers that travel in even pieces, as ranges of the model's layers."""
+    layers = sorted(layer for part in parts for layer in part.layers)
+    for piece in _split(range(len(layers)), min(count, len(layers))):
+        yield range(layers[piece[0]], layers[piece[-1]] + 1)
 
-    `row_bytes` is one token of one layer.
-    """
-    if row_bytes > staging_bytes:
+
+def _sections(part: _Part, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
+    """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces."""
+    _check_fits(part, wire, staging_bytes)
+    least = _least_tokens(len(part.seen))
+    layers_fit = _most(len(part.layers), staging_bytes, lambda n: part.nbytes(wire, n, least))
+    for members in _even_pieces(range(len(part.layers)), max(1, layers_fit)):
+        yield from _token_sections(part.narrow(members), wire, staging_bytes)
+
+
+def _token_sections(part: _Part, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
+    layers = len(part.layers)
+    tokens_fit = _most(len(part.seen), staging_bytes, lambda n: part.nbytes(wire, layers, n))
+    for tokens in _even_pieces(part.seen, tokens_fit):
+        yield Section(
+            part=part.part,
+            last_layer=part.layers[-1],
+            start=tokens.start,
+            tokens=len(tokens),
+            offset_bytes=0,
+            nbytes=part.nbytes(wire, layers, len(tokens)),
+        )
+
+
+def _check_fits(part: _Part, wire: WireFormat, staging_bytes: int) -> None:
+    least = part.nbytes(wire, 1, 1)
+    if least > staging_bytes:
         raise ConfigError(
             f"transfer.staging_bytes {staging_bytes} holds not one token of one layer; it must "
-            f"be at least {row_bytes}, better {row_bytes * WRITE_TOKENS * part.layers}"
+            f"be at least {least}, better {part.nbytes(wire, len(part.layers), WRITE_TOKENS)}"
         )
-    layers_fit = max(1, staging_bytes // (row_bytes * _least_tokens(len(seen))))
-    for layers in _even_pieces(range(part.layers), layers_fit):
-        some = replace(
-            part,
-            source_layer=part.source_layer + layers.start,
-            target_layer=part.target_layer + layers.start,
-            layers=len(layers),
-        )
-        layer_bytes = len(layers) * row_bytes
-        for tokens in _even_pieces(seen, staging_bytes // layer_bytes):
-            yield Section(
-                part=some,
-                start=tokens.start,
-                tokens=len(tokens),
-                offset_bytes=0,
-                nbytes=len(tokens) * layer_bytes,
-            )
+
+
+def _packed(sections: Iterable[Section], wire: WireFormat, staging_bytes: int) -> Iterator[Write]:
+    placed: list[Section] = []
+    used_bytes = 0
+    for section in sections:
+        if used_bytes + section.nbytes > staging_bytes:
+            yield Write(sections=tuple(placed), wire=wire)
+            placed, used_bytes = [], 0
+        placed.append(replace(section, offset_bytes=used_bytes))
+        used_bytes += section.nbytes
+    if placed:
+        yield Write(sections=tuple(placed), wire=wire)
 
 
 def _least_tokens(tokens: int) -> int:
@@ -187,8 +264,16 @@ def _least_tokens(tokens: int) -> int:
     return -(-tokens // max(1, tokens // WRITE_TOKENS))
 
 
+def _most(count: int, room_bytes: int, nbytes: Callable[[int], int]) -> int:
+    """The largest of 1..count whose `nbytes`, which never falls, fits; 0 if none does."""
+    return bisect_right(range(1, count + 1), room_bytes, key=nbytes)
+
+
 def _even_pieces(whole: range, most: int) -> Iterator[range]:
     """The fewest pieces of at most `most`, their sizes within one of each other."""
-    count = -(-len(whole) // most)
+    return _split(whole, -(-len(whole) // most))
+
+
+def _split(whole: range, count: int) -> Iterator[range]:
     for i in range(count):
         yield whole[len(whole) * i // count : len(whole) * (i + 1) // count]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvpool.codec import Codec, WireFormat
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.reslice import GroupSlice, PlaneSlice, reslice
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import WRITE_TOKENS, Section, TokenSpan, cut
+from kvpool.transfer_plan import WRITE_TOKENS, Section, TokenSpan, Write, cut
 from kvrelay.errors import ConfigError
 from tests.unit.transfer_kit import Case, carry_out, cases, holds, new_trial, stage_layers
 
@@ -28,26 +31,77 @@ def test_every_target_slot_is_written_once_from_the_right_place(case: Case) -> N
     assert sum(move.transfer.nbytes for move in trial.moves) == trial.needed_bytes
 
 
+_CODECS = st.sampled_from(list(Codec))
+_STAGING_FOR_ANY_CODEC = 512
+"""One token of one layer of any case, values, scales and padding."""
+
+
+def _cut(case: Case, source: ShardLayout, codec: Codec) -> tuple[Write, ...]:
+    staging_bytes = max(case.staging_bytes, _STAGING_FOR_ANY_CODEC)
+    return cut(
+        source,
+        case.target,
+        span=case.span,
+        staging_bytes=staging_bytes,
+        layer_groups=case.layer_groups,
+        codec=codec,
+    )
+
+
+def _model_layers(section: Section, source: ShardLayout) -> list[int]:
+    held = stage_layers(source.shard, source.model.groups[section.part.group])
+    return held[section.part.source_layer :][: section.part.layers]
+
+
 @settings(deadline=None, max_examples=300)
-@given(cases())
-def test_writes_are_few_large_and_fit_into_staging(case: Case) -> None:
+@given(cases(), _CODECS)
+def test_writes_are_few_large_and_fit_into_staging(case: Case, codec: Codec) -> None:
+    staging_bytes = max(case.staging_bytes, _STAGING_FOR_ANY_CODEC)
     for source in case.sources:
-        writes = cut(source, case.target, span=case.span, staging_bytes=case.staging_bytes)
-        assert all(write.nbytes <= case.staging_bytes for write in writes)
-        for before, after in pairwise(writes):
-            assert before.nbytes + after.nbytes > case.staging_bytes
+        writes = _cut(case, source, codec)
+        assert all(0 < write.nbytes <= staging_bytes for write in writes)
+        runs = _layer_run_of_each(writes, source, case.layer_groups)
+        for (before, run), (after, next_run) in pairwise(zip(writes, runs, strict=True)):
+            if run == next_run:
+                assert before.nbytes + after.sections[0].nbytes > staging_bytes
         for write in writes:
             for section in write.sections:
-                _check_size(section, case)
+                _check_size(section, case, write.wire, staging_bytes)
 
 
-def _check_size(section: Section, case: Case) -> None:
+def _layer_run_of_each(writes: Sequence[Write], source: ShardLayout, count: int) -> list[int]:
+    """Which run of consecutive layers each write belongs to; fails if it has layers of two."""
+    layers = [{x for s in w.sections for x in _model_layers(s, source)} for w in writes]
+    runs = _even_runs(sorted(set().union(*layers)), count)
+    held_by = [[i for i, run in enumerate(runs) if run & some] for some in layers]
+    assert all(len(found) == 1 for found in held_by)
+    assert [write.last_layer for write in writes] == [max(some) for some in layers]
+    return [found[0] for found in held_by]
+
+
+def _check_size(section: Section, case: Case, wire: WireFormat, staging_bytes: int) -> None:
     seen = case.span.seen(case.target.model.groups[section.part.group].window)
-    token_layer_bytes = section.nbytes // section.tokens // section.part.layers
-    if case.staging_bytes >= 2 * WRITE_TOKENS * token_layer_bytes:
+    planes = [(plane.heads, plane.dim) for plane in section.part.planes]
+    assert section.nbytes == wire.encoded_bytes(section.part.layers, section.tokens, planes)
+    if staging_bytes >= 2 * wire.encoded_bytes(1, WRITE_TOKENS, planes):
         assert section.tokens >= min(WRITE_TOKENS, len(seen))
     else:
         assert section.part.layers == 1 or section.tokens >= min(WRITE_TOKENS, len(seen))
+
+
+@settings(deadline=None, max_examples=200)
+@given(cases(), _CODECS)
+def test_first_layers_leave_first_in_the_runs_asked_for(case: Case, codec: Codec) -> None:
+    for source in case.sources:
+        writes = _cut(case, source, codec)
+        runs = _layer_run_of_each(writes, source, case.layer_groups)
+        assert runs == sorted(runs)
+
+
+def _even_runs(layers: list[int], count: int) -> list[set[int]]:
+    """Consecutive ones, their numbers within one of each other, the longer ones last."""
+    pieces = np.array_split(np.array(layers[::-1], dtype=int), count)[::-1]
+    return [set(piece.tolist()) for piece in pieces if len(piece)]
 
 
 @settings(deadline=None)

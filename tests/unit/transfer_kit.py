@@ -26,6 +26,7 @@ class Case:
     target: ShardLayout
     span: TokenSpan
     staging_bytes: int
+    layer_groups: int
     seed: int
 
 
@@ -78,6 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
         target=target,
         span=TokenSpan(start=start, tokens=tokens, next_position=last),
         staging_bytes=draw(st.integers(_ROW_BYTES_MOST, 40_000)),
+        layer_groups=draw(st.integers(1, 4)),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
 
@@ -252,6 +254,7 @@ def _new_move(
         case.target,
         span=case.span,
         staging_bytes=case.staging_bytes,
+        layer_groups=case.layer_groups,
     )
     return Move(layout=source, pool=_filled_pool(case, source, held)[0], transfer=transfer)
 
