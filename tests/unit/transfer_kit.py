@@ -13,8 +13,8 @@ from kvpool.reslice import PlaneSlice
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import Section, Side, TokenSpan, TransferPlan, Write, plan
 
-_ROW_BYTES_MOST = 2 * 12 * 3 * 4
-"""One token of one layer: two planes of 12 heads of 3 elements."""
+_ROW_BYTES_MOST = 2 * 12 * 8 * 4
+"""One token of one layer: two planes of 12 heads of 8 elements."""
 _DTYPES = {"bfloat16": np.uint16, "float32": np.uint32}
 Pool = list[list[np.ndarray]]
 """# layer group |-> plane |-> `[layers, slots, heads, dim]`"""
@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn, unit: int) -> tuple[LayerGroup, ...]:
     for group in sorted(set(owners)):
         heads = st.sampled_from([1, unit, 2 * unit, 4 * unit])
         planes = tuple(
-            Plane(name=f"p{i}", heads=draw(heads), dim=draw(st.integers(1, 3)))
+            Plane(name=f"p{i}", heads=draw(heads), dim=draw(st.sampled_from([1, 2, 3, 8])))
             for i in range(draw(st.integers(1, 2)))
         )
         layers = tuple(layer for layer, owner in enumerate(owners) if owner == group)
