@@ -14,7 +14,7 @@ import torch
 from kvpool.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
 from kvpool.layout import BlockId
 from kvpool.memory import KvMemory
-from kvpool.transfer_plan import Section, Side
+from kvpool.transfer_plan import Section
 
 _VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
 
@@ -31,8 +31,8 @@ class PlaneViews:
     """One plane of one section.
 
     `pool` is `[layers, slots, heads held, dim]`, of which heads `[head, head + heads)` travel;
-    `values` the slab's `[layers, tokens, heads, dim]`; `scales` its `[layers, codec blocks, heads]`,
-    None without a codec. Only the first dimension of a slab's view has gaps.
+    `values` the slab's `[layers, tokens, heads, dim]`; `scales` its float32
+    `[layers, codec blocks, heads]`, None without a codec. The slab's have gaps only between layers.
     """
 
     pool: torch.Tensor
@@ -61,11 +61,6 @@ def plane_views(
             strict=True,
         )
     ]
-
-
-def token_slots(side: Side, section: Section) -> torch.Tensor:
-    """int64 `[tokens]` on the CPU: the pool's slot of each token of the section."""
-    return row_index(side.tables[section.part.group], section, side.block_size, 1)
 
 
 def row_index(

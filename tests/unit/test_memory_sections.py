@@ -87,7 +87,7 @@ def test_a_block_that_is_not_held_is_never_read() -> None:
     )
     write = whole_write(layout, 0, 8)
     for table in [(NO_BLOCK, BlockId(1)), (BlockId(1),)]:
+        side = Side(tables=(table,), block_size=4)
+        out = torch.zeros(write.nbytes, dtype=torch.uint8)
         with pytest.raises(AssertionError, match="block"):
-            side = Side(tables=(table,), block_size=4)
-            out = torch.zeros(write.nbytes, dtype=torch.uint8)
             gather_write(KvMemory(layout, 4, "cpu"), side, write, out)

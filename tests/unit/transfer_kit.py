@@ -84,7 +84,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def _draw_held(case: Case, layout: ShardLayout, draw: np.random.Generator) -> Tables:
+def draw_held(case: Case, layout: ShardLayout, draw: np.random.Generator) -> Tables:
     """Scattered blocks for the span; groups with a window may have freed what they don't see."""
     size, held = layout.model.block_size, []
     end = -(-(case.span.start + case.span.tokens) // size)
@@ -233,7 +233,7 @@ class Trial:
 
 def new_trial(case: Case) -> Trial:
     draw = np.random.default_rng(case.seed)
-    held = _draw_held(case, case.target, draw)
+    held = draw_held(case, case.target, draw)
     expected, needed_elements = _filled_pool(case, case.target, held)
     return Trial(
         target=_empty_pool(case.target, held),
@@ -246,7 +246,7 @@ def new_trial(case: Case) -> Trial:
 def _new_move(
     case: Case, source: ShardLayout, target_held: Tables, draw: np.random.Generator
 ) -> Move:
-    held = _draw_held(case, source, draw)
+    held = draw_held(case, source, draw)
     transfer = plan(
         held,
         target_held,
