@@ -73,11 +73,9 @@ def _encode(found: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, cod
     """`found`, `values` `[layers, tokens, heads, dim]`, `scales` `[layers, blocks, heads]`."""
     blocks = found.unflatten(1, (scales.shape[1], -1))  # [layers, blocks, tokens, heads, dim]
     scale = _largest(blocks).mul_(codec.scale_per_largest).clamp_(min=LEAST_SCALE)
-    is_finite = scale.isfinite()
-    scales.copy_(scale.masked_fill_(~is_finite, torch.nan))
+    scale.masked_fill_(~scale.isfinite(), torch.nan)
+    scales.copy_(scale)
     codes = blocks.float().mul_(scale.reciprocal_()[:, :, None, :, None])
-    if not is_finite.all():
-        codes.nan_to_num_(nan=0.0)
     if codec is Codec.INT8:
         codes.round_()
     values.copy_(codes.view(values.shape))
