@@ -20,6 +20,8 @@ from kvpool.layout import DTYPE_BYTES
 
 CODEC_BLOCK_TOKENS = 16
 SCALE_BYTES = 4
+LEAST_SCALE = 2.0**-126
+"""The least normal float32: all-zero heads need no care, and no scale's inverse overflows."""
 _PAD_BYTES = 16
 
 
@@ -31,9 +33,9 @@ class Codec(StrEnum):
     """Symmetric: error at most half a scale."""
 
     @property
-    def largest_code(self) -> float:
-        """A block and head's largest magnitude is `largest_code` scales."""
-        return 448.0 if self is Codec.FP8 else 127.0
+    def scale_per_largest(self) -> float:
+        """A scale is so many of its block and head's largest magnitude, or LEAST_SCALE."""
+        return 1 / (448 if self is Codec.FP8 else 127)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,85 +1,89 @@
 """Collation of planned writes: sections of a slab to and from the paged pool. Runs in the worker
 that owns the blocks; the slab may be another process's, seen through a window.
 
-One strided copy per (run of adjacent blocks, plane) covers all layers of a section.
+On a CUDA device the work is queued on the caller's current stream; the caller waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 
+from kvpool.codec import WireFormat
 from kvpool.memory import KvMemory
-from kvpool.plan import TokenRun
-from kvpool.reslice import GroupSlice
+from kvpool.memory_codec import gather_changed, scatter_changed
+from kvpool.memory_rows import plane_rows
+from kvpool.memory_views import End, PlaneViews, plane_views, row_index
 from kvpool.transfer_plan import Section, Side, Write
 
 
 def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:
-    """The source's blocks into `out`, uint8 `[write.nbytes]`."""
+    """The source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
     if out.device != memory.device:
         staging = torch.empty_like(out, device=memory.device)
         gather_write(memory, side, write, staging)
         out.copy_(staging)
         return
     for section in write.sections:
-        planes = _source_planes(memory, section.part)
-        for in_pool, in_slab in _pairs(planes, side.runs(section), section, out):
-            in_slab.copy_(in_pool)
+        views = plane_views(memory, section, write.wire, out, End.SOURCE)
+        if memory.device.type == "cuda":
+            _gather_on_cuda(views, section, side, write.wire)
+        else:
+            _gather(views, section, side, write.wire)
 
 
 def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Tensor) -> None:
     """`payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls it."""
     payload = payload.to(memory.device)
     for section in write.sections:
-        planes = _target_planes(memory, section.part)
-        for in_pool, in_slab in _pairs(planes, side.runs(section), section, payload):
-            in_pool.copy_(in_slab)
+        views = plane_views(memory, section, write.wire, payload, End.TARGET)
+        if memory.device.type == "cuda":
+            _scatter_on_cuda(views, section, side, write.wire)
+        else:
+            _scatter(views, section, side, write.wire)
 
 
-def _source_planes(memory: KvMemory, part: GroupSlice) -> list[torch.Tensor]:
-    """# plane of `part` |-> `[layers, slots, heads, dim]`, the layers and heads that travel"""
-    return [
-        memory.planes[part.group][plane.plane]
-        .narrow(0, part.source_layer, part.layers)
-        .narrow(2, plane.source_head, plane.heads)
-        for plane in part.planes
-    ]
+def _gather(planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat) -> None:
+    for views in planes:
+        if _is_verbatim(views):
+            plane_rows(views, section, side).gather(views.values)
+        else:
+            gather_changed(views, plane_rows(views, section, side, by_token=True), wire.codec)
 
 
-def _target_planes(memory: KvMemory, part: GroupSlice) -> list[torch.Tensor]:
-    """# plane of `part` |-> `[layers, slots, heads, dim]`, the layers and heads that arrive"""
-    return [
-        memory.planes[part.group][plane.plane]
-        .narrow(0, part.target_layer, part.layers)
-        .narrow(2, plane.target_head, plane.heads)
-        for plane in part.planes
-    ]
+def _scatter(planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat) -> None:
+    for views in planes:
+        if _is_verbatim(views):
+            plane_rows(views, section, side).scatter(views.values)
+        else:
+            scatter_changed(views, plane_rows(views, section, side, by_token=True), wire.codec)
 
 
-def _pairs(
-    planes: Sequence[torch.Tensor], runs: Sequence[TokenRun], section: Section, slab: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(in the pool, in the slab) of each copy, both `[layers, tokens of the run, heads, dim]`."""
-    views = _slab_planes(section, slab, planes[0].dtype)
-    for run in runs:
-        for plane, in_slab in zip(planes, views, strict=True):
-            yield (
-                plane.narrow(1, run.slot, run.tokens),
-                in_slab.narrow(1, run.position, run.tokens),
-            )
+def _is_verbatim(views: PlaneViews) -> bool:
+    return views.pool.dtype == views.values.dtype
 
 
-def _slab_planes(section: Section, slab: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """# plane of the section |-> `[layers, tokens, heads, dim]`, a strided view of the slab"""
-    end = section.offset_bytes + section.nbytes
-    elements = slab[section.offset_bytes : end].view(dtype)
-    layer_elements = section.tokens * section.part.elements_per_token_layer
-    views, at = [], elements.storage_offset()
-    for plane in section.part.planes:
-        shape = (section.part.layers, section.tokens, plane.heads, plane.dim)
-        strides = (layer_elements, plane.elements, plane.dim, 1)
-        views.append(elements.as_strided(shape, strides, at))
-        at += section.tokens * plane.elements
-    return views
+def _gather_on_cuda(
+    planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat
+) -> None:
+    from kvpool.memory_triton import gather_plane
+
+    slots = _device_slots(planes[0], section, side)
+    with torch.cuda.device(slots.device):
+        for views in planes:
+            gather_plane(views, slots, wire)
+
+
+def _scatter_on_cuda(
+    planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat
+) -> None:
+    from kvpool.memory_triton import scatter_plane
+
+    slots = _device_slots(planes[0], section, side)
+    with torch.cuda.device(slots.device):
+        for views in planes:
+            scatter_plane(views, slots, wire)
+
+
+def _device_slots(views: PlaneViews, section: Section, side: Side) -> torch.Tensor:
+    slots = row_index(side.tables[section.part.group], section, side.block_size, 1)
+    return slots.int().to(views.pool.device)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.shard import ShardLayout
+from kvpool.transfer_plan import Side, whole_write
 from tests.unit.transfer_kit import Case, Move, Pool, carry_out, cases, new_trial
 
 
@@ -54,3 +57,37 @@ def test_a_slab_is_in_canonical_order(case: Case) -> None:
         slabs = carry_out(move.transfer, move.pool, trial.target, move.layout.model.dtype)
         for ours, naive in zip(_gathered(move), slabs, strict=True):
             assert ours.numpy().tobytes() == naive.tobytes()
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3, 4], [1, 2, 6, 7], [4, 3, 2, 1]])
+def test_long_runs_of_blocks_arrive_byte_for_byte(order: list[int]) -> None:
+    """Blocks of 4 MiB, so that adjacent ones are copied as runs; a slab that starts inside one."""
+    plane = Plane(name="k", heads=4, dim=256)
+    group = LayerGroup(layers=(0, 1), planes=(plane,))
+    layout = KvLayout(groups=(group,), dtype="bfloat16", block_size=1024)
+    source, target = KvMemory(layout, 8, "cpu"), KvMemory(layout, 8, "cpu")
+    source.planes[0][0].normal_()
+    side = Side(tables=(tuple(map(BlockId, order)),), block_size=1024)
+    write = whole_write(layout, 500, 3 * 1024)
+    slab = torch.zeros(write.nbytes, dtype=torch.uint8)
+    gather_write(source, side, write, slab)
+    scatter_write(target, side, write, slab)
+    slots = [order[t // 1024] * 1024 + t % 1024 for t in range(500, 500 + 3 * 1024)]
+    wanted = torch.zeros_like(source.planes[0][0])
+    wanted[:, slots] = source.planes[0][0][:, slots]
+    assert torch.equal(target.planes[0][0], wanted)
+    assert torch.equal(slab.view(torch.bfloat16).view(2, -1, 4, 256), wanted[:, slots])
+
+
+def test_a_block_that_is_not_held_is_never_read() -> None:
+    layout = KvLayout(
+        groups=(LayerGroup(layers=(0,), planes=(Plane(name="k", heads=1, dim=8),)),),
+        dtype="bfloat16",
+        block_size=4,
+    )
+    write = whole_write(layout, 0, 8)
+    for table in [(NO_BLOCK, BlockId(1)), (BlockId(1),)]:
+        side = Side(tables=(table,), block_size=4)
+        out = torch.zeros(write.nbytes, dtype=torch.uint8)
+        with pytest.raises(AssertionError, match="block"):
+            gather_write(KvMemory(layout, 4, "cpu"), side, write, out)

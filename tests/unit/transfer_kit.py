@@ -13,8 +13,8 @@ from kvpool.reslice import PlaneSlice
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import Section, Side, TokenSpan, TransferPlan, Write, plan
 
-_ROW_BYTES_MOST = 2 * 12 * 3 * 4
-"""One token of one layer: two planes of 12 heads of 3 elements."""
+_ROW_BYTES_MOST = 2 * 12 * 8 * 4
+"""One token of one layer: two planes of 12 heads of 8 elements."""
 _DTYPES = {"bfloat16": np.uint16, "float32": np.uint32}
 Pool = list[list[np.ndarray]]
 """# layer group |-> plane |-> `[layers, slots, heads, dim]`"""
@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn, unit: int) -> tuple[LayerGroup, ...]:
     for group in sorted(set(owners)):
         heads = st.sampled_from([1, unit, 2 * unit, 4 * unit])
         planes = tuple(
-            Plane(name=f"p{i}", heads=draw(heads), dim=draw(st.integers(1, 3)))
+            Plane(name=f"p{i}", heads=draw(heads), dim=draw(st.sampled_from([1, 2, 3, 8])))
             for i in range(draw(st.integers(1, 2)))
         )
         layers = tuple(layer for layer, owner in enumerate(owners) if owner == group)
@@ -84,7 +84,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def _draw_held(case: Case, layout: ShardLayout, draw: np.random.Generator) -> Tables:
+def draw_held(case: Case, layout: ShardLayout, draw: np.random.Generator) -> Tables:
     """Scattered blocks for the span; groups with a window may have freed what they don't see."""
     size, held = layout.model.block_size, []
     end = -(-(case.span.start + case.span.tokens) // size)
@@ -233,7 +233,7 @@ class Trial:
 
 def new_trial(case: Case) -> Trial:
     draw = np.random.default_rng(case.seed)
-    held = _draw_held(case, case.target, draw)
+    held = draw_held(case, case.target, draw)
     expected, needed_elements = _filled_pool(case, case.target, held)
     return Trial(
         target=_empty_pool(case.target, held),
@@ -246,7 +246,7 @@ def new_trial(case: Case) -> Trial:
 def _new_move(
     case: Case, source: ShardLayout, target_held: Tables, draw: np.random.Generator
 ) -> Move:
-    held = _draw_held(case, source, draw)
+    held = draw_held(case, source, draw)
     transfer = plan(
         held,
         target_held,

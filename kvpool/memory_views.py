@@ -1,0 +1,119 @@
+"""A section's planes as tensors: where they lie in a slab, and in the pool. Runs in the worker that
+owns the blocks. Views only: nothing is copied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+
+from kvpool.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
+from kvpool.layout import BlockId
+from kvpool.memory import KvMemory
+from kvpool.transfer_plan import Section
+
+_VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
+
+
+class End(Enum):
+    """Which of a plan's two ranks this worker is."""
+
+    SOURCE = "source"
+    TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlaneViews:
+    """One plane of one section.
+
+    `pool` is `[layers, slots, heads held, dim]`, of which heads `[head, head + heads)` travel;
+    `values` the slab's `[layers, tokens, heads, dim]`; `scales` its float32
+    `[layers, codec blocks, heads]`, None without a codec. The slab's have gaps only between layers.
+    """
+
+    pool: torch.Tensor
+    head: int
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def plane_views(
+    memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
+) -> list[PlaneViews]:
+    """`slab` is the whole write's payload, uint8."""
+    part = section.part
+    first = part.source_layer if end is End.SOURCE else part.target_layer
+    return [
+        PlaneViews(
+            pool=memory.planes[part.group][plane.plane].narrow(0, first, part.layers),
+            head=plane.source_head if end is End.SOURCE else plane.target_head,
+            values=values,
+            scales=scales,
+        )
+        for plane, values, scales in zip(
+            part.planes,
+            _slab_values(section, wire, slab),
+            _slab_scales(section, wire, slab),
+            strict=True,
+        )
+    ]
+
+
+def row_index(
+    table: Sequence[BlockId], section: Section, block_size: int, grain: int
+) -> torch.Tensor:
+    """int64 `[tokens / grain]`: each `grain` tokens' place in a pool seen as rows of `grain` slots.
+
+    `grain` divides the block size and the section's start and length.
+    """
+    first, last = section.start // block_size, -(-(section.start + section.tokens) // block_size)
+    blocks = np.array(table[first:last], dtype=np.int64)
+    assert len(blocks) == last - first, f"a table of {len(table)} blocks ends before {last}"
+    assert blocks.min() >= 0, "a block that isn't held"
+    each = block_size // grain
+    rows = (blocks[:, None] * each + np.arange(each)).ravel()
+    skipped = section.start // grain - first * each
+    return torch.from_numpy(rows[skipped : skipped + section.tokens // grain])
+
+
+def _slab_values(section: Section, wire: WireFormat, slab: torch.Tensor) -> Iterator[torch.Tensor]:
+    """# plane of the section |-> `[layers, tokens, heads, dim]`"""
+    part = section.part
+    token_elements = part.elements_per_token_layer
+    nbytes = part.layers * section.tokens * token_elements * wire.element_bytes
+    dtype = _VALUES.get(wire.codec) or getattr(torch, wire.dtype)
+    return _per_plane(
+        slab.narrow(0, section.offset_bytes, nbytes).view(dtype),
+        section,
+        [(section.tokens, plane.heads, plane.dim) for plane in part.planes],
+    )
+
+
+def _slab_scales(
+    section: Section, wire: WireFormat, slab: torch.Tensor
+) -> Iterator[torch.Tensor | None]:
+    """# plane of the section |-> `[layers, codec blocks, heads]`"""
+    part, blocks = section.part, codec_blocks(section.tokens)
+    if wire.codec is Codec.NONE:
+        return iter([None] * len(part.planes))
+    values_end = wire.value_bytes(part.layers, section.tokens, part.elements_per_token_layer)
+    nbytes = part.layers * blocks * sum(plane.heads for plane in part.planes) * SCALE_BYTES
+    return _per_plane(
+        slab.narrow(0, section.offset_bytes + values_end, nbytes).view(torch.float32),
+        section,
+        [(blocks, plane.heads) for plane in part.planes],
+    )
+
+
+def _per_plane(
+    flat: torch.Tensor, section: Section, shapes: Sequence[tuple[int, ...]]
+) -> Iterator[torch.Tensor]:
+    """`flat` holds, for each layer, each plane's `shape`; yields `[layers, *shape]` of each."""
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    by_layer = flat.view(section.part.layers, sum(sizes))
+    for shape, piece in zip(shapes, by_layer.split(sizes, dim=1), strict=True):
+        yield piece.unflatten(1, shape)
