@@ -227,12 +227,12 @@ class Cluster(Simulation):
             case ReplaceSlab(slab_id=slab_id):
                 self._move(worker, lambda: self._replace(worker, slab_id))
 
-    def _move(self, worker: Worker, action: Callable[[], None]) -> None:
+    def _move(self, worker: Worker, action: Callable[[], None], scale_s: float = 0.01) -> None:
         def alive() -> None:
             if worker.incarnation in self.workers:
                 action()
 
-        self.after(f"mover {worker.incarnation}", alive)
+        self.after(f"mover {worker.incarnation}", alive, scale_s)
 
     def _run_step(self, worker: Worker, step: RunStep) -> None:
         side = "prefill" if worker.hello.role is Role.PREFILL else "decode"
@@ -341,7 +341,7 @@ class Cluster(Simulation):
             self._settle(worker, worker.decode.handle(event, self.now_s))
 
         self._move(worker, begin)
-        self._move(worker, end)
+        self._move(worker, end, self.random.choice([0.01, 0.3]))
 
     def _scatter(self, worker: Worker, job: ScatterSlab) -> None:
         self._settle(worker, worker.decode.handle(worker.scatter(job), self.now_s))

@@ -118,7 +118,7 @@ class Fabric(Simulation):
 
     def abort(self, spec: RequestSpec) -> None:
         self.after("router>p", lambda: self.to_prefill(Abort(key=spec.key)))
-        self.after("router>d", lambda: self.to_decode(Abort(key=spec.key)))
+        self.after("router>d", lambda: self.to_decode(Abort(key=spec.key)), 0.2)
 
     def prefill_request(self, spec: RequestSpec, held_tokens: int = 0) -> None:
         message = Prefill(
@@ -243,4 +243,4 @@ class Fabric(Simulation):
             self.to_decode(fetch.second_half())
 
         self.after("d.mover", fetch.first_half)
-        self.after("d.mover", end)
+        self.after("d.mover", end, self.random.choice([0.01, 0.3]))
