@@ -341,7 +341,7 @@ class Cluster(Simulation):
             self._settle(worker, worker.decode.handle(event, self.now_s))
 
         self._move(worker, begin)
-        self._move(worker, end, self.random.choice([0.01, 0.3]))
+        self._move(worker, end, self.random.choice([0.01, 0.5]))
 
     def _scatter(self, worker: Worker, job: ScatterSlab) -> None:
         self._settle(worker, worker.decode.handle(worker.scatter(job), self.now_s))

@@ -98,7 +98,8 @@ class Fabric(Simulation):
             if link is not None:
                 self._broken.add(link)
                 notice = partial(self._notice, worker, peer.incarnation, link)
-                self.after(f"notice {worker.incarnation} {link}", notice, 0.5)
+                scale_s = self.random.choice([0.01, 1.0])
+                self.after(f"notice {worker.incarnation} {link}", notice, scale_s)
 
     def _notice(self, worker: Worker, peer: Incarnation, link: int) -> None:
         if worker.links.get(peer) == link:
@@ -243,4 +244,4 @@ class Fabric(Simulation):
             self.to_decode(fetch.second_half())
 
         self.after("d.mover", fetch.first_half)
-        self.after("d.mover", end, self.random.choice([0.01, 0.3]))
+        self.after("d.mover", end, self.random.choice([0.01, 0.5]))
