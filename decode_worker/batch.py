@@ -130,7 +130,7 @@ class Batch:
             if sequence.holder not in self.tables:
                 break  # preempted just now, as are all newer ones
             self._choose(sequence, step)
-        if self.preemptions == preempted_before:
+        if self.preemptions == preempted_before or not step.chosen:
             self._start_waiting(step)
         if not step.chosen:
             return None

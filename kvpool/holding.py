@@ -32,6 +32,12 @@ class Holding:
     def real(self, group: int) -> list[BlockId]:
         return real(self.tables[group])
 
+    def whole(self, group: int, index: int) -> BlockId:
+        """The block, unless it may lack the KV of tokens that no query sees any more."""
+        window, start = self.layout.groups[group].window, index * self.layout.block_size
+        on_edge = window is not None and start < self.seen_from - window + 1
+        return NO_BLOCK if on_edge else self.tables[group][index]
+
     def lacks(self, group: int, tokens: int, window_tokens: int | None) -> tuple[int, int]:
         """For `tokens` tokens in all (in a group with a window: `window_tokens`): how many blocks
         to pass over, because no query will see them, and how many to take after that."""

@@ -235,13 +235,14 @@ class BlockTables:
     # --- naming and giving back -----------------------------------------------------------------
 
     def fill(self, holder: Holder, hashes: Sequence[BlockHash]) -> None:
-        """The holder's first `len(hashes)` blocks are full, and these are their names."""
+        """The holder's first `len(hashes)` blocks are full, and these are their names. In a group
+        with a window all but the one that lies on its edge: the tokens outside may be missing."""
         entry = self._entries[holder]
         assert not entry.leased
         if not self.caching:
             return
         for index in range(len(entry.chain), len(hashes)):
-            place = tuple(table[index] for table in entry.tables)
+            place = tuple(entry.whole(group, index) for group in range(len(self.pools)))
             parent = entry.chain[-1] if entry.chain else None
             block, twins = self.cache.insert(hashes[index], parent, place)
             entry.chain.append(block)

@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
+from random import Random
 
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.handoff import (
-    CancelTransfer,
-    Committed,
+    TO_PREFILL,
+    FetchPiece,
     FromPeer,
+    LayersWritten,
+    LinkMeasured,
+    PeerHello,
     PeerLost,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
-    SlabLent,
     SlabWritten,
     WriteSlab,
 )
 from kvpool.peer_wire import decode, encode
 from kvpool.slabs import SlabId
+from kvpool.transfer_plan import Side
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -41,8 +45,9 @@ from router.core import RouterCore
 from router.events import Command as RouterCommand
 from router.events import Event as RouterEvent
 from router.events import Send, WorkerJoined, WorkerLost, WorkerSaid
+from tests.sim.model import AnyWay
 from tests.sim.simulation import Simulation
-from tests.sim.worker import Worker, make_worker
+from tests.sim.worker import Fetch, Shape, Worker, fetched, make_worker
 
 
 class Cluster(Simulation):
@@ -69,8 +74,8 @@ class Cluster(Simulation):
 
     # --- lives and links ------------------------------------------------------------------------
 
-    def start_worker(self, name: str, role: Role, *, blocks: int, slabs: int = 2) -> None:
-        worker = make_worker(name, role, next(self._lives), blocks=blocks, slabs=slabs)
+    def start_worker(self, name: str, shape: Shape) -> None:
+        worker = make_worker(name, next(self._lives), shape)
         self.workers[worker.incarnation] = worker
         self.attach(worker.incarnation)
 
@@ -100,14 +105,8 @@ class Cluster(Simulation):
         self.after(f"router misses {incarnation}", lambda: self._lose_stream(incarnation), 0.2)
         for peer in list(dead.links):
             self.cut(incarnation, peer)
-        hello = dead.hello
-        slabs = dead.decode.receiver.slabs.count
         self.after(
-            f"restart {incarnation}",
-            lambda: self.start_worker(
-                hello.name, hello.role, blocks=hello.total_blocks, slabs=slabs
-            ),
-            0.5,
+            f"restart {incarnation}", lambda: self.start_worker(dead.hello.name, dead.shape), 0.5
         )
 
     def cut(self, one: Incarnation, other: Incarnation) -> None:
@@ -199,7 +198,7 @@ class Cluster(Simulation):
 
     # --- workers --------------------------------------------------------------------------------
 
-    def _both(self, worker: Worker, event: Abort | PeerLost | Tick) -> None:
+    def _both(self, worker: Worker, event: Abort | FromPeer | PeerLost | Tick) -> None:
         self._settle(worker, worker.prefill.handle(event, self.now_s))
         self._settle(worker, worker.decode.handle(event, self.now_s))
 
@@ -223,31 +222,40 @@ class Cluster(Simulation):
                 self._move(worker, lambda: self._write(worker, command))
             case ScatterSlab():
                 self._move(worker, lambda: self._scatter(worker, command))
+            case FetchPiece():
+                self._fetch(worker, command)
             case ReplaceSlab(slab_id=slab_id):
                 self._move(worker, lambda: self._replace(worker, slab_id))
 
-    def _move(self, worker: Worker, action: Callable[[], None]) -> None:
+    def _move(self, worker: Worker, action: Callable[[], None], scale_s: float = 0.01) -> None:
         def alive() -> None:
             if worker.incarnation in self.workers:
                 action()
 
-        self.after(f"mover {worker.incarnation}", alive)
+        self.after(f"mover {worker.incarnation}", alive, scale_s)
 
     def _run_step(self, worker: Worker, step: RunStep) -> None:
         side = "prefill" if worker.hello.role is Role.PREFILL else "decode"
         assert side not in worker.busy
         worker.busy.add(side)
-        worker.memory.copy(step.copies)
-        sampled = tuple(worker.memory.sample(piece) for piece in step.batch.slices)
+        running = worker.memory.begin(step)
+        scheduler = worker.prefill if side == "prefill" else worker.decode
+        device = f"device {worker.incarnation}"
+
+        def wrote(layer: int) -> None:
+            if worker.incarnation in self.workers:
+                running.write_up_to(layer)
+                self._settle(worker, worker.prefill.handle(LayersWritten(layer), self.now_s))
 
         def done() -> None:
-            worker.busy.discard(side)
             if worker.incarnation in self.workers:
-                scheduler = worker.prefill if side == "prefill" else worker.decode
-                event = StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.0)
+                event = StepDone(outcome=StepOutcome(sampled=running.finish()), seconds=0.0)
+                worker.busy.discard(side)
                 self._settle(worker, scheduler.handle(event, self.now_s))
 
-        self.after(f"device {worker.incarnation}", done, 0.02)
+        for layer in sorted(step.layer_marks):
+            self.after(device, lambda at=layer: wrote(at), 0.02)
+        self.after(device, done, 0.02)
 
     # --- between workers ------------------------------------------------------------------------
 
@@ -265,6 +273,7 @@ class Cluster(Simulation):
                 self._broken.add(link)
                 return
             worker.links[peer] = next(self._ids)
+            self._send(worker, SendPeer(peer=peer, message=worker.peer_hello))
         link, payload = worker.links[peer], encode(command.message)
         self.after(
             f"{worker.incarnation} {link}",
@@ -275,11 +284,28 @@ class Cluster(Simulation):
         worker = self.workers.get(to)
         if worker is None or link in self._broken:
             return
-        worker.links[sender] = link
+        if worker.links.get(sender) != link:
+            worker.links[sender] = link
+            self._send(worker, SendPeer(peer=sender, message=worker.peer_hello))
         event = FromPeer(peer=sender, message=decode(payload))
-        to_prefill = isinstance(event.message, SlabLent | Committed | CancelTransfer)
-        scheduler = worker.prefill if to_prefill else worker.decode
-        self._settle(worker, scheduler.handle(event, self.now_s))
+        if isinstance(event.message, PeerHello):
+            self._both(worker, event)
+            self._probe(worker, sender, link)
+        else:
+            to_prefill = isinstance(event.message, TO_PREFILL)
+            scheduler = worker.prefill if to_prefill else worker.decode
+            self._settle(worker, scheduler.handle(event, self.now_s))
+
+    def _probe(self, worker: Worker, peer: Incarnation, link: int) -> None:
+        """Some time later it knows what the link costs."""
+        cost = AnyWay(Random(self.random.random()))
+        event = LinkMeasured(peer=peer, cost=cost)  # type: ignore[arg-type]
+
+        def measured() -> None:
+            if worker.incarnation in self.workers and worker.links.get(peer) == link:
+                self._settle(worker, worker.decode.handle(event, self.now_s))
+
+        self.after(f"probe {worker.incarnation}", measured, 0.1)
 
     def _write(self, worker: Worker, job: WriteSlab) -> None:
         lent, error = job.lent, None
@@ -293,10 +319,29 @@ class Cluster(Simulation):
         ):
             error = "the region is gone"
         else:
-            filled = owner.fill(job, worker.memory.take(job.tables, job.start, job.tokens))
+            source = Side(tables=job.tables, block_size=worker.shape.layout.block_size)
+            filled = owner.fill(job, worker.memory.take(job.write, source))
             self._send(worker, SendPeer(peer=job.peer, message=filled))
         written = SlabWritten(key=lent.key, piece=lent.piece, bytes=1, seconds=0, error=error)
         self._settle(worker, worker.prefill.handle(written, self.now_s))
+
+    def _fetch(self, worker: Worker, job: FetchPiece) -> None:
+        """The reader maps the memory: it reads on when the link breaks while it does."""
+        fetch: Fetch | None = None
+
+        def begin() -> None:
+            nonlocal fetch
+            owner, link = self.workers.get(job.peer), worker.links.get(job.peer)
+            if owner is not None and link is not None:
+                fetch = Fetch(reader=worker, owner=owner.memory, job=job)
+                fetch.first_half()
+
+        def end() -> None:
+            event = fetched(job, "it is gone") if fetch is None else fetch.second_half()
+            self._settle(worker, worker.decode.handle(event, self.now_s))
+
+        self._move(worker, begin)
+        self._move(worker, end, self.random.choice([0.01, 0.5]))
 
     def _scatter(self, worker: Worker, job: ScatterSlab) -> None:
         self._settle(worker, worker.decode.handle(worker.scatter(job), self.now_s))

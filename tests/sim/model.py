@@ -127,7 +127,8 @@ class Memory:
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, end):
                 there = self._read(tables, group, layer, position)
-                assert there == whole[: position + 1], "KV was overwritten"
+                right = whole[: position + 1]
+                assert there == right, f"KV was overwritten: {(group, layer, position, there)}"
 
     def write(self, tables: Tables, group: int, layer: int, position: int, here: History) -> None:
         self.slots[group, layer, self._slot(tables, group, position)] = here

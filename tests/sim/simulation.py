@@ -40,14 +40,21 @@ class Simulation(ABC):
     def run(self, until_s: float = LONGEST_S) -> None:
         """Until then, or until nothing happens any more."""
         while self._heap and self._heap[0][0] <= until_s:
-            if self._heap[0][0] >= self._next_tick_s:
-                self.now_s = self._next_tick_s
-                self.tick()
-                continue
-            self.now_s, _, action = heapq.heappop(self._heap)
-            action()
-            self.validate()
+            self.step()
         assert not self._heap or until_s < LONGEST_S, "it never ends"
+
+    def step(self) -> bool:
+        """What happens next; False when nothing does."""
+        if not self._heap:
+            return False
+        if self._heap[0][0] >= self._next_tick_s:
+            self.now_s = self._next_tick_s
+            self.tick()
+            return True
+        self.now_s, _, action = heapq.heappop(self._heap)
+        action()
+        self.validate()
+        return True
 
     def tick(self) -> None:
         self._next_tick_s = self.now_s + TICK_S

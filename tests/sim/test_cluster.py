@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvpool.handoff import HandoffMode
 from kvpool.slabs import SlabState
 from kvrelay.types import FinishReason, RequestSpec, Role
 from router.events import Aborted, Admit, ChoiceStopped, Command, Deliver, Fail, Refuse, Submitted
 from router.generation import ChoiceTokens, GenerationRequest
 from tests.sim.cluster import Cluster
-from tests.sim.model import expected, make_spec
+from tests.sim.model import ROW_BYTES, expected, make_spec
+from tests.sim.worker import Shape
 
 BLOCKS = 14
 
@@ -50,7 +52,8 @@ class Call:
 
 
 class Clients:
-    def __init__(self, seed: int, requests: int) -> None:
+    def __init__(self, seed: int, requests: int, mode: HandoffMode = HandoffMode.PUSH) -> None:
+        self.mode = mode
         self.rng = random.Random(seed)
         self.cluster = Cluster(seed, self.hear)
         self.calls: dict[str, Call] = {}
@@ -135,8 +138,14 @@ def start(clients: Clients, *, prefill: int = 0, decode: int = 0, both: int = 0)
     cluster = clients.cluster
     for role, number in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.BOTH, both)):
         for i in range(number):
-            blocks = clients.rng.choice([BLOCKS, 20, 40])
-            cluster.start_worker(f"{role}-{i}", role, blocks=blocks)
+            shape = Shape(
+                role=role,
+                blocks=clients.rng.choice([BLOCKS, 20, 40]),
+                slabs=clients.rng.choice([1, 2]),
+                slab_bytes=ROW_BYTES * clients.rng.choice([8, 64]),
+                mode=clients.mode,
+            )
+            cluster.start_worker(f"{role}-{i}", shape)
 
 
 def disturb(clients: Clients, moments: int) -> None:
@@ -187,9 +196,10 @@ def test_clients_that_leave_free_everything(seed: int) -> None:
     assert set(clients.finish()) <= {"done", "aborted"}
 
 
+@pytest.mark.parametrize("mode", HandoffMode)
 @pytest.mark.parametrize("seed", range(30))
-def test_deaths_and_broken_links_lose_nothing(seed: int) -> None:
-    clients = Clients(seed, requests=20)
+def test_deaths_and_broken_links_lose_nothing(seed: int, mode: HandoffMode) -> None:
+    clients = Clients(seed, requests=20, mode=mode)
     start(clients, prefill=2, decode=2, both=seed % 2)
     disturb(clients, moments=8)
     for request_id in clients.calls:

@@ -7,6 +7,8 @@ from collections import defaultdict
 
 import pytest
 
+from kvpool.handoff import HandoffMode
+from kvpool.layout import KvLayout
 from kvpool.slabs import SlabState
 from kvrelay.messages import (
     Generate,
@@ -19,7 +21,9 @@ from kvrelay.messages import (
 )
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from tests.sim.fabric import Fabric
-from tests.sim.model import expected, make_spec
+from tests.sim.model import GEMMA, MISTRAL, PLAIN, ROW_BYTES, expected, make_spec
+
+LAYOUTS = {"plain": PLAIN, "gemma": GEMMA, "mistral": MISTRAL}
 
 
 class Driver:
@@ -30,11 +34,16 @@ class Driver:
         self.split = split
         self.specs = {spec.key: spec for spec in specs}
         self.seen = 0
+        self.held: dict[RequestKey, int] = {}
         for spec in specs:
             self.ask(spec)
 
+    @property
+    def source(self) -> Incarnation:
+        return self.fabric.p.incarnation
+
     def ask(self, spec: RequestSpec, delay_s: float = 0.05) -> None:
-        message = Reserve(spec=spec, source=Incarnation("p")) if self.split else Generate(spec=spec)
+        message = Reserve(spec=spec, source=self.source) if self.split else Generate(spec=spec)
         self.fabric.after(
             f"ask-{spec.key}", lambda: (self.fabric.to_decode(message), self.react()), delay_s
         )
@@ -45,7 +54,8 @@ class Driver:
             if isinstance(event, ReserveRefused):
                 self.ask(self.specs[event.key], 0.5)
             if isinstance(event, Reserved) and self.split:
-                self.fabric.prefill_request(self.specs[event.key])
+                self.held[event.key] = event.held_tokens
+                self.fabric.prefill_request(self.specs[event.key], event.held_tokens)
 
 
 def emitted(fabric: Fabric) -> dict[tuple[RequestKey, int], list[Tokens]]:
@@ -60,7 +70,7 @@ def assert_clean(fabric: Fabric) -> None:
     for tables in fabric.tables.values():
         tables.validate()
         assert tables.free_blocks == tables.blocks, list(tables.held())
-    slabs = fabric.decode.receiver.slabs
+    slabs = fabric.d.decode.receiver.slabs
     assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(fabric.now_s)
 
 
@@ -86,6 +96,88 @@ def test_every_request_gets_its_right_tokens(seed: int, split: bool) -> None:
     assert_clean(fabric)
 
 
+def any_fabric(seed: int, layout: KvLayout, mode: HandoffMode, **more: int) -> Fabric:
+    """Block sizes, numbers of blocks and slabs, what a slab holds: as the seed has it."""
+    rng = random.Random(seed)
+    sizes = {
+        "prefill_blocks": rng.choice([14, 20, 40]),
+        "decode_block": rng.choice([2, 3, 4, 8]),
+        "slabs": rng.choice([1, 2, 3]),
+        "slab_bytes": ROW_BYTES * rng.choice([1, 5, 16, 64]),
+    }
+    tokens = rng.choice([56, 80, 240])
+    blocks = -(-tokens // sizes["decode_block"])
+    return Fabric(
+        seed, layout=layout, mode=mode, direct=True, decode_blocks=blocks, **(sizes | more)
+    )
+
+
+@pytest.mark.parametrize("mode", HandoffMode)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(12))
+def test_pieces_of_any_size_through_slabs_and_directly(
+    seed: int, layout: str, mode: HandoffMode
+) -> None:
+    rng = random.Random(seed)
+    specs = [spec for i in range(20) if not ends_at_once(spec := make_spec(rng, i))]
+    fabric = any_fabric(seed, LAYOUTS[layout], mode)
+    driver = Driver(fabric, specs, split=True)
+    fabric.run()
+    for spec in specs:
+        assert_right(fabric, spec)
+    assert_clean(fabric)
+    assert fabric.fetches > 0
+    assert fabric.sent_bytes == sum(
+        formula(LAYOUTS[layout], spec, driver.held[spec.key]) for spec in specs
+    )
+
+
+def formula(layout: KvLayout, spec: RequestSpec, held: int) -> int:
+    """Bytes of what the token after the prompt, and those behind it, see and D lacks."""
+    prompt = len(spec.prompt_ids)
+    total = 0
+    for group in layout.groups:
+        first = 0 if group.window is None else prompt - group.window + 1
+        total += len(group.layers) * ROW_BYTES * (prompt - max(first, held, 0))
+    return total
+
+
+def ends_at_once(spec: RequestSpec) -> bool:
+    """Not all is sent for one that ends with its first tokens."""
+    ends = [expected(spec, choice)[0] for choice in range(spec.sampling.n)]
+    return all(len(tokens) == 1 for tokens in ends)
+
+
+def test_layers_leave_while_later_ones_are_computed() -> None:
+    early = 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        fabric = Fabric(seed, prefill_blocks=40, decode_blocks=60, slabs=8)
+        Driver(fabric, [make_spec(rng, i) for i in range(8)], split=True)
+        fabric.run()
+        early += fabric.early_moves
+    assert early > 20
+
+
+def test_pull_takes_blocks_when_all_is_computed_and_there_is_room() -> None:
+    """The decode worker accepts what doesn't fit together, and nothing is stuck."""
+    rng = random.Random(1)
+    specs = [make_spec(rng, i, longest=30) for i in range(20)]
+    fabric = Fabric(1, prefill_blocks=60, decode_blocks=12, slabs=2, mode=HandoffMode.PULL)
+    Driver(fabric, specs, split=True)
+    together = 0
+    while fabric.step():
+        room = fabric.d.decode.receiver._room
+        held = list(fabric.d.decode.receiver._reservations.values())
+        together = max(together, sum(len(r.message.spec.prompt_ids) + 1 for r in held))
+        assert all(r.commit or r.announced for r in held if r.holder in fabric.d.tables)
+        assert len(room.awaiting_blocks) <= len(held)
+    assert together > 12 * fabric.d.shape.layout.block_size
+    for spec in specs:
+        assert_right(fabric, spec)
+    assert_clean(fabric)
+
+
 def test_preemption_happens_and_is_harmless() -> None:
     preemptions = 0
     for seed in range(10):
@@ -97,15 +189,17 @@ def test_preemption_happens_and_is_harmless() -> None:
         for spec in specs:
             assert_right(fabric, spec)
         assert_clean(fabric)
-        preemptions += fabric.decode.batch.preemptions
+        preemptions += fabric.d.decode.batch.preemptions
     assert preemptions > 0
 
 
+@pytest.mark.parametrize("mode", HandoffMode)
 @pytest.mark.parametrize("seed", range(40))
-def test_aborts_at_any_moment_leave_nothing(seed: int) -> None:
+def test_aborts_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> None:
+    """A read may still be under way when the blocks it reads are another's."""
     rng = random.Random(seed)
     specs = [make_spec(rng, i) for i in range(20)]
-    fabric = Fabric(seed, prefill_blocks=14, decode_blocks=20, slabs=2)
+    fabric = any_fabric(seed, list(LAYOUTS.values())[seed % 3], mode)
     Driver(fabric, specs, split=True)
     aborted = {spec.key for spec in specs if rng.random() < 0.6}
     for spec in specs:
@@ -115,6 +209,23 @@ def test_aborts_at_any_moment_leave_nothing(seed: int) -> None:
     for spec in specs:
         if spec.key not in aborted:
             assert_right(fabric, spec)
+    fabric.settle()
+    assert_clean(fabric)
+
+
+@pytest.mark.parametrize("mode", HandoffMode)
+@pytest.mark.parametrize("seed", range(20))
+def test_broken_connections_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> None:
+    """Each side learns of it late, and the reader goes on reading blocks that are another's by
+    now: no wrong KV is ever used."""
+    rng = random.Random(seed)
+    specs = [make_spec(rng, i) for i in range(16)]
+    layout = list(LAYOUTS.values())[seed % 3]
+    fabric = any_fabric(seed, layout, mode, prefill_blocks=14)
+    Driver(fabric, specs, split=True)
+    for i in range(6):
+        fabric.after(f"break {i}", fabric.lose_each_other, rng.uniform(0.05, 4))
+    fabric.run()
     fabric.settle()
     assert_clean(fabric)
 
@@ -135,12 +246,15 @@ def test_stopped_choices_end_early_and_leave_nothing(seed: int) -> None:
     assert released == {spec.key for spec in specs}
 
 
+@pytest.mark.parametrize("mode", HandoffMode)
 @pytest.mark.parametrize("silent_after", range(1, 12))
-def test_a_silent_prefill_worker_costs_its_requests_and_no_block(silent_after: int) -> None:
+def test_a_silent_prefill_worker_costs_its_requests_and_no_block(
+    silent_after: int, mode: HandoffMode
+) -> None:
     """It stops (SIGSTOP) in the middle: the leases end, its slabs are retired, D goes on."""
     rng = random.Random(silent_after)
     specs = [make_spec(rng, i) for i in range(6)]
-    fabric = Fabric(silent_after, prefill_blocks=40, decode_blocks=60, slabs=2)
+    fabric = any_fabric(silent_after, GEMMA, mode)
     Driver(fabric, specs, split=True)
     fabric.run(until_s=0.05 * silent_after)
     fabric.silence_prefill()
@@ -149,5 +263,5 @@ def test_a_silent_prefill_worker_costs_its_requests_and_no_block(silent_after: i
     tables = fabric.tables["d"]
     tables.validate()
     assert tables.free_blocks == tables.blocks, list(tables.held())
-    slabs = fabric.decode.receiver.slabs
+    slabs = fabric.d.decode.receiver.slabs
     assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(fabric.now_s)

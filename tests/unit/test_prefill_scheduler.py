@@ -387,9 +387,9 @@ def test_a_known_prefix_is_sent_and_not_computed() -> None:
     (started,) = events(step)
     assert isinstance(started, Lifetime)
     assert (started.name, started.tokens) == ("prefill_started", 8)
-    assert [(w.piece, w.bytes) for w in to_peer(step) if isinstance(w, SlabWanted)] == [
-        (0, 8 * TOKEN_BYTES),
-        (1, 3 * TOKEN_BYTES),
+    assert [(m.number, m.piece.span) for m in to_peer(step) if isinstance(m, PieceAhead)] == [
+        (0, TokenSpan(start=0, tokens=8, next_position=11)),
+        (1, TokenSpan(start=8, tokens=3, next_position=11)),
     ]
     (write,) = scheduler.handle(from_d(lent("b", 0)), 1)
     assert isinstance(write, WriteSlab)
@@ -407,9 +407,9 @@ def test_what_the_decode_worker_holds_is_not_sent() -> None:
     scheduler.handle(held, 0)
     assert not to_peer(scheduler.handle(StepWanted(), 0))
     done(scheduler, ())
-    (wanted,) = to_peer(scheduler.handle(StepWanted(), 0))
-    assert isinstance(wanted, SlabWanted)
-    assert wanted.bytes == 3 * TOKEN_BYTES
+    (announced,) = to_peer(scheduler.handle(StepWanted(), 0))
+    assert isinstance(announced, PieceAhead)
+    assert announced.piece.span == TokenSpan(start=8, tokens=3, next_position=11)
 
 
 def test_a_prompt_that_the_decode_worker_holds_whole_is_only_committed() -> None:

@@ -108,8 +108,8 @@ def test_a_slab_for_no_reservation_is_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (ahead("a", 4), "a piece of tokens [0, 4) of 4, but the prompt has 3"),
-        (ahead("a", 3, end=5), "a piece of tokens [0, 5) of 3, but the prompt has 3"),
+        (ahead("a", 4), "a piece of tokens [0, 4) of 4, but [0, 3) of 3 are wanted"),
+        (ahead("a", 3, end=5), "a piece of tokens [0, 5) of 3, but [0, 3) of 3 are wanted"),
         (ahead("a", 3, index=1), "piece 1 of tokens [0, 3) has nothing to send"),
         (ahead("a", 3, start=3), "piece 0 of tokens [3, 3) has nothing to send"),
     ],
