@@ -32,6 +32,7 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 
 bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.engine
+	$(BIN)/python -m bench.collate
 	$(BIN)/python -m bench.serve
 
 bench-peers: $(STAMP)  ## install the peer engines, each in its own environment
@@ -39,6 +40,7 @@ bench-peers: $(STAMP)  ## install the peer engines, each in its own environment
 
 bench-gpu: $(STAMP)  ## the benchmarks that need a CUDA device
 	$(BIN)/python -m bench.engine --device cuda
+	$(BIN)/python -m bench.collate --device cuda
 
 proto: $(STAMP)  ## regenerate the committed gRPC stubs
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto --pyi_out=proto proto/kvrelay/v1/*.proto

@@ -18,72 +18,52 @@ from kvpool.transfer_plan import Section, Side, Write
 
 def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:
     """The source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
-    if out.device != memory.device:
-        staging = torch.empty_like(out, device=memory.device)
-        gather_write(memory, side, write, staging)
-        out.copy_(staging)
-        return
+    slab = out if out.device == _device(memory) else torch.empty_like(out, device=_device(memory))
     for section in write.sections:
-        views = plane_views(memory, section, write.wire, out, End.SOURCE)
-        if memory.device.type == "cuda":
-            _gather_on_cuda(views, section, side, write.wire)
-        else:
-            _gather(views, section, side, write.wire)
+        views = plane_views(memory, section, write.wire, slab, End.SOURCE)
+        _gather(views, section, side, write.wire)
+    if slab is not out:
+        out.copy_(slab)
 
 
 def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Tensor) -> None:
     """`payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls it."""
-    payload = payload.to(memory.device)
+    slab = payload.to(_device(memory))
     for section in write.sections:
-        views = plane_views(memory, section, write.wire, payload, End.TARGET)
-        if memory.device.type == "cuda":
-            _scatter_on_cuda(views, section, side, write.wire)
-        else:
-            _scatter(views, section, side, write.wire)
+        views = plane_views(memory, section, write.wire, slab, End.TARGET)
+        _scatter(views, section, side, write.wire)
+
+
+def _device(memory: KvMemory) -> torch.device:
+    """With its number, which `memory.device` may lack."""
+    return memory.planes[0][0].device
 
 
 def _gather(planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat) -> None:
+    if planes[0].pool.is_cuda:
+        from kvpool.memory_triton import gather_planes
+
+        gather_planes(planes, _slots(section, side), wire)
+        return
     for views in planes:
-        if _is_verbatim(views):
+        if views.is_verbatim:
             plane_rows(views, section, side).gather(views.values)
         else:
             gather_changed(views, plane_rows(views, section, side, by_token=True), wire.codec)
 
 
 def _scatter(planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat) -> None:
+    if planes[0].pool.is_cuda:
+        from kvpool.memory_triton import scatter_planes
+
+        scatter_planes(planes, _slots(section, side), wire)
+        return
     for views in planes:
-        if _is_verbatim(views):
+        if views.is_verbatim:
             plane_rows(views, section, side).scatter(views.values)
         else:
             scatter_changed(views, plane_rows(views, section, side, by_token=True), wire.codec)
 
 
-def _is_verbatim(views: PlaneViews) -> bool:
-    return views.pool.dtype == views.values.dtype
-
-
-def _gather_on_cuda(
-    planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat
-) -> None:
-    from kvpool.memory_triton import gather_plane
-
-    slots = _device_slots(planes[0], section, side)
-    with torch.cuda.device(slots.device):
-        for views in planes:
-            gather_plane(views, slots, wire)
-
-
-def _scatter_on_cuda(
-    planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat
-) -> None:
-    from kvpool.memory_triton import scatter_plane
-
-    slots = _device_slots(planes[0], section, side)
-    with torch.cuda.device(slots.device):
-        for views in planes:
-            scatter_plane(views, slots, wire)
-
-
-def _device_slots(views: PlaneViews, section: Section, side: Side) -> torch.Tensor:
-    slots = row_index(side.tables[section.part.group], section, side.block_size, 1)
-    return slots.int().to(views.pool.device)
+def _slots(section: Section, side: Side) -> torch.Tensor:
+    return row_index(side.tables[section.part.group], section, side.block_size, 1)

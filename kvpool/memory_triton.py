@@ -1,4 +1,5 @@
-"""Gather and scatter of a plane on a CUDA device: one launch each, on the caller's current stream.
+"""Gather and scatter on a CUDA device: one launch for each plane of a section, queued on the
+caller's current stream.
 
 The same bytes as the executors of the CPU, codecs fused. Imported only where there is such a
 device: PyTorch for CUDA brings Triton along.
@@ -6,6 +7,7 @@ device: PyTorch for CUDA brings Triton along.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 
 import torch
@@ -22,20 +24,26 @@ _TILE_ELEMENTS = 8 << 10
 _WARPS = 4
 
 
-def gather_plane(views: PlaneViews, slots: torch.Tensor, wire: WireFormat) -> None:
-    """`slots` is int32 `[tokens]` on the pool's device."""
-    if views.scales is None:
-        _copy(views, slots, into_pool=False)
-    else:
-        _launch_codec(views, views.scales, slots, wire.codec, into_pool=False)
+def gather_planes(planes: Sequence[PlaneViews], slots: torch.Tensor, wire: WireFormat) -> None:
+    """The planes of one section; `slots` are its tokens' slots in the pool."""
+    _launch(planes, slots, wire, into_pool=False)
 
 
-def scatter_plane(views: PlaneViews, slots: torch.Tensor, wire: WireFormat) -> None:
+def scatter_planes(planes: Sequence[PlaneViews], slots: torch.Tensor, wire: WireFormat) -> None:
     """The inverse. Only the blocks' owner calls it."""
-    if views.scales is None:
-        _copy(views, slots, into_pool=True)
-    else:
-        _launch_codec(views, views.scales, slots, wire.codec, into_pool=True)
+    _launch(planes, slots, wire, into_pool=True)
+
+
+def _launch(
+    planes: Sequence[PlaneViews], slots: torch.Tensor, wire: WireFormat, *, into_pool: bool
+) -> None:
+    there = slots.int().to(planes[0].pool.device)
+    with torch.cuda.device_of(planes[0].pool):
+        for views in planes:
+            if views.scales is None:
+                _copy(views, there, into_pool=into_pool)
+            else:
+                _change(views, views.scales, there, wire.codec, into_pool=into_pool)
 
 
 def _copy(views: PlaneViews, slots: torch.Tensor, *, into_pool: bool) -> None:
@@ -74,7 +82,7 @@ def _as_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.view(_WORDS[common]) for tensor in tensors]
 
 
-def _launch_codec(
+def _change(
     views: PlaneViews, scales: torch.Tensor, slots: torch.Tensor, codec: Codec, *, into_pool: bool
 ) -> None:
     layers, tokens, heads, dim = views.values.shape

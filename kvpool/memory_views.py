@@ -40,6 +40,11 @@ class PlaneViews:
     values: torch.Tensor
     scales: torch.Tensor | None
 
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether the slab holds the pool's own bits."""
+        return self.pool.dtype == self.values.dtype
+
 
 def plane_views(
     memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
