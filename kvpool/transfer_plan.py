@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvpool.codec import Codec, WireFormat
-from kvpool.layout import KvLayout, Tables
+from kvpool.layout import Tables
 from kvpool.plan import TokenRun, token_runs
 from kvpool.reslice import GroupSlice, reslice
-from kvpool.shard import Shard, ShardLayout
+from kvpool.shard import ShardLayout
 from kvrelay.errors import ConfigError
 
 WRITE_TOKENS = 128
@@ -156,17 +156,6 @@ def cut(
         sections = (s for part in inside for s in _sections(part, wire, staging_bytes))
         writes += _packed(sections, wire, staging_bytes)
     return tuple(writes)
-
-
-def whole_write(layout: KvLayout, start: int, tokens: int) -> Write:
-    """Tokens `[start, start + tokens)` of every layer and head between equal ranks, in one write.
-
-    The slab holds the groups one after another; those with a window keep all their tokens.
-    """
-    one = ShardLayout(model=layout, shard=Shard())
-    span = TokenSpan(start=start, tokens=tokens, next_position=start)  # all windows still open
-    writes = cut(one, one, span=span, staging_bytes=layout.bytes_per_token * tokens)
-    return writes[0] if writes else Write(sections=(), wire=WireFormat(dtype=layout.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
-from kvpool.shard import ShardLayout
-from kvpool.transfer_plan import Side, whole_write
+from kvpool.shard import Shard, ShardLayout
+from kvpool.transfer_plan import Side, TokenSpan, Write, cut
 from tests.unit.transfer_kit import Case, Move, Pool, carry_out, cases, new_trial
 
 
@@ -59,6 +59,14 @@ def test_a_slab_is_in_canonical_order(case: Case) -> None:
             assert ours.numpy().tobytes() == naive.tobytes()
 
 
+def _whole_write(layout: KvLayout, start: int, tokens: int) -> Write:
+    """All layers and heads, between equal ranks."""
+    one = ShardLayout(model=layout, shard=Shard())
+    span = TokenSpan(start=start, tokens=tokens, next_position=start + tokens)
+    (write,) = cut(one, one, span=span, staging_bytes=1 << 30)
+    return write
+
+
 @pytest.mark.parametrize("order", [[1, 2, 3, 4], [1, 2, 6, 7], [4, 3, 2, 1]])
 def test_long_runs_of_blocks_arrive_byte_for_byte(order: list[int]) -> None:
     """Blocks of 4 MiB, so that adjacent ones are copied as runs; a slab that starts inside one."""
@@ -68,7 +76,7 @@ def test_long_runs_of_blocks_arrive_byte_for_byte(order: list[int]) -> None:
     source, target = KvMemory(layout, 8, "cpu"), KvMemory(layout, 8, "cpu")
     source.planes[0][0].normal_()
     side = Side(tables=(tuple(map(BlockId, order)),), block_size=1024)
-    write = whole_write(layout, 500, 3 * 1024)
+    write = _whole_write(layout, 500, 3 * 1024)
     slab = torch.zeros(write.nbytes, dtype=torch.uint8)
     gather_write(source, side, write, slab)
     scatter_write(target, side, write, slab)
@@ -85,7 +93,7 @@ def test_a_block_that_is_not_held_is_never_read() -> None:
         dtype="bfloat16",
         block_size=4,
     )
-    write = whole_write(layout, 0, 8)
+    write = _whole_write(layout, 0, 8)
     for table in [(NO_BLOCK, BlockId(1)), (BlockId(1),)]:
         side = Side(tables=(table,), block_size=4)
         out = torch.zeros(write.nbytes, dtype=torch.uint8)
