@@ -61,6 +61,13 @@ class HostTier:
         self._changes = Changes()
         self._blocks = CheckedBlocks(host, self._changes)
         self._commands: list[PoolCommand] = []
+        self.draining = False
+        """Nothing new is stored nor fetched."""
+
+    @property
+    def idle(self) -> bool:
+        """No one writes or reads, and all that shall go to disk is there."""
+        return not (self._stores or self._fetches or self._disk.waiting)
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolCommand]:
         self._settle(event, now_s)
@@ -137,7 +144,7 @@ class HostTier:
     def _store_wanted(self, key: StoreKey, blocks: Sequence[ChainBlock], now_s: float) -> None:
         if key in self._stores:
             return self._drop(key[0], f"request {key[1]} is open already")
-        wanted = self._storable(blocks)
+        wanted = [] if self.draining else self._storable(blocks)
         places = self._blocks.room(len(wanted), below=[blocks[i].parent for i in wanted])
         wanted = wanted[: len(places)]
         if wanted:
@@ -213,9 +220,10 @@ class HostTier:
             return self._drop(key[0], f"request {key[1]} is open already")
         on_disk = self._disk.blocks.match(wanted.hashes)
         self._disk.blocks.touch(wanted.hashes[:on_disk])
-        chain = self._host.hold(wanted.hashes)
-        loads = self._load(wanted.hashes[:on_disk], len(chain))
-        fetch = Fetch(hashes=wanted.hashes, skip=wanted.skip, loads=loads, chain=chain)
+        hashes = () if self.draining else wanted.hashes
+        chain = self._host.hold(hashes)
+        loads = self._load(hashes[:on_disk], len(chain))
+        fetch = Fetch(hashes=hashes, skip=wanted.skip, loads=loads, chain=chain)
         self._fetches.open(key, fetch)
         return None if loads else self._serve(key, fetch, now_s)
 
