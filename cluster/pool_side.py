@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import assert_never
 
-from cluster.pool_link import PoolLink, host_pool_address
+from cluster.pool_link import PoolLink
 from cluster.pool_mover import PoolMover
 from kvpool.memory import KvMemory
 from kvpool.pool_client import PoolClient
@@ -25,24 +25,27 @@ from kvpool.pool_client_events import (
     StoreBlocks,
 )
 from kvpool.pool_messages import PoolFormat, PoolHello
+from kvpool.transport.registry import LOOPBACK_HOST
 from kvrelay.types import WIRE_VERSION, Incarnation
 
 PoolAnswer = OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
 
 
 class PoolSide:
-    """Finds the pool node of this host, now or whenever one starts."""
+    """`address` is `host_pool_address(cluster)`, or that of another host's node; whether one is
+    there now does not matter."""
 
     def __init__(
         self,
         memory: KvMemory,
         *,
-        cluster: str,
+        address: str,
         incarnation: Incarnation,
         fingerprint: str,
         wants_changes: bool,
         post: Callable[[ClientEvent], None],
         crashed: Callable[[BaseException], None],
+        host: str = LOOPBACK_HOST,
     ) -> None:
         hello = PoolHello(
             wire_version=WIRE_VERSION,
@@ -55,7 +58,7 @@ class PoolSide:
             wants_changes=wants_changes,
         )
         self.client = PoolClient()
-        self._link = PoolLink(host_pool_address(cluster), hello, post)
+        self._link = PoolLink(address, hello, post, host=host)
         self._mover = PoolMover(memory, self._link, post=post, crashed=crashed)
 
     def start(self) -> None:
