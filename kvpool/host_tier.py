@@ -46,6 +46,7 @@ from kvpool.pool_messages import (
     Unpin,
 )
 from kvpool.pool_stores import Store, StoreKey, Stores
+from kvpool.storable import Storable
 from kvpool.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.types import Incarnation
 
@@ -57,6 +58,7 @@ class HostTier:
         self._lease_ttl_s = lease_ttl_s
         self._stores = Stores()
         self._fetches = Fetches()
+        self._storable = Storable(host, self._disk, self._stores, self._fetches)
         self._workers: set[Incarnation] = set()
         self._changes = Changes()
         self._blocks = CheckedBlocks(host, self._changes)
@@ -144,7 +146,7 @@ class HostTier:
     def _store_wanted(self, key: StoreKey, blocks: Sequence[ChainBlock], now_s: float) -> None:
         if key in self._stores:
             return self._drop(key[0], f"request {key[1]} is open already")
-        wanted = [] if self.draining else self._storable(blocks)
+        wanted = [] if self.draining else self._storable.choose(blocks)
         places = self._blocks.room(len(wanted), below=[blocks[i].parent for i in wanted])
         wanted = wanted[: len(places)]
         if wanted:
@@ -153,33 +155,6 @@ class HostTier:
             self._stores.open(key, Store(blocks=taken, places=places, deadline_s=deadline_s))
         granted = StoreGranted(request_no=key[1], indices=tuple(wanted), places=places)
         return self._tell(key[0], granted)
-
-    def _storable(self, blocks: Sequence[ChainBlock]) -> list[int]:
-        """Those that aren't here nor coming, and have a parent that is here or coming."""
-        chosen: dict[BlockHash, int] = {}
-        for index, block in enumerate(blocks):
-            if (
-                block.hash not in chosen
-                and self._is_needed(block)
-                and self._has_parent(block, chosen)
-            ):
-                chosen[block.hash] = index
-        return list(chosen.values())
-
-    def _is_needed(self, block: ChainBlock) -> bool:
-        if self._stores.is_coming(block) or self._disk.is_coming(block.hash):
-            return False
-        if self._host.is_spoiled(block.hash):
-            return self._host.parent(block.hash) == block.parent and not self._fetches.is_reading(
-                block.hash
-            )
-        return block.hash not in self._host
-
-    def _has_parent(self, block: ChainBlock, chosen: dict[BlockHash, int]) -> bool:
-        parent = block.parent
-        if parent is None or parent in chosen or parent in self._host:
-            return True
-        return self._stores.is_parent_coming(block) or self._disk.is_coming(parent)
 
     def _stored(self, key: StoreKey, checksums: Sequence[int]) -> None:
         store = self._stores.close(key)
