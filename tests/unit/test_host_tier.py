@@ -151,6 +151,15 @@ def test_what_is_read_is_not_evicted_until_the_lease_ends() -> None:
     assert node.say(StoreWanted(request_no=3, blocks=(LONE,))) == [granted], "the leaf goes first"
 
 
+def test_room_is_not_made_of_what_the_new_block_continues() -> None:
+    node = Node(places=2)
+    node.store(CHAIN[0])
+    node.store(LONE, number=2)
+    node.store(CHAIN[1], number=3)
+    lookup = LookupWanted(request_no=4, hashes=(A, B))
+    assert node.say(lookup) == [LookedUp(request_no=4, host_blocks=2, disk_blocks=0)]
+
+
 def test_a_lost_readers_holds_and_pins_end_at_once() -> None:
     node = Node(places=2)
     node.store(*CHAIN[:2])
@@ -213,6 +222,20 @@ def test_blocks_go_to_disk_and_come_back() -> None:
         TellWorker(worker=ANN, message=fetched),
         TellWorker(worker=BOB, message=fetched),
     ]
+
+
+def test_what_continues_a_block_that_could_not_be_written_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.disk_tier._BATCH_BLOCKS", 1)
+    node = Node(slots=4)
+    spill = Spill(hash=A, parent=None, place=P0, checksum=100, slot=P0)
+    assert node.store(*CHAIN[:3]) == [WriteSlots(batch=1, spills=(spill,))]
+    assert node.core.counts()["disk_waiting"] == 3
+    assert node.handle(SlotsWritten(batch=1, outcomes=(SlotOutcome.FAILED,))) == []
+    assert node.core.counts()["disk_waiting"] == 0
+    retry = node.store(CHAIN[3], number=2)
+    assert retry == [WriteSlots(batch=2, spills=(spill,))], "the next block tries the chain again"
 
 
 def test_a_damaged_slot_ends_the_prefix_and_is_written_anew() -> None:
