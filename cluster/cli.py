@@ -48,6 +48,7 @@ app.command("demo")(cli_cluster.demo)
 app.command("status")(cli_cluster.status)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)
 app.command("worker", rich_help_panel="Single processes, without Ray")(cli_process.worker)
+app.command("pool-node", rich_help_panel="Single processes, without Ray")(cli_process.pool_node)
 app.add_typer(cli_config.app, name="config")
 
 

@@ -1,4 +1,4 @@
-"""`kvrelay router` and `kvrelay worker`: single processes, without Ray."""
+"""`kvrelay router`, `kvrelay worker` and `kvrelay pool-node`: single processes, without Ray."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ ROUTER_KEYS = (
     "router.grpc_port",
     "router.max_body",
     "preload",
+    "drain_timeout",
+)
+POOL_KEYS = (
+    "name",
+    "pool.host_memory",
+    "pool.disk",
+    "pool.disk_size",
+    "pool.policy",
+    "pool.transports",
+    "transfer.lease_ttl",
+    "network.host",
     "drain_timeout",
 )
 
@@ -121,6 +132,50 @@ def worker(
     from cluster.plain import run_worker
 
     asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
+
+
+def pool_node(
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Shared memory to use, such as 64GiB.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A folder that keeps KV over restarts.")
+    ] = None,
+    disk_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most that it takes there.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What goes first: lru, lfu or reuse.")
+    ] = None,
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl."),
+    ] = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Run this host's pool node: it keeps KV in memory and on disk when workers are gone."""
+    overrides = given(
+        name=name,
+        pool__host_memory=host_memory,
+        pool__disk=disk,
+        pool__disk_size=disk_size,
+        pool__policy=policy,
+        pool__transports=transport,
+    )
+    overrides += only(parsed(set_), POOL_KEYS)
+
+    from cluster.config_load import load_config
+    from cluster.logs import configure_logging
+    from cluster.plan import pool_node_settings
+    from cluster.resolve import resolve
+    from cluster.site import local_site
+
+    config = resolve(load_config(None, overrides), local_site())
+    configure_logging("pool-node")
+    from cluster.plain import run_pool_node
+
+    asyncio.run(run_pool_node(pool_node_settings(config), drain_s=config.drain_timeout))
 
 
 def _pool(device: str, cpu_threads: int | None) -> dict[str, object]:

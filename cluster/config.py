@@ -209,6 +209,23 @@ class Preload(Section):
         return self
 
 
+class Pool(Section):
+    """The pool node of each host (kvrelay pool-node): there KV outlives the workers."""
+
+    host_memory: Bytes = 4 * 2**30
+    """The host tier: shared memory, taken as it fills."""
+    disk: str | None = None
+    """A folder for the disk tier, which survives restarts; none: no disk tier."""
+    disk_size: Bytes = 32 * 2**30
+    """The most that the disk tier takes."""
+    policy: Literal["lru", "lfu", "reuse"] = "lru"
+    """Which blocks go first when a tier is full, leaves before what they continue. lru: those idle
+    longest; lfu: those least used; reuse: those that the tier's history says are least likely to be
+    used again."""
+    transports: tuple[Literal["nixl"], ...] = ()
+    """Links for workers of other hosts; those of its own find it over shared memory."""
+
+
 class Network(Section):
     host: AutoText = None
     """Address of the workers; auto: loopback on a Ray of our own, else the node's."""
@@ -248,6 +265,7 @@ class Config(Section):
     transfer: Transfer = Transfer()
     preload: tuple[Preload, ...] = ()
     """Prompts that many requests begin with."""
+    pool: Pool = Pool()
     network: Network = Network()
     ray: RaySection = RaySection()
     drain_timeout: Seconds = 30.0

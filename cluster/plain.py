@@ -1,4 +1,4 @@
-"""`kvrelay router` and `kvrelay worker` as ordinary processes, without Ray.
+"""`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
 
 The worker makes itself known to the router by a call that stays open; when the router goes away it
 tries again. SIGTERM or SIGINT drains and exits.
@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from cluster.pool_node import PoolNode
 from cluster.router import RouterProcess
-from cluster.settings import RouterSettings, WorkerSettings
+from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.worker import WorkerProcess
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
@@ -45,6 +46,22 @@ async def run_worker(settings: WorkerSettings, *, join: str, drain_s: float) -> 
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await worker.stop(drain_s=drain_s)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def run_pool_node(settings: PoolNodeSettings, *, drain_s: float) -> None:
+    """Serve until SIGTERM or SIGINT; raises what made the node stop by itself."""
+    stopping = _stop_signals()
+    node = PoolNode(settings)
+    for address in await node.start():
+        print(f"pool node of {settings.name} on {address}", flush=True)
+    tasks = [asyncio.ensure_future(wait) for wait in (stopping.wait(), node.wait_closed())]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await node.stop(drain_s=drain_s)
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cluster.config import Config, Preload, WorkerPool
 from cluster.resolve import device_share, worker_names
-from cluster.settings import RouterSettings, WorkerSettings
+from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
 from router.preload import PreloadText
 
@@ -148,6 +148,20 @@ def _preload(one: Preload) -> PreloadText:
     text = one.text if one.system is None else one.system
     assert text is not None, "one of them is set"
     return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
+
+
+def pool_node_settings(config: Config) -> PoolNodeSettings:
+    """`config` must be resolved."""
+    return PoolNodeSettings(
+        name=config.name,
+        host_bytes=config.pool.host_memory,
+        disk=config.pool.disk,
+        disk_bytes=config.pool.disk_size,
+        policy=config.pool.policy,
+        lease_ttl_s=config.transfer.lease_ttl,
+        transports=config.pool.transports,
+        host=config.network.host or NODE_HOST,
+    )
 
 
 def _placement(pool: WorkerPool) -> Placement:

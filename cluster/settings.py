@@ -1,7 +1,7 @@
 """What one process is told when it starts: everything resolved, nothing left to guess.
 
-Made from the cluster file by `resolve`, or from the options of `kvrelay router` and
-`kvrelay worker`. Plain values, so that they travel to another machine.
+Made from the cluster file by `resolve`, or from the options of `kvrelay router`,
+`kvrelay worker` and `kvrelay pool-node`. Plain values, so that they travel to another machine.
 """
 
 from __future__ import annotations
@@ -59,3 +59,17 @@ class RouterSettings:
     grpc_port: int
     max_body_bytes: int
     preload: tuple[PreloadText, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNodeSettings:
+    """`name` is the cluster's; `transports` are links for workers of other hosts, on `host`."""
+
+    name: str
+    host_bytes: int
+    disk: str | None
+    disk_bytes: int
+    policy: str
+    lease_ttl_s: float
+    transports: tuple[str, ...]
+    host: str

@@ -46,6 +46,7 @@ from kvpool.pool_messages import (
     Unpin,
 )
 from kvpool.pool_stores import Store, StoreKey, Stores
+from kvpool.storable import Storable
 from kvpool.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.types import Incarnation
 
@@ -57,10 +58,18 @@ class HostTier:
         self._lease_ttl_s = lease_ttl_s
         self._stores = Stores()
         self._fetches = Fetches()
+        self._storable = Storable(host, self._disk, self._stores, self._fetches)
         self._workers: set[Incarnation] = set()
         self._changes = Changes()
         self._blocks = CheckedBlocks(host, self._changes)
         self._commands: list[PoolCommand] = []
+        self.draining = False
+        """Nothing new is stored nor fetched."""
+
+    @property
+    def idle(self) -> bool:
+        """No one writes or reads, and all that shall go to disk is there."""
+        return not (self._stores or self._fetches or self._disk.waiting)
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolCommand]:
         self._settle(event, now_s)
@@ -137,7 +146,7 @@ class HostTier:
     def _store_wanted(self, key: StoreKey, blocks: Sequence[ChainBlock], now_s: float) -> None:
         if key in self._stores:
             return self._drop(key[0], f"request {key[1]} is open already")
-        wanted = self._storable(blocks)
+        wanted = [] if self.draining else self._storable.choose(blocks)
         places = self._blocks.room(len(wanted), below=[blocks[i].parent for i in wanted])
         wanted = wanted[: len(places)]
         if wanted:
@@ -146,33 +155,6 @@ class HostTier:
             self._stores.open(key, Store(blocks=taken, places=places, deadline_s=deadline_s))
         granted = StoreGranted(request_no=key[1], indices=tuple(wanted), places=places)
         return self._tell(key[0], granted)
-
-    def _storable(self, blocks: Sequence[ChainBlock]) -> list[int]:
-        """Those that aren't here nor coming, and have a parent that is here or coming."""
-        chosen: dict[BlockHash, int] = {}
-        for index, block in enumerate(blocks):
-            if (
-                block.hash not in chosen
-                and self._is_needed(block)
-                and self._has_parent(block, chosen)
-            ):
-                chosen[block.hash] = index
-        return list(chosen.values())
-
-    def _is_needed(self, block: ChainBlock) -> bool:
-        if self._stores.is_coming(block) or self._disk.is_coming(block.hash):
-            return False
-        if self._host.is_spoiled(block.hash):
-            return self._host.parent(block.hash) == block.parent and not self._fetches.is_reading(
-                block.hash
-            )
-        return block.hash not in self._host
-
-    def _has_parent(self, block: ChainBlock, chosen: dict[BlockHash, int]) -> bool:
-        parent = block.parent
-        if parent is None or parent in chosen or parent in self._host:
-            return True
-        return self._stores.is_parent_coming(block) or self._disk.is_coming(parent)
 
     def _stored(self, key: StoreKey, checksums: Sequence[int]) -> None:
         store = self._stores.close(key)
@@ -213,9 +195,10 @@ class HostTier:
             return self._drop(key[0], f"request {key[1]} is open already")
         on_disk = self._disk.blocks.match(wanted.hashes)
         self._disk.blocks.touch(wanted.hashes[:on_disk])
-        chain = self._host.hold(wanted.hashes)
-        loads = self._load(wanted.hashes[:on_disk], len(chain))
-        fetch = Fetch(hashes=wanted.hashes, skip=wanted.skip, loads=loads, chain=chain)
+        hashes = () if self.draining else wanted.hashes
+        chain = self._host.hold(hashes)
+        loads = self._load(hashes[:on_disk], len(chain))
+        fetch = Fetch(hashes=hashes, skip=wanted.skip, loads=loads, chain=chain)
         self._fetches.open(key, fetch)
         return None if loads else self._serve(key, fetch, now_s)
 

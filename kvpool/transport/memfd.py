@@ -27,13 +27,14 @@ _made: dict[int, _Made] = {}  # address |-> memory of this process that is still
 _made_lock = threading.Lock()
 
 
-def allocate(nbytes: int, name: str = "kvrelay-memory") -> torch.Tensor:
+def allocate(nbytes: int, name: str = "kvrelay-memory", *, lazily: bool = False) -> torch.Tensor:
     """Zeros, uint8 `[nbytes]`, that the shm transport can adopt, whole or any part. All pages are
-    allocated now; OSError when there are none. Freed with the last tensor over it, here and at
-    the peers. `name` is what process listings show."""
+    allocated now, with OSError when there are none, or `lazily` when they are first touched. Freed
+    with the last tensor over it, here and at the peers. `name` is what process listings show."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, _file_bytes(nbytes))
+        reserve = os.truncate if lazily else _fill
+        reserve(fd, _file_bytes(nbytes))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         pages = _map(fd, nbytes).numpy()
     except BaseException:
@@ -133,6 +134,10 @@ class _Made:
 
 def _unmake(start: int) -> None:
     os.close(_made.pop(start).fd)
+
+
+def _fill(fd: int, nbytes: int) -> None:
+    os.posix_fallocate(fd, 0, nbytes)
 
 
 def _map(fd: int, nbytes: int) -> torch.Tensor:

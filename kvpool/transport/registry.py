@@ -33,6 +33,7 @@ class _Options:
     secret: bytes
     ucx: UcxOptions
     device: str
+    name: str | None
 
 
 def _loopback(options: _Options) -> Endpoint:
@@ -40,7 +41,7 @@ def _loopback(options: _Options) -> Endpoint:
 
 
 def _shm(options: _Options) -> Endpoint:
-    return _endpoint(options, ShmExposure(), SameHost("shm", options.incarnation))
+    return _endpoint(options, ShmExposure(), SameHost("shm", options.name or options.incarnation))
 
 
 def _nixl(options: _Options) -> Endpoint:
@@ -80,11 +81,13 @@ def open_endpoint(
     secret: bytes = b"",
     ucx: UcxOptions | None = None,
     device: str = "cuda",
+    name: str | None = None,
 ) -> Endpoint:
     """`host` is where links between hosts listen, and what peers are told; on a port from
     `port_range` (both ends included), else on any. Such links take only peers with the same
     `secret`; without one, all. `ucx` is for the links whose bytes UCX moves,
-    `device` (PyTorch's name) for those between devices.
+    `device` (PyTorch's name) for those between devices. With `name`, `shm` listens at `shm:NAME`,
+    where peers of this host find it without being told.
 
     Raises ConfigError for a scheme that does not exist, naming those that do, for a package that is
     not installed, for options that UCX refuses, for a device that
@@ -103,6 +106,7 @@ def open_endpoint(
             secret=secret,
             ucx=replace(ucx or UcxOptions(), port_range=port_range),
             device=device,
+            name=name,
         )
     )
 

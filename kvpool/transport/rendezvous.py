@@ -42,13 +42,18 @@ class Rendezvous(Protocol):
 
 
 class SameHost:
-    """`SCHEME:INCARNATION`. Nothing has a name in a file system, so nothing is left behind."""
+    """`SCHEME:NAME`. Nothing has a name in a file system, so nothing is left behind."""
 
-    def __init__(self, scheme: str, incarnation: Incarnation) -> None:
+    def __init__(self, scheme: str, name: str) -> None:
+        """Raises ConfigError when another process of this host listens there."""
         self._scheme = scheme
-        self.address = f"{scheme}:{incarnation}"
+        self.address = f"{scheme}:{name}"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(self._abstract_name(self.address))
+        try:
+            self.listener.bind(self._abstract_name(self.address))
+        except OSError as error:
+            self.listener.close()
+            raise ConfigError(f"can't listen at {self.address}: {error.strerror}") from error
         self.listener.listen()
 
     def dial(self, address: str) -> socket.socket:

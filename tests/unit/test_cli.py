@@ -15,14 +15,24 @@ import yaml
 
 from cluster import cli, launch
 from cluster.cli_options import devices, only
-from cluster.cli_process import ROUTER_KEYS, WORKER_KEYS
+from cluster.cli_process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
 from cluster.config import Config, Section
 from cluster.config_load import Override, load_config
-from cluster.plan import router_settings, worker_settings
+from cluster.plan import pool_node_settings, router_settings, worker_settings
 from cluster.resolve import Site, resolve
 from kvrelay.errors import ConfigError, KvrelayError
 
-COMMANDS = ["serve", "stop", "demo", "status", "router", "worker", "config", "config show"]
+COMMANDS = [
+    "serve",
+    "stop",
+    "demo",
+    "status",
+    "router",
+    "worker",
+    "pool-node",
+    "config",
+    "config show",
+]
 
 
 @pytest.fixture
@@ -77,6 +87,13 @@ ERRORS = {
     "here, only model.path, ",
     "router --set workers.0.replicas=2": "--set workers.0.replicas: not used here, only name, "
     "model.path, ",
+    "pool-node --host-memory 4": 'pool.host_memory: got "4", expected a size with its unit',
+    "pool-node --host-memory 900TiB --name cli-test": "pool.host_memory: 900TiB, but this machine "
+    "has ",
+    "pool-node --policy fifo": "pool.policy: got \"fifo\", expected 'lru', 'lfu' or 'reuse'",
+    "pool-node --transport tcp": "pool.transports.0: got \"tcp\", expected 'nixl'",
+    "pool-node --disk /proc/x --name cli-test": "pool.disk: /proc/x: No such file or directory",
+    "pool-node --set router.host=x": "--set router.host: not used here, only name, pool.",
     "router --model /nowhere/at/all --http-port 0 --grpc-port 0": "/nowhere/at/all",
 }
 
@@ -195,6 +212,11 @@ SAMPLES: dict[str, object] = {
     "transfer.staging_slabs": 9,
     "transfer.slab_tokens": 9,
     "transfer.lease_ttl": "9s",
+    "pool.host_memory": "1MiB",
+    "pool.disk": "/x",
+    "pool.disk_size": "1MiB",
+    "pool.policy": "lfu",
+    "pool.transports": ["nixl"],
     "network.host": "h",
     "network.port_range": [2000, 3000],
     "ray.address": "auto",
@@ -214,15 +236,20 @@ def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def used(command: str, *overrides: Override) -> object:
-    """All that `kvrelay router` or `kvrelay worker` takes from its overrides."""
+    """All that `kvrelay router`, `worker` or `pool-node` takes from its overrides."""
     site = Site(total_cpus=2, node_cpus=2, host="127.0.0.1", bundled_path="/bundled")
     config = resolve(load_config(None, overrides), site)
     if command == "router":
         return router_settings(config), config.drain_timeout
+    if command == "pool-node":
+        return pool_node_settings(config), config.drain_timeout
     return worker_settings(config, config.workers[0], "w"), config.drain_timeout
 
 
-@pytest.mark.parametrize(("command", "known"), [("router", ROUTER_KEYS), ("worker", WORKER_KEYS)])
+@pytest.mark.parametrize(
+    ("command", "known"),
+    [("router", ROUTER_KEYS), ("worker", WORKER_KEYS), ("pool-node", POOL_KEYS)],
+)
 def test_single_processes_take_exactly_the_keys_that_they_use(
     command: str, known: tuple[str, ...]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.config import Config
+from cluster.config import Config, Pool
 from cluster.config_load import Override, load_config
 from cluster.plan import NODE_HOST, Placement, plan_cluster
 from cluster.quantities import (
@@ -268,6 +268,7 @@ CHANGES = {
 }
 ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
+BY_POOL_NODES_ALONE = {f"pool.{key}" for key in Pool.model_fields}
 
 
 ALL_ROLES = Override(("workers",), [{"role": "both"}, {"role": "prefill"}, {"role": "decode"}])
@@ -281,7 +282,7 @@ def test_every_key_changes_the_plan(key: str, value: object) -> None:
 
 
 def test_no_key_is_missing_from_the_test_above() -> None:
-    known = {*CHANGES, *ONE_VALUE_SO_FAR, *USED_BEFORE_THE_PLAN}
+    known = {*CHANGES, *ONE_VALUE_SO_FAR, *USED_BEFORE_THE_PLAN, *BY_POOL_NODES_ALONE}
     dumped = Config().model_dump(mode="json")
     dumped["workers"] = {"0": dumped["workers"][0]}
     assert set(_paths(dumped)) == known

@@ -1,0 +1,253 @@
+"""KV restored from a pool node, host memory and disk, against computing it again by the engine.
+
+A real `kvrelay pool-node` process beside this one. Its memory holds one prefix and its disk two, so
+whichever prefix is not in memory comes from disk; the system's file cache is dropped before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from transformers import LlamaConfig
+
+from bench.engine import EngineRun, Load
+from bench.models import SMOLLM_135M, write_random_llama
+from bench.report import Reading, Row, print_table, write_json
+from cluster.pool_link import host_pool_address
+from cluster.pool_side import PoolSide
+from engine.checkpoint import open_checkpoint
+from engine.load import load_engine
+from engine.runner import Engine
+from engine.sizing import EngineLimits
+from kvpool.hashes import BlockHash, block_hash, cache_salt
+from kvpool.layout import BlockId
+from kvpool.pool_client_events import (
+    ClientEvent,
+    FromNode,
+    OfferBlocks,
+    OfferedBlock,
+    OfferSettled,
+    PrefixFetched,
+    WantPrefix,
+)
+from kvpool.pool_messages import BlocksChanged, PoolTier
+from kvrelay.types import Incarnation, RequestKey
+
+_TOKENS = 4096
+_BLOCK_SIZE = 16
+_BLOCKS = _TOKENS // _BLOCK_SIZE
+_LOAD = Load(requests=1, prompt_tokens=_TOKENS, output_tokens=1, chunk_tokens=512)
+_SALT = cache_salt(fingerprint="bench", physical_format="bench", tenant="")
+_PATIENCE_S = 120.0
+
+
+class Restorer:
+    """A worker's pool side over the engine's memory. Blocks `[0, _BLOCKS)` hold the computed
+    prefix, which is stored under two names; restored ones go to `[_BLOCKS, 2 x _BLOCKS)`."""
+
+    def __init__(self, engine: Engine, cluster: str) -> None:
+        self._memory = engine.memory
+        self._inbox: queue.SimpleQueue[ClientEvent | BaseException] = queue.SimpleQueue()
+        self._on_disk: set[BlockHash] = set()
+        self.side = PoolSide(
+            engine.memory,
+            address=host_pool_address(cluster),
+            incarnation=Incarnation(uuid4().hex),
+            fingerprint=engine.facts.fingerprint,
+            wants_changes=True,
+            post=self._inbox.put,
+            crashed=self._inbox.put,
+        )
+        self.side.start()
+
+    def store(self, hashes: tuple[BlockHash, ...]) -> None:
+        """Into memory, and from there to disk."""
+        parents = (None, *hashes)
+        blocks = tuple(
+            OfferedBlock(name, parent, (BlockId(i),))
+            for i, (name, parent) in enumerate(zip(hashes, parents, strict=False))
+        )
+        self._until(lambda answers: self.side.client.connected)
+        for offer in range(0, _BLOCKS, 64):
+            self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferSettled)
+        self._until(lambda answers: self._on_disk >= set(hashes))
+
+    def restore(self, hashes: tuple[BlockHash, ...]) -> float:
+        """Seconds."""
+        targets = tuple((BlockId(_BLOCKS + i),) for i in range(_BLOCKS))
+        wanted = WantPrefix(key=RequestKey("bench", 0), hashes=hashes, targets=targets)
+        begin = time.perf_counter()
+        fetched = self._ask(wanted, PrefixFetched)
+        seconds = time.perf_counter() - begin
+        assert isinstance(fetched, PrefixFetched) and fetched.blocks == _BLOCKS, fetched
+        return seconds
+
+    def check(self) -> None:
+        """What was restored is what was computed."""
+        slots = _TOKENS
+        for plane in self._memory.planes[0]:
+            assert torch.equal(plane[:, :slots], plane[:, slots : 2 * slots]), "wrong KV"
+            plane[:, slots : 2 * slots].zero_()
+
+    def _ask(self, event: ClientEvent, answer: type[object]) -> object:
+        answers = self.side.handle(event)
+        self._until(lambda more: bool(answers.extend(more) or answers))  # type: ignore[func-returns-value]
+        assert isinstance(answers[0], answer), answers
+        return answers[0]
+
+    def _until(self, done: Callable[[list[object]], bool]) -> None:
+        deadline_s = time.monotonic() + _PATIENCE_S
+        answers: list[object] = []
+        while not done(answers):
+            event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            if isinstance(event, BaseException):
+                raise event
+            self._note(event)
+            answers = list(self.side.handle(event))
+
+    def _note(self, event: ClientEvent) -> None:
+        match event:
+            case FromNode(message=BlocksChanged(tier=PoolTier.DISK, stored=stored)):
+                self._on_disk.update(stored)
+
+
+@contextmanager
+def pool_node(cluster: str, folder: Path, memory_bytes: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "cluster", "pool-node", "--name", cluster]
+    options = ["--host-memory", f"{memory_bytes}B", "--disk", str(folder), "--disk-size", "2GiB"]
+    env = os.environ | {"KVRELAY_LOG": "warning"}
+    with subprocess.Popen([*command, *options], env=env, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline(), "the pool node did not start"
+            yield
+        finally:
+            process.terminate()
+
+
+def _chain(name: int) -> tuple[BlockHash, ...]:
+    hashes: list[BlockHash] = []
+    for _ in range(_BLOCKS):
+        hashes.append(block_hash(hashes[-1] if hashes else None, [name], _SALT))
+    return tuple(hashes)
+
+
+def _drop_file_cache(folder: Path) -> None:
+    os.sync()
+    for path in folder.glob("*.segment"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _memcpy(nbytes: int) -> Callable[[], float]:
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    return lambda: _timed(lambda: target.copy_(source))
+
+
+def _load(folder: Path) -> Engine:
+    config = LlamaConfig.from_dict(SMOLLM_135M.to_dict() | {"max_position_embeddings": 2 * _TOKENS})
+    limits = EngineLimits(
+        max_model_len=_TOKENS + 1,
+        prefill_chunk_tokens=_LOAD.chunk_tokens,
+        max_running_requests=1,
+    )
+    return load_engine(
+        open_checkpoint(str(write_random_llama(folder, config))),
+        device="cpu",
+        dtype="bfloat16",
+        block_size=_BLOCK_SIZE,
+        blocks=2 * _BLOCKS + 1,
+        limits=limits,
+    )
+
+
+def measure(threads: int, repeats: int) -> list[Row]:
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder, cluster = Path(name), f"bench-{uuid4().hex[:8]}"
+        engine = _load(folder / "model")
+        nbytes = _BLOCKS * engine.layout.bytes_per_block
+        run, copy = EngineRun(engine, _LOAD), _memcpy(nbytes)
+        found: dict[str, list[float]] = {"compute": [], "host": [], "disk": [], "memcpy": []}
+        run.generate()
+        with pool_node(cluster, folder / "disk", nbytes):
+            restorer = Restorer(engine, cluster)
+            chains = (_chain(1), _chain(2))
+            for chain in chains:
+                restorer.store(chain)
+            for number in range(repeats):
+                found["compute"].append(_timed(run.generate))
+                _drop_file_cache(folder / "disk")
+                for tier in ("disk", "host"):
+                    found[tier].append(restorer.restore(chains[number % 2]))
+                    restorer.check()
+                found["memcpy"].append(copy())
+            restorer.side.close()
+    return _rows({key: Reading(values=tuple(v)) for key, v in found.items()}, nbytes, threads)
+
+
+def _rows(readings: dict[str, Reading], nbytes: int, threads: int) -> list[Row]:
+    method = (
+        f"random Llama of SmolLM-135M's shape, bf16, {_TOKENS} tokens ({nbytes / 2**20:.0f} MiB), "
+        f"{threads} threads to compute, one to restore; disk without file cache"
+    )
+    rates = {key: _TOKENS / reading.median for key, reading in readings.items()}
+    goals = {"host": 5.0, "disk": 2.0}
+    names = {"host": "restored from host memory", "disk": "restored from disk"}
+    rows = [
+        Row(
+            name=names[tier],
+            value=rates[tier],
+            unit="tokens/s",
+            against="computed again",
+            against_value=rates["compute"],
+            goal=goal,
+            method=method,
+            spread=f"s: {readings[tier].spread()}; computing {readings['compute'].spread()}",
+        )
+        for tier, goal in goals.items()
+    ]
+    limit = Row(
+        name=names["host"],
+        value=nbytes / readings["host"].median / 1e9,
+        unit="GB/s",
+        against="contiguous memcpy",
+        against_value=nbytes / readings["memcpy"].median / 1e9,
+        method=method,
+    )
+    return [*rows, limit]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    rows = measure(args.threads, args.repeats)
+    print_table("Pool: restored or computed again", rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""A worker's link to a pool node: connects, says hello, and tries again while there is none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from cluster.pool_outbox import Outbox
+from cluster.pool_workers import pool_name
+from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost
+from kvpool.pool_messages import FromPool, PoolHello, PoolRefused, PoolWelcome, ToPool
+from kvpool.pool_wire import Assembler
+from kvpool.transport.base import Callbacks, Connection, Endpoint
+from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
+from kvrelay.errors import PeerError
+from kvrelay.types import WIRE_VERSION, Incarnation
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.2
+LAST_RETRY_S = 5.0
+REFUSED_RETRY_S = 30.0
+
+
+def host_pool_address(cluster: str) -> str:
+    """Where this host's pool node of the cluster is, if there is one."""
+    return f"shm:{pool_name(cluster)}"
+
+
+class PoolLink:
+    """Posts PoolJoined, FromNode and PoolLost, which alternate as they should. Thread safe."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: PoolHello,
+        post: Callable[[PoolJoined | PoolLost | FromNode], None],
+        *,
+        host: str = LOOPBACK_HOST,
+    ) -> None:
+        self._address = address
+        self._hello = hello
+        self._post = post
+        self._changed = threading.Condition()
+        self._connection: Connection | None = None
+        self._outbox: Outbox | None = None
+        self._assembler = Assembler()
+        self._joined = False
+        self._closing = False
+        self._refusal = ""
+        scheme = address.partition(":")[0]
+        callbacks = Callbacks(
+            on_connect=lambda connection: connection.close(),  # no one is to call a worker here
+            on_message=self._received,
+            on_lost=lambda connection: self._lost(connection, "the pool node is gone"),
+        )
+        own = Incarnation(f"{hello.incarnation}-pool")
+        self.endpoint: Endpoint = open_endpoint(scheme, own, callbacks, host=host)
+        self._thread = threading.Thread(target=self._run, name="kvrelay-pool-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: ToPool) -> None:
+        """Never waits; goes nowhere while there is no node."""
+        with self._changed:
+            outbox = self._outbox if self._joined else None
+        if outbox is not None:
+            outbox.put(message)
+
+    def connection(self) -> Connection:
+        """For the transfers that the node has granted. Raises PeerError when it is gone."""
+        with self._changed:
+            connection = self._connection if self._joined else None
+        if connection is None:
+            raise PeerError("no pool node is connected")
+        return connection
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            outbox = self._outbox
+            self._changed.notify_all()
+        if outbox is not None:
+            outbox.finish()
+            outbox.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.endpoint.close()
+
+    def _run(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while not self._closing:
+            if self._connect():
+                joined = self._wait_until_gone()
+                retry_s = FIRST_RETRY_S if joined else REFUSED_RETRY_S
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, retry_s)
+            retry_s = min(2 * retry_s, max(retry_s, LAST_RETRY_S))
+
+    def _connect(self) -> bool:
+        try:
+            connection = self.endpoint.connect(self._address)
+        except PeerError as error:
+            log.debug("no pool node: %s", error)
+            return False
+        with self._changed:
+            self._connection = connection
+            self._assembler = Assembler()
+            self._outbox = Outbox(connection, lambda reason: self._lost(connection, reason))
+            self._outbox.put(self._hello)
+        return True
+
+    def _wait_until_gone(self) -> bool:
+        """Whether the node had taken us."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._joined or self._connection is None or self._closing
+            )
+            had_joined = self._joined
+            self._changed.wait_for(lambda: self._connection is None or self._closing)
+            return had_joined
+
+    def _received(self, connection: Connection, part: bytes) -> None:
+        try:
+            message = self._assembler.add(part)
+            if message is not None:
+                self._heard(message)
+        except PeerError as error:
+            self._lost(connection, str(error))
+
+    def _heard(self, message: object) -> None:
+        match message:
+            case PoolWelcome():
+                self._welcomed(message)
+            case PoolRefused(reason=reason):
+                if reason != self._refusal:
+                    log.warning(
+                        "the pool node at %s refuses this worker: %s", self._address, reason
+                    )
+                self._refusal = reason
+            case _:
+                if not self._joined or not isinstance(message, FromPool):
+                    raise PeerError("the pool node broke the protocol")
+                self._post(FromNode(message=message))
+
+    def _welcomed(self, welcome: PoolWelcome) -> None:
+        if welcome.wire_version != WIRE_VERSION:
+            raise PeerError(
+                f"the pool node speaks wire version {welcome.wire_version}, this worker "
+                f"{WIRE_VERSION}"
+            )
+        log.info("pool node %s joined (%s)", welcome.incarnation, self._address)
+        with self._changed:
+            self._joined = True
+            self._refusal = ""
+            self._changed.notify_all()
+        self._post(PoolJoined(welcome=welcome))
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        connection.close()
+        with self._changed:
+            if self._connection is not connection:
+                return
+            joined, self._joined = self._joined, False
+            outbox, self._outbox, self._connection = self._outbox, None, None
+            self._changed.notify_all()
+        if outbox is not None:
+            outbox.finish()
+        if joined:
+            log.warning("pool node at %s lost: %s", self._address, reason)
+            self._post(PoolLost(reason=reason))

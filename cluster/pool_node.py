@@ -1,0 +1,103 @@
+"""One pool node process: host tier in shared memory and disk tier, for the workers of a cluster.
+
+KV that a worker has stored here outlives it. Threads: the loop (all decisions), the disk, those of
+the links, and one per worker that sends. When the node dies its memory is gone and workers
+recompute; what is on disk comes back with the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from concurrent.futures import Future
+from uuid import uuid4
+
+import psutil
+
+from cluster.pool_loop import Drain, PoolInbox, PoolLoop, open_files
+from cluster.pool_workers import PoolWorkers
+from cluster.quantities import format_size
+from cluster.settings import PoolNodeSettings
+from kvpool.disk_files import DiskFiles
+from kvrelay.errors import ConfigError
+from kvrelay.types import Incarnation
+
+log = logging.getLogger(__name__)
+
+
+class PoolNode:
+    """Start once, stop once. `wait_closed` tells when, and why, the node has stopped."""
+
+    def __init__(self, settings: PoolNodeSettings) -> None:
+        self._settings = settings
+        self._inbox: PoolInbox = queue.SimpleQueue()
+        self._closed: Future[None] = Future()
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> tuple[str, ...]:
+        """Load the index of the disk tier and listen; the addresses. Raises ConfigError."""
+        loop, workers = await asyncio.to_thread(self._build)
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, workers), name="kvrelay-pool", daemon=True
+        )
+        self._thread.start()
+        return workers.addresses
+
+    async def stop(self, *, drain_s: float) -> None:
+        """Take nothing new, let transfers end and blocks reach the disk for up to `drain_s`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._inbox.put(Drain(drain_s=drain_s))
+            await asyncio.to_thread(thread.join)
+
+    async def wait_closed(self) -> None:
+        """Returns once stopped; raises what the node died of."""
+        await asyncio.shield(asyncio.wrap_future(self._closed))
+
+    def _build(self) -> tuple[PoolLoop, PoolWorkers]:
+        settings = self._settings
+        _check_memory(settings.host_bytes)
+        incarnation = Incarnation(uuid4().hex)
+        workers = PoolWorkers(
+            settings.name,
+            incarnation,
+            memory_bytes=settings.host_bytes,
+            transports=settings.transports,
+            host=settings.host,
+            post=self._inbox.put,
+        )
+        files: DiskFiles | None = None
+        try:
+            files = open_files(settings)
+            loop = PoolLoop(settings, incarnation, workers, files, self._inbox)
+            loop.load()
+        except BaseException:
+            workers.close()
+            if files is not None:
+                files.close()
+            raise
+        return loop, workers
+
+    def _run(self, loop: PoolLoop, workers: PoolWorkers) -> None:
+        try:
+            loop.run()
+        except BaseException as error:
+            log.exception("the pool node died")
+            workers.close()
+            loop.close()
+            self._closed.set_exception(error)
+            return
+        workers.close()
+        loop.close()
+        self._closed.set_result(None)
+
+
+def _check_memory(host_bytes: int) -> None:
+    total = psutil.virtual_memory().total
+    if host_bytes > total:
+        raise ConfigError(
+            f"pool.host_memory: {format_size(host_bytes)}, but this machine has "
+            f"{total / 2**30:.1f}GiB"
+        )

@@ -1,0 +1,55 @@
+"""An shm endpoint under a name that peers know, with memory that is taken as it fills."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from kvpool.transport import memfd
+from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks
+from kvpool.transport.shm import ShmEndpoint
+from kvrelay.types import Incarnation
+from tests.contract.transport_kit import Side
+
+_QUIET = Callbacks(
+    on_connect=lambda connection: None,
+    on_message=lambda connection, payload: None,
+    on_lost=lambda connection: None,
+)
+
+
+def _named(incarnation: str, name: str) -> ShmEndpoint:
+    return ShmEndpoint(Incarnation(incarnation), _QUIET, SEND_TIMEOUT_S, name=name)
+
+
+def test_found_by_its_name_in_each_of_its_lives() -> None:
+    name = f"named-{os.getpid()}"
+    with Side("shm") as peer:
+        regions = []
+        for incarnation in ("first", "second"):
+            endpoint = _named(incarnation, name)
+            assert endpoint.address == f"shm:{name}"
+            region = endpoint.register(8)
+            connection = peer.endpoint.connect(f"shm:{name}")
+            connection.write(region.name, 0, torch.ones(8, dtype=torch.uint8))
+            assert bool(region.memory.all())
+            regions.append(region.name)
+            with pytest.raises(OSError, match="in use"):
+                _named("third", name)
+            endpoint.close()
+        assert regions[0] != regions[1], "a region of an earlier life is never taken for a new one"
+
+
+def test_memory_that_is_taken_lazily_is_shared_all_the_same() -> None:
+    nbytes = 1 << 30
+    memory = memfd.allocate(nbytes, "kvrelay-lazy", lazily=True)
+    (fd,) = (made.fd for made in memfd._made.values() if made.holds(memory.data_ptr(), nbytes))
+    assert os.fstat(fd).st_blocks * 512 < 1 << 20
+    with Side("shm") as owner, Side("shm") as peer:
+        region = owner.endpoint.adopt(memory)
+        connection = peer.endpoint.connect(owner.endpoint.address)
+        connection.write(region.name, nbytes - 5, torch.ones(5, dtype=torch.uint8))
+        assert bool(memory[-5:].all())
+        assert os.fstat(fd).st_blocks * 512 < 1 << 20

@@ -1,0 +1,232 @@
+"""A real pool node process, and workers' pool sides without the rest of a worker.
+
+`python -m tests.integration.pool_kit ADDRESS`: a worker that stops for ever once it may write.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+
+from cluster import cli
+from cluster.pool_side import PoolAnswer, PoolSide
+from kvpool.hashes import BlockHash, block_hash, cache_salt
+from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.memory import KvMemory
+from kvpool.pool_client_events import (
+    ClientEvent,
+    ClientTick,
+    OfferBlocks,
+    OfferedBlock,
+    OfferSettled,
+    PinPrefix,
+    PrefixFetched,
+    PrefixFound,
+    PrefixPinned,
+    SeekPrefix,
+    WantPrefix,
+)
+from kvrelay.types import Incarnation, RequestKey
+from tests.integration.ray_head import until
+
+PATIENCE_S = 30.0
+BLOCKS = 64
+_SALT = cache_salt(fingerprint="f", physical_format="p", tenant="t")
+
+
+def layout(dim: int = 64) -> KvLayout:
+    """64 KiB a block."""
+    planes = (Plane(name="k", heads=4, dim=dim), Plane(name="v", heads=4, dim=dim))
+    groups = (LayerGroup(layers=(0, 1, 2, 3), planes=planes),)
+    return KvLayout(groups=groups, dtype="bfloat16", block_size=16)
+
+
+def chain(name: int, blocks: int) -> tuple[BlockHash, ...]:
+    """Chains of different names share nothing."""
+    hashes: list[BlockHash] = []
+    for _ in range(blocks):
+        hashes.append(block_hash(hashes[-1] if hashes else None, [name], _SALT))
+    return tuple(hashes)
+
+
+class PoolWorker:
+    """Every block of its memory holds random numbers of its own."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        seed: int = 0,
+        kv: KvLayout | None = None,
+        fingerprint: str = "5a" * 16,
+    ) -> None:
+        self.memory = KvMemory(kv or layout(), BLOCKS, "cpu")
+        generator = torch.Generator().manual_seed(seed)
+        for plane in self.memory.planes[0]:
+            plane.copy_(torch.randn(plane.shape, generator=generator))
+        self.inbox: queue.SimpleQueue[ClientEvent | BaseException] = queue.SimpleQueue()
+        self.answers: list[PoolAnswer] = []
+        self._numbers = 0
+        self.side = PoolSide(
+            self.memory,
+            address=address,
+            incarnation=Incarnation(uuid4().hex),
+            fingerprint=fingerprint,
+            wants_changes=True,
+            post=self.inbox.put,
+            crashed=self.inbox.put,
+        )
+        self.side.start()
+
+    def pump(self, timeout_s: float = 0.05) -> None:
+        """Settle what has come in."""
+        try:
+            event = self.inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            event = ClientTick()
+        if isinstance(event, BaseException):
+            raise event
+        self.tell(event)
+
+    def tell(self, event: ClientEvent) -> None:
+        self.answers += self.side.handle(event)
+
+    def await_connected(self, wanted: bool = True) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while self.side.client.connected != wanted:
+            assert time.monotonic() < deadline_s, "the pool node did not come or go"
+            self.pump()
+
+    def answer(self) -> PoolAnswer:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not self.answers:
+            assert time.monotonic() < deadline_s, "no answer"
+            self.pump()
+        return self.answers.pop(0)
+
+    def offer(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> int:
+        self._numbers += 1
+        parents = (None, *hashes)
+        blocks = tuple(
+            OfferedBlock(name, parent, (BlockId(first_block + i),))
+            for i, (name, parent) in enumerate(zip(hashes, parents, strict=False))
+        )
+        self.tell(OfferBlocks(offer=self._numbers, blocks=blocks))
+        return self._numbers
+
+    def store(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> None:
+        offer = self.offer(hashes, first_block)
+        assert self.answer() == OfferSettled(offer=offer)
+
+    def seek(self, hashes: tuple[BlockHash, ...]) -> tuple[int, int]:
+        self.tell(SeekPrefix(key=RequestKey("seek", 0), hashes=hashes))
+        found = self.answer()
+        assert isinstance(found, PrefixFound)
+        return found.host_blocks, found.disk_blocks
+
+    def pin(self, hashes: tuple[BlockHash, ...]) -> bool:
+        self.tell(PinPrefix(hashes=hashes))
+        found = self.answer()
+        assert isinstance(found, PrefixPinned)
+        return found.pinned
+
+    def want(self, hashes: tuple[BlockHash, ...], first_block: int) -> None:
+        targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
+        self.tell(WantPrefix(key=RequestKey("want", 0), hashes=hashes, targets=targets))
+
+    def fetch(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> int:
+        """Blocks that were fetched, into blocks `first_block` and on."""
+        self.want(hashes, first_block)
+        found = self.answer()
+        assert isinstance(found, PrefixFetched)
+        return found.blocks
+
+    def blocks(self, first: int, count: int) -> list[torch.Tensor]:
+        size = self.memory.layout.block_size
+        return [plane[:, first * size : (first + count) * size] for plane in self.memory.planes[0]]
+
+    def close(self) -> None:
+        self.side.close()
+
+
+@contextmanager
+def pool_worker(address: str, **options: object) -> Iterator[PoolWorker]:
+    worker = PoolWorker(address, **options)  # type: ignore[arg-type]
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+class Node:
+    """`kvrelay pool-node OPTIONS` as a process of its own, forked from one that has torch."""
+
+    def __init__(self, log: Path, name: str, *options: str) -> None:
+        """Returns once it listens."""
+        self.log = log
+        self._process = _forks.Process(target=_run_command, args=(log, (name, *options)))
+        self._process.start()
+        ready = f"pool node of {name} on shm:"
+        until(lambda: log.exists() and (ready in log.read_text() or not self._process.is_alive()))
+        assert self._process.is_alive(), self.text
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def addresses(self) -> list[str]:
+        return re.findall(r"pool node of \S+ on (\S+)\n", self.text)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def stop(self) -> None:
+        """As a supervisor does."""
+        self.signal(signal.SIGTERM)
+        self._process.join(PATIENCE_S)
+        assert self._process.exitcode == 0, self.text
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["cluster.plain", "cluster.config_load"])
+
+
+def _run_command(log: Path, options: tuple[str, ...]) -> None:
+    with log.open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.argv = ["kvrelay", "pool-node", "--name", *options]
+    cli.main()
+
+
+def hang_when_granted(address: str) -> None:
+    worker = PoolWorker(address)
+    worker.side._mover.put = lambda job: print("granted", flush=True)  # type: ignore[method-assign]
+    worker.await_connected()
+    worker.offer(chain(1, 8))
+    while True:
+        worker.pump()
+
+
+if __name__ == "__main__":
+    hang_when_granted(sys.argv[1])

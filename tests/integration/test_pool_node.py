@@ -1,0 +1,283 @@
+"""`kvrelay pool-node` as a real process: KV outlives workers, and on disk the node itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+
+from cluster.pool_link import host_pool_address
+from kvpool.pool_client_events import PrefixFetched
+from kvrelay.types import RequestKey
+from tests.integration import pool_kit
+from tests.integration.pool_kit import Node, chain, layout, pool_worker
+from tests.integration.ray_head import BIN, until
+
+ROOT = Path(__file__).parents[2]
+BLOCK = layout().bytes_per_block
+
+
+class Start:
+    """Nodes of one cluster, one after another, each with a log of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = f"test-{uuid4().hex[:12]}"
+        self.address = host_pool_address(self.name)
+        self.folder = folder
+        self.disk = folder / "disk"
+        self.nodes: list[Node] = []
+
+    def __call__(self, *options: str) -> Node:
+        log = self.folder / f"node-{len(self.nodes)}"
+        self.nodes.append(Node(log, self.name, *options))
+        return self.nodes[-1]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    start = Start(tmp_path)
+    yield start
+    left = [node for node in start.nodes if node.is_alive]
+    for node in left:
+        node.kill()
+    assert not left, "all have ended by themselves"
+
+
+def _host(blocks: int) -> tuple[str, str]:
+    return "--host-memory", f"{blocks * BLOCK}B"
+
+
+def _disk(folder: Path, size: str = "64MiB") -> tuple[str, ...]:
+    return "--disk", str(folder), "--disk-size", size
+
+
+def _same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_a_worker_stored_is_there_when_it_is_gone(start: Start) -> None:
+    node = start(*_host(32))
+    hashes, other = chain(1, 20), chain(2, 3)
+    with pool_worker(start.address) as first:
+        first.await_connected()
+        first.store(hashes, first_block=4)
+        assert first.seek(hashes) == (20, 0)
+        assert first.seek(other) == (0, 0)
+        kept = [plane.clone() for plane in first.blocks(4, 20)]
+    with pool_worker(start.address, seed=1) as second:
+        second.await_connected()
+        assert second.fetch((*hashes, *other), first_block=9) == 20
+        assert _same(second.blocks(9, 20), kept)
+        assert second.fetch(other) == 0
+        assert second.pin(hashes[:5])
+        assert not second.pin(other)
+    node.stop()
+
+
+def test_a_full_tier_evicts_the_oldest_but_not_what_is_pinned(start: Start) -> None:
+    node = start(*_host(8))
+    with pool_worker(start.address) as worker:
+        worker.await_connected()
+        worker.store(chain(1, 3))
+        assert worker.pin(chain(1, 3))
+        worker.store(chain(2, 4))
+        worker.store(chain(3, 5))
+        assert worker.seek(chain(1, 3)) == (3, 0)
+        assert worker.seek(chain(2, 4)) == (0, 0)
+        assert worker.seek(chain(3, 5)) == (5, 0)
+    node.stop()
+
+
+def test_a_worker_killed_while_it_stores_leaves_nothing(start: Start) -> None:
+    node = start(*_host(8))
+    address = start.address
+    command = [sys.executable, "-m", pool_kit.__name__, address]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"granted\n"
+        with pool_worker(address) as worker:
+            worker.await_connected()
+            worker.store(chain(1, 8))
+            assert worker.seek(chain(1, 8)) == (0, 0), "all places are the other worker's"
+            writer.kill()
+            writer.wait()
+            until(lambda: node.text.count(" left: ") == 1)
+            worker.store(chain(1, 8))
+            assert worker.seek(chain(1, 8)) == (8, 0)
+            assert worker.fetch(chain(1, 8), first_block=20) == 8
+            assert _same(worker.blocks(20, 8), worker.blocks(0, 8))
+    node.stop()
+
+
+def test_a_node_killed_while_a_worker_fetches_is_a_clean_loss(start: Start) -> None:
+    node = start(*_host(32))
+    with pool_worker(start.address) as worker:
+        worker.await_connected()
+        worker.store(chain(1, 8))
+        node.signal(signal.SIGSTOP)
+        worker.want(chain(1, 8), first_block=20)
+        offer = worker.offer(chain(2, 8))
+        node.kill()
+        answers = [worker.answer(), worker.answer()]
+        assert PrefixFetched(key=RequestKey("want", 0), blocks=0) in answers
+        assert [a.offer for a in answers if not isinstance(a, PrefixFetched)] == [offer]
+        assert worker.side.client.idle
+        assert not worker.side.client.connected
+        worker.store(chain(3, 8))  # dropped at once
+        node = start(*_host(32))
+        worker.await_connected()
+        assert worker.seek(chain(1, 8)) == (0, 0)
+        worker.store(chain(1, 8))
+        assert worker.fetch(chain(1, 8), first_block=20) == 8
+    node.stop()
+
+
+def test_a_node_that_hangs_holds_up_no_one(start: Start) -> None:
+    node = start(*_host(32))
+    with pool_worker(start.address) as worker:
+        worker.await_connected()
+        worker.side.client._patience_s = 0.5
+        worker.store(chain(1, 8))
+        node.signal(signal.SIGSTOP)
+        assert worker.fetch(chain(1, 8), first_block=20) == 0
+        assert worker.seek(chain(1, 8)) == (0, 0)
+        worker.store(chain(2, 8))
+        node.signal(signal.SIGCONT)
+        assert until(lambda: worker.seek(chain(1, 8)) == (8, 0))
+        assert worker.fetch(chain(1, 8), first_block=20) == 8
+    node.stop()
+
+
+def test_what_is_on_disk_comes_back(start: Start) -> None:
+    hashes = chain(1, 20)
+    node = start(*_host(32), *_disk(start.disk))
+    assert "nothing on disk yet" in node.text
+    with pool_worker(start.address) as worker:
+        worker.await_connected()
+        worker.store(hashes)
+        kept = [plane.clone() for plane in worker.blocks(0, 20)]
+        node.stop()
+        assert node.text.endswith("20 blocks in memory are gone, 20 on disk stay\n")
+        worker.await_connected(False)
+        node = start(*_host(6), *_disk(start.disk))
+        assert "20 blocks (1280KiB) on disk" in node.text
+        worker.await_connected()
+        assert worker.seek(hashes) == (0, 20)
+        assert worker.fetch(hashes, first_block=30) == 6, "as many as memory takes at once"
+        assert _same(worker.blocks(30, 6), [plane[:, : 6 * 16] for plane in kept])
+        assert worker.seek(hashes) == (6, 14)
+    node.stop()
+
+
+def test_a_damaged_slot_is_dropped_and_never_served(start: Start) -> None:
+    hashes = chain(1, 10)
+    options = (*_host(32), *_disk(start.disk))
+    node = start(*options)
+    with pool_worker(start.address) as worker:
+        worker.await_connected()
+        worker.store(hashes)
+        node.stop()
+        (segment,) = start.disk.glob("*.segment")
+        with segment.open("r+b") as file:
+            file.seek(4096 + 6 * (512 + BLOCK) + 512 + 1000)  # within the seventh block
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+        (start.disk / "kvrelay-000007.segment").write_bytes(b"not ours")
+        node = start(*options)
+        assert "kvrelay-000007.segment is damaged" in node.text
+        worker.await_connected(False)
+        worker.await_connected()
+        assert worker.fetch(hashes, first_block=30) == 6
+        assert _same(worker.blocks(30, 6), worker.blocks(0, 6))
+        assert worker.seek(hashes) == (6, 0)
+        until(lambda: "damaged: its block is dropped" in node.text)
+        worker.store(hashes)
+        assert worker.seek(hashes) == (10, 0)
+    node.stop()
+
+
+def test_a_killed_node_loses_only_what_was_not_written(start: Start) -> None:
+    hashes = chain(1, 30)
+    options = (*_host(32), *_disk(start.disk))
+    node = start(*options)
+    with pool_worker(start.address) as worker:
+        worker.await_connected()
+        worker.store(hashes)
+        node.kill()
+        node = start(*options)
+        worker.await_connected(False)
+        worker.await_connected()
+        in_memory, on_disk = worker.seek(hashes)
+        assert in_memory == 0
+        assert worker.fetch(hashes, first_block=32) == on_disk
+        assert _same(worker.blocks(32, on_disk), worker.blocks(0, on_disk))
+    node.stop()
+
+
+def test_another_model_is_refused_and_an_old_ones_disk_is_replaced(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = (*_host(32), *_disk(start.disk))
+    node = start(*options)
+    address = start.address
+    with pool_worker(address) as worker, pool_worker(address, kv=layout(dim=32)) as stranger:
+        worker.await_connected()
+        worker.store(chain(1, 4))
+        until(lambda: "refused: its blocks are bfloat16/block16" in node.text)
+        until(lambda: "refuses this worker: its blocks are" in caplog.text)
+        assert not stranger.side.client.connected
+        worker.store(chain(2, 4))
+    node.stop()
+    node = start(*options)
+    assert "8 blocks (512KiB) on disk" in node.text
+    with pool_worker(address, kv=layout(dim=32)) as stranger:
+        stranger.await_connected()
+        assert re.search(r"the disk held bfloat16/block16 of 65536 bytes.*deleted", node.text)
+        stranger.store(chain(1, 4))
+        assert stranger.seek(chain(1, 4)) == (4, 0)
+    node.stop()
+
+
+def test_one_node_for_each_host_and_folder(start: Start) -> None:
+    node = start(*_host(8), *_disk(start.disk))
+    again = [BIN / "kvrelay", "pool-node", *_host(8), "--name"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    others = {
+        (*again, start.name): f"kvrelay: a pool node of the cluster {start.name} runs on this host",
+        (*again, f"{start.name}-2", *_disk(start.disk)): f"kvrelay: pool.disk: another pool node "
+        f"uses {start.disk}",
+    }
+    for command, message in others.items():
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(message)
+        assert done.stderr.count("\n") == 1
+    node.stop()
+
+
+def test_workers_of_other_hosts_come_over_nixl(start: Start) -> None:
+    node = start(*_host(16), "--transport", "nixl")
+    until(lambda: len(node.addresses()) == 2)
+    near, far = node.addresses()
+    assert near == start.address
+    with pool_worker(near) as writer, pool_worker(far, seed=1) as reader:
+        writer.await_connected()
+        reader.await_connected()
+        writer.store(chain(1, 8))
+        assert writer.seek(chain(1, 8)) == (8, 0)
+        assert reader.fetch(chain(1, 8)) == 8
+        assert _same(reader.blocks(0, 8), writer.blocks(0, 8))
+        reader.store(chain(2, 8), first_block=30)
+        assert reader.seek(chain(2, 8)) == (8, 0)
+        assert writer.fetch(chain(2, 8), first_block=30) == 8
+        assert _same(reader.blocks(30, 8), writer.blocks(30, 8))
+    node.stop()
