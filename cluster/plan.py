@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.config import Config, Preload, WorkerPool
+from cluster.config import Config, Preload, Ucx, WorkerPool
 from cluster.resolve import device_share, worker_names
 from cluster.settings import RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
@@ -120,8 +120,10 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         cpu_threads=pool.cpu_threads,
         transports=config.transfer.transports,
         handoff=config.transfer.handoff,
+        require=config.transfer.require,
+        ucx=ucx_variables(config.transfer.ucx),
         staging_slabs=config.transfer.staging_slabs,
-        slab_tokens=config.transfer.slab_tokens,
+        staging_bytes=config.transfer.staging_bytes,
         lease_ttl_s=config.transfer.lease_ttl,
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
@@ -148,6 +150,17 @@ def _preload(one: Preload) -> PreloadText:
     text = one.text if one.system is None else one.system
     assert text is not None, "one of them is set"
     return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
+
+
+def ucx_variables(ucx: Ucx) -> tuple[tuple[str, str], ...]:
+    """Environment variables of the workers, by their names."""
+    given = {
+        "UCX_TLS": ucx.tls,
+        "UCX_NET_DEVICES": ucx.net_devices,
+        "UCX_RNDV_THRESH": ucx.rndv_threshold_bytes,
+        "UCX_MAX_EAGER_RAILS": ucx.max_eager_rails,
+    }
+    return tuple((name, str(value)) for name, value in given.items() if value is not None)
 
 
 def _placement(pool: WorkerPool) -> Placement:

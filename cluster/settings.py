@@ -18,7 +18,7 @@ class WorkerSettings:
 
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
     fixes the size of the pool, else `memory_fraction` of the device decides. `handoff` is a
-    HandoffMode.
+    HandoffMode, `ucx` are variables for UCX.
     """
 
     name: str
@@ -39,8 +39,10 @@ class WorkerSettings:
     cpu_threads: int | None
     transports: tuple[str, ...]
     handoff: str
+    require: tuple[str, ...]
+    ucx: tuple[tuple[str, str], ...]
     staging_slabs: int
-    slab_tokens: int | None
+    staging_bytes: int | None
     lease_ttl_s: float
     host: str
     port_range: tuple[int, int] | None

@@ -22,7 +22,10 @@ from cluster.plan import router_settings, worker_settings
 from cluster.resolve import Site, resolve
 from kvrelay.errors import ConfigError, KvrelayError
 
-COMMANDS = ["serve", "stop", "demo", "status", "router", "worker", "config", "config show"]
+COMMANDS = [
+    *("serve", "stop", "demo", "status", "doctor"),
+    *("router", "worker", "config", "config show"),
+]
 
 
 @pytest.fixture
@@ -193,7 +196,12 @@ SAMPLES: dict[str, object] = {
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
     "transfer.staging_slabs": 9,
-    "transfer.slab_tokens": 9,
+    "transfer.staging_bytes": "9MiB",
+    "transfer.require": ["rdma"],
+    "transfer.ucx.tls": "tcp",
+    "transfer.ucx.net_devices": "eth0",
+    "transfer.ucx.rndv_threshold_bytes": "8KiB",
+    "transfer.ucx.max_eager_rails": 2,
     "transfer.lease_ttl": "9s",
     "network.host": "h",
     "network.port_range": [2000, 3000],
