@@ -130,8 +130,13 @@ def _load(settings: WorkerSettings) -> Engine:
         block_size=settings.block_size,
         blocks=None,
         limits=limits,
-        allocate=memfd.allocate if settings.device == "cpu" else None,
+        allocate=memfd.allocate if _shares_memory(settings) else None,
     )
+
+
+def _shares_memory(settings: WorkerSettings) -> bool:
+    """Whether peers may map the pool itself."""
+    return settings.device == "cpu" and "shm" in settings.transports
 
 
 def _links(
