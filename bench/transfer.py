@@ -27,6 +27,7 @@ from bench.transfer_end import (
     Shape,
     receiver_in_thread,
 )
+from bench.transfer_handoff import handoff_rows
 from kvpool.link_cost import LinkCost, TransferShape, Way, fit
 from kvpool.memory_collate import slab_bytes, write_slab
 from kvpool.memory_probe import measure_copies
@@ -37,6 +38,7 @@ from kvpool.transport.registry import schemes
 from kvrelay.errors import ConfigError
 
 MESSAGE_LINKS = ("nixl", "ucx")
+WORKER_LINKS = ("shm", *MESSAGE_LINKS)
 PATIENCE_S = 120.0
 STEADY_TOKENS = 32
 STEADY_WARM_UP = 0.1
@@ -330,6 +332,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of 32; fewer need less memory")
     parser.add_argument("--only", nargs="+", metavar="TRANSPORT", help="measure these alone")
     parser.add_argument("--steady", type=int, metavar="N", help="N small transfers instead")
+    parser.add_argument("--handoff", action="store_true", help="two real workers instead")
     parser.add_argument("--profile", type=Path, help="write a Chrome trace to this file instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -341,6 +344,9 @@ def main() -> None:
         write_trace(args.profile, names, shape)
         return
     rows: list[Row] = []
+    if args.handoff:
+        rows = handoff_rows([name for name in names if name in WORKER_LINKS], args.repeats)
+        names = []
     for scheme in names:
         rows += (
             [steady_row(scheme, args.steady)]
