@@ -44,6 +44,7 @@ WORKER_KEYS = (
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
+    "network.secret",
     "drain_timeout",
 )
 ROUTER_KEYS = (

@@ -238,6 +238,8 @@ class Network(Section):
     """Address of the workers; auto: loopback on a Ray of our own, else the node's."""
     port_range: tuple[Port, Port] | None = None
     """First and last port that workers may use; none: the system chooses."""
+    secret: str | None = None
+    """KV links between hosts take only workers that know it; none: any that reach the port."""
 
     @field_validator("port_range")
     @classmethod

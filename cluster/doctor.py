@@ -6,7 +6,6 @@ Each transport is tried for real: its endpoint is opened and registers memory.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import shutil
 from collections.abc import Mapping
@@ -17,12 +16,13 @@ from uuid import uuid4
 import psutil
 
 from cluster.config import Config, WorkerPool
-from cluster.plan import ucx_variables
+from cluster.plan import ucx_options
 from kvpool.transport import fabric, ucx_info
 from kvpool.transport.base import Callbacks
 from kvpool.transport.fabric import LinkKind
 from kvpool.transport.gpus import GpuFacts, gpu_facts
 from kvpool.transport.registry import open_endpoint
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation, Role
 
@@ -69,11 +69,10 @@ class Diagnosis:
 
 
 def examine(config: Config) -> Diagnosis:
-    """Sets the file's UCX variables in this process, as a worker does."""
-    variables = dict(ucx_variables(config.transfer.ucx))
-    os.environ.update(variables)
+    """Takes a second or two."""
+    options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
     gpus = gpu_facts()
-    findings = tuple(_finding(transport, variables, gpus) for transport in TRANSPORTS)
+    findings = tuple(_finding(transport, options, gpus) for transport in TRANSPORTS)
     by_name = {finding.transport: finding for finding in findings}
     return Diagnosis(
         findings=findings,
@@ -85,19 +84,19 @@ def examine(config: Config) -> Diagnosis:
 # --- one transport ------------------------------------------------------------------------------
 
 
-def _finding(transport: str, variables: Mapping[str, str], gpus: GpuFacts) -> Finding:
-    why = _obstacle(transport, gpus)
+def _finding(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> Finding:
+    why = _obstacle(transport, ucx, gpus)
     return Finding(
         transport=transport,
         usable=not why,
-        kind=fabric.link_kind(transport),
+        kind=fabric.link_kind(transport, ucx),
         why=why,
         needs=NEEDS[transport],
-        facts={name: text for name, text in _facts(transport, variables, gpus).items() if text},
+        facts={name: text for name, text in _facts(transport, ucx, gpus).items() if text},
     )
 
 
-def _obstacle(transport: str, gpus: GpuFacts) -> str:
+def _obstacle(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> str:
     """Why it can't be used here; empty when it can."""
     if transport == "cuda_ipc" and not gpus.count:
         return "no CUDA device"
@@ -105,7 +104,7 @@ def _obstacle(transport: str, gpus: GpuFacts) -> str:
         on_connect=lambda _: None, on_message=lambda *_: None, on_lost=lambda _: None
     )
     try:
-        endpoint = open_endpoint(transport, Incarnation(f"doctor-{uuid4().hex}"), nothing)
+        endpoint = open_endpoint(transport, Incarnation(f"doctor-{uuid4().hex}"), nothing, ucx=ucx)
     except (ConfigError, OSError, RuntimeError) as error:
         return str(error)
     with contextlib.closing(endpoint):
@@ -116,16 +115,16 @@ def _obstacle(transport: str, gpus: GpuFacts) -> str:
     return ""
 
 
-def _facts(transport: str, variables: Mapping[str, str], gpus: GpuFacts) -> dict[str, str]:
+def _facts(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
     match transport:
         case "shm":
             return {"memory": f"{_gib(psutil.virtual_memory().available)} available to memfd"}
         case "cuda_ipc":
             return _gpu_facts(gpus)
         case "nixl":
-            return _ucx_facts(ucx_info.library_of_nixl(), variables)
+            return _ucx_facts(ucx_info.library_of_nixl(), ucx)
         case _:
-            return _ucx_facts(ucx_info.library_of_ucxx(), variables)
+            return _ucx_facts(ucx_info.library_of_ucxx(), ucx)
 
 
 def _gpu_facts(gpus: GpuFacts) -> dict[str, str]:
@@ -139,10 +138,10 @@ def _gpu_facts(gpus: GpuFacts) -> dict[str, str]:
     }
 
 
-def _ucx_facts(library: Path | None, variables: Mapping[str, str]) -> dict[str, str]:
+def _ucx_facts(library: Path | None, ucx: UcxOptions) -> dict[str, str]:
     if library is None:
         return {}
-    info = ucx_info.describe(library, variables)
+    info = ucx_info.describe(library, ucx)
     if isinstance(info, str):
         return {"UCX": info}
     obstacle = fabric.obstacle_of(info)
@@ -239,5 +238,6 @@ def _refusal(config: Config, finding: Finding) -> str:
     kinds = ", ".join(config.transfer.require)
     text = f"it is {finding.kind} and transfer.require is [{kinds}]"
     if finding.kind is LinkKind.TCP and LinkKind.RDMA in config.transfer.require:
-        text += f" ({fabric.rdma_obstacle(finding.transport)})"
+        options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
+        text += f" ({fabric.rdma_obstacle(finding.transport, options)})"
     return text

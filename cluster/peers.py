@@ -27,9 +27,8 @@ from kvpool.link_cost import LinkCost, Sample
 from kvpool.memory import KvMemory
 from kvpool.peer_wire import decode, encode
 from kvpool.transport.base import Callbacks, Connection
-from kvpool.transport.endpoints import Endpoints, scheme_of
+from kvpool.transport.endpoints import DEFAULTS, EndpointOptions, Endpoints, scheme_of
 from kvpool.transport.fabric import LinkKind
-from kvpool.transport.registry import LOOPBACK_HOST
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
@@ -49,7 +48,7 @@ class PeerLinks:
         hello: PeerHello,
         post: Callable[[FromPeer | PeerLost | LinkMeasured], None],
         *,
-        host: str = LOOPBACK_HOST,
+        options: EndpointOptions = DEFAULTS,
         require: Collection[LinkKind] = (),
         copies: tuple[Sample, ...] = (),
         memory: KvMemory | None = None,
@@ -66,7 +65,7 @@ class PeerLinks:
             on_connect=lambda connection: None, on_message=self._received, on_lost=self._lost
         )
         self.endpoints = Endpoints(
-            transports, hello.incarnation, callbacks, host=host, require=require
+            transports, hello.incarnation, callbacks, options=options, require=require
         )
         self._prober = Prober(self.endpoints, copies, self._measured)
         kv = replace(hello.kv, region=self._shared(memory))

@@ -121,12 +121,13 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         transports=config.transfer.transports,
         handoff=config.transfer.handoff,
         require=config.transfer.require,
-        ucx=ucx_variables(config.transfer.ucx),
+        ucx=ucx_options(config.transfer.ucx),
         staging_slabs=config.transfer.staging_slabs,
         staging_bytes=config.transfer.staging_bytes,
         lease_ttl_s=config.transfer.lease_ttl,
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
+        secret=config.network.secret or "",
     )
 
 
@@ -152,15 +153,9 @@ def _preload(one: Preload) -> PreloadText:
     return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
 
 
-def ucx_variables(ucx: Ucx) -> tuple[tuple[str, str], ...]:
-    """Environment variables of the workers, by their names."""
-    given = {
-        "UCX_TLS": ucx.tls,
-        "UCX_NET_DEVICES": ucx.net_devices,
-        "UCX_RNDV_THRESH": ucx.rndv_threshold_bytes,
-        "UCX_MAX_EAGER_RAILS": ucx.max_eager_rails,
-    }
-    return tuple((name, str(value)) for name, value in given.items() if value is not None)
+def ucx_options(ucx: Ucx) -> tuple[tuple[str, str | int], ...]:
+    """The fields of UcxOptions that the cluster file sets."""
+    return tuple((name, value) for name, value in ucx if value is not None)
 
 
 def _placement(pool: WorkerPool) -> Placement:

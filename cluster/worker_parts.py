@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 from dataclasses import dataclass
 from uuid import uuid4
@@ -30,7 +29,9 @@ from kvpool.slabs import SlabPool
 from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables
 from kvpool.transport import memfd
+from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.fabric import LinkKind
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
 from prefill_worker.scheduler import PrefillScheduler
@@ -134,6 +135,16 @@ def _load(settings: WorkerSettings) -> Engine:
     )
 
 
+def _endpoint_options(settings: WorkerSettings) -> EndpointOptions:
+    return EndpointOptions(
+        host=settings.host,
+        port_range=settings.port_range,
+        secret=settings.secret.encode(),
+        ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
+        device=settings.device,
+    )
+
+
 def _shares_memory(settings: WorkerSettings) -> bool:
     """Whether peers may map the pool itself."""
     return settings.device == "cpu" and "shm" in settings.transports
@@ -145,7 +156,6 @@ def _links(
     staging: Staging,
     inbox: queue.SimpleQueue[Incoming],
 ) -> PeerLinks:
-    os.environ.update(settings.ucx)
     hello = PeerHello(
         wire_version=WIRE_VERSION,
         incarnation=Incarnation(uuid4().hex),
@@ -162,7 +172,7 @@ def _links(
         settings.transports,
         hello,
         inbox.put,
-        host=settings.host,
+        options=_endpoint_options(settings),
         require=[LinkKind(kind) for kind in settings.require],
         memory=engine.memory,
         copies=measure_copies(engine.layout, engine.memory.device),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,7 @@ from kvpool.transport import fabric
 from kvpool.transport.base import Callbacks, Connection, Endpoint, Region, RegionName
 from kvpool.transport.fabric import LinkKind
 from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
@@ -44,6 +45,32 @@ class SharedRegion:
         return self.over[scheme].memory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """As `open_endpoint` takes them."""
+
+    host: str = LOOPBACK_HOST
+    port_range: tuple[int, int] | None = None
+    secret: bytes = field(default=b"", repr=False)
+    ucx: UcxOptions = field(default_factory=UcxOptions)
+    device: str = "cuda"
+
+    def open(self, scheme: str, incarnation: Incarnation, callbacks: Callbacks) -> Endpoint:
+        return open_endpoint(
+            scheme,
+            incarnation,
+            callbacks,
+            host=self.host,
+            port_range=self.port_range,
+            secret=self.secret,
+            ucx=self.ucx,
+            device=self.device,
+        )
+
+
+DEFAULTS = EndpointOptions()
+
+
 class Endpoints:
     """`schemes` by preference. With `require` only links of those kinds are used."""
 
@@ -53,17 +80,18 @@ class Endpoints:
         incarnation: Incarnation,
         callbacks: Callbacks,
         *,
-        host: str = LOOPBACK_HOST,
+        options: EndpointOptions = DEFAULTS,
         require: Collection[LinkKind] = (),
     ) -> None:
         """Those that can't be opened are logged. Raises ConfigError when no usable one is left."""
         self._require = frozenset(require)
+        self._ucx = options.ucx
         self._open: dict[str, Endpoint] = {}
         failures = []
         for scheme in schemes:
             try:
                 self._check_kind(scheme)
-                self._open[scheme] = open_endpoint(scheme, incarnation, callbacks, host=host)
+                self._open[scheme] = options.open(scheme, incarnation, callbacks)
             except (ConfigError, OSError) as error:
                 failures.append(str(error))
         if not self._open:
@@ -138,10 +166,10 @@ class Endpoints:
         return region
 
     def _check_kind(self, scheme: str) -> None:
-        if not self._require or (kind := fabric.link_kind(scheme)) in self._require:
+        if not self._require or (kind := fabric.link_kind(scheme, self._ucx)) in self._require:
             return
         asks_rdma = LinkKind.RDMA in self._require and kind is LinkKind.TCP
-        why = fabric.rdma_obstacle(scheme) if asks_rdma else None
+        why = fabric.rdma_obstacle(scheme, self._ucx) if asks_rdma else None
         wanted = ", ".join(sorted(self._require))
         reason = f" ({why})" if why else ""
         raise ConfigError(f"transfer.require is [{wanted}] and {scheme} is {kind}{reason}")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvpool.transport import ucx_info
 from kvpool.transport.ucx_info import UcxInfo
+from kvpool.transport.ucx_options import UcxOptions
 
 _RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd", "gga")
 """How UCX's names of RDMA transports begin."""
@@ -110,19 +111,19 @@ def _excluded(active: set[str], environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def link_kind(scheme: str) -> LinkKind:
+def link_kind(scheme: str, ucx: UcxOptions) -> LinkKind:
     """What a link of this transport is here, between hosts if it can be."""
     if scheme in ("nixl", "ucx"):
-        return LinkKind.TCP if rdma_obstacle(scheme) else LinkKind.RDMA
+        return LinkKind.TCP if rdma_obstacle(scheme, ucx) else LinkKind.RDMA
     return LinkKind(scheme)
 
 
-def rdma_obstacle(scheme: str) -> str | None:
+def rdma_obstacle(scheme: str, ucx: UcxOptions) -> str | None:
     """Why nixl or ucx doesn't use RDMA here, or None: its UCX is asked, in another process."""
     library = ucx_info.library_of_nixl() if scheme == "nixl" else ucx_info.library_of_ucxx()
     if library is None:
         return f"{scheme} is not installed"
-    info = ucx_info.describe(library, {})
+    info = ucx_info.describe(library, ucx)
     return info if isinstance(info, str) else obstacle_of(info)
 
 

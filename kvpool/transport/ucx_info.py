@@ -13,10 +13,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from kvpool.transport.ucx_options import UcxOptions
 
 _NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13")
 _FEATURES = 1 | 4  # UCP_FEATURE_TAG | UCP_FEATURE_RMA
@@ -55,9 +56,10 @@ def library_of_ucxx() -> Path | None:
     return _first(_site("libucx") / "libucx" / "lib", "libucp.so*")
 
 
-def describe(library: Path, variables: Mapping[str, str]) -> UcxInfo | str:
-    """With these UCX variables set; or why it can't be told."""
+def describe(library: Path, options: UcxOptions) -> UcxInfo | str:
+    """With these options; or why it can't be told."""
     command = [sys.executable, "-m", "kvpool.transport.ucx_info", str(library)]
+    variables = {f"UCX_{name}": value for name, value in options.settings().items()}
     environment = {**os.environ, **variables, "UCX_LOG_LEVEL": "fatal"}
     try:
         run = subprocess.run(

@@ -205,6 +205,7 @@ SAMPLES: dict[str, object] = {
     "transfer.lease_ttl": "9s",
     "network.host": "h",
     "network.port_range": [2000, 3000],
+    "network.secret": "s",
     "ray.address": "auto",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",

@@ -267,6 +267,7 @@ CHANGES = {
     "transfer.lease_ttl": "9s",
     "network.host": "10.0.0.1",
     "network.port_range": [3000, 4000],
+    "network.secret": "s",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",
     "drain_timeout": "9s",

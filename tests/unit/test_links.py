@@ -34,6 +34,7 @@ from kvpool.transport.base import RegionName
 from kvpool.transport.fabric import LinkKind, no_rdma, obstacle_of, rdma_ports
 from kvpool.transport.probe import PROBE_BYTES
 from kvpool.transport.ucx_info import UcxInfo, describe, library_of_nixl
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
 
@@ -73,7 +74,11 @@ class Side:
         self.links.send(SendPeer(peer=peer.incarnation, addresses=addresses, message=RENEW))
 
     def next(self) -> FromPeer | PeerLost | LinkMeasured:
-        return self.inbox.get(timeout=20)
+        """But hellos."""
+        event = self.inbox.get(timeout=20)
+        if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
+            return self.next()
+        return event
 
     def until(self, kind: type) -> FromPeer | PeerLost | LinkMeasured:
         while not isinstance(event := self.next(), kind):
@@ -333,16 +338,16 @@ def test_ucx_itself_says_whether_it_uses_rdma(monkeypatch) -> None:
 def test_the_library_of_nixl_can_be_asked() -> None:
     library = library_of_nixl()
     assert library is not None
-    found = describe(library, {"UCX_TLS": "tcp"})
+    found = describe(library, UcxOptions(tls="tcp"))
     assert isinstance(found, UcxInfo)
     assert found.version.count(".") == 2
     assert {"tcp", "ib"} <= set(found.components)
     assert found.resources and all(name.startswith("tcp/") for name in found.resources)
-    assert "can't be loaded" in str(describe(library.with_name("no.so"), {}))
+    assert "can't be loaded" in str(describe(library.with_name("no.so"), UcxOptions()))
 
 
 def test_what_is_required_and_absent_is_refused_at_start(side, monkeypatch) -> None:
-    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme: f"{scheme} sees no device")
+    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme, ucx: f"{scheme} sees no device")
     wanted = r"transfer.require is \[rdma\] and nixl is tcp \(nixl sees no device\)"
     with pytest.raises(ConfigError, match=wanted):
         side("a", "nixl", require=[LinkKind.RDMA])
@@ -351,7 +356,7 @@ def test_what_is_required_and_absent_is_refused_at_start(side, monkeypatch) -> N
 
 
 def test_a_peer_without_what_is_required_is_refused(side, monkeypatch) -> None:
-    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme: None)
+    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme, ucx: None)
     a, b = side("a", "shm", "nixl", require=[LinkKind.RDMA]), side("b", "shm")
     assert a.links.endpoints.schemes == ("nixl",)
     a.greet(b)
