@@ -34,11 +34,17 @@ WORKER_KEYS = (
     "scheduler.max_running_requests",
     "transfer.transports",
     "transfer.handoff",
+    "transfer.require",
+    "transfer.ucx.tls",
+    "transfer.ucx.net_devices",
+    "transfer.ucx.rndv_threshold_bytes",
+    "transfer.ucx.max_eager_rails",
     "transfer.staging_slabs",
-    "transfer.slab_tokens",
+    "transfer.staging_bytes",
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
+    "network.secret",
     "drain_timeout",
 )
 ROUTER_KEYS = (

@@ -67,6 +67,7 @@ AutoBytes = Annotated[Bytes | None, *_AUTO]
 AutoText = Annotated[str | None, *_AUTO]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
+Transport = Literal["shm", "nixl", "ucx", "cuda_ipc"]
 Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
 Quantity = Annotated[float, Field(ge=0)]
 
@@ -173,23 +174,46 @@ class Router(Section):
         return self
 
 
+class Ucx(Section):
+    """What nixl and ucx tell UCX; none: UCX's own choice, or the UCX_ variables of the worker."""
+
+    tls: str | None = None
+    """Transports that UCX may use, as in UCX_TLS, such as rc,cuda."""
+    net_devices: str | None = None
+    """As in UCX_NET_DEVICES, such as mlx5_0:1."""
+    rndv_threshold_bytes: Bytes | None = None
+    """Larger messages go by rendezvous (UCX_RNDV_THRESH)."""
+    max_eager_rails: Count | None = None
+    """Devices that share an eager message (UCX_MAX_EAGER_RAILS)."""
+
+
 class Transfer(Section):
     """How KV travels from prefill to decode workers."""
 
-    transports: Annotated[tuple[Literal["shm", "nixl"], ...], Field(min_length=1, max_length=1)] = (
-        "shm",
-    )
-    """The link to use, one so far. shm: shared memory of one host; nixl: RDMA or TCP between hosts
-    (needs kvrelay[nixl])."""
+    transports: Annotated[tuple[Transport, ...], Field(min_length=1)] = ("shm",)
+    """By preference: each pair of workers uses the first that both have and that connects them.
+    shm: memory of one host; cuda_ipc: GPU to GPU of one host; nixl and ucx: RDMA or TCP between
+    hosts (need kvrelay[nixl], kvrelay[ucx])."""
+    require: tuple[Literal["shm", "cuda_ipc", "rdma"], ...] = ()
+    """Only links of these kinds may be used, else the worker doesn't start. rdma: nixl or ucx with
+    an RDMA device."""
+    ucx: Ucx = Ucx()
     handoff: Literal["push", "pull"] = "push"
     """push: KV leaves while the prompt is computed, into blocks that wait for it; pull: once all is
     computed, and the decode worker has room."""
     staging_slabs: Annotated[int, Field(ge=2)] = 4
-    """Buffers that a worker lends to its peers."""
-    slab_tokens: AutoCount = None
-    """Tokens that one slab holds; auto: a prefill chunk."""
+    """Buffers that a worker lends to its peers: how many transfers may be in flight."""
+    staging_bytes: AutoBytes = None
+    """All these buffers together; auto: the KV of a prefill chunk for each."""
     lease_ttl: Seconds = 30.0
     """How long blocks and slabs stay held for a peer that makes no progress."""
+
+    @field_validator("transports")
+    @classmethod
+    def _each_once(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(given)) < len(given):
+            raise ValueError("each transport once")
+        return given
 
 
 class Preload(Section):
@@ -231,6 +255,8 @@ class Network(Section):
     """Address of the workers; auto: loopback on a Ray of our own, else the node's."""
     port_range: tuple[Port, Port] | None = None
     """First and last port that workers may use; none: the system chooses."""
+    secret: str | None = None
+    """KV links between hosts take only workers that know it; none: any that reach the port."""
 
     @field_validator("port_range")
     @classmethod

@@ -26,11 +26,12 @@ from kvpool.handoff import (
     WriteSlab,
 )
 from kvpool.memory import KvMemory
-from kvpool.memory_collate import read_slab, slab_bytes, write_slab
+from kvpool.memory_collate import read_slab, write_slab
 from kvpool.memory_direct import fetch
 from kvpool.slabs import SlabId
 from kvpool.transfer_plan import Side
-from kvpool.transport.base import Region, RegionName
+from kvpool.transport.base import RegionName
+from kvpool.transport.endpoints import SharedRegion
 from kvrelay.errors import PeerError
 
 Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab
@@ -47,7 +48,7 @@ class Mover:
         fingerprint: str,
         *,
         slabs: int,
-        slab_tokens: int,
+        slab_bytes: int,
         post: Callable[[Outcome], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
@@ -56,11 +57,11 @@ class Mover:
         self._fingerprint = fingerprint
         self._post = post
         self._crashed = crashed
-        self._slab_bytes = slab_bytes(memory.layout, slab_tokens)
-        self.regions: dict[SlabId, Region] = {
-            SlabId(i): links.endpoint.register(self._slab_bytes) for i in range(slabs)
+        self._slab_bytes = slab_bytes
+        self.regions: dict[SlabId, SharedRegion] = {
+            SlabId(i): links.endpoints.register(self._slab_bytes) for i in range(slabs)
         }
-        self._staging: Region | None = None
+        self._staging: SharedRegion | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvrelay-mover", daemon=True)
 
@@ -75,10 +76,10 @@ class Mover:
         if self._thread.is_alive():
             self._thread.join()
         for region in self.regions.values():
-            self._links.endpoint.deregister(region)
+            self._links.endpoints.deregister(region)
         self.regions.clear()
         if self._staging is not None:
-            self._links.endpoint.deregister(self._staging)
+            self._links.endpoints.deregister(self._staging)
 
     def _run(self) -> None:
         use_threads(1)
@@ -138,10 +139,10 @@ class Mover:
             connection.write(region, 0, staging[:size])
         return size
 
-    def _own_staging(self) -> Region:
+    def _own_staging(self) -> SharedRegion:
         """Registered on first use, for links that cannot map the peer's slab."""
         if self._staging is None:
-            self._staging = self._links.endpoint.register(self._slab_bytes)
+            self._staging = self._links.endpoints.register(self._slab_bytes)
         return self._staging
 
     def _scatter(self, job: ScatterSlab) -> SlabScattered:
@@ -192,6 +193,6 @@ class Mover:
         )
 
     def _replace(self, slab_id: SlabId) -> SlabReplaced:
-        self._links.endpoint.deregister(self.regions[slab_id])
-        self.regions[slab_id] = self._links.endpoint.register(self._slab_bytes)
+        self._links.endpoints.deregister(self.regions[slab_id])
+        self.regions[slab_id] = self._links.endpoints.register(self._slab_bytes)
         return SlabReplaced(slab_id=slab_id, region=self.regions[slab_id].name)

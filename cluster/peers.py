@@ -7,47 +7,74 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from kvpool.handoff import FromPeer, PeerHello, PeerLost, PeerMessage, SendPeer
+from cluster.prober import Link, Prober
+from kvpool.handoff import (
+    FromPeer,
+    LinkMeasured,
+    LinkProbed,
+    PeerHello,
+    PeerLost,
+    PeerMessage,
+    Ping,
+    Pong,
+    SendPeer,
+    SlabLent,
+)
+from kvpool.link_cost import LinkCost, Sample
 from kvpool.memory import KvMemory
 from kvpool.peer_wire import decode, encode
-from kvpool.transport.base import Callbacks, Connection, Endpoint
-from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
+from kvpool.transport.base import Callbacks, Connection
+from kvpool.transport.endpoints import DEFAULTS, EndpointOptions, Endpoints, scheme_of
+from kvpool.transport.fabric import LinkKind
 from kvrelay.errors import ConfigError, PeerError
+from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
 
 
 class PeerLinks:
-    """# incarnation of a peer |-> the connection to it, once both have said hello"""
+    """# incarnation of a peer |-> the connection to it, once both have said hello
+
+    Each pair uses the first transport of the opener's preference that both have and that connects.
+    """
 
     def __init__(
         self,
-        scheme: str,
+        transports: Sequence[str],
         hello: PeerHello,
-        post: Callable[[FromPeer | PeerLost], None],
+        post: Callable[[FromPeer | PeerLost | LinkMeasured], None],
         *,
-        host: str = LOOPBACK_HOST,
+        options: EndpointOptions = DEFAULTS,
+        require: Collection[LinkKind] = (),
+        copies: tuple[Sample, ...] = (),
         memory: KvMemory | None = None,
     ) -> None:
-        """Peers may read `memory`, the KV pool, where the link can share it."""
+        """Peers may read `memory`, the KV pool, where the link can share it; `copies`: see Prober.
+        Raises ConfigError when no transport can be used."""
         self._post = post
         self._lock = threading.Lock()
         self._by_peer: dict[Incarnation, Connection] = {}
         self._peer_of: dict[Connection, Incarnation] = {}
+        self._links: dict[Connection, Link] = {}  # those whose peer has said hello
+        self._costs: dict[Connection, LinkCost] = {}
         callbacks = Callbacks(
             on_connect=lambda connection: None, on_message=self._received, on_lost=self._lost
         )
-        self.endpoint: Endpoint = open_endpoint(scheme, hello.incarnation, callbacks, host=host)
-        self._hello = replace(hello, kv=replace(hello.kv, region=self._shared(memory)))
+        self.endpoints = Endpoints(
+            transports, hello.incarnation, callbacks, options=options, require=require
+        )
+        self._prober = Prober(self.endpoints, copies, self._measured)
+        kv = replace(hello.kv, region=self._shared(memory))
+        self._hello = replace(hello, kv=kv, probe_region=self._prober.region)
 
     def _shared(self, memory: KvMemory | None) -> str:
-        """The region over the whole pool; empty where the link can't have it."""
+        """The region over the whole pool; empty where no link can have it."""
         try:
-            return "" if memory is None else self.endpoint.adopt(memory.flat).name
+            return "" if memory is None else self.endpoints.adopt(memory.flat).name
         except ConfigError as error:
             log.info("KV is not read directly: %s", error)
             return ""
@@ -56,6 +83,12 @@ class PeerLinks:
     def incarnation(self) -> Incarnation:
         """This worker's own."""
         return self._hello.incarnation
+
+    def states(self) -> tuple[LinkState, ...]:
+        """The links that were opened here."""
+        with self._lock:
+            opened = [link for link in self._links.values() if link.opened]
+            return tuple(self._state(link) for link in opened)
 
     def connection(self, peer: Incarnation) -> Connection:
         """Raises PeerError when there is none."""
@@ -71,33 +104,55 @@ class PeerLinks:
         try:
             connection = self._connected(command)
             if connection is not None:
-                connection.notify(encode(command.message))
+                self._say(connection, command.message)
         except PeerError as error:
             self._give_up(command.peer, str(error))
 
     def notify(self, peer: Incarnation, message: PeerMessage) -> None:
         """Raises PeerError."""
-        self.connection(peer).notify(encode(message))
+        self._say(self.connection(peer), message)
+
+    def close(self) -> None:
+        self.endpoints.close()
+        self._prober.close()
+
+    def _say(self, connection: Connection, message: PeerMessage) -> None:
+        """Regions go by the names that they have on this connection's transport."""
+        scheme = scheme_of(connection.peer_address)
+        match message:
+            case SlabLent(region=region):
+                if (name := self.endpoints.name_over(scheme, region)) is None:
+                    raise PeerError(f"the slab {region} can't be reached over {scheme}")
+                message = replace(message, region=name)
+            case PeerHello():
+                message = self._hello_over(scheme)
+        connection.notify(encode(message))
+
+    def _hello_over(self, scheme: str) -> PeerHello:
+        hello = self._hello
+        kv = replace(hello.kv, region=self.endpoints.name_over(scheme, hello.kv.region) or "")
+        probe = self.endpoints.name_over(scheme, hello.probe_region) or ""
+        return replace(hello, kv=kv, probe_region=probe)
 
     def _connected(self, command: SendPeer) -> Connection | None:
         with self._lock:
             known = self._by_peer.get(command.peer)
-        if known is not None or command.address is None:
+        if known is not None or not command.addresses:
             return known
-        connection = self.endpoint.connect(command.address)
+        connection = self.endpoints.connect(command.addresses)
         self._admit(connection, command.peer)
-        connection.notify(encode(self._hello))
+        self._say(connection, self._hello)
         return connection
 
     def _give_up(self, peer: Incarnation, reason: str) -> None:
         """The next message connects anew; closing tells the peer, so both sides start over."""
         with self._lock:
-            connection = self._by_peer.pop(peer, None)
-            if connection is not None:
-                self._peer_of.pop(connection, None)
-            self._post(PeerLost(peer=peer, reason=reason))
-        if connection is not None:
-            connection.close()
+            connection = self._by_peer.get(peer)
+            if connection is None:
+                self._post(PeerLost(peer=peer, reason=reason))
+                return
+        self._forget(connection, reason)
+        connection.close()
 
     def _admit(self, connection: Connection, peer: Incarnation) -> None:
         with self._lock:
@@ -109,26 +164,41 @@ class PeerLinks:
             message = decode(payload)
             if isinstance(message, PeerHello):
                 self._greeted(connection, message)
-                return
-            with self._lock:
-                peer = self._peer_of.get(connection)
-            if peer is None:
-                raise PeerError("a peer spoke before its hello")
+            else:
+                self._take(connection, message)
         except PeerError as error:
             self._drop(connection, str(error))
-            return
-        self._post(FromPeer(peer=peer, message=message))
+
+    def _take(self, connection: Connection, message: PeerMessage) -> None:
+        with self._lock:
+            peer, link = self._peer_of.get(connection), self._links.get(connection)
+        if peer is None or link is None:
+            raise PeerError("a peer spoke before its hello")
+        if isinstance(message, Ping | Pong | LinkProbed):
+            self._prober.received(link, message)
+        else:
+            self._post(FromPeer(peer=peer, message=message))
 
     def _greeted(self, connection: Connection, theirs: PeerHello) -> None:
         with self._lock:
             expected = self._peer_of.get(connection)
         if expected is None:  # they connected to us
             self._admit(connection, theirs.incarnation)
-            connection.notify(encode(self._hello))
+            self._say(connection, self._hello)
         elif expected != theirs.incarnation:
             raise PeerError(f"worker {expected} is gone; {theirs.incarnation} is in its place")
         self._check(theirs)
+        link = Link(
+            peer=theirs.incarnation,
+            name=theirs.name,
+            connection=connection,
+            probe_region=theirs.probe_region,
+            opened=expected is not None,
+        )
+        with self._lock:
+            self._links[connection] = link
         self._post(FromPeer(peer=theirs.incarnation, message=theirs))
+        self._prober.connected(link)
 
     def _check(self, theirs: PeerHello) -> None:
         ours = self._hello
@@ -140,6 +210,29 @@ class PeerLinks:
                     "run the same kvrelay, model and dtype"
                 )
 
+    def _measured(self, link: Link, cost: LinkCost) -> None:
+        with self._lock:
+            if link.connection not in self._links:
+                return
+            self._costs[link.connection] = cost
+        ends = (self._hello.name, link.name) if link.opened else (link.name, self._hello.name)
+        speed, latency_us = cost.bytes_per_s / 1e9, cost.latency_s * 1e6
+        text = "%s -> %s over %s: %.1f GB/s, %.0f us"
+        level = logging.INFO if link.opened else logging.DEBUG
+        log.log(level, text, *ends, cost.transport, speed, latency_us)
+        self._post(LinkMeasured(peer=link.peer, cost=cost))
+
+    def _state(self, link: Link) -> LinkState:
+        cost = self._costs.get(link.connection)
+        if cost is None:
+            return LinkState(peer=link.peer, transport=link.transport)
+        return LinkState(
+            peer=link.peer,
+            transport=link.transport,
+            bytes_per_s=cost.bytes_per_s,
+            latency_s=cost.latency_s,
+        )
+
     def _drop(self, connection: Connection, reason: str) -> None:
         log.error("refused a peer: %s", reason)
         connection.close()
@@ -149,14 +242,13 @@ class PeerLinks:
         self._forget(connection, f"the connection to worker {connection.peer_address} was lost")
 
     def _forget(self, connection: Connection, reason: str) -> None:
+        self._prober.lost(connection)
         with self._lock:
+            self._links.pop(connection, None)
+            self._costs.pop(connection, None)
             peer = self._peer_of.pop(connection, None)
             if peer is None or self._by_peer.get(peer) is not connection:
                 return
             del self._by_peer[peer]
-            self._post(
-                PeerLost(peer=peer, reason=reason)
-            )  # before any hello of its next connection
-
-    def close(self) -> None:
-        self.endpoint.close()
+            # Before any hello of its next connection.
+            self._post(PeerLost(peer=peer, reason=reason))

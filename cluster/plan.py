@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.config import Config, Preload, WorkerPool
+from cluster.config import Config, Preload, Ucx, WorkerPool
 from cluster.resolve import device_share, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
@@ -120,11 +120,14 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         cpu_threads=pool.cpu_threads,
         transports=config.transfer.transports,
         handoff=config.transfer.handoff,
+        require=config.transfer.require,
+        ucx=ucx_options(config.transfer.ucx),
         staging_slabs=config.transfer.staging_slabs,
-        slab_tokens=config.transfer.slab_tokens,
+        staging_bytes=config.transfer.staging_bytes,
         lease_ttl_s=config.transfer.lease_ttl,
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
+        secret=config.network.secret or "",
     )
 
 
@@ -162,6 +165,11 @@ def pool_node_settings(config: Config) -> PoolNodeSettings:
         transports=config.pool.transports,
         host=config.network.host or NODE_HOST,
     )
+
+
+def ucx_options(ucx: Ucx) -> tuple[tuple[str, str | int], ...]:
+    """The fields of UcxOptions that the cluster file sets."""
+    return tuple((name, value) for name, value in ucx if value is not None)
 
 
 def _placement(pool: WorkerPool) -> Placement:

@@ -1,6 +1,6 @@
 """Replaces every "auto" of a cluster file by what this machine or Ray cluster offers. Pure.
 
-`dtype`, `max_model_len`, `kv_memory` and `slab_tokens` stay "auto": only a worker that has loaded
+`dtype`, `max_model_len`, `kv_memory` and `staging_bytes` stay "auto": only a worker that has loaded
 the checkpoint and measured its device can tell.
 """
 

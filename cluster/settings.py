@@ -6,7 +6,7 @@ Made from the cluster file by `resolve`, or from the options of `kvrelay router`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.types import Role
 from router.preload import PreloadText
@@ -18,7 +18,8 @@ class WorkerSettings:
 
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
     fixes the size of the pool, else `memory_fraction` of the device decides. `handoff` is a
-    HandoffMode.
+    HandoffMode, `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
+    same `secret`.
     """
 
     name: str
@@ -39,11 +40,14 @@ class WorkerSettings:
     cpu_threads: int | None
     transports: tuple[str, ...]
     handoff: str
+    require: tuple[str, ...]
+    ucx: tuple[tuple[str, str | int], ...]
     staging_slabs: int
-    slab_tokens: int | None
+    staging_bytes: int | None
     lease_ttl_s: float
     host: str
     port_range: tuple[int, int] | None
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

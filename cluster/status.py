@@ -98,8 +98,18 @@ def print_table(facts: Facts) -> None:
         ready = "ready" if server["ready"] else "not ready"
         console.print(f"router: {ready}, {server['running_requests']} requests running")
         console.print(_table(server["workers"], WORKER_COLUMNS))
+        _print_links(console, server["workers"])
     else:
         console.print("router: no answer")
+
+
+def _print_links(console: Console, workers: object) -> None:
+    assert isinstance(workers, list | tuple)
+    for worker in workers:
+        for link in worker["links"]:
+            measured = f"{link['bytes_per_s'] / 1e9:.1f} GB/s, {link['latency_s'] * 1e6:.0f} us"
+            told = measured if link["bytes_per_s"] else "not measured yet"
+            console.print(f"{worker['name']} -> {link['peer']} over {link['transport']}: {told}")
 
 
 def _table(rows: object, columns: tuple[str, ...]) -> Table:

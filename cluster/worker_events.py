@@ -74,6 +74,7 @@ Incoming = (
     | RouterLost
     | FromPeer
     | PeerLost
+    | LinkMeasured
     | SlabWritten
     | SlabScattered
     | SlabReplaced

@@ -9,7 +9,7 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -52,6 +52,7 @@ from kvrelay.messages import (
     Abort,
     Counters,
     Generate,
+    LinkState,
     Prefill,
     Preload,
     Released,
@@ -101,9 +102,11 @@ class WorkerLoop:
         self._steps = 0
         self._orphaned_blocks = 0
         self._busy_s = 0.0
+        self._link_states: Callable[[], tuple[LinkState, ...]] = tuple
 
     def attach(self, links: PeerLinks, mover: Mover) -> None:
         self._links = links
+        self._link_states = links.states
         self._mover = mover
 
     @property
@@ -297,6 +300,7 @@ class WorkerLoop:
             transfer_bytes=prefill.transfer_bytes + receiver.transfer_bytes,
             transfer_s=prefill.transfer_s + receiver.transfer_s,
             busy_s=self._busy_s,
+            links=self._link_states(),
         )
 
 

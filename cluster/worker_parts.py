@@ -24,16 +24,22 @@ from engine.threads import use_threads
 from kvpool.block_names import BlockNames
 from kvpool.handoff import HandoffMode, KvFacts, PeerHello
 from kvpool.leases import LeaseTable
-from kvpool.memory_collate import slab_bytes
-from kvpool.plan import chunk_bytes
+from kvpool.memory_probe import measure_copies
 from kvpool.slabs import SlabPool
+from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables
 from kvpool.transport import memfd
+from kvpool.transport.endpoints import EndpointOptions
+from kvpool.transport.fabric import LinkKind
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
+
+UNMAPPED = ("nixl", "ucx")
+"""Transports that send from memory of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +65,27 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         use_threads(settings.cpu_threads)
     engine = _load(settings)
     tables = _tables(settings, engine)
-    links = _links(settings, engine, inbox)
-    mover = _mover(settings, engine, links, inbox)
+    staging = plan_staging(
+        engine.layout,
+        slabs=settings.staging_slabs,
+        chunk_tokens=settings.prefill_chunk_tokens,
+        total_bytes=settings.staging_bytes,
+    )
+    links = _links(settings, engine, staging, inbox)
+    mover = _mover(engine, staging, links, inbox)
     device = Device(engine, settings.cpu_threads, inbox.put)
     prefill = PrefillScheduler(
         tables=tables,
         chunk_tokens=settings.prefill_chunk_tokens,
         mode=HandoffMode(settings.handoff),
     )
-    decode = _decode_scheduler(settings, engine, tables, mover)
+    decode = _decode_scheduler(settings, engine, staging, tables, mover)
     loop = WorkerLoop(device, tables, prefill, decode, inbox)
     loop.attach(links, mover)
     mover.start()
     device.start()
-    _log_start(settings, engine)
+    log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)
+    log.info("%s, over %s", staging.reason, ", ".join(links.endpoints.schemes))
     return WorkerParts(
         loop=loop,
         device=device,
@@ -99,10 +112,6 @@ def _tables(settings: WorkerSettings, engine: Engine) -> BlockTables:
     )
 
 
-def _slab_tokens(settings: WorkerSettings) -> int:
-    return settings.slab_tokens or settings.prefill_chunk_tokens
-
-
 def _load(settings: WorkerSettings) -> Engine:
     limits = EngineLimits(
         max_model_len=settings.max_model_len,
@@ -112,7 +121,8 @@ def _load(settings: WorkerSettings) -> Engine:
         kv_memory_bytes=settings.kv_memory_bytes,
         share=settings.device_share,
         staging_slabs=settings.staging_slabs,
-        slab_tokens=_slab_tokens(settings),
+        staging_bytes=settings.staging_bytes,
+        sending_slabs=int(any(scheme in UNMAPPED for scheme in settings.transports)),
     )
     return load_engine(
         open_checkpoint(settings.model, settings.revision),
@@ -121,12 +131,30 @@ def _load(settings: WorkerSettings) -> Engine:
         block_size=settings.block_size,
         blocks=None,
         limits=limits,
-        allocate=memfd.allocate if settings.device == "cpu" else None,
+        allocate=memfd.allocate if _shares_memory(settings) else None,
     )
 
 
+def _endpoint_options(settings: WorkerSettings) -> EndpointOptions:
+    return EndpointOptions(
+        host=settings.host,
+        port_range=settings.port_range,
+        secret=settings.secret.encode(),
+        ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
+        device=settings.device,
+    )
+
+
+def _shares_memory(settings: WorkerSettings) -> bool:
+    """Whether peers may map the pool itself."""
+    return settings.device == "cpu" and "shm" in settings.transports
+
+
 def _links(
-    settings: WorkerSettings, engine: Engine, inbox: queue.SimpleQueue[Incoming]
+    settings: WorkerSettings,
+    engine: Engine,
+    staging: Staging,
+    inbox: queue.SimpleQueue[Incoming],
 ) -> PeerLinks:
     hello = PeerHello(
         wire_version=WIRE_VERSION,
@@ -136,20 +164,24 @@ def _links(
         kv=KvFacts(
             block_size=engine.layout.block_size,
             blocks=engine.memory.blocks,
-            slab_bytes=_payload_bytes(settings, engine),
+            slab_bytes=staging.payload_bytes,
         ),
+        name=settings.name,
     )
-    link = settings.transports[0]
-    return PeerLinks(link, hello, inbox.put, host=settings.host, memory=engine.memory)
-
-
-def _payload_bytes(settings: WorkerSettings, engine: Engine) -> int:
-    return chunk_bytes(engine.layout, _slab_tokens(settings))
+    return PeerLinks(
+        settings.transports,
+        hello,
+        inbox.put,
+        options=_endpoint_options(settings),
+        require=[LinkKind(kind) for kind in settings.require],
+        memory=engine.memory,
+        copies=measure_copies(engine.layout, engine.memory.device),
+    )
 
 
 def _mover(
-    settings: WorkerSettings,
     engine: Engine,
+    staging: Staging,
     links: PeerLinks,
     inbox: queue.SimpleQueue[Incoming],
 ) -> Mover:
@@ -157,19 +189,23 @@ def _mover(
         engine.memory,
         links,
         engine.facts.fingerprint,
-        slabs=settings.staging_slabs,
-        slab_tokens=_slab_tokens(settings),
+        slabs=staging.slabs,
+        slab_bytes=staging.slab_bytes,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
     )
 
 
 def _decode_scheduler(
-    settings: WorkerSettings, engine: Engine, tables: BlockTables, mover: Mover
+    settings: WorkerSettings,
+    engine: Engine,
+    staging: Staging,
+    tables: BlockTables,
+    mover: Mover,
 ) -> DecodeScheduler:
     receiver = Receiver(
         tables=tables,
-        slabs=SlabPool(_payload_bytes(settings, engine), settings.staging_slabs),
+        slabs=SlabPool(staging.payload_bytes, staging.slabs),
         regions={slab: region.name for slab, region in mover.regions.items()},
         leases=LeaseTable(settings.lease_ttl_s),
         mode=HandoffMode(settings.handoff),
@@ -192,8 +228,8 @@ def _hello(settings: WorkerSettings, engine: Engine, links: PeerLinks) -> Worker
         incarnation=links.incarnation,
         role=settings.role,
         device=facts.device,
-        transport=settings.transports[0],
-        transfer_address=links.endpoint.address,
+        transport=",".join(links.endpoints.schemes),
+        transfer_addresses=links.endpoints.addresses,
         fingerprint=facts.fingerprint,
         architecture=facts.architecture,
         block_size=engine.layout.block_size,
@@ -203,10 +239,3 @@ def _hello(settings: WorkerSettings, engine: Engine, links: PeerLinks) -> Worker
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         vocab_size=facts.vocab_size,
     )
-
-
-def _log_start(settings: WorkerSettings, engine: Engine) -> None:
-    log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)
-    mib = slab_bytes(engine.layout, _slab_tokens(settings)) / 2**20
-    link = settings.transports[0]
-    log.info("%d staging slabs of %.1f MiB over %s", settings.staging_slabs, mib, link)

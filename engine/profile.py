@@ -14,7 +14,7 @@ from engine.sizing import EngineLimits, MemoryProfile
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.layout import BlockId, KvLayout
 from kvpool.memory import KvMemory
-from kvpool.memory_collate import slab_bytes
+from kvpool.staging import plan_staging
 from kvrelay.types import RequestKey, Sampling
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -47,8 +47,16 @@ def profile_memory(
 def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits) -> int:
     """On CPU all slabs take from the memory that KV does; a GPU holds two copies of slabs, one of
     gathered and one of received tokens, and the slabs themselves are in the host's memory."""
-    slabs = limits.staging_slabs if device.type == "cpu" else _GPU_SLABS
-    return slabs * slab_bytes(layout, limits.slab_tokens) if limits.staging_slabs else 0
+    if not limits.staging_slabs:
+        return 0
+    staging = plan_staging(
+        layout,
+        slabs=limits.staging_slabs,
+        chunk_tokens=limits.prefill_chunk_tokens,
+        total_bytes=limits.staging_bytes,
+    )
+    on_host = limits.staging_slabs + limits.sending_slabs
+    return staging.slab_bytes * (on_host if device.type == "cpu" else _GPU_SLABS)
 
 
 def _gathered_bytes(layout: KvLayout, group: int, max_model_len: int) -> int:

@@ -16,7 +16,8 @@ class EngineLimits:
     """What the configuration asks for. `max_model_len` None: what the model can do.
 
     `share` workers divide the device's memory; `kv_memory_bytes` replaces what would be computed.
-    `staging_slabs` slabs of `slab_tokens` tokens are what the transfer keeps beside the pool.
+    `staging_slabs` slabs of together `staging_bytes` (None: of a chunk each) are lent to peers, and
+    `sending_slabs` more hold what is sent over links that can't map the peer's memory.
     """
 
     max_model_len: int | None
@@ -26,7 +27,8 @@ class EngineLimits:
     kv_memory_bytes: int | None = None
     share: int = 1
     staging_slabs: int = 0
-    slab_tokens: int = 0
+    staging_bytes: int | None = None
+    sending_slabs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

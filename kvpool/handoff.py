@@ -70,6 +70,8 @@ class PeerHello:
     fingerprint: str
     physical_format: str
     kv: KvFacts
+    name: str = ""
+    probe_region: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,21 @@ class RenewLeases:
     keys: tuple[RequestKey, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """How long does a message take? Links answer it themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pong:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProbed:
+    """The side that was connected to has measured the link: now the other one may."""
+
+
 PeerMessage = (
     PeerHello
     | PieceAhead
@@ -164,6 +181,9 @@ PeerMessage = (
     | CancelTransfer
     | TransferCancelled
     | RenewLeases
+    | Ping
+    | Pong
+    | LinkProbed
 )
 
 TO_PREFILL = (SlabLent, PieceAwaited, PieceRead, Committed, CancelTransfer)
@@ -239,11 +259,12 @@ class PieceFetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPeer:
-    """`address` lets the shell connect first; None answers on the peer's own connection."""
+    """`addresses`, one per transport of the peer, let the shell connect first; without any the
+    answer goes over the connection that there is."""
 
     peer: Incarnation
     message: PeerMessage
-    address: str | None = None
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class TransferShape:
 class LinkCost:
     """One link as this end measured it. `latency_s`: one message, one way; `read_s` and `write_s`:
     what a batch of reads and a write cost whatever their size; `descriptor_s` and `run_s`: what
-    each descriptor and each copied run adds. A speed may be infinite: too fast to be seen."""
+    each descriptor and each copied run adds."""
 
     transport: str
     latency_s: float
@@ -118,11 +118,11 @@ def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> L
     return LinkCost(
         transport=transport,
         latency_s=median(s.seconds for s in by_step[Step.MESSAGE]) / 2,
-        bytes_per_s=_speed(byte_s),
+        bytes_per_s=_speed(byte_s, by_step[Step.WRITE]),
         descriptor_s=descriptor_s,
-        direct_bytes_per_s=_speed(read_byte_s),
-        gather_bytes_per_s=_speed(gather_byte_s),
-        scatter_bytes_per_s=_speed(scatter_byte_s),
+        direct_bytes_per_s=_speed(read_byte_s, by_step[Step.READ]),
+        gather_bytes_per_s=_speed(gather_byte_s, by_step[Step.GATHER]),
+        scatter_bytes_per_s=_speed(scatter_byte_s, by_step[Step.SCATTER]),
         run_s=run_s,
         read_s=read_s,
         write_s=write_s,
@@ -135,8 +135,11 @@ def _copy_row(sample: Sample) -> tuple[float, ...]:
     return sample.pieces, sample.nbytes * gathered, sample.nbytes * (not gathered)
 
 
-def _speed(byte_s: float) -> float:
-    return 1 / byte_s if byte_s > 0 else float("inf")
+def _speed(byte_s: float, samples: Iterable[Sample]) -> float:
+    """Where bytes seem to cost nothing: the best that was seen."""
+    if byte_s > 0:
+        return 1 / byte_s
+    return max(sample.nbytes / max(sample.seconds, 1e-9) for sample in samples) or 1.0
 
 
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:

@@ -11,12 +11,15 @@ from kvpool.handoff import (
     Commit,
     Committed,
     KvFacts,
+    LinkProbed,
     PeerHello,
     PeerMessage,
     PieceAhead,
     PieceAwaited,
     PieceComputed,
     PieceRead,
+    Ping,
+    Pong,
     RenewLeases,
     SlabFilled,
     SlabLent,
@@ -90,6 +93,12 @@ def _encode(message: PeerMessage) -> peer_pb2.PeerMessage:
             )
         case RenewLeases(keys=keys):
             return pb.PeerMessage(renew_leases=pb.RenewLeases(keys=[_key(k) for k in keys]))
+        case Ping():
+            return pb.PeerMessage(ping=pb.Ping())
+        case Pong():
+            return pb.PeerMessage(pong=pb.Pong())
+        case LinkProbed():
+            return pb.PeerMessage(link_probed=pb.LinkProbed())
         case _:
             assert_never(message)
 
@@ -154,6 +163,12 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
             return TransferCancelled(key=_key_of(cancelled.key), reason=cancelled.reason)
         case "renew_leases":
             return RenewLeases(keys=tuple(_key_of(key) for key in envelope.renew_leases.keys))
+        case "ping":
+            return Ping()
+        case "pong":
+            return Pong()
+        case "link_probed":
+            return LinkProbed()
         case _:
             raise PeerError("a peer sent a message of a kind that this version does not know")
 
@@ -171,6 +186,8 @@ def _hello(message: PeerHello) -> peer_pb2.PeerHello:
             slab_bytes=kv.slab_bytes,
             region=kv.region,
         ),
+        name=message.name,
+        probe_region=message.probe_region,
     )
 
 
@@ -187,6 +204,8 @@ def _hello_of(hello: peer_pb2.PeerHello) -> PeerHello:
             slab_bytes=kv.slab_bytes,
             region=kv.region,
         ),
+        name=hello.name,
+        probe_region=hello.probe_region,
     )
 
 

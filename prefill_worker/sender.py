@@ -221,5 +221,5 @@ class Sender:
 
     def _to_peer(self, message: PeerMessage) -> SendPeer:
         return SendPeer(
-            peer=self.message.target, address=self.message.target_address, message=message
+            peer=self.message.target, addresses=self.message.target_addresses, message=message
         )

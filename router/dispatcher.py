@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
-from kvrelay.messages import Counters, WorkerEvent, WorkerHello
+from kvrelay.messages import Counters, LinkState, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
 from router.core import RouterCore
 from router.events import (
@@ -35,7 +35,13 @@ from router.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.generation import ChoiceTokens, GenerationRequest, ModelFacts, WorkerStatus
+from router.generation import (
+    ChoiceTokens,
+    GenerationRequest,
+    LinkStatus,
+    ModelFacts,
+    WorkerStatus,
+)
 from router.link import WorkerLink
 from router.placement import WorkerView
 from router.request import Request
@@ -211,6 +217,17 @@ class WorkerDispatcher:
             total_blocks=hello.total_blocks,
             block_size=hello.block_size,
             counters=view.counters,
+            links=tuple(self._link_status(state) for state in view.counters.links),
+        )
+
+    def _link_status(self, state: LinkState) -> LinkStatus:
+        """By the peer's name; by its incarnation where it has none here (any more)."""
+        peer = self.core.workers.get(state.peer)
+        return LinkStatus(
+            peer=peer.hello.name if peer is not None else state.peer,
+            transport=state.transport,
+            bytes_per_s=state.bytes_per_s,
+            latency_s=state.latency_s,
         )
 
     def model(self) -> ModelFacts | None:

@@ -57,6 +57,16 @@ class Generation(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStatus:
+    """A worker's connection to the worker `peer` (its name); speed 0 until it is measured."""
+
+    peer: str
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     name: str
     address: str
@@ -67,6 +77,7 @@ class WorkerStatus:
     total_blocks: int
     block_size: int
     counters: Counters
+    links: tuple[LinkStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
@@ -109,4 +111,5 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         block_size=worker.block_size,
         running=worker.counters.running,
         waiting=worker.counters.waiting,
+        links=[pb.LinkInfo(**asdict(link)) for link in worker.links],
     )

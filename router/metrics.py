@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from router.generation import Dispatcher, WorkerStatus
+from router.generation import Dispatcher, LinkStatus, WorkerStatus
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -149,6 +149,14 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
 )
 
 
+LINK_LABELS = ("model_name", "src", "dst", "transport")
+LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkStatus], float]], ...] = (
+    ("link_info", "1 for each link between two workers.", lambda link: 1.0),
+    ("link_bandwidth_bytes_per_second", "Speed of one write.", lambda link: link.bytes_per_s),
+    ("link_latency_seconds", "One message, one way.", lambda link: link.latency_s),
+)
+
+
 class ClusterGauges(Collector):
     """Read from the dispatcher at the moment of each scrape."""
 
@@ -167,6 +175,17 @@ class ClusterGauges(Collector):
         for name, text, value in WORKER_COUNTERS:
             counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
             yield self._per_worker(counter, value, workers)
+        yield from self._links(workers)
+
+    def _links(self, workers: Sequence[WorkerStatus]) -> Iterable[Metric]:
+        """One series per connection between two workers."""
+        for name, text, value in LINK_GAUGES:
+            gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LINK_LABELS)
+            for worker in workers:
+                for link in worker.links:
+                    labels = (self._model_name, worker.name, link.peer, link.transport)
+                    gauge.add_metric(labels, value(link))
+            yield gauge
 
     def _per_worker(
         self,

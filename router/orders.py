@@ -32,7 +32,7 @@ def begin(
         return stops
     prefill = Prefill(
         spec=request.spec,
-        target_address=target.transfer_address,
+        target_addresses=target.transfer_addresses,
         target=target.incarnation,
         held_tokens=held_tokens,
     )

@@ -13,6 +13,7 @@ from kvrelay.results import (
     Choice,
     Chunk,
     Generated,
+    LinkInfo,
     ModelInfo,
     ServerInfo,
     WorkerInfo,
@@ -186,4 +187,14 @@ def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
             block_size=w.block_size,
             running=w.running,
             waiting=w.waiting,
+            links=tuple(_link(link) for link in w.links),
         )
+
+
+def _link(link: pb.LinkInfo) -> LinkInfo:
+    return LinkInfo(
+        peer=link.peer,
+        transport=link.transport,
+        bytes_per_s=link.bytes_per_s,
+        latency_s=link.latency_s,
+    )

@@ -34,7 +34,7 @@ class Prefill:
     first `held_tokens` tokens' KV, which the target has cached."""
 
     spec: RequestSpec
-    target_address: str
+    target_addresses: tuple[str, ...]
     target: Incarnation
     held_tokens: int = 0
 
@@ -81,7 +81,7 @@ class WorkerHello:
     role: Role
     device: str
     transport: str
-    transfer_address: str
+    transfer_addresses: tuple[str, ...]
     fingerprint: str
     architecture: str
     block_size: int
@@ -155,6 +155,16 @@ WorkerEvent = Reserved | ReserveRefused | Lifetime | Tokens | RequestFailed | Re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkState:
+    """A connection that the worker opened to `peer`; no speed (0) until it is measured."""
+
+    peer: Incarnation
+    transport: str
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
     """A worker's own state, sent with every batch of events, so routers agree unprompted."""
 
@@ -176,3 +186,4 @@ class Counters:
     transfer_bytes: int = 0
     transfer_s: float = 0.0
     busy_s: float = 0.0
+    links: tuple[LinkState, ...] = ()

@@ -82,6 +82,16 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkInfo:
+    """A worker's connection to the worker `peer`; speed 0 until it is measured."""
+
+    peer: str
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     name: str
     address: str
@@ -95,6 +105,7 @@ class WorkerInfo:
     block_size: int
     running: int
     waiting: int
+    links: tuple[LinkInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

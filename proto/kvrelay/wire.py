@@ -15,6 +15,7 @@ from kvrelay.messages import (
     Counters,
     Generate,
     Lifetime,
+    LinkState,
     Prefill,
     Preload,
     Released,
@@ -119,7 +120,7 @@ def encode_to_worker(message: ToWorker) -> pb.ToWorker:
         case Prefill():
             prefill = pb.Prefill(
                 spec=_encode_spec(message.spec),
-                target_address=message.target_address,
+                target_addresses=message.target_addresses,
                 target_incarnation=message.target,
                 held_tokens=message.held_tokens,
             )
@@ -151,7 +152,7 @@ def decode_to_worker(message: pb.ToWorker) -> ToWorker:
         case "prefill":
             return Prefill(
                 spec=_decode_spec(message.prefill.spec),
-                target_address=message.prefill.target_address,
+                target_addresses=tuple(message.prefill.target_addresses),
                 target=Incarnation(message.prefill.target_incarnation),
                 held_tokens=message.prefill.held_tokens,
             )
@@ -187,6 +188,7 @@ def decode_hello(message: pb.WorkerHello) -> WorkerHello:
     if message.role not in tuple(Role):
         raise PeerError(f"worker {message.name} has the unknown role {message.role!r}")
     fields["role"] = Role(message.role)
+    fields["transfer_addresses"] = tuple(message.transfer_addresses)
     return WorkerHello(**fields)
 
 
@@ -288,4 +290,15 @@ def encode_batch(events: Iterable[WorkerEvent], counters: Counters, now_s: float
 
 def decode_counters(message: pb.Counters) -> Counters:
     names = Counters.__dataclass_fields__
-    return Counters(**{name: getattr(message, name) for name in names})
+    fields = {name: getattr(message, name) for name in names}
+    fields["links"] = tuple(_decode_link(link) for link in message.links)
+    return Counters(**fields)
+
+
+def _decode_link(message: pb.Link) -> LinkState:
+    return LinkState(
+        peer=Incarnation(message.peer),
+        transport=message.transport,
+        bytes_per_s=message.bytes_per_s,
+        latency_s=message.latency_s,
+    )

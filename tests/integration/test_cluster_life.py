@@ -74,7 +74,7 @@ def test_staging_slabs_are_taken_from_the_memory(llama: Path) -> None:
         memory_fraction=1e-9,
         kv_memory_bytes=None,
         staging_slabs=4,
-        slab_tokens=4096,
+        staging_bytes=4 * (128 + 4096 * 512),
     )
     with pytest.raises(ModelError, match=r"- staging 8 MiB, at 512 B per token"):
         asyncio.run(WorkerProcess(settings).start())

@@ -260,10 +260,10 @@ class Cluster(Simulation):
     # --- between workers ------------------------------------------------------------------------
 
     def _send(self, worker: Worker, command: SendPeer) -> None:
-        """As PeerLinks does: connects for a message with an address, drops an answer without."""
+        """As PeerLinks does: connects for a message with addresses, drops an answer without."""
         peer = command.peer
         if peer not in worker.links:
-            if command.address is None:
+            if not command.addresses:
                 return
             if peer not in self.workers:
                 link = -next(self._ids)

@@ -124,7 +124,7 @@ class Fabric(Simulation):
     def prefill_request(self, spec: RequestSpec, held_tokens: int = 0) -> None:
         message = Prefill(
             spec=spec,
-            target_address="d",
+            target_addresses=("d",),
             target=self.d.incarnation,
             held_tokens=held_tokens,
         )

@@ -168,7 +168,7 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         role=shape.role,
         device="cpu",
         transport="sim",
-        transfer_address=f"sim:{incarnation}",
+        transfer_addresses=(f"sim:{incarnation}",),
         fingerprint="f",
         architecture="Hash",
         block_size=shape.layout.block_size,

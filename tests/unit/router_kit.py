@@ -29,7 +29,7 @@ def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) ->
         role=role,
         device="cpu",
         transport="loopback",
-        transfer_address=f"loopback:{name}",
+        transfer_addresses=(f"loopback:{name}",),
         fingerprint="f00d",
         architecture="Llama",
         block_size=4,

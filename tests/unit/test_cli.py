@@ -23,15 +23,8 @@ from cluster.resolve import Site, resolve
 from kvrelay.errors import ConfigError, KvrelayError
 
 COMMANDS = [
-    "serve",
-    "stop",
-    "demo",
-    "status",
-    "router",
-    "worker",
-    "pool-node",
-    "config",
-    "config show",
+    *("serve", "stop", "demo", "status", "doctor"),
+    *("router", "worker", "pool-node", "config", "config show"),
 ]
 
 
@@ -210,7 +203,12 @@ SAMPLES: dict[str, object] = {
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
     "transfer.staging_slabs": 9,
-    "transfer.slab_tokens": 9,
+    "transfer.staging_bytes": "9MiB",
+    "transfer.require": ["rdma"],
+    "transfer.ucx.tls": "tcp",
+    "transfer.ucx.net_devices": "eth0",
+    "transfer.ucx.rndv_threshold_bytes": "8KiB",
+    "transfer.ucx.max_eager_rails": 2,
     "transfer.lease_ttl": "9s",
     "pool.host_memory": "1MiB",
     "pool.disk": "/x",
@@ -219,6 +217,7 @@ SAMPLES: dict[str, object] = {
     "pool.transports": ["nixl"],
     "network.host": "h",
     "network.port_range": [2000, 3000],
+    "network.secret": "s",
     "ray.address": "auto",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",

@@ -46,8 +46,8 @@ REFUSED = {
     '(ms, s, m, h), such as "30s"',
     "transfer.lease_ttl=0s": 'transfer.lease_ttl: got "0s", expected a duration with its unit '
     '(ms, s, m, h), such as "30s"',
-    "transfer.transports=[pigeon]": "transfer.transports.0: got \"pigeon\", expected 'shm' "
-    "or 'nixl' (and 1 more)",
+    "transfer.transports=[pigeon]": "transfer.transports.0: got \"pigeon\", expected 'shm', "
+    "'nixl', 'ucx' or 'cuda_ipc' (and 1 more)",
     "workers.0.replicas=0": "workers.0.replicas: got 0, expected greater than or equal to 1",
     "workers.0.replicas=true": "workers.0.replicas: got true, expected a valid integer",
     "workers.0.role=foo": "workers.0.role: got \"foo\", expected 'prefill', 'decode' or 'both'",
@@ -258,10 +258,16 @@ CHANGES = {
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
     "transfer.staging_slabs": 9,
-    "transfer.slab_tokens": 128,
+    "transfer.staging_bytes": "9MiB",
+    "transfer.require": ["rdma"],
+    "transfer.ucx.tls": "tcp",
+    "transfer.ucx.net_devices": "eth0",
+    "transfer.ucx.rndv_threshold_bytes": "8KiB",
+    "transfer.ucx.max_eager_rails": 2,
     "transfer.lease_ttl": "9s",
     "network.host": "10.0.0.1",
     "network.port_range": [3000, 4000],
+    "network.secret": "s",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",
     "drain_timeout": "9s",

@@ -100,7 +100,7 @@ def test_too_little_memory_is_refused(llama: Path) -> None:
 @pytest.mark.parametrize(("device", "slabs"), [("cpu", 4), ("cuda", 2)])
 def test_staging_is_all_slabs_or_a_gpus_two_copies(llama: Path, device: str, slabs: int) -> None:
     layout = load(llama).layout
-    limits = replace(LIMITS, staging_slabs=4, slab_tokens=100)
+    limits = replace(LIMITS, staging_slabs=4, prefill_chunk_tokens=100)
     found = profile._staging_bytes(torch.device(device), layout, limits)
     assert found == slabs * slab_bytes(layout, 100)
 

@@ -48,7 +48,7 @@ class Side:
         )
         self.inbox: queue.SimpleQueue[FromPeer | PeerLost] = queue.SimpleQueue()
         self.hellos: queue.SimpleQueue[PeerHello] = queue.SimpleQueue()
-        self.links = PeerLinks("loopback", hello, self._post, memory=memory)
+        self.links = PeerLinks(["loopback"], hello, self._post, memory=memory)
         self.incarnation = incarnation
 
     def _post(self, event: FromPeer | PeerLost) -> None:
@@ -59,8 +59,8 @@ class Side:
             self.inbox.put(event)
 
     def send(self, peer: Side, message: PeerMessage, *, connect: bool = True) -> None:
-        address = peer.links.endpoint.address if connect else None
-        self.links.send(SendPeer(peer=peer.incarnation, address=address, message=message))
+        addresses = peer.links.endpoints.addresses if connect else ()
+        self.links.send(SendPeer(peer=peer.incarnation, addresses=addresses, message=message))
 
     def next(self) -> FromPeer | PeerLost:
         return self.inbox.get(timeout=10)
@@ -131,7 +131,7 @@ def test_an_answer_to_one_who_never_connected_goes_nowhere(sides: tuple[Side, Si
 
 def test_a_peer_that_is_not_there_is_lost(sides: tuple[Side, Side]) -> None:
     a, _ = sides
-    a.links.send(SendPeer(peer=Incarnation("x"), address="loopback:nowhere", message=RENEW))
+    a.links.send(SendPeer(peer=Incarnation("x"), addresses=("loopback:nowhere",), message=RENEW))
     lost = a.next()
     assert isinstance(lost, PeerLost)
     assert lost.peer == "x"
@@ -181,8 +181,8 @@ def test_another_model_is_refused_on_both_sides(sides: tuple[Side, Side]) -> Non
 
 def test_another_worker_in_its_place_is_refused(sides: tuple[Side, Side]) -> None:
     a, b = sides
-    address = b.links.endpoint.address
-    a.links.send(SendPeer(peer=Incarnation("before-b"), address=address, message=RENEW))
+    addresses = b.links.endpoints.addresses
+    a.links.send(SendPeer(peer=Incarnation("before-b"), addresses=addresses, message=RENEW))
     assert a.next() == PeerLost(
         peer=Incarnation("before-b"), reason="worker before-b is gone; links-b is in its place"
     )

@@ -111,7 +111,7 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
     )
     assert started == [
         Emit(events=(Lifetime(key=key("a"), at_s=2, name="prefill_started"),)),
-        SendPeer(peer=D, address="sim:d", message=ahead("a")),
+        SendPeer(peer=D, addresses=("sim:d",), message=ahead("a")),
         RunStep(batch=StepBatch(slices=(piece,))),
     ]
     first = Tokens(key=key("a"), at_s=3, choice=0, first_index=0, token_ids=(9,))
@@ -120,7 +120,7 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
     assert scheduler.handle(from_d(lent("a", 0)), 4) == [write_of("a", 3)]
     commit = Commit(key=key("a"), pieces=1, first_token_ids=(9,))
     assert scheduler.handle(written("a", 0), 5) == [
-        SendPeer(peer=D, address="sim:d", message=commit)
+        SendPeer(peer=D, addresses=("sim:d",), message=commit)
     ]
     assert (scheduler.transfers, scheduler.transfer_bytes, scheduler.transfer_s) == (1, 7, 0.5)
     assert scheduler.handle(from_d(Committed(key=key("a"))), 6) == [
@@ -207,7 +207,7 @@ def test_abort_before_the_first_step() -> None:
     assert scheduler.handle(Abort(key=key("a")), 1) == [
         SendPeer(
             peer=D,
-            address="sim:d",
+            addresses=("sim:d",),
             message=TransferCancelled(key=key("a"), reason="aborted"),
         ),
         Emit(events=(Released(key=key("a"), at_s=1),)),

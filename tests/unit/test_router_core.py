@@ -70,7 +70,7 @@ def test_from_submission_to_the_last_token() -> None:
     assert submit(core) == [Send(worker=D, message=Reserve(spec=spec(), source=P))]
     assert says(core, "d", reserved()) == [
         Admit(request_id="r"),
-        Send(worker=P, message=Prefill(spec=spec(), target_address="loopback:d", target=D)),
+        Send(worker=P, message=Prefill(spec=spec(), target_addresses=("loopback:d",), target=D)),
     ]
     assert says(core, "p", lifetime("prefill_started"), tokens(0, 10)) == [
         Deliver(request_id="r", tokens=(piece(10),), done=False)

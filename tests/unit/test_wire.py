@@ -15,12 +15,15 @@ from kvpool.handoff import (
     Commit,
     Committed,
     KvFacts,
+    LinkProbed,
     PeerHello,
     PeerMessage,
     PieceAhead,
     PieceAwaited,
     PieceComputed,
     PieceRead,
+    Ping,
+    Pong,
     RenewLeases,
     SlabFilled,
     SlabLent,
@@ -36,6 +39,7 @@ from kvrelay.messages import (
     Counters,
     Generate,
     Lifetime,
+    LinkState,
     Prefill,
     Released,
     RequestFailed,
@@ -48,7 +52,15 @@ from kvrelay.messages import (
     WorkerEvent,
     WorkerHello,
 )
-from kvrelay.types import FinishReason, RequestKey, RequestSpec, Role, Sampling, TokenLogprobs
+from kvrelay.types import (
+    FinishReason,
+    Incarnation,
+    RequestKey,
+    RequestSpec,
+    Role,
+    Sampling,
+    TokenLogprobs,
+)
 from kvrelay.v1 import worker_pb2 as pb
 from router.dispatcher import MAX_REQUEST_ID_BYTES
 from tests.unit.router_kit import hello
@@ -81,7 +93,7 @@ samplings = st.builds(
 specs = st.builds(RequestSpec, key=keys, prompt_ids=ids, sampling=samplings)
 to_worker = st.one_of(
     st.builds(Reserve, spec=specs, source=text),
-    st.builds(Prefill, spec=specs, target_address=text, target=text),
+    st.builds(Prefill, spec=specs, target_addresses=st.lists(text).map(tuple), target=text),
     st.builds(Generate, spec=specs),
     st.builds(Abort, key=keys),
     st.builds(Stop, key=keys, choice=uint32, valid_tokens=uint32),
@@ -123,6 +135,8 @@ peer_messages = st.one_of(
         fingerprint=text,
         physical_format=text,
         kv=st.builds(KvFacts, block_size=uint32, blocks=uint32, slab_bytes=uint64, region=text),
+        name=text,
+        probe_region=text,
     ),
     st.builds(
         PieceAhead,
@@ -139,6 +153,7 @@ peer_messages = st.one_of(
     st.builds(CancelTransfer, key=keys, reason=text),
     st.builds(TransferCancelled, key=keys, reason=text),
     st.builds(RenewLeases, keys=st.lists(keys, max_size=5).map(tuple)),
+    st.sampled_from([Ping(), Pong(), LinkProbed()]),
 )
 
 
@@ -169,8 +184,9 @@ def test_worker_hello(role: Role) -> None:
 
 
 def test_a_batch_carries_counters() -> None:
-    names = list(Counters.__dataclass_fields__)
-    counters = Counters(**{name: i + 1 for i, name in enumerate(names)})
+    names = [name for name in Counters.__dataclass_fields__ if name != "links"]
+    link = LinkState(peer=Incarnation("d"), transport="shm", bytes_per_s=1e10, latency_s=1e-5)
+    counters = Counters(**{name: i + 1 for i, name in enumerate(names)}, links=(link,))
     event = Released(key=RequestKey("r", 1), at_s=3)
     batch = wire.encode_batch([event], counters, 4)
     assert wire.decode_counters(batch.counters) == counters

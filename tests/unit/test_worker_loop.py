@@ -13,6 +13,7 @@ from kvrelay.messages import (
     Counters,
     Generate,
     Lifetime,
+    LinkState,
     Prefill,
     Released,
     Reserved,
@@ -96,13 +97,16 @@ class Links:
     def send(self, command: SendPeer) -> None:
         pass
 
+    def states(self) -> tuple[LinkState, ...]:
+        return ()
+
 
 def generate(name: str, *, max_tokens: int = 1) -> Generate:
     return Generate(spec=spec(name, 3, max_tokens=max_tokens))
 
 
 def prefill(request: RequestSpec) -> Prefill:
-    return Prefill(spec=request, target_address="loopback:nowhere", target=D)
+    return Prefill(spec=request, target_addresses=("loopback:nowhere",), target=D)
 
 
 def test_events_go_to_the_router_that_asked() -> None:

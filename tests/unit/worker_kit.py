@@ -55,7 +55,7 @@ def reserve(request: RequestSpec) -> Reserve:
 
 
 def prefill_of(request: RequestSpec) -> Prefill:
-    return Prefill(spec=request, target_address="sim:d", target=D)
+    return Prefill(spec=request, target_addresses=("sim:d",), target=D)
 
 
 def hello(peer: Incarnation, facts: KvFacts = FACTS) -> FromPeer:

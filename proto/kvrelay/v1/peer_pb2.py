@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/peer.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"\xd5\x04\n\x0bPeerMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.PeerHelloH\x00\x12-\n\x0bpiece_ahead\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.PieceAheadH\x00\x12)\n\tslab_lent\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.SlabLentH\x00\x12-\n\x0bslab_filled\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.SlabFilledH\x00\x12$\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.CommitH\x00\x12*\n\tcommitted\x18\x06 \x01(\x0b\x32\x15.kvrelay.v1.CommittedH\x00\x12\x35\n\x0f\x63\x61ncel_transfer\x18\x07 \x01(\x0b\x32\x1a.kvrelay.v1.CancelTransferH\x00\x12;\n\x12transfer_cancelled\x18\x08 \x01(\x0b\x32\x1d.kvrelay.v1.TransferCancelledH\x00\x12/\n\x0crenew_leases\x18\t \x01(\x0b\x32\x17.kvrelay.v1.RenewLeasesH\x00\x12\x31\n\rpiece_awaited\x18\n \x01(\x0b\x32\x18.kvrelay.v1.PieceAwaitedH\x00\x12\x33\n\x0epiece_computed\x18\x0b \x01(\x0b\x32\x19.kvrelay.v1.PieceComputedH\x00\x12+\n\npiece_read\x18\x0c \x01(\x0b\x32\x15.kvrelay.v1.PieceReadH\x00\x42\t\n\x07message\"\x85\x01\n\tPeerHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x17\n\x0fphysical_format\x18\x04 \x01(\t\x12\x1f\n\x02kv\x18\x05 \x01(\x0b\x32\x13.kvrelay.v1.KvFacts\"Q\n\x07KvFacts\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06region\x18\x04 \x01(\t\"\xa6\x01\n\nPieceAhead\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x15\n\rnext_position\x18\x05 \x01(\x04\x12\r\n\x05index\x18\x06 \x01(\r\x12%\n\x04held\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.PieceBlocks\"K\n\x0bPieceBlocks\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06starts\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\"j\n\x08SlabLent\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\x12\x0f\n\x07slab_id\x18\x03 \x01(\r\x12\x0e\n\x06region\x18\x04 \x01(\t\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\"\\\n\nSlabFilled\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\x12\x0f\n\x07slab_id\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\";\n\x0cPieceAwaited\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\"<\n\rPieceComputed\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\"8\n\tPieceRead\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\"i\n\x06\x43ommit\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\x17\n\x0f\x66irst_token_ids\x18\x03 \x03(\r\x12\x18\n\x10\x66inished_choices\x18\x04 \x03(\r\")\n\tCommitted\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\">\n\x0e\x43\x61ncelTransfer\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06reason\x18\x02 \x01(\t\"A\n\x11TransferCancelled\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06reason\x18\x02 \x01(\t\",\n\x0bRenewLeases\x12\x1d\n\x04keys\x18\x01 \x03(\x0b\x32\x0f.kvrelay.v1.Keyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/peer.proto\x12\nkvrelay.v1\x1a\x17kvrelay/v1/worker.proto\"\xc8\x05\n\x0bPeerMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.PeerHelloH\x00\x12-\n\x0bpiece_ahead\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.PieceAheadH\x00\x12)\n\tslab_lent\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.SlabLentH\x00\x12-\n\x0bslab_filled\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.SlabFilledH\x00\x12$\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x12.kvrelay.v1.CommitH\x00\x12*\n\tcommitted\x18\x06 \x01(\x0b\x32\x15.kvrelay.v1.CommittedH\x00\x12\x35\n\x0f\x63\x61ncel_transfer\x18\x07 \x01(\x0b\x32\x1a.kvrelay.v1.CancelTransferH\x00\x12;\n\x12transfer_cancelled\x18\x08 \x01(\x0b\x32\x1d.kvrelay.v1.TransferCancelledH\x00\x12/\n\x0crenew_leases\x18\t \x01(\x0b\x32\x17.kvrelay.v1.RenewLeasesH\x00\x12\x31\n\rpiece_awaited\x18\n \x01(\x0b\x32\x18.kvrelay.v1.PieceAwaitedH\x00\x12\x33\n\x0epiece_computed\x18\x0b \x01(\x0b\x32\x19.kvrelay.v1.PieceComputedH\x00\x12+\n\npiece_read\x18\x0c \x01(\x0b\x32\x15.kvrelay.v1.PieceReadH\x00\x12 \n\x04ping\x18\x14 \x01(\x0b\x32\x10.kvrelay.v1.PingH\x00\x12 \n\x04pong\x18\x15 \x01(\x0b\x32\x10.kvrelay.v1.PongH\x00\x12-\n\x0blink_probed\x18\x16 \x01(\x0b\x32\x16.kvrelay.v1.LinkProbedH\x00\x42\t\n\x07message\"\xa9\x01\n\tPeerHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x17\n\x0fphysical_format\x18\x04 \x01(\t\x12\x1f\n\x02kv\x18\x05 \x01(\x0b\x32\x13.kvrelay.v1.KvFacts\x12\x0c\n\x04name\x18\x14 \x01(\t\x12\x14\n\x0cprobe_region\x18\x15 \x01(\t\"Q\n\x07KvFacts\x12\x12\n\nblock_size\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x12\n\nslab_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06region\x18\x04 \x01(\t\"\xa6\x01\n\nPieceAhead\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05start\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x15\n\rnext_position\x18\x05 \x01(\x04\x12\r\n\x05index\x18\x06 \x01(\r\x12%\n\x04held\x18\x07 \x03(\x0b\x32\x17.kvrelay.v1.PieceBlocks\"K\n\x0bPieceBlocks\x12\r\n\x05group\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06starts\x18\x03 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x04 \x03(\r\"j\n\x08SlabLent\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\x12\x0f\n\x07slab_id\x18\x03 \x01(\r\x12\x0e\n\x06region\x18\x04 \x01(\t\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\"\\\n\nSlabFilled\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\x12\x0f\n\x07slab_id\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\";\n\x0cPieceAwaited\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\"<\n\rPieceComputed\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\"8\n\tPieceRead\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\r\n\x05piece\x18\x02 \x01(\r\"i\n\x06\x43ommit\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06pieces\x18\x02 \x01(\r\x12\x17\n\x0f\x66irst_token_ids\x18\x03 \x03(\r\x12\x18\n\x10\x66inished_choices\x18\x04 \x03(\r\")\n\tCommitted\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\">\n\x0e\x43\x61ncelTransfer\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06reason\x18\x02 \x01(\t\"A\n\x11TransferCancelled\x12\x1c\n\x03key\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Key\x12\x0e\n\x06reason\x18\x02 \x01(\t\",\n\x0bRenewLeases\x12\x1d\n\x04keys\x18\x01 \x03(\x0b\x32\x0f.kvrelay.v1.Key\"\x06\n\x04Ping\"\x06\n\x04Pong\"\x0c\n\nLinkProbedb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.peer_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PEERMESSAGE']._serialized_start=63
-  _globals['_PEERMESSAGE']._serialized_end=660
-  _globals['_PEERHELLO']._serialized_start=663
-  _globals['_PEERHELLO']._serialized_end=796
-  _globals['_KVFACTS']._serialized_start=798
-  _globals['_KVFACTS']._serialized_end=879
-  _globals['_PIECEAHEAD']._serialized_start=882
-  _globals['_PIECEAHEAD']._serialized_end=1048
-  _globals['_PIECEBLOCKS']._serialized_start=1050
-  _globals['_PIECEBLOCKS']._serialized_end=1125
-  _globals['_SLABLENT']._serialized_start=1127
-  _globals['_SLABLENT']._serialized_end=1233
-  _globals['_SLABFILLED']._serialized_start=1235
-  _globals['_SLABFILLED']._serialized_end=1327
-  _globals['_PIECEAWAITED']._serialized_start=1329
-  _globals['_PIECEAWAITED']._serialized_end=1388
-  _globals['_PIECECOMPUTED']._serialized_start=1390
-  _globals['_PIECECOMPUTED']._serialized_end=1450
-  _globals['_PIECEREAD']._serialized_start=1452
-  _globals['_PIECEREAD']._serialized_end=1508
-  _globals['_COMMIT']._serialized_start=1510
-  _globals['_COMMIT']._serialized_end=1615
-  _globals['_COMMITTED']._serialized_start=1617
-  _globals['_COMMITTED']._serialized_end=1658
-  _globals['_CANCELTRANSFER']._serialized_start=1660
-  _globals['_CANCELTRANSFER']._serialized_end=1722
-  _globals['_TRANSFERCANCELLED']._serialized_start=1724
-  _globals['_TRANSFERCANCELLED']._serialized_end=1789
-  _globals['_RENEWLEASES']._serialized_start=1791
-  _globals['_RENEWLEASES']._serialized_end=1835
+  _globals['_PEERMESSAGE']._serialized_end=775
+  _globals['_PEERHELLO']._serialized_start=778
+  _globals['_PEERHELLO']._serialized_end=947
+  _globals['_KVFACTS']._serialized_start=949
+  _globals['_KVFACTS']._serialized_end=1030
+  _globals['_PIECEAHEAD']._serialized_start=1033
+  _globals['_PIECEAHEAD']._serialized_end=1199
+  _globals['_PIECEBLOCKS']._serialized_start=1201
+  _globals['_PIECEBLOCKS']._serialized_end=1276
+  _globals['_SLABLENT']._serialized_start=1278
+  _globals['_SLABLENT']._serialized_end=1384
+  _globals['_SLABFILLED']._serialized_start=1386
+  _globals['_SLABFILLED']._serialized_end=1478
+  _globals['_PIECEAWAITED']._serialized_start=1480
+  _globals['_PIECEAWAITED']._serialized_end=1539
+  _globals['_PIECECOMPUTED']._serialized_start=1541
+  _globals['_PIECECOMPUTED']._serialized_end=1601
+  _globals['_PIECEREAD']._serialized_start=1603
+  _globals['_PIECEREAD']._serialized_end=1659
+  _globals['_COMMIT']._serialized_start=1661
+  _globals['_COMMIT']._serialized_end=1766
+  _globals['_COMMITTED']._serialized_start=1768
+  _globals['_COMMITTED']._serialized_end=1809
+  _globals['_CANCELTRANSFER']._serialized_start=1811
+  _globals['_CANCELTRANSFER']._serialized_end=1873
+  _globals['_TRANSFERCANCELLED']._serialized_start=1875
+  _globals['_TRANSFERCANCELLED']._serialized_end=1940
+  _globals['_RENEWLEASES']._serialized_start=1942
+  _globals['_RENEWLEASES']._serialized_end=1986
+  _globals['_PING']._serialized_start=1988
+  _globals['_PING']._serialized_end=1994
+  _globals['_PONG']._serialized_start=1996
+  _globals['_PONG']._serialized_end=2002
+  _globals['_LINKPROBED']._serialized_start=2004
+  _globals['_LINKPROBED']._serialized_end=2016
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "piece_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "piece_awaited", "piece_computed", "piece_read")
+    __slots__ = ("hello", "piece_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "piece_awaited", "piece_computed", "piece_read", "ping", "pong", "link_probed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PIECE_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SLAB_LENT_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,9 @@ class PeerMessage(_message.Message):
     PIECE_AWAITED_FIELD_NUMBER: _ClassVar[int]
     PIECE_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     PIECE_READ_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    LINK_PROBED_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     piece_ahead: PieceAhead
     slab_lent: SlabLent
@@ -33,21 +36,28 @@ class PeerMessage(_message.Message):
     piece_awaited: PieceAwaited
     piece_computed: PieceComputed
     piece_read: PieceRead
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., piece_ahead: _Optional[_Union[PieceAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., piece_awaited: _Optional[_Union[PieceAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ...) -> None: ...
+    ping: Ping
+    pong: Pong
+    link_probed: LinkProbed
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., piece_ahead: _Optional[_Union[PieceAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., piece_awaited: _Optional[_Union[PieceAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "kv")
+    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "kv", "name", "probe_region")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PROBE_REGION_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     fingerprint: str
     physical_format: str
     kv: KvFacts
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., kv: _Optional[_Union[KvFacts, _Mapping]] = ...) -> None: ...
+    name: str
+    probe_region: str
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., kv: _Optional[_Union[KvFacts, _Mapping]] = ..., name: _Optional[str] = ..., probe_region: _Optional[str] = ...) -> None: ...
 
 class KvFacts(_message.Message):
     __slots__ = ("block_size", "blocks", "slab_bytes", "region")
@@ -180,3 +190,15 @@ class RenewLeases(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Key]
     def __init__(self, keys: _Optional[_Iterable[_Union[_worker_pb2.Key, _Mapping]]] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LinkProbed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

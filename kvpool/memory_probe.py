@@ -1,0 +1,67 @@
+"""How fast this worker gathers and scatters: timed at its start, on a small pool of the same
+layout. Blocks in use are never touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from kvpool.layout import BlockId, KvLayout, Tables
+from kvpool.link_cost import Sample, Step
+from kvpool.memory import KvMemory
+from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.plan import token_runs
+from kvpool.transfer_plan import Side, whole_write
+
+_MOST_BYTES = 32 * 2**20
+_ROUNDS = 4  # of which the first warms up
+
+
+def measure_copies(layout: KvLayout, device: torch.device | str) -> tuple[Sample, ...]:
+    """Of all layers: blocks that lie together, and blocks that lie apart."""
+    blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
+    memory = KvMemory(layout, blocks, device)
+    return tuple(sample for count in sorted({2, blocks}) for sample in _samples(memory, count))
+
+
+def _samples(memory: KvMemory, blocks: int) -> Iterator[Sample]:
+    size = memory.layout.block_size
+    write = whole_write(memory.layout, 0, blocks * size)
+    slab = torch.zeros(write.nbytes, dtype=torch.uint8)
+    for table in (_together(blocks), _apart(blocks)):
+        side = Side(tables=_tables(memory, table), block_size=size)
+        runs = len(token_runs(table, 0, blocks * size, size)) * len(memory.layout.groups)
+        for step, run in (
+            (Step.GATHER, partial(gather_write, memory, side, write, slab)),
+            (Step.SCATTER, partial(scatter_write, memory, side, write, slab)),
+        ):
+            seconds = _least(run, memory.device)
+            yield Sample(step=step, nbytes=write.nbytes, pieces=runs, seconds=seconds)
+
+
+def _tables(memory: KvMemory, table: tuple[BlockId, ...]) -> Tables:
+    return tuple(table for _ in memory.layout.groups)
+
+
+def _together(blocks: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(i) for i in range(blocks))
+
+
+def _apart(blocks: int) -> tuple[BlockId, ...]:
+    """No block follows its neighbour."""
+    return tuple(BlockId(i) for i in reversed(range(blocks)))
+
+
+def _least(run: Callable[[], None], device: torch.device) -> float:
+    taken = []
+    for _ in range(_ROUNDS):
+        started_s = time.monotonic()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.monotonic() - started_s)
+    return min(taken[1:])

@@ -1,0 +1,188 @@
+"""A worker's ends of all transports that it has, in the order of preference.
+
+Memory is registered with each of them under one name of our own, which `name_over` turns into the
+one that a peer on that transport knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvpool.transport import fabric
+from kvpool.transport.base import Callbacks, Connection, Endpoint, Region, RegionName
+from kvpool.transport.fabric import LinkKind
+from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
+from kvpool.transport.ucx_options import UcxOptions
+from kvrelay.errors import ConfigError, PeerError
+from kvrelay.types import Incarnation
+
+log = logging.getLogger(__name__)
+
+
+_SHARES_ONLY_ITS_OWN = "shm"
+
+
+def scheme_of(address: str) -> str:
+    return address.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRegion:
+    """Memory that peers may be lent, over one transport or several. A transport that can't share
+    the memory of the others has its own."""
+
+    name: RegionName
+    memory: torch.Tensor  # uint8 [bytes]
+    over: dict[str, Region]  # scheme |-> as registered there
+
+    def memory_on(self, scheme: str) -> torch.Tensor:
+        """Where a peer on that transport writes, uint8 `[bytes]`."""
+        return self.over[scheme].memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """As `open_endpoint` takes them."""
+
+    host: str = LOOPBACK_HOST
+    port_range: tuple[int, int] | None = None
+    secret: bytes = field(default=b"", repr=False)
+    ucx: UcxOptions = field(default_factory=UcxOptions)
+    device: str = "cuda"
+
+    def open(self, scheme: str, incarnation: Incarnation, callbacks: Callbacks) -> Endpoint:
+        return open_endpoint(
+            scheme,
+            incarnation,
+            callbacks,
+            host=self.host,
+            port_range=self.port_range,
+            secret=self.secret,
+            ucx=self.ucx,
+            device=self.device,
+        )
+
+
+DEFAULTS = EndpointOptions()
+
+
+class Endpoints:
+    """`schemes` by preference. With `require` only links of those kinds are used."""
+
+    def __init__(
+        self,
+        schemes: Sequence[str],
+        incarnation: Incarnation,
+        callbacks: Callbacks,
+        *,
+        options: EndpointOptions = DEFAULTS,
+        require: Collection[LinkKind] = (),
+    ) -> None:
+        """Those that can't be opened are logged. Raises ConfigError when no usable one is left."""
+        self._require = frozenset(require)
+        self._ucx = options.ucx
+        self._open: dict[str, Endpoint] = {}
+        failures = []
+        for scheme in schemes:
+            try:
+                self._check_kind(scheme)
+                self._open[scheme] = options.open(scheme, incarnation, callbacks)
+            except (ConfigError, OSError) as error:
+                failures.append(str(error))
+        if not self._open:
+            raise ConfigError(f"no transport can be used: {'; '.join(failures)}")
+        for failure in failures:
+            log.warning("%s; going on with %s", failure, ", ".join(self._open))
+        self._regions: dict[RegionName, SharedRegion] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        return tuple(self._open)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """One per transport, for peers."""
+        return tuple(endpoint.address for endpoint in self._open.values())
+
+    def register(self, nbytes: int) -> SharedRegion:
+        """New memory. shm shares only its own, so that is what the others use too."""
+        first = _SHARES_ONLY_ITS_OWN if _SHARES_ONLY_ITS_OWN in self._open else self.schemes[0]
+        region = self._open[first].register(nbytes)
+        over = {first: region}
+        for scheme, endpoint in self._open.items():
+            if scheme != first:
+                over[scheme] = _adopted(endpoint, region.memory) or endpoint.register(nbytes)
+        return self._named(region.memory, over)
+
+    def adopt(self, memory: torch.Tensor) -> SharedRegion:
+        """Memory that exists, over each transport that can share it. Raises ConfigError when none
+        can."""
+        tried = {scheme: _adopted(endpoint, memory) for scheme, endpoint in self._open.items()}
+        over = {scheme: region for scheme, region in tried.items() if region is not None}
+        if not over:
+            raise ConfigError(f"none of {', '.join(self._open)} can share memory of this kind")
+        return self._named(memory, over)
+
+    def deregister(self, region: SharedRegion) -> None:
+        self._regions.pop(region.name, None)
+        for scheme, registered in region.over.items():
+            self._open[scheme].deregister(registered)
+
+    def name_over(self, scheme: str, name: str) -> RegionName | None:
+        """What a peer on that transport calls the region; None: it can't reach it."""
+        region = self._regions.get(RegionName(name))
+        over = region.over if region is not None else {}
+        return over[scheme].name if scheme in over else None
+
+    def connect(self, addresses: Iterable[str]) -> Connection:
+        """Over the first transport of our preference that the peer has too and that reaches it.
+        Raises PeerError, saying what was tried."""
+        theirs = {scheme_of(address): address for address in addresses}
+        failures: list[str] = []
+        for scheme in (scheme for scheme in self._open if scheme in theirs):
+            try:
+                connection = self._open[scheme].connect(theirs[scheme])
+            except PeerError as error:
+                failures.append(str(error))
+                continue
+            if failures:
+                log.warning("using %s: %s", scheme, "; ".join(failures))
+            return connection
+        raise PeerError("; ".join(failures) or self._nothing_common(theirs))
+
+    def close(self) -> None:
+        for endpoint in self._open.values():
+            endpoint.close()
+
+    def _named(self, memory: torch.Tensor, over: dict[str, Region]) -> SharedRegion:
+        name = RegionName(f"region-{next(self._numbers)}")
+        region = self._regions[name] = SharedRegion(name=name, memory=memory, over=over)
+        return region
+
+    def _check_kind(self, scheme: str) -> None:
+        if not self._require or (kind := fabric.link_kind(scheme, self._ucx)) in self._require:
+            return
+        asks_rdma = LinkKind.RDMA in self._require and kind is LinkKind.TCP
+        why = fabric.rdma_obstacle(scheme, self._ucx) if asks_rdma else None
+        wanted = ", ".join(sorted(self._require))
+        reason = f" ({why})" if why else ""
+        raise ConfigError(f"transfer.require is [{wanted}] and {scheme} is {kind}{reason}")
+
+    def _nothing_common(self, theirs: Collection[str]) -> str:
+        has = ", ".join(theirs) or "no transport"
+        wanted = f" (transfer.require is [{', '.join(sorted(self._require))}])"
+        ours = ", ".join(self._open) + (wanted if self._require else "")
+        return f"no transport in common: the peer has {has}, this worker {ours}"
+
+
+def _adopted(endpoint: Endpoint, memory: torch.Tensor) -> Region | None:
+    try:
+        return endpoint.adopt(memory)
+    except ConfigError:
+        return None

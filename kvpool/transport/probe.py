@@ -1,0 +1,76 @@
+"""Times one link: messages, writes and reads of a few sizes, the smallest first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+
+import torch
+
+from kvpool.link_cost import Sample, Step
+from kvpool.transport.base import Connection, Read, RegionName
+
+PROBE_BYTES = 16 * 2**20
+"""The region that each worker keeps for it: with the peer's, more than most caches hold."""
+
+BUDGET_S = 0.25
+_SIZES = (2**14, 2**17, 2**20, 2**22, PROBE_BYTES)
+_DESCRIPTORS = (1, 16, 128)
+_ROUNDS = 4  # of which the first warms up
+_MESSAGES = 8
+
+
+def measure(
+    connection: Connection,
+    region: RegionName,
+    own: torch.Tensor,
+    ping: Callable[[], None],
+) -> list[Sample]:
+    """`region` is the peer's probe region, `own` ours (uint8 `[PROBE_BYTES]`); both get garbage.
+    `ping` returns when the peer has answered. Ends soon after BUDGET_S, with the smallest size
+    measured in any case. Raises PeerError."""
+    end_s = time.monotonic() + BUDGET_S
+    samples = [Sample(step=Step.MESSAGE, seconds=_median_s([ping] * _MESSAGES))]
+    for size in _SIZES:
+        for pieces in (0, *_DESCRIPTORS):
+            if time.monotonic() > end_s and size > _SIZES[0]:
+                return samples
+            samples.append(_sample(connection, region, own, size, pieces))
+    return samples
+
+
+def _sample(
+    connection: Connection, region: RegionName, own: torch.Tensor, size: int, pieces: int
+) -> Sample:
+    """A write without `pieces`, else a read in so many. Each round is somewhere else."""
+    starts = [at if at + size <= PROBE_BYTES else 0 for at in _STARTS]
+    if not pieces:
+        writes = [partial(connection.write, region, at, own[at : at + size]) for at in starts]
+        return Sample(step=Step.WRITE, nbytes=size, seconds=_median_s(writes))
+    batches = [_scattered(region, own, at, size, pieces) for at in starts]
+    reads = [partial(connection.read_many, batch) for batch in batches]
+    return Sample(step=Step.READ, nbytes=size // 2, pieces=pieces, seconds=_median_s(reads))
+
+
+_STARTS = tuple(i * (PROBE_BYTES // _ROUNDS) for i in range(_ROUNDS))
+
+
+def _scattered(
+    region: RegionName, own: torch.Tensor, start: int, size: int, pieces: int
+) -> list[Read]:
+    """`size / 2` bytes in pieces with gaps of their size, which no link can merge."""
+    stride = size // pieces
+    places = range(start, start + pieces * stride, stride)
+    return [Read(region, at, own[at : at + stride // 2]) for at in places]
+
+
+def _median_s(rounds: Sequence[Callable[[], None]]) -> float:
+    """Of all but the first."""
+    taken = []
+    for run in rounds:
+        started_s = time.monotonic()
+        run()
+        taken.append(time.monotonic() - started_s)
+    return median(taken[1:])

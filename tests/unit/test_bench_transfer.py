@@ -1,0 +1,72 @@
+"""bench/transfer.py on a small shape: its figures are of transfers that arrive."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.report import Reading
+from bench.transfer import COLLATED, DIRECT, _hidden, _rows, link, rows_of, write_trace
+from bench.transfer_end import Shape
+from kvpool.link_cost import Way
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = Shape(layers=2, tokens=1100)
+
+
+@pytest.mark.parametrize("scheme", ["loopback", "shm", "nixl"])
+def test_every_way_moves_the_bytes(scheme: str) -> None:
+    rows = rows_of(scheme, SMALL, repeats=2)
+    assert all(row.name.startswith(f"{scheme}: ") and row.value > 0 for row in rows)
+    assert [row.goal for row in rows if row.goal] == ([2, 0.6] if scheme == "nixl" else [0.9, 0.6])
+
+
+def test_a_transfer_that_damages_bytes_is_noticed() -> None:
+    with link("loopback", SMALL) as sender:
+        sender.check(sender.collated)
+        with pytest.raises(AssertionError, match="other bytes arrived"):
+            sender.check(sender.one_write)  # lies in other blocks
+
+
+def test_the_chosen_way_is_measured_against_the_better_one() -> None:
+    speeds = {name: Reading(values=(speed,)) for name, speed in SPEEDS.items()}
+    rows = [row for row in _rows("shm", speeds, Way.COLLATED, "") if row.goal == 0.9]
+    (row,) = rows
+    assert row.name == "shm: chosen: collated; direct is better"
+    assert (row.value, row.against_value, row.reached) == (2.0, 4.0, False)
+
+
+SPEEDS = {COLLATED: 2.0, DIRECT: 4.0, "one write": 8.0, "memcpy": 8.0}
+
+
+def test_the_hidden_share_is_what_the_spans_have_in_common() -> None:
+    outer = [("gather", 0.0, 1.0), ("write", 1.0, 2.0)]
+    assert _hidden([("scatter", 0.5, 1.5)], outer) == pytest.approx(1.0)
+    assert _hidden([("scatter", 1.5, 3.5)], outer) == pytest.approx(0.25)
+    assert _hidden([], outer) == 0.0
+
+
+def test_a_trace_has_the_spans_of_both_processes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(path, ["nixl"], SMALL)
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert spans == {(0, "gather"), (0, "write"), (1, "scatter")}
+
+
+def test_the_command_prints_json() -> None:
+    small = ["--layers=1", "--tokens=64", "--only", "loopback", "--steady=20", "--format=json"]
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.transfer", *small],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (row,) = json.loads(run.stdout)
+    assert row["name"] == "loopback: memory grown in 20 transfers"
+    assert row["unit"] == "MiB"

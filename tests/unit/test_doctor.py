@@ -1,0 +1,99 @@
+"""kvrelay doctor on this machine, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster import cli, doctor
+from cluster.config_load import Override, load_config
+from cluster.doctor import Diagnosis, examine
+from kvpool.transport.fabric import LinkKind
+from kvpool.transport.gpus import GpuFacts
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["kvrelay", "doctor", *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_the_default_cluster_can_run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "shm  usable (shm)" in out
+    assert "kvrelay[nixl]" in out and "memlock limit: " in out and "UCX: " in out
+    assert "this cluster can run here" in out
+    (pair,) = [line.split() for line in out.splitlines() if line.startswith(" workers.0")]
+    assert pair == ["workers.0", "(prefill)", "workers.1", "(decode)", "shm", "nothing"]
+
+
+def test_json_holds_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transports = "transfer.transports=[shm, nixl]"
+    assert run(monkeypatch, "--format", "json", "--set", transports) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    (choice,) = found["choices"]
+    assert (choice["same_host"], choice["between_hosts"]) == ("shm", "nixl")
+    names = [finding["transport"] for finding in found["findings"]]
+    assert names == ["shm", "cuda_ipc", "nixl", "ucx"]
+
+
+def test_what_is_required_and_absent_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--set", "transfer.require=[cuda_ipc]") == 1
+    out = capsys.readouterr().out
+    assert "problem: transfer.transports: none can be used here: shm: it is shm and " in out
+    assert "transfer.require is [cuda_ipc]" in out
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = GpuFacts(names=("A", "B"), without_peer_access=((0, 1),), expandable_segments=True)
+    monkeypatch.setattr(doctor, "gpu_facts", lambda: facts)
+
+
+def diagnosed(*pools: dict[str, object]) -> Diagnosis:
+    overrides = [
+        Override(("workers",), list(pools)),
+        Override(("transfer", "transports"), ["cuda_ipc", "shm"]),
+    ]
+    return examine(load_config(None, overrides))
+
+
+def test_a_gpu_that_is_not_there_is_a_problem(two_gpus: None) -> None:
+    found = diagnosed(
+        {"role": "prefill", "device": "cuda:1"}, {"role": "decode", "device": "cuda:2"}
+    )
+    assert found.problems == ("workers.1.device: cuda:2, and this host has 2 GPUs",)
+    facts = {finding.transport: finding.facts for finding in found.findings}["cuda_ipc"]
+    assert facts["devices"] == "0: A, 1: B"
+    assert facts["peer access"] == "all but 0-1"
+    assert facts["shareable memory"].startswith("expandable segments are on")
+
+
+def test_cuda_ipc_is_for_pairs_of_gpus(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor._finding
+
+    def usable(transport: str, *rest: Any) -> doctor.Finding:
+        found = real(transport, *rest)
+        return replace(found, usable=True, why="", kind=LinkKind(found.kind))
+
+    monkeypatch.setattr(doctor, "_finding", usable)
+    found = diagnosed(
+        {"role": "prefill", "device": "cuda:0"},
+        {"role": "decode", "device": "cuda:1"},
+        {"role": "decode", "device": "cpu"},
+    )
+    assert [choice.same_host for choice in found.choices] == ["cuda_ipc", "shm"]

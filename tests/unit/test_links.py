@@ -1,0 +1,381 @@
+"""Links over several transports: which one a pair uses, what is measured, what is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+
+from cluster.peers import PeerLinks
+from kvpool.handoff import (
+    FromPeer,
+    KvFacts,
+    LinkMeasured,
+    PeerHello,
+    PeerLost,
+    RenewLeases,
+    SendPeer,
+    SlabLent,
+)
+from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvpool.link_cost import Sample, Step
+from kvpool.memory_probe import measure_copies
+from kvpool.slabs import LeaseId, SlabId
+from kvpool.transport import fabric
+from kvpool.transport.base import RegionName
+from kvpool.transport.fabric import LinkKind, no_rdma, obstacle_of, rdma_ports
+from kvpool.transport.probe import PROBE_BYTES
+from kvpool.transport.ucx_info import UcxInfo, describe, library_of_nixl
+from kvpool.transport.ucx_options import UcxOptions
+from kvrelay.errors import ConfigError
+from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
+
+RENEW = RenewLeases(keys=(RequestKey("r", 0),))
+LAYOUT = KvLayout(
+    groups=(
+        LayerGroup(
+            layers=(0, 1),
+            planes=(Plane(name="k", heads=2, dim=8), Plane(name="v", heads=2, dim=8)),
+        ),
+    ),
+    dtype="float32",
+    block_size=16,
+)
+COPIES = (
+    Sample(step=Step.GATHER, nbytes=2**20, pieces=4, seconds=1e-3),
+    Sample(step=Step.SCATTER, nbytes=2**20, pieces=4, seconds=1e-3),
+)
+
+
+class Side:
+    def __init__(self, name: str, *transports: str, **options: object) -> None:
+        hello = PeerHello(
+            wire_version=WIRE_VERSION,
+            incarnation=Incarnation(f"{name}-{uuid4().hex}"),
+            fingerprint="f00d",
+            physical_format="float32",
+            kv=KvFacts(block_size=16, blocks=8, slab_bytes=1024),
+            name=name,
+        )
+        self.inbox: queue.SimpleQueue[FromPeer | PeerLost | LinkMeasured] = queue.SimpleQueue()
+        self.links = PeerLinks(transports, hello, self.inbox.put, **options)  # type: ignore[arg-type]
+        self.incarnation = hello.incarnation
+
+    def greet(self, peer: Side) -> None:
+        addresses = peer.links.endpoints.addresses
+        self.links.send(SendPeer(peer=peer.incarnation, addresses=addresses, message=RENEW))
+
+    def next(self) -> FromPeer | PeerLost | LinkMeasured:
+        """But hellos."""
+        event = self.inbox.get(timeout=20)
+        if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
+            return self.next()
+        return event
+
+    def until(self, kind: type) -> FromPeer | PeerLost | LinkMeasured:
+        while not isinstance(event := self.next(), kind):
+            pass
+        return event
+
+
+@pytest.fixture
+def side() -> Iterator[Callable[..., Side]]:
+    with ExitStack() as stack:
+
+        def make(name: str, *transports: str, **options: object) -> Side:
+            made = Side(name, *transports, **options)
+            stack.callback(made.links.close)
+            return made
+
+        yield make
+
+
+def transport_of(side: Side, peer: Side) -> str:
+    return side.links.connection(peer.incarnation).peer_address.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "used"),
+    [
+        (("shm", "loopback"), ("loopback", "shm"), "shm"),
+        (("loopback", "shm"), ("shm", "loopback"), "loopback"),
+        (("shm", "loopback"), ("loopback",), "loopback"),
+    ],
+)
+def test_the_opener_prefers(side, ours, theirs, used) -> None:
+    a, b = side("a", *ours), side("b", *theirs)
+    a.greet(b)
+    assert b.next() == FromPeer(peer=a.incarnation, message=RENEW)
+    assert transport_of(a, b) == transport_of(b, a) == used
+
+
+def test_a_transport_that_does_not_reach_the_peer_is_passed_over(side, caplog) -> None:
+    a, b = side("a", "shm", "loopback"), side("b", "loopback")
+    addresses = ("shm:on-another-host", *b.links.endpoints.addresses)
+    with caplog.at_level(logging.WARNING):
+        a.links.send(SendPeer(peer=b.incarnation, addresses=addresses, message=RENEW))
+    assert b.next() == FromPeer(peer=a.incarnation, message=RENEW)
+    assert "using loopback: " in caplog.text and "shm:on-another-host" in caplog.text
+
+
+def test_nothing_in_common_is_said(side) -> None:
+    a, b = side("a", "shm"), side("b", "loopback")
+    a.greet(b)
+    lost = a.next()
+    assert isinstance(lost, PeerLost)
+    assert lost.reason == "no transport in common: the peer has loopback, this worker shm"
+
+
+def test_a_slab_goes_by_the_name_that_its_transport_knows(side) -> None:
+    """Both transports reach the same memory, each by its own name."""
+    a, b, c = side("a", "shm"), side("b", "loopback", "shm"), side("c", "loopback")
+    slab = b.links.endpoints.register(4096)
+    for peer in (a, c):
+        peer.greet(b)
+        b.next()
+        b.links.notify(peer.incarnation, lent(slab.name))
+        said = peer.next()
+        assert isinstance(said, FromPeer) and isinstance(said.message, SlabLent)
+        connection = peer.links.connection(b.incarnation)
+        connection.write(RegionName(said.message.region), 0, torch.full((9,), 7).to(torch.uint8))
+        assert slab.memory[:9].tolist() == [7] * 9
+        slab.memory.zero_()
+
+
+def lent(region: str) -> SlabLent:
+    return SlabLent(
+        key=RequestKey("r", 0), piece=0, slab_id=SlabId(0), region=region, lease_id=LeaseId(1)
+    )
+
+
+def test_a_region_that_is_gone_has_no_name(side) -> None:
+    b = side("b", "loopback", "shm")
+    slab = b.links.endpoints.register(64)
+    b.links.endpoints.deregister(slab)
+    assert b.links.endpoints.name_over("shm", slab.name) is None
+
+
+def test_a_transport_without_its_package_is_left_out(side, caplog, monkeypatch) -> None:
+    def missing(*_: object) -> None:
+        raise ConfigError("transport 'nixl' needs its extra: pip install 'kvrelay[nixl]'")
+
+    monkeypatch.setitem(opener(), "nixl", missing)
+    with caplog.at_level(logging.WARNING):
+        a = side("a", "nixl", "shm")
+    assert a.links.endpoints.schemes == ("shm",)
+    assert "pip install 'kvrelay[nixl]'; going on with shm" in caplog.text
+    with pytest.raises(ConfigError, match=r"no transport can be used: .*kvrelay\[nixl\]"):
+        side("b", "nixl")
+
+
+def opener() -> dict[str, object]:
+    from kvpool.transport import registry
+
+    return registry._OPENERS  # type: ignore[return-value]
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "loopback", "nixl"])
+def test_both_ends_measure_their_link(side, transport, caplog) -> None:
+    a, b = side("prefill-0", transport, copies=COPIES), side("decode-1", transport, copies=COPIES)
+    with caplog.at_level(logging.INFO):
+        a.greet(b)
+        seen = [a.until(LinkMeasured), b.until(LinkMeasured)]
+    for event, peer in zip(seen, (b, a), strict=True):
+        assert isinstance(event, LinkMeasured) and event.peer == peer.incarnation
+        assert event.cost.transport == transport
+        assert 1e6 < event.cost.bytes_per_s < 1e12
+        assert 0 < event.cost.latency_s < 0.1
+        assert event.cost.mapped == (transport != "nixl")
+    (state,) = a.links.states()
+    assert (state.peer, state.transport) == (b.incarnation, transport)
+    assert state.bytes_per_s > 1e6 and state.latency_s > 0
+    assert b.links.states() == ()
+    assert f"prefill-0 -> decode-1 over {transport}: " in caplog.text
+
+
+def test_a_link_of_a_known_kind_keeps_the_figures(side) -> None:
+    a = side("a", "shm", copies=COPIES)
+    b, c = side("b", "shm", copies=COPIES), side("c", "shm", copies=COPIES)
+    a.greet(b)
+    first = a.until(LinkMeasured)
+    a.greet(c)
+    second = a.until(LinkMeasured)
+    assert isinstance(first, LinkMeasured) and isinstance(second, LinkMeasured)
+    assert second.peer == c.incarnation
+    assert second.cost is first.cost
+
+
+def test_messages_pass_while_a_link_is_measured(side) -> None:
+    a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
+    for _ in range(100):
+        a.greet(b)
+    heard = [b.until(FromPeer) for _ in range(100)]
+    assert all(isinstance(e, FromPeer) and e.message == RENEW for e in heard)
+    b.until(LinkMeasured)
+
+
+def test_a_peer_that_vanishes_while_measured_is_just_lost(side, monkeypatch) -> None:
+    """Its end closes as the first write of the other's probe arrives."""
+    a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
+    began = threading.Event()
+    monkeypatch.setattr("cluster.prober.probe.measure", stuck(began))
+    a.greet(b)
+    assert began.wait(20)
+    b.links.close()
+    assert isinstance(a.until(PeerLost), PeerLost)
+    monkeypatch.undo()
+    c = side("c", "shm", copies=COPIES)
+    a.greet(c)
+    event = a.until(LinkMeasured)
+    assert isinstance(event, LinkMeasured) and event.peer == c.incarnation
+
+
+def stuck(began: threading.Event):
+    def measure(connection, region, own, ping):  # type: ignore[no-untyped-def]
+        began.set()
+        while True:
+            ping()
+            connection.write(region, 0, own)
+
+    return measure
+
+
+def test_probing_touches_only_its_own_region(side) -> None:
+    a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
+    regions = [s.links.endpoints.register(PROBE_BYTES) for s in (a, b)]
+    for region in regions:
+        region.memory.fill_(3)
+    a.greet(b)
+    a.until(LinkMeasured)
+    assert all(bool((region.memory == 3).all()) for region in regions)
+
+
+def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
+    samples = measure_copies(LAYOUT, "cpu")
+    assert {sample.step for sample in samples} == {Step.GATHER, Step.SCATTER}
+    assert len({sample.pieces for sample in samples}) > 1
+    assert all(sample.seconds > 0 and sample.nbytes > 0 for sample in samples)
+
+
+# --- require ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def sysfs(folder: Path, *, state: str = "4: ACTIVE", verbs: bool = True) -> Iterator[tuple]:
+    port = folder / "sys" / "mlx5_0" / "ports" / "1"
+    types = port / "gid_attrs" / "types"
+    types.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (port / "link_layer").write_text("Ethernet\n")
+    (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    (types / "3").write_text("RoCE v2\n")
+    traffic = folder / "sys" / "mlx5_0" / "tc" / "1"
+    traffic.mkdir(parents=True)
+    (traffic / "traffic_class").write_text("Global tclass=106\n")
+    devices = folder / "dev"
+    devices.mkdir()
+    if verbs:
+        (devices / "uverbs0").touch()
+    yield folder / "sys", devices
+
+
+def test_rdma_ports_are_read(tmp_path) -> None:
+    with sysfs(tmp_path) as (ports, devices):
+        (port,) = rdma_ports(ports)
+        assert (port.device, port.port, port.active) == ("mlx5_0", 1, True)
+        assert port.rate == "200 Gb/sec (4X HDR)"
+        assert port.roce == (("gid 3", "RoCE v2"), ("traffic class", "Global tclass=106"))
+        assert no_rdma(ports, devices, {}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"UCX_TLS": "tcp,sm"}, "UCX_TLS=tcp,sm leaves out RDMA"),
+        ({"UCX_TLS": "^ib"}, "UCX_TLS=^ib leaves out RDMA"),
+        ({"UCX_NET_DEVICES": "eth0"}, "UCX_NET_DEVICES=eth0 names none of mlx5_0"),
+        ({"UCX_TLS": "rc,cuda", "UCX_NET_DEVICES": "mlx5_0:1"}, None),
+        ({"UCX_TLS": "^tcp"}, None),
+    ],
+)
+def test_variables_may_leave_rdma_out(tmp_path, environment, why) -> None:
+    with sysfs(tmp_path) as (ports, devices):
+        assert no_rdma(ports, devices, environment) == why
+
+
+def test_why_there_is_no_rdma(tmp_path) -> None:
+    assert "no RDMA device" in (no_rdma(tmp_path / "sys", tmp_path / "dev", {}) or "")
+    with sysfs(tmp_path / "a", state="1: DOWN") as (ports, devices):
+        assert no_rdma(ports, devices, {}) == "no RDMA port is active: mlx5_0:1 is DOWN"
+    with sysfs(tmp_path / "b", verbs=False) as (ports, devices):
+        assert "uverbs* can't be opened" in (no_rdma(ports, devices, {}) or "")
+
+
+def info(*resources: str, components: tuple[str, ...] = ("tcp", "ib")) -> UcxInfo:
+    return UcxInfo(version="1", components=components, resources=resources)
+
+
+def test_ucx_itself_says_whether_it_uses_rdma(monkeypatch) -> None:
+    monkeypatch.setattr(fabric, "no_rdma", lambda: "no device")
+    assert obstacle_of(info("tcp/eth0", "rc_mlx5/mlx5_0:1")) is None
+    assert obstacle_of(info("tcp/eth0")) == "no device"
+    assert obstacle_of(info(components=("tcp",))) == "its UCX was built without verbs"
+    monkeypatch.setattr(fabric, "no_rdma", lambda: None)
+    assert obstacle_of(info("tcp/eth0")) == "UCX uses no RDMA device here"
+
+
+def test_the_library_of_nixl_can_be_asked() -> None:
+    library = library_of_nixl()
+    assert library is not None
+    found = describe(library, UcxOptions(tls="tcp"))
+    assert isinstance(found, UcxInfo)
+    assert found.version.count(".") == 2
+    assert {"tcp", "ib"} <= set(found.components)
+    assert found.resources and all(name.startswith("tcp/") for name in found.resources)
+    assert "can't be loaded" in str(describe(library.with_name("no.so"), UcxOptions()))
+
+
+def test_what_is_required_and_absent_is_refused_at_start(side, monkeypatch) -> None:
+    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme, ucx: f"{scheme} sees no device")
+    wanted = r"transfer.require is \[rdma\] and nixl is tcp \(nixl sees no device\)"
+    with pytest.raises(ConfigError, match=wanted):
+        side("a", "nixl", require=[LinkKind.RDMA])
+    with pytest.raises(ConfigError, match=r"require is \[cuda_ipc, rdma\] and shm is shm"):
+        side("a", "shm", require=[LinkKind.RDMA, LinkKind.CUDA_IPC])
+
+
+def test_a_peer_without_what_is_required_is_refused(side, monkeypatch) -> None:
+    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme, ucx: None)
+    a, b = side("a", "shm", "nixl", require=[LinkKind.RDMA]), side("b", "shm")
+    assert a.links.endpoints.schemes == ("nixl",)
+    a.greet(b)
+    lost = a.next()
+    assert isinstance(lost, PeerLost)
+    assert "the peer has shm, this worker nixl (transfer.require is [rdma])" in lost.reason
+
+
+def test_nothing_stays_open(side) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    a, b = Side("a", "shm", "loopback", copies=COPIES), Side("b", "shm", copies=COPIES)
+    a.greet(b)
+    a.until(LinkMeasured)
+    a.links.close()
+    b.links.close()
+    names = {thread.name for thread in threading.enumerate()}
+    assert "kvrelay-prober" not in names
+    del a, b
+    import gc
+
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) <= before
