@@ -15,9 +15,8 @@ from cluster.pool_outbox import Outbox
 from kvpool.pool_messages import PoolMessage
 from kvpool.pool_wire import Assembler
 from kvpool.transport import memfd
-from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Connection, Endpoint, RegionName
+from kvpool.transport.base import Callbacks, Connection, Endpoint, RegionName
 from kvpool.transport.registry import open_endpoint
-from kvpool.transport.shm import ShmEndpoint
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
@@ -137,10 +136,10 @@ class PoolWorkers:
 
 def _shm(cluster: str, incarnation: Incarnation, callbacks: Callbacks) -> ShmEndpoint:
     try:
-        return ShmEndpoint(incarnation, callbacks, SEND_TIMEOUT_S, name=pool_name(cluster))
-    except OSError as error:
+        return open_endpoint("shm", incarnation, callbacks, name=pool_name(cluster))
+    except ConfigError as error:
         raise ConfigError(
             f"a pool node of the cluster {cluster} runs on this host already, or something else "
-            f"listens at its address shm:{pool_name(cluster)} ({error.strerror}): stop it or use "
+            f"listens at its address shm:{pool_name(cluster)} ({error}): stop it or use "
             "another --name"
         ) from error

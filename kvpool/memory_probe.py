@@ -15,7 +15,8 @@ from kvpool.link_cost import Sample, Step
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.plan import token_runs
-from kvpool.transfer_plan import Side, whole_write
+from kvpool.shard import Shard, ShardLayout
+from kvpool.transfer_plan import Side, TokenSpan, Write, cut
 
 _MOST_BYTES = 32 * 2**20
 _ROUNDS = 4  # of which the first warms up
@@ -30,7 +31,7 @@ def measure_copies(layout: KvLayout, device: torch.device | str) -> tuple[Sample
 
 def _samples(memory: KvMemory, blocks: int) -> Iterator[Sample]:
     size = memory.layout.block_size
-    write = whole_write(memory.layout, 0, blocks * size)
+    write = _write(memory.layout, blocks * size)
     slab = torch.zeros(write.nbytes, dtype=torch.uint8)
     for table in (_together(blocks), _apart(blocks)):
         side = Side(tables=_tables(memory, table), block_size=size)
@@ -41,6 +42,14 @@ def _samples(memory: KvMemory, blocks: int) -> Iterator[Sample]:
         ):
             seconds = _least(run, memory.device)
             yield Sample(step=step, nbytes=write.nbytes, pieces=runs, seconds=seconds)
+
+
+def _write(layout: KvLayout, tokens: int) -> Write:
+    """All that the tokens have, whatever the windows."""
+    one = ShardLayout(model=layout, shard=Shard())
+    span = TokenSpan(start=0, tokens=tokens, next_position=0)
+    (write,) = cut(one, one, span=span, staging_bytes=layout.bytes_per_token * tokens)
+    return write
 
 
 def _tables(memory: KvMemory, table: tuple[BlockId, ...]) -> Tables:
