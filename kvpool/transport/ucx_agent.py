@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import struct
 import time
 import weakref
@@ -187,10 +188,16 @@ def _check_devices(options: UcxOptions, info: str) -> None:
 
 
 def _load() -> Any:
+    """ucxx sets UCX's environment variables when it is imported; NIXL's UCX would take them too."""
+    before = set(os.environ)
     try:
         return importlib.import_module(_PACKAGE)
     except ModuleNotFoundError as error:
         raise ConfigError("transport 'ucx' needs its extra: pip install 'kvrelay[ucx]'") from error
+    finally:
+        for name in set(os.environ) - before:
+            if name.startswith("UCX_"):
+                del os.environ[name]
 
 
 def _library() -> ctypes.CDLL:

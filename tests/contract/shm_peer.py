@@ -14,12 +14,17 @@ import torch
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import write_slab
+from kvpool.piece import Piece, cut_span
+from kvpool.plan import chunk_bytes
+from kvpool.transfer_plan import TokenSpan, Write
 from kvpool.transport.base import Connection, RegionName
 from tests.contract.transport_kit import Side, mapped_inode
 
 MODEL = "5a" * 16
 TOKENS = 100
 LEASE_ID = 42
+PIECE = Piece(span=TokenSpan(start=0, tokens=TOKENS, next_position=0), index=0)
+"""All windows are still open, so every token of every group travels."""
 
 
 def layout(block_size: int) -> KvLayout:
@@ -29,6 +34,11 @@ def layout(block_size: int) -> KvLayout:
         LayerGroup(layers=(1,), planes=planes, window=16),
     )
     return KvLayout(groups=groups, dtype="float32", block_size=block_size)
+
+
+def the_write() -> Write:
+    (write,) = cut_span(layout(8), PIECE.span, chunk_bytes(layout(8), TOKENS))
+    return write
 
 
 def numbered_memory(block_size: int, tables: Tables) -> KvMemory:
@@ -76,11 +86,10 @@ def write_one_slab(connection: Connection, region: RegionName) -> None:
     write_slab(
         numbered_memory(8, ours),
         ours,
-        0,
-        TOKENS,
+        PIECE,
+        the_write(),
         fingerprint=MODEL,
         lease_id=LEASE_ID,
-        chunk=0,
         window=window,
     )
     facts = {"pid": os.getpid(), "inode": mapped_inode("self", region)}

@@ -37,7 +37,7 @@ def test_a_batch_writes_each_piece_to_its_place(make_side: MakeSide) -> None:
 @pytest.mark.parametrize("registered", [False, True])
 def test_thousands_of_small_pieces(make_side: MakeSide, registered: bool) -> None:
     """Gathered from scattered places and back, here from registered memory or any other."""
-    count, size = 4000, 1031
+    count, size = 5000, 1031
     owner, writer, connection = pair(make_side)
     region = owner.region(count * size)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(7)).tolist()
@@ -119,6 +119,7 @@ def test_adopted_memory_outlives_its_region_and_can_be_adopted_again(
     connection.write(first.name, 0, data)
     owner.endpoint.deregister(first)
     eventually_raises(lambda: connection.write(first.name, 20, data))
+    connection.write(neighbour.name, 0, data)
     memory[100:].fill_(3)
     again = owner.endpoint.adopt(memory[:4000])
     target = torch.zeros(5000, dtype=torch.uint8)

@@ -146,6 +146,17 @@ def test_what_ucx_refuses_is_told(make_side: MakeSide) -> None:
     assert "UCX_TLS" not in os.environ
 
 
+def test_the_environment_is_left_as_it_was(scheme: str) -> None:
+    """Loading a library, too: what one sets would be taken by the other."""
+    script = (
+        "import os, sys; from tests.contract.transport_kit import Side; before = dict(os.environ);"
+        "Side(sys.argv[1]).endpoint.close(); print(dict(os.environ) == before)"
+    )
+    command = [sys.executable, "-c", script, scheme]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, check=True, text=True)
+    assert done.stdout.endswith("True\n"), done.stdout
+
+
 def test_a_network_device_that_is_not_there_is_named(make_side: MakeSide) -> None:
     with pytest.raises(ConfigError, match="mlx5_77"):
         make_side(ucx=UcxOptions(net_devices="mlx5_77"))

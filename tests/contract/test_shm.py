@@ -66,6 +66,8 @@ def test_one_slab_is_mapped_in_two_processes_and_scattered() -> None:
             read_slab(
                 memory,
                 ours,
+                shm_peer.PIECE,
+                shm_peer.the_write(),
                 fingerprint=shm_peer.MODEL,
                 lease_id=shm_peer.LEASE_ID,
                 window=region.memory,
