@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any, Self
 
+from cluster.device import Device
 from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
 from cluster.worker_loop import WorkerLoop
@@ -50,6 +51,11 @@ class LocalHost:
         """Its state is the loop's thread's: look only when nothing happens."""
         assert self._worker is not None and self._worker._parts is not None
         return self._worker._parts.loop
+
+    @property
+    def device(self) -> Device:
+        assert self._worker is not None and self._worker._parts is not None
+        return self._worker._parts.device
 
     @property
     def incarnation(self) -> Incarnation:
