@@ -101,9 +101,9 @@ class Mover:
                     self._post(self._replace(slab_id))
 
     def _write(self, job: WriteSlab) -> SlabWritten:
-        started_s, size, error = time.monotonic(), 0, None
+        started_s, error = time.monotonic(), None
         try:
-            size = self._gather(job)
+            self._gather(job)
             filled = SlabFilled(
                 key=job.lent.key,
                 piece=job.lent.piece,
@@ -116,12 +116,12 @@ class Mover:
         return SlabWritten(
             key=job.lent.key,
             piece=job.lent.piece,
-            bytes=size,
+            bytes=job.write.nbytes,
             seconds=time.monotonic() - started_s,
             error=error,
         )
 
-    def _gather(self, job: WriteSlab) -> int:
+    def _gather(self, job: WriteSlab) -> None:
         connection = self._links.connection(job.peer)
         region = RegionName(job.lent.region)
         window = connection.window(region)
@@ -137,7 +137,6 @@ class Mover:
         )
         if window is None:
             connection.write(region, 0, staging[:size])
-        return size
 
     def _own_staging(self) -> SharedRegion:
         """Registered on first use, for links that cannot map the peer's slab."""
@@ -146,10 +145,10 @@ class Mover:
         return self._staging
 
     def _scatter(self, job: ScatterSlab) -> SlabScattered:
-        started_s, size, error = time.monotonic(), 0, None
+        started_s, error = time.monotonic(), None
         filled = job.filled
         try:
-            header = read_slab(
+            read_slab(
                 self._memory,
                 job.tables,
                 job.piece,
@@ -158,7 +157,6 @@ class Mover:
                 lease_id=filled.lease_id,
                 window=self.regions[filled.slab_id].memory,
             )
-            size = header.payload_bytes
         except PeerError as failure:
             error = str(failure)
         return SlabScattered(
@@ -166,7 +164,7 @@ class Mover:
             piece=filled.piece,
             slab_id=filled.slab_id,
             lease_id=filled.lease_id,
-            bytes=size,
+            bytes=job.write.nbytes,
             seconds=time.monotonic() - started_s,
             error=error,
         )

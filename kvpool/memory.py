@@ -66,6 +66,11 @@ class KvMemory:
         """The planes `[slots, heads, dim]` of the group's `index`-th layer."""
         return [plane[index] for plane in self.planes[group]]
 
+    def settle(self) -> None:
+        """Returns once all that this thread has queued for the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def copy_blocks(self, pairs: CopyPairs) -> None:
         """Copy-on-write: `pairs[group]` are (source, destination) blocks."""
         size = self.layout.block_size

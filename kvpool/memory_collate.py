@@ -33,11 +33,12 @@ def write_slab(
 ) -> int:
     """Gather `write`, which is `piece`'s, into a lent slab and put the header before it.
 
-    `window` is CPU uint8 with room for both; returns the bytes used.
+    `window` is uint8 with room for both; returns the bytes used.
     """
     payload = window[HEADER_BYTES : HEADER_BYTES + write.nbytes]
     assert payload.numel() == write.nbytes, (window.numel(), write.nbytes)
     gather_write(memory, _side(memory, tables), write, payload)
+    memory.settle()
     header = SlabHeader(
         fingerprint=fingerprint,
         dtype=memory.layout.dtype,
@@ -70,6 +71,7 @@ def read_slab(
     payload = window[HEADER_BYTES:]
     header.check_payload(_buffer(payload))
     scatter_write(memory, _side(memory, tables), write, payload[: write.nbytes])
+    memory.settle()
     return header
 
 
@@ -98,4 +100,4 @@ def _side(memory: KvMemory, tables: Tables) -> Side:
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:
-    return tensor.numpy().data
+    return tensor.cpu().numpy().data

@@ -26,7 +26,7 @@ def fetch(
     source: Side,
     write: Write,
 ) -> None:
-    """Every head travels: both sides hold whole models. Raises PeerError."""
+    """Done when it returns. Every head travels: both sides hold whole models. Raises PeerError."""
     theirs = PoolMap(layout=replace(memory.layout, block_size=kv.block_size), blocks=kv.blocks)
     region = RegionName(kv.region)
     window = connection.window(region)
@@ -36,6 +36,7 @@ def fetch(
     if window.numel() != theirs.nbytes:
         raise PeerError(f"a pool of {window.numel()} bytes where {theirs.nbytes} were told")
     _copy(memory, target, KvMemory.over(theirs.layout, theirs.blocks, window), source, write)
+    memory.settle()
 
 
 def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: Write) -> None:

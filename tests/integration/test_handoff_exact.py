@@ -37,8 +37,8 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in lengths]
 
 
-def ask(cluster: Cluster, prompt: list[int]) -> list[int]:
-    answer = cluster.completion(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+def ask(cluster: Cluster, prompt: list[int], *, tokens: int = TOKENS) -> list[int]:
+    answer = cluster.completion(prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
     ids: list[int] = answer["choices"][0]["token_ids"]
     return ids
 

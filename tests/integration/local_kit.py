@@ -1,0 +1,86 @@
+"""Workers in threads of this process, so that a test can look into them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, Self
+
+from cluster.device import Device
+from cluster.settings import WorkerSettings
+from cluster.worker import WorkerProcess
+from cluster.worker_loop import WorkerLoop
+from kvpool.handoff import LinkMeasured
+from kvpool.link_cost import LinkCost
+from kvrelay.types import Incarnation
+from tests.integration.split_kit import PATIENCE_S
+
+READ_DIRECTLY = LinkCost(
+    transport="shm",
+    latency_s=0.0,
+    bytes_per_s=1.0,
+    descriptor_s=0.0,
+    direct_bytes_per_s=1e9,
+    gather_bytes_per_s=1e9,
+    scatter_bytes_per_s=1e9,
+    run_s=0.0,
+)
+USE_SLABS = LinkCost(
+    transport="shm",
+    latency_s=0.0,
+    bytes_per_s=1e9,
+    descriptor_s=1.0,
+    direct_bytes_per_s=1e9,
+    gather_bytes_per_s=1e9,
+    scatter_bytes_per_s=1e9,
+    run_s=0.0,
+)
+
+
+class LocalHost:
+    """As WorkerHost, but here."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._worker: WorkerProcess | None = None
+
+    @property
+    def loop(self) -> WorkerLoop:
+        """Its state is the loop's thread's: look only when nothing happens."""
+        assert self._worker is not None and self._worker._parts is not None
+        return self._worker._parts.loop
+
+    @property
+    def device(self) -> Device:
+        assert self._worker is not None and self._worker._parts is not None
+        return self._worker._parts.device
+
+    @property
+    def incarnation(self) -> Incarnation:
+        assert self._worker is not None and self._worker._parts is not None
+        return self._worker._parts.hello.incarnation
+
+    def knows(self, peer: LocalHost, cost: LinkCost) -> None:
+        """As if the link had been measured so."""
+        self.loop.inbox.put(LinkMeasured(peer=peer.incarnation, cost=cost))
+
+    def start(self, settings: WorkerSettings) -> str:
+        self._worker = WorkerProcess(settings)
+        return str(self._call(self._worker.start()))
+
+    def stop(self, address: str) -> None:
+        assert self._worker is not None
+        self._call(self._worker.stop(drain_s=5))
+
+    def _call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,77 @@
+"""What is told of a step's layers while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint import open_checkpoint
+from engine.layer_marks import LayerMarks
+from engine.load import load_engine
+from engine.runner import Engine
+from engine.sizing import EngineLimits
+from engine.step import SampleRequest, SequenceSlice, StepBatch
+from kvpool.layout import BlockId
+from kvrelay.types import RequestKey, Sampling
+from tests.models import random_checkpoint
+
+LIMITS = EngineLimits(max_model_len=256, prefill_chunk_tokens=64, max_running_requests=2)
+
+
+def engine(folder: Path, device: str) -> Engine:
+    model = random_checkpoint(folder, "gemma2", num_hidden_layers=4)
+    return load_engine(
+        open_checkpoint(str(model)),
+        device=device,
+        dtype="float32",
+        block_size=16,
+        blocks=4,
+        limits=LIMITS,
+    )
+
+
+def batch(engine: Engine) -> StepBatch:
+    table = tuple(BlockId(i) for i in range(2))
+    sample = SampleRequest(
+        sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+    )
+    whole = SequenceSlice(
+        key=RequestKey("a", 0),
+        choice=0,
+        token_ids=tuple(range(2, 32)),
+        start=0,
+        tables=(table,) * len(engine.layout.groups),
+        samples=(sample,),
+        prompt_tokens=30,
+    )
+    return StepBatch(slices=(whole,))
+
+
+def layer_planes(engine: Engine, layer: int) -> list[torch.Tensor]:
+    """Its first 30 slots."""
+    (place,) = [
+        (group, spec.layers.index(layer))
+        for group, spec in enumerate(engine.layout.groups)
+        if layer in spec.layers
+    ]
+    return [plane[:30] for plane in engine.memory.layer(*place)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_marked_layer_is_told_once_its_kv_is_written(tmp_path: Path, device: str) -> None:
+    own = engine(tmp_path, device)
+    at_mark: dict[int, list[torch.Tensor]] = {}
+
+    def tell(layer: int) -> None:
+        at_mark[layer] = [plane.clone() for plane in layer_planes(own, layer)]
+        if device == "cpu":  # a GPU may be further by now
+            assert not any(plane.any() for plane in layer_planes(own, layer + 1))
+
+    own.run(batch(own), LayerMarks(frozenset({0, 2}), tell))
+    assert list(at_mark) == [0, 2]
+    for layer, planes in at_mark.items():
+        for seen, after in zip(planes, layer_planes(own, layer), strict=True):
+            assert seen.any()
+            assert torch.equal(seen, after)
