@@ -134,7 +134,7 @@ class PoolWorkers:
         self._post(Gone(connection=connection, reason=reason))
 
 
-def _shm(cluster: str, incarnation: Incarnation, callbacks: Callbacks) -> ShmEndpoint:
+def _shm(cluster: str, incarnation: Incarnation, callbacks: Callbacks) -> Endpoint:
     try:
         return open_endpoint("shm", incarnation, callbacks, name=pool_name(cluster))
     except ConfigError as error:

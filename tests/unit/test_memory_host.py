@@ -17,7 +17,7 @@ from kvpool.tier_blocks import PoolPlace
 from kvpool.transfer_plan import Side, TokenSpan, cut
 from kvpool.transport.base import Connection, Region
 from kvrelay.errors import PeerError
-from tests.contract.transport_kit import Side
+from tests.contract.transport_kit import Side as LinkSide
 
 _BLOCKS = 12
 _K, _V = Plane(name="k", heads=2, dim=8), Plane(name="v", heads=2, dim=4)
@@ -49,7 +49,7 @@ def host_blocks(memory: KvMemory, batch: int = 2) -> HostBlocks:
 
 @contextmanager
 def linked(scheme: str) -> Iterator[tuple[Connection, Region]]:
-    with Side(scheme) as owner, Side(scheme) as worker:
+    with LinkSide(scheme) as owner, LinkSide(scheme) as worker:
         region = owner.endpoint.register(10 * LAYOUT.bytes_per_block + 5)
         yield worker.endpoint.connect(owner.endpoint.address), region
 
