@@ -139,7 +139,6 @@ def _shm(cluster: str, incarnation: Incarnation, callbacks: Callbacks) -> Endpoi
         return open_endpoint("shm", incarnation, callbacks, name=pool_name(cluster))
     except ConfigError as error:
         raise ConfigError(
-            f"a pool node of the cluster {cluster} runs on this host already, or something else "
-            f"listens at its address shm:{pool_name(cluster)} ({error}): stop it or use "
-            "another --name"
+            f"a pool node of the cluster {cluster} runs on this host already ({error}): stop it or "
+            "use another --name"
         ) from error

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvpool.transport import memfd
-from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks
-from kvpool.transport.shm import ShmEndpoint
+from kvpool.transport.base import Callbacks, Endpoint
+from kvpool.transport.registry import open_endpoint
+from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 from tests.contract.transport_kit import Side
 
@@ -20,8 +21,8 @@ _QUIET = Callbacks(
 )
 
 
-def _named(incarnation: str, name: str) -> ShmEndpoint:
-    return ShmEndpoint(Incarnation(incarnation), _QUIET, SEND_TIMEOUT_S, name=name)
+def _named(incarnation: str, name: str) -> Endpoint:
+    return open_endpoint("shm", Incarnation(incarnation), _QUIET, name=name)
 
 
 def test_found_by_its_name_in_each_of_its_lives() -> None:
@@ -36,7 +37,7 @@ def test_found_by_its_name_in_each_of_its_lives() -> None:
             connection.write(region.name, 0, torch.ones(8, dtype=torch.uint8))
             assert bool(region.memory.all())
             regions.append(region.name)
-            with pytest.raises(OSError, match="in use"):
+            with pytest.raises(ConfigError, match="in use"):
                 _named("third", name)
             endpoint.close()
         assert regions[0] != regions[1], "a region of an earlier life is never taken for a new one"

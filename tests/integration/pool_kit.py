@@ -188,6 +188,12 @@ class Node:
     def addresses(self) -> list[str]:
         return re.findall(r"pool node of \S+ on (\S+)\n", self.text)
 
+    def suspend(self) -> None:
+        """Returns once none of its threads runs."""
+        self.signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        until(lambda: all("(stopped)" in (t / "status").read_text() for t in tasks.iterdir()))
+
     def signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
@@ -205,6 +211,15 @@ class Node:
     @property
     def is_alive(self) -> bool:
         return self._process.is_alive()
+
+
+def refused(log: Path, name: str, *options: str) -> str:
+    """What `kvrelay pool-node OPTIONS` says when it can't start."""
+    process = _forks.Process(target=_run_command, args=(log, (name, *options)))
+    process.start()
+    process.join(PATIENCE_S)
+    assert process.exitcode == 2, process.exitcode
+    return log.read_text()
 
 
 _forks = multiprocessing.get_context("forkserver")

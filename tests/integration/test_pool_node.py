@@ -18,8 +18,8 @@ from cluster.pool_link import host_pool_address
 from kvpool.pool_client_events import PrefixFetched
 from kvrelay.types import RequestKey
 from tests.integration import pool_kit
-from tests.integration.pool_kit import Node, chain, layout, pool_worker
-from tests.integration.ray_head import BIN, until
+from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused
+from tests.integration.ray_head import until
 
 ROOT = Path(__file__).parents[2]
 BLOCK = layout().bytes_per_block
@@ -122,7 +122,7 @@ def test_a_node_killed_while_a_worker_fetches_is_a_clean_loss(start: Start) -> N
     with pool_worker(start.address) as worker:
         worker.await_connected()
         worker.store(chain(1, 8))
-        node.signal(signal.SIGSTOP)
+        node.suspend()
         worker.want(chain(1, 8), first_block=20)
         offer = worker.offer(chain(2, 8))
         node.kill()
@@ -146,7 +146,7 @@ def test_a_node_that_hangs_holds_up_no_one(start: Start) -> None:
         worker.await_connected()
         worker.side.client._patience_s = 0.5
         worker.store(chain(1, 8))
-        node.signal(signal.SIGSTOP)
+        node.suspend()
         assert worker.fetch(chain(1, 8), first_block=20) == 0
         assert worker.seek(chain(1, 8)) == (0, 0)
         worker.store(chain(2, 8))
@@ -247,20 +247,13 @@ def test_another_model_is_refused_and_an_old_ones_disk_is_replaced(
     node.stop()
 
 
-def test_one_node_for_each_host_and_folder(start: Start) -> None:
+def test_one_node_for_each_host_and_folder(start: Start, tmp_path: Path) -> None:
     node = start(*_host(8), *_disk(start.disk))
-    again = [BIN / "kvrelay", "pool-node", *_host(8), "--name"]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
-    others = {
-        (*again, start.name): f"kvrelay: a pool node of the cluster {start.name} runs on this host",
-        (*again, f"{start.name}-2", *_disk(start.disk)): f"kvrelay: pool.disk: another pool node "
-        f"uses {start.disk}",
-    }
-    for command, message in others.items():
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(message)
-        assert done.stderr.count("\n") == 1
+    said = refused(tmp_path / "same-host", start.name, *_host(8))
+    assert said.startswith(f"kvrelay: a pool node of the cluster {start.name} runs on this host")
+    assert said.count("\n") == 1
+    said = refused(tmp_path / "same-folder", f"{start.name}-2", *_host(8), *_disk(start.disk))
+    assert said == f"kvrelay: pool.disk: another pool node uses {start.disk}\n"
     node.stop()
 
 

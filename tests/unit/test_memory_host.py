@@ -14,7 +14,8 @@ from kvpool.memory_host import HostBlocks, checksums, fetch_blocks, store_blocks
 from kvpool.memory_sections import gather_write
 from kvpool.shard import Shard, ShardLayout
 from kvpool.tier_blocks import PoolPlace
-from kvpool.transfer_plan import Side, TokenSpan, cut
+from kvpool.transfer_plan import Side as Blocks
+from kvpool.transfer_plan import TokenSpan, cut
 from kvpool.transport.base import Connection, Region
 from kvrelay.errors import PeerError
 from tests.contract.transport_kit import Side as LinkSide
@@ -61,7 +62,7 @@ def test_a_place_is_a_block_in_canonical_order(block: tuple[BlockId, BlockId]) -
     one = ShardLayout(model=LAYOUT, shard=Shard())
     span = TokenSpan(start=0, tokens=LAYOUT.block_size, next_position=0)
     (write,) = cut(one, one, span=span, staging_bytes=LAYOUT.bytes_per_block)
-    side = Side(tables=tuple((b,) for b in block), block_size=LAYOUT.block_size)
+    side = Blocks(tables=tuple((b,) for b in block), block_size=LAYOUT.block_size)
     gather_write(memory, side, write, expected)
     rows = host_blocks(memory).gather([SOURCES[0], block])
     assert torch.equal(rows[1], expected)
