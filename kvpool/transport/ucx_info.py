@@ -20,7 +20,7 @@ from pathlib import Path
 from kvpool.transport.ucx_options import UcxOptions
 
 _NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13")
-_FEATURES = 1 | 4  # UCP_FEATURE_TAG | UCP_FEATURE_RMA
+_FEATURES = 1 | 2  # UCP_FEATURE_TAG | UCP_FEATURE_RMA
 _FIELD_FEATURES = 1
 _PATIENCE_S = 30.0
 
