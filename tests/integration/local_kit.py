@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
+
+import pytest
 
 from cluster.device import Device
 from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
+from cluster.worker_events import Call
 from cluster.worker_loop import WorkerLoop
-from kvpool.handoff import LinkMeasured
+from decode_worker.peer_pools import PeerPools
 from kvpool.link_cost import LinkCost
 from kvrelay.types import Incarnation
 from tests.integration.split_kit import PATIENCE_S
@@ -35,6 +40,14 @@ USE_SLABS = LinkCost(
     scatter_bytes_per_s=1e9,
     run_s=0.0,
 )
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """What links cost is only what LocalHost.knows says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerPools, "measured", lambda pools, peer, cost: None)
+        yield
 
 
 class LocalHost:
@@ -63,8 +76,9 @@ class LocalHost:
         return self._worker._parts.hello.incarnation
 
     def knows(self, peer: LocalHost, cost: LinkCost) -> None:
-        """As if the link had been measured so."""
-        self.loop.inbox.put(LinkMeasured(peer=peer.incarnation, cost=cost))
+        """As if the link had been measured so, whatever is measured."""
+        pools, incarnation = self.loop.decode.receiver.pools, peer.incarnation
+        self.loop.inbox.put(Call(lambda: pools._costs.__setitem__(incarnation, cost)))
 
     def start(self, settings: WorkerSettings) -> str:
         self._worker = WorkerProcess(settings)

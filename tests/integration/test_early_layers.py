@@ -15,7 +15,7 @@ from engine.model import load_model
 from engine.step import StepBatch, StepOutcome
 from kvpool import piece
 from kvrelay.types import Role
-from tests.integration.local_kit import LocalHost
+from tests.integration.local_kit import USE_SLABS, LocalHost, unmeasured
 from tests.integration.split_kit import PATIENCE_S, running_cluster, worker_settings
 from tests.integration.test_handoff_exact import ask, check, prompts
 from tests.models import random_checkpoint
@@ -61,12 +61,13 @@ def test_the_first_write_starts_before_the_step_ends(
         return write_slab(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cluster.mover, "write_slab", noticed)
-    with LocalHost() as first, LocalHost() as second:
+    with unmeasured(), LocalHost() as first, LocalHost() as second:
         workers = [
             (first, worker_settings("prefill-0", Role.PREFILL, model)),
             (second, worker_settings("decode-0", Role.DECODE, model)),
         ]
         with running_cluster(model, workers) as running:  # type: ignore[arg-type]
+            second.knows(first, USE_SLABS)
             ask(running, asked[0], tokens=2)  # connects
             device = first.device
             held = Held(device._engine, written)

@@ -11,7 +11,7 @@ from engine.checkpoint import open_checkpoint
 from engine.model import load_model
 from kvpool.layout import KvLayout
 from kvrelay.types import Role
-from tests.integration.local_kit import READ_DIRECTLY, USE_SLABS, LocalHost
+from tests.integration.local_kit import READ_DIRECTLY, USE_SLABS, LocalHost, unmeasured
 from tests.integration.split_kit import Cluster, running_cluster, wait_until, worker_settings
 from tests.integration.test_handoff_exact import ask, check, prompts
 from tests.models import random_checkpoint
@@ -23,7 +23,7 @@ WINDOWS = {"gemma2": 40, "mistral": 48}
 
 @pytest.fixture
 def here() -> Iterator[tuple[LocalHost, LocalHost]]:
-    with LocalHost() as first, LocalHost() as second:
+    with unmeasured(), LocalHost() as first, LocalHost() as second:
         yield first, second
 
 

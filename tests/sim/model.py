@@ -6,8 +6,9 @@ So a request's right tokens are known whatever the schedule, and wrong KV is not
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NewType
 
 from engine.step import RunStep, Sampled, SequenceSlice
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
@@ -19,8 +20,8 @@ from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 BLOCK = 4
 VOCABULARY = 50
 
-History = tuple[int, ...]
-"""The tokens of a sequence up to and with one position: what that position's KV depends on."""
+History = NewType("History", int)
+"""Names the tokens of a sequence up to and with one position, which its KV depends on."""
 Content = list[History | None]
 """Of each (section, layer, token) of a write; None where nothing was ever written."""
 
@@ -53,6 +54,39 @@ class AnyWay:
         assert shape.nbytes > 0
         assert 0 < shape.target_runs <= shape.descriptors
         return self.rng.choice([Way.DIRECT, Way.COLLATED])
+
+
+@dataclass(slots=True)
+class _Histories:
+    """Equal sequences have one name, so that comparing them is cheap."""
+
+    names: dict[tuple[History | None, int], History] = field(default_factory=dict)
+    parents: list[tuple[History | None, int]] = field(default_factory=list)
+
+    def extend(self, chain: list[History], token_ids: Iterable[int]) -> list[History]:
+        """The histories of a whole sequence, position by position."""
+        chain = list(chain)
+        for token in token_ids:
+            place = (chain[-1] if chain else None, token)
+            if place not in self.names:
+                self.names[place] = History(len(self.parents))
+                self.parents.append(place)
+            chain.append(self.names[place])
+        return chain
+
+    def chain(self, last: History | None) -> list[History]:
+        """Of each position of the sequence that ends with `last`."""
+        found = []
+        while last is not None:
+            found.append(last)
+            last = self.parents[last][0]
+        return found[::-1]
+
+    def token_ids(self, chain: list[History]) -> tuple[int, ...]:
+        return tuple(self.parents[history][1] for history in chain)
+
+
+_HISTORIES = _Histories()
 
 
 def right_token(prompt: tuple[int, ...], choice: int, emitted: tuple[int, ...]) -> int:
@@ -98,37 +132,38 @@ class Memory:
         """Copy, and read what the step's tokens depend on."""
         self._copy(step.copies)
         wholes = [
-            self._history(piece, piece.start) + piece.token_ids for piece in step.batch.slices
+            _HISTORIES.extend(self._chain(piece, piece.start), piece.token_ids)
+            for piece in step.batch.slices
         ]
         running = Running(memory=self, slices=step.batch.slices, wholes=wholes)
         running.check_earlier()
         return running
 
-    def _history(self, piece: SequenceSlice, end: int) -> History:
+    def _chain(self, piece: SequenceSlice, end: int) -> list[History]:
         """All tokens before `end`."""
         if end == 0:
-            return ()
+            return []
         found = {self._read(piece.tables, group, layer, end - 1) for group, layer in self.layers()}
         assert len(found) == 1, f"the layers disagree about {piece.key}: {found}"
-        (history,) = found
-        assert history is not None
-        assert len(history) == end, "KV was overwritten"
-        return history
+        chain = _HISTORIES.chain(found.pop())
+        assert len(chain) == end, "KV was overwritten"
+        return chain
 
     def layers(self) -> Iterator[tuple[int, int]]:
         for group, spec in enumerate(self.layout.groups):
             for layer in range(len(spec.layers)):
                 yield group, layer
 
-    def check(self, tables: Tables, whole: History, start: int, end: int) -> None:
+    def check(self, tables: Tables, whole: list[History], start: int, end: int) -> None:
         """Every layer holds the right KV of what tokens from `start` on see before `end`."""
         for group, layer in self.layers():
             window = self.layout.groups[group].window
             first = 0 if window is None else max(0, start - window + 1)
             for position in range(first, end):
                 there = self._read(tables, group, layer, position)
-                right = whole[: position + 1]
-                assert there == right, f"KV was overwritten: {(group, layer, position, there)}"
+                assert there == whole[position], (
+                    f"KV was overwritten: {(group, layer, position, there)}"
+                )
 
     def write(self, tables: Tables, group: int, layer: int, position: int, here: History) -> None:
         self.slots[group, layer, self._slot(tables, group, position)] = here
@@ -171,7 +206,7 @@ class Running:
 
     memory: Memory
     slices: tuple[SequenceSlice, ...]
-    wholes: list[History]
+    wholes: list[list[History]]
     written: int = 0  # layers of the model
 
     def check_earlier(self) -> None:
@@ -188,7 +223,7 @@ class Running:
     def _write(self, group: int, layer: int) -> None:
         for piece, whole in zip(self.slices, self.wholes, strict=True):
             for position in range(piece.start, len(whole)):
-                self.memory.write(piece.tables, group, layer, position, whole[: position + 1])
+                self.memory.write(piece.tables, group, layer, position, whole[position])
 
     def finish(self) -> tuple[tuple[Sampled, ...], ...]:
         self.write_up_to(max(layer for g in self.memory.layout.groups for layer in g.layers))
@@ -197,7 +232,8 @@ class Running:
         return tuple(map(self._sample, self.slices, self.wholes))
 
     @staticmethod
-    def _sample(piece: SequenceSlice, whole: History) -> tuple[Sampled, ...]:
+    def _sample(piece: SequenceSlice, chain: list[History]) -> tuple[Sampled, ...]:
+        whole = _HISTORIES.token_ids(chain)
         ends = (len(whole) - wanted.index for wanted in piece.samples)
         return tuple(
             Sampled(token_id=right_token(whole[:end], wanted.choice, whole[end:]))
@@ -215,7 +251,7 @@ def _places(write: Write, side: Side, *, of_source: bool) -> Iterator[tuple[int,
                 yield part.group, layer, slot(side.tables[part.group], token, side.block_size)
 
 
-def slot(table: Iterable[int], position: int, block_size: int) -> int:
-    block = tuple(table)[position // block_size]
+def slot(table: Sequence[int], position: int, block_size: int) -> int:
+    block = table[position // block_size]
     assert block != NO_BLOCK, f"no block is held for position {position}"
     return block * block_size + position % block_size
