@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
@@ -36,6 +38,8 @@ from kvpool.transport import probe
 from kvpool.transport.base import RegionName
 from kvpool.transport.registry import schemes
 from kvrelay.errors import ConfigError
+
+T = TypeVar("T")
 
 MESSAGE_LINKS = ("nixl", "ucx")
 WORKER_LINKS = ("shm", *MESSAGE_LINKS)
@@ -189,7 +193,8 @@ def _receiver(scheme: str, shape: Shape) -> Iterator[str]:
     with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().strip()
+            lines = (line.strip() for line in process.stdout)  # UCX may warn before it
+            yield next((line for line in lines if line.startswith(f"{scheme}:")), "")
             process.wait(timeout=PATIENCE_S)
         finally:
             process.kill()
@@ -199,6 +204,7 @@ def _receiver(scheme: str, shape: Shape) -> Iterator[str]:
 
 
 def rows_of(scheme: str, shape: Shape, repeats: int) -> list[Row]:
+    torch.set_num_threads(1)
     with link(scheme, shape) as sender:
         sender.check(sender.collated)
         sender.check(sender.direct)
@@ -310,17 +316,24 @@ def _hidden(inner: list[tuple[str, float, float]], outer: list[tuple[str, float,
 # --- command line -------------------------------------------------------------------------------
 
 
+def apart(function: Callable[..., T], *arguments: object) -> T:
+    """In a process of its own: two transports' UCX in one would disturb each other."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
 def usable() -> list[str]:
     """The transports whose ends can be opened here."""
-    found = []
-    for scheme in schemes():
-        try:
-            End(scheme, Shape(layers=1, tokens=16), seed=1).endpoint.close()
-        except (ConfigError, OSError, RuntimeError) as error:
-            print(f"{scheme}: not measured: {error}", file=sys.stderr)
-        else:
-            found.append(scheme)
-    return found
+    return [scheme for scheme in schemes() if apart(opens, scheme)]
+
+
+def opens(scheme: str) -> bool:
+    try:
+        End(scheme, Shape(layers=1, tokens=16), seed=1).endpoint.close()
+    except (ConfigError, OSError, RuntimeError) as error:
+        print(f"{scheme}: not measured: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def main() -> None:
@@ -349,9 +362,9 @@ def main() -> None:
         names = []
     for scheme in names:
         rows += (
-            [steady_row(scheme, args.steady)]
+            [apart(steady_row, scheme, args.steady)]
             if args.steady
-            else rows_of(scheme, shape, args.repeats)
+            else apart(rows_of, scheme, shape, args.repeats)
         )
     if args.format == "json":
         print(json.dumps([row.as_json() for row in rows], indent=2))

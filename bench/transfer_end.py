@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from uuid import uuid4
 
@@ -76,9 +77,14 @@ class Shape:
 
     def cut(self, tokens: int | None = None) -> tuple[Write, ...]:
         """As the workers cut it, a chunk's bytes to a slab."""
-        one = ShardLayout(model=self.layout, shard=Shard())
-        room = self.layout.bytes_per_token * CHUNK_TOKENS
-        return cut(one, one, span=self.span(tokens), staging_bytes=room)
+        return _cut(self, self.span(tokens))
+
+
+@lru_cache(maxsize=8)
+def _cut(shape: Shape, span: TokenSpan) -> tuple[Write, ...]:
+    one = ShardLayout(model=shape.layout, shard=Shard())
+    room = shape.layout.bytes_per_token * CHUNK_TOKENS
+    return cut(one, one, span=span, staging_bytes=room)
 
 
 @dataclass(slots=True)
@@ -155,6 +161,7 @@ class Receiver(End):
     def __init__(self, scheme: str, shape: Shape) -> None:
         super().__init__(scheme, shape, seed=2)
         size = slab_bytes(shape.layout, CHUNK_TOKENS)
+        self._source = Side(tables=shape.tables(seed=1), block_size=self.side.block_size)
         self._slabs = [self.endpoint.register(size) for _ in range(SLABS)]
 
     def run(self) -> None:
@@ -189,11 +196,10 @@ class Receiver(End):
         self.say(say="free", slab=slab)
 
     def _read(self, tokens: int) -> None:
-        """All in one batch, its preparation included."""
-        source = Side(tables=self.shape.tables(seed=1), block_size=self.side.block_size)
+        """A batch for each write of the cut, its preparation included."""
         with self.trace.span("read"):
             for write in self.shape.cut(tokens):
-                fetch(self.memory, self.side, self.peer, self._kv, source, write)
+                fetch(self.memory, self.side, self.peer, self._kv, self._source, write)
         self.say(say="read")
 
     def _digest(self) -> None:
