@@ -31,6 +31,7 @@ from kvpool.memory_probe import measure_copies
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transport import fabric
 from kvpool.transport.base import RegionName
+from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.fabric import LinkKind, no_rdma, obstacle_of, rdma_ports
 from kvpool.transport.probe import PROBE_BYTES
 from kvpool.transport.ucx_info import UcxInfo, describe, library_of_nixl
@@ -124,6 +125,18 @@ def test_a_transport_that_does_not_reach_the_peer_is_passed_over(side, caplog) -
         a.links.send(SendPeer(peer=b.incarnation, addresses=addresses, message=RENEW))
     assert b.next() == FromPeer(peer=a.incarnation, message=RENEW)
     assert "using loopback: " in caplog.text and "shm:on-another-host" in caplog.text
+
+
+def test_ports_and_secrets_are_those_of_the_options(side) -> None:
+    ours = EndpointOptions(port_range=(21700, 21799), secret=b"one")
+    a, b = side("a", "nixl", options=ours), side("b", "nixl", options=ours)
+    (address,) = a.links.endpoints.addresses
+    assert 21700 <= int(address.rpartition("/")[0].rpartition(":")[2]) <= 21799
+    a.greet(b)
+    assert b.next() == FromPeer(peer=a.incarnation, message=RENEW)
+    stranger = side("c", "nixl", options=EndpointOptions(secret=b"another"))
+    stranger.greet(b)
+    assert isinstance(stranger.next(), PeerLost)
 
 
 def test_nothing_in_common_is_said(side) -> None:
