@@ -23,13 +23,13 @@ import psutil
 import torch
 import xxhash
 
-from kvpool.handoff import KvFacts
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, slab_bytes
 from kvpool.memory_direct import fetch
 from kvpool.memory_sections import gather_write
 from kvpool.piece import Piece
+from kvpool.pool_map import KvFacts
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import Side, TokenSpan, Write, cut
 from kvpool.transport import memfd

@@ -22,9 +22,10 @@ from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
 from kvpool.block_names import BlockNames
-from kvpool.handoff import HandoffMode, KvFacts, PeerHello
+from kvpool.handoff import HandoffMode, PeerHello
 from kvpool.leases import LeaseTable
 from kvpool.memory_probe import measure_copies
+from kvpool.pool_map import KvFacts
 from kvpool.slabs import SlabPool
 from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables

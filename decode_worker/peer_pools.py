@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvpool.handoff import FetchPiece, KvFacts, PieceAhead
+from kvpool.handoff import FetchPiece, PieceAhead
 from kvpool.layout import KvLayout, Tables
 from kvpool.link_cost import LinkCost, Way
-from kvpool.piece import check_cut, source_side, transfer_shape
+from kvpool.piece import check_cut, holds, source_side, transfer_shape
+from kvpool.pool_map import KvFacts
 from kvpool.transfer_plan import Side, Write
 from kvrelay.types import Incarnation
 
@@ -47,11 +48,12 @@ class PeerPools:
 
         Raises PeerError when the peer has not named its blocks.
         """
+        target = Side(tables=tables, block_size=self.layout.block_size)
+        assert holds(target, write), f"{ahead.key} lacks blocks for {ahead.piece}"
         facts, cost = self._facts.get(peer), self._costs.get(peer)
         if facts is None or cost is None or not facts.region:
             return None
         source = self._source(facts, ahead, write)
-        target = Side(tables=tables, block_size=self.layout.block_size)
         if cost.choose(transfer_shape(write, source, target)) is Way.COLLATED:
             return None
         return FetchPiece(

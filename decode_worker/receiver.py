@@ -1,9 +1,8 @@
 """The decode worker's side of handoffs: reservations, pieces on their way in, commits. Pure.
 
-A reservation leases blocks to the prefill worker until the commit; with `pull` it takes them only
-once the prompt's KV is announced, in order of announcement, when there are some. Each piece comes
-through a slab or is read directly, as the link's cost says. Blocks are freed only when no scatter
-or read into them is in flight.
+A reservation leases blocks to the prefill worker until the commit. Each piece comes through a slab
+or is read directly, as the link's cost says. Blocks are freed only when no scatter or read into
+them is in flight.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ from kvpool.handoff import (
     SlabScattered,
 )
 from kvpool.leases import LeaseTable
-from kvpool.piece import holds
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables, Holder
-from kvpool.transfer_plan import Side, Write
+from kvpool.transfer_plan import Write
 from kvrelay.errors import PeerError
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
@@ -72,8 +70,6 @@ class Receiver:
         live = (r for r in self._reservations.values() if not r.cancelled)
         return sum(r.message.spec.sampling.n for r in live)
 
-    # --- blocks ---------------------------------------------------------------------------------
-
     def try_reserve(self, message: Reserve, now_s: float) -> Reservation | None:
         """None and nothing changed when there are no blocks for the prompt."""
         spec = message.spec
@@ -98,8 +94,7 @@ class Receiver:
         keys = []
         for reservation in self._room.take(now_s):
             keys.append(reservation.key)
-            waiting, reservation.awaiting_blocks = reservation.awaiting_blocks, []
-            for ahead, write in waiting:
+            for ahead, write in reservation.awaiting_blocks:
                 commands += self._choose(reservation, ahead, write, now_s)
         return commands, keys
 
@@ -134,8 +129,6 @@ class Receiver:
     ) -> list[Command]:
         """Through a slab, or directly."""
         peer, tables = reservation.message.source, self.tables.tables(reservation.holder)
-        own = Side(tables=tables, block_size=self.tables.layout.block_size)
-        assert holds(own, write), f"{ahead.key} lacks blocks for {ahead.piece}"
         try:
             fetch = self.pools.direct(peer, ahead, write, tables)
         except PeerError as error:
@@ -184,9 +177,9 @@ class Receiver:
         """The prefill worker is told: only it knows that the blocks were still the request's."""
         reservation = self._reservations[done.key]
         peer = reservation.message.source
-        if done.error is not None:
-            self.pools.forget_cost(peer)
         ended, failures = self._landed(done, now_s)
+        if failures:
+            self.pools.forget_cost(peer)
         if reservation.cancelled:
             return ended, failures
         return [SendPeer(peer=peer, message=PieceRead(key=done.key, piece=done.piece))], []
@@ -216,8 +209,7 @@ class Receiver:
 
     def commit(self, commit: Commit, now_s: float) -> None:
         reservation = self._reservations.get(commit.key)
-        if reservation is not None and not reservation.cancelled:
-            self.leases.renew(commit.key, now_s)
+        if reservation is not None and self.leases.renew(commit.key, now_s):
             reservation.commit = commit
             self._room.want(reservation)
 
@@ -229,9 +221,8 @@ class Receiver:
     def take_complete(self, key: RequestKey) -> Arrived | None:
         """Once all pieces have landed and are committed: the blocks are the running request's."""
         reservation = self._reservations.get(key)
-        if reservation is None or reservation.holder not in self.tables:
-            return None
-        if (arrived := reservation.arrived()) is None:
+        arrived = reservation.arrived() if reservation else None
+        if reservation is None or arrived is None or reservation.holder not in self.tables:
             return None
         del self._reservations[key]
         self.leases.end(key)
@@ -280,9 +271,8 @@ class Receiver:
 
     def expire(self, now_s: float) -> tuple[list[Command], list[Failure]]:
         """Ends what nobody renewed: reservations fail, silent writers' slabs are retired."""
-        silent = dict.fromkeys(self.leases.expire(now_s))
         replaced, keys = self._lending.expire(now_s)
-        silent |= dict.fromkeys(keys)
+        silent = dict.fromkeys((*self.leases.expire(now_s), *keys))
         commands: list[Command] = [*replaced]
         failures = []
         for key in silent:

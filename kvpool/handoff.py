@@ -16,15 +16,14 @@ With `push` pieces are announced before they are computed and the decode worker 
 from the reservation on; with `pull` they are announced once all is computed, and the decode worker
 takes blocks then, when it has some.
 
-Either side may end it early: the decode worker says CancelTransfer, the prefill worker says
-TransferCancelled once no write of it is in flight. That is the fence: until it comes (or the lease
-ends and the slab is retired), the slab is not reused.
+Either side may end it early by CancelTransfer or, once no write of it is in flight,
+TransferCancelled. That is the fence: until it comes (or the lease ends and the slab is retired),
+the slab is not reused.
 
 Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
 but they can't be used: Commit follows PieceRead, so the owner still held every block when it heard
-that the last of them had been read, however late anyone is. Without Commit no request joins; what
-was read lies in blocks that the reader reserved for this request alone, and frees when no read is
-in flight. So neither side waits for the other before it frees blocks, and no clock is trusted.
+that the last of them had been read, however late anyone is, and without Commit no request joins.
+So the owner frees its blocks whenever it likes, and no clock is trusted.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from enum import StrEnum
 from kvpool.layout import Tables
 from kvpool.link_cost import LinkCost
 from kvpool.piece import Piece, PieceBlocks
+from kvpool.pool_map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transfer_plan import Side, Write
 from kvrelay.types import Incarnation, RequestKey
@@ -46,19 +46,6 @@ class HandoffMode(StrEnum):
 
 
 # --- between peers ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvFacts:
-    """What a peer must know of this worker's KV memory: its pool, and what one slab holds.
-
-    `region` is the whole pool's, as the link calls it; empty where the link can't read it.
-    """
-
-    block_size: int
-    blocks: int
-    slab_bytes: int
-    region: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from kvpool.handoff import KvFacts
 from kvpool.memory import KvMemory
 from kvpool.piece import paired_runs
-from kvpool.pool_map import PoolMap
+from kvpool.pool_map import KvFacts, PoolMap
 from kvpool.transfer_plan import Section, Side, Write
 from kvpool.transport.base import Connection, Read, RegionName
 from kvrelay.errors import PeerError

@@ -10,7 +10,6 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
-    KvFacts,
     LinkProbed,
     PeerHello,
     PeerMessage,
@@ -26,6 +25,7 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.piece import Piece, PieceBlocks
+from kvpool.pool_map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transfer_plan import TokenSpan
 from kvrelay.errors import PeerError

@@ -18,6 +18,19 @@ _ALIGNED_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvFacts:
+    """What a peer must know of this worker's KV memory: its pool, and what one slab holds.
+
+    `region` is the whole pool's, as the link calls it; empty where the link can't read it.
+    """
+
+    block_size: int
+    blocks: int
+    slab_bytes: int
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolMap:
     layout: KvLayout
     blocks: int

@@ -16,7 +16,6 @@ from kvpool.handoff import (
     Committed,
     FromPeer,
     HandoffMode,
-    KvFacts,
     LayersWritten,
     PeerHello,
     PeerLost,
@@ -28,6 +27,7 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.layout import Tables
+from kvpool.pool_map import KvFacts
 from kvpool.tables import BlockTables, Holder
 from kvrelay.messages import Abort, Lifetime, Prefill, Released, RequestFailed, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey

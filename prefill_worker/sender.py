@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from kvpool.handoff import (
     Commit,
     HandoffMode,
-    KvFacts,
     PeerMessage,
     PieceAhead,
     PieceComputed,
@@ -31,6 +30,7 @@ from kvpool.handoff import (
 )
 from kvpool.layout import KvLayout, Tables
 from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
+from kvpool.pool_map import KvFacts
 from kvpool.transfer_plan import TokenSpan, Write
 from kvrelay.messages import Prefill
 

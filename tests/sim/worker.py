@@ -10,7 +10,6 @@ from decode_worker.scheduler import DecodeScheduler
 from kvpool.handoff import (
     FetchPiece,
     HandoffMode,
-    KvFacts,
     PeerHello,
     PieceFetched,
     ScatterSlab,
@@ -22,6 +21,7 @@ from kvpool.handoff import (
 from kvpool.layout import KvLayout
 from kvpool.leases import LeaseTable
 from kvpool.piece import Piece
+from kvpool.pool_map import KvFacts
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
 from kvpool.transfer_plan import Side

@@ -17,7 +17,6 @@ import torch
 from cluster.peers import PeerLinks
 from kvpool.handoff import (
     FromPeer,
-    KvFacts,
     LinkMeasured,
     PeerHello,
     PeerLost,
@@ -28,6 +27,7 @@ from kvpool.handoff import (
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.link_cost import Sample, Step
 from kvpool.memory_probe import measure_copies
+from kvpool.pool_map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transport import fabric
 from kvpool.transport.base import RegionName

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvpool.handoff import KvFacts
 from kvpool.memory import KvMemory
 from kvpool.memory_direct import fetch
 from kvpool.piece import PieceBlocks, piece_blocks, source_side, transfer_shape
-from kvpool.pool_map import PoolMap
+from kvpool.pool_map import KvFacts, PoolMap
 from kvpool.transfer_plan import TokenSpan
 from kvpool.transport.base import Callbacks, Connection, Read, RegionName
 from kvpool.transport.loopback import LoopbackEndpoint

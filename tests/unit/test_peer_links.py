@@ -12,7 +12,6 @@ from cluster.peers import PeerLinks
 from kvpool.handoff import (
     Committed,
     FromPeer,
-    KvFacts,
     PeerHello,
     PeerLost,
     PeerMessage,
@@ -21,6 +20,7 @@ from kvpool.handoff import (
 )
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
+from kvpool.pool_map import KvFacts
 from kvpool.transport.base import Connection, RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey

@@ -14,7 +14,6 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
-    KvFacts,
     LinkProbed,
     PeerHello,
     PeerMessage,
@@ -30,6 +29,7 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.piece import Piece, PieceBlocks
+from kvpool.pool_map import KvFacts
 from kvpool.transfer_plan import TokenSpan
 from kvpool.transport.base import MAX_MESSAGE_BYTES
 from kvrelay import wire

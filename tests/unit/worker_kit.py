@@ -6,18 +6,11 @@ from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
-from kvpool.handoff import (
-    FromPeer,
-    HandoffMode,
-    KvFacts,
-    PeerHello,
-    PeerMessage,
-    PieceAhead,
-    SendPeer,
-)
+from kvpool.handoff import FromPeer, HandoffMode, PeerHello, PeerMessage, PieceAhead, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
 from kvpool.piece import Piece, PieceBlocks
+from kvpool.pool_map import KvFacts
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
 from kvpool.transfer_plan import TokenSpan
