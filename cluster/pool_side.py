@@ -15,9 +15,14 @@ from cluster.pool_mover import PoolMover
 from kvpool.memory import KvMemory
 from kvpool.pool_client import PoolClient
 from kvpool.pool_client_events import (
+    BlocksFetched,
+    BlocksStored,
     ClientEvent,
     FetchBlocks,
+    FromNode,
     OfferSettled,
+    PoolJoined,
+    PoolLost,
     PrefixFetched,
     PrefixFound,
     PrefixPinned,
@@ -27,6 +32,9 @@ from kvpool.pool_client_events import (
 from kvpool.pool_messages import PoolFormat, PoolHello
 from kvpool.transport.registry import LOOPBACK_HOST
 from kvrelay.types import WIRE_VERSION, Incarnation
+
+PoolNews = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
+"""What its other threads tell the loop."""
 
 PoolAnswer = OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
 
@@ -43,7 +51,7 @@ class PoolSide:
         incarnation: Incarnation,
         fingerprint: str,
         wants_changes: bool,
-        post: Callable[[ClientEvent], None],
+        post: Callable[[PoolNews], None],
         crashed: Callable[[BaseException], None],
         host: str = LOOPBACK_HOST,
     ) -> None:

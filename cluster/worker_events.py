@@ -17,6 +17,13 @@ from kvpool.handoff import (
     SlabScattered,
     SlabWritten,
 )
+from kvpool.pool_client_events import (
+    BlocksFetched,
+    BlocksStored,
+    FromNode,
+    PoolJoined,
+    PoolLost,
+)
 from kvrelay.messages import Counters, ToWorker, WorkerEvent
 
 
@@ -81,6 +88,11 @@ Incoming = (
     | PieceFetched
     | LinkMeasured
     | LayersWritten
+    | PoolJoined
+    | PoolLost
+    | FromNode
+    | BlocksStored
+    | BlocksFetched
     | Stepped
     | Call
     | Crashed

@@ -15,6 +15,9 @@ from typing import Protocol
 
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
+from cluster.pool_turns import PoolTurns
+from cluster.preloads import Preloads
+from cluster.worker_counters import Totals, count
 from cluster.worker_events import (
     Call,
     Close,
@@ -28,7 +31,6 @@ from cluster.worker_events import (
 )
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
-from kvpool.blocks import BlockState
 from kvpool.handoff import (
     TO_PREFILL,
     FetchPiece,
@@ -46,8 +48,15 @@ from kvpool.handoff import (
     SlabWritten,
     WriteSlab,
 )
-from kvpool.pins import Pins
-from kvpool.tables import BlockTables
+from kvpool.openings import Openings
+from kvpool.pool_client_events import (
+    BlocksFetched,
+    BlocksStored,
+    FromNode,
+    PoolJoined,
+    PoolLost,
+)
+from kvpool.restores import Restored
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -62,7 +71,7 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.types import RequestKey, RequestSpec
+from kvrelay.types import RequestKey
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -80,34 +89,33 @@ class WorkerLoop:
     def __init__(
         self,
         device: StepDevice,
-        tables: BlockTables,
+        openings: Openings,
         prefill: PrefillScheduler,
         decode: DecodeScheduler,
         inbox: queue.SimpleQueue[Incoming],
     ) -> None:
         self._device = device
-        self._tables = tables
+        self._openings = openings
         self.prefill = prefill
         self.decode = decode
         self.inbox = inbox
         self.draining = False
-        self._pins = Pins(tables)
-        self._preloads: dict[RequestKey, RequestSpec] = {}
+        self._preloads = Preloads(openings.tables)
+        self._pool: PoolTurns | None = None
         self._routes: dict[RequestKey, RouterStream] = {}
         self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
         self._next_tick_s = 0.0
         self._closing = False
         self._stepping: DecodeScheduler | PrefillScheduler | None = None
         self._turns: deque[DecodeScheduler | PrefillScheduler] = deque([decode, prefill])
-        self._steps = 0
-        self._orphaned_blocks = 0
-        self._busy_s = 0.0
+        self._totals = Totals()
         self._link_states: Callable[[], tuple[LinkState, ...]] = tuple
 
-    def attach(self, links: PeerLinks, mover: Mover) -> None:
+    def attach(self, links: PeerLinks, mover: Mover, pool: PoolTurns | None) -> None:
         self._links = links
         self._link_states = links.states
         self._mover = mover
+        self._pool = pool
 
     @property
     def idle(self) -> bool:
@@ -122,6 +130,8 @@ class WorkerLoop:
         """Wait for something to happen, settle all that has, keep the device busy, tell."""
         self._receive()
         self._start_step()
+        while self._pool is not None and self._restored(self._pool.turn()):
+            self._start_step()
         self._flush()
 
     # --- receive --------------------------------------------------------------------------------
@@ -138,7 +148,9 @@ class WorkerLoop:
     def _tick(self) -> None:
         self._next_tick_s = time.monotonic() + TICK_S
         self._both(Tick())
-        self._orphaned_blocks = self._tables.orphaned()
+        self._totals.orphaned_blocks = self._openings.tables.orphaned()
+        if self._pool is not None:
+            self._restored(self._pool.tick())
         for stream in self._outbox:
             stream.send([], self.counters())
 
@@ -157,6 +169,9 @@ class WorkerLoop:
             case LayersWritten():
                 if self._stepping is self.prefill:
                     self._execute(self.prefill.handle(event, _now()))
+            case PoolJoined() | PoolLost() | FromNode() | BlocksStored() | BlocksFetched():
+                assert self._pool is not None, "there is no pool"
+                self._restored(self._pool.handle(event))
             case RouterJoined(stream=stream):
                 self._outbox[stream] = []
                 stream.send([], self.counters())
@@ -171,10 +186,18 @@ class WorkerLoop:
             case Close():
                 self._closing = True
 
+    def _restored(self, restored: list[Restored]) -> bool:
+        """Whether anything was."""
+        for event in restored:
+            scheduler = self.prefill if event.holder.side == "prefill" else self.decode
+            self._execute(scheduler.handle(event, _now()))
+        return bool(restored)
+
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
         match message:
             case Preload(spec=spec):
-                self._preload(stream, spec)
+                if not self.draining and self._preloads.begin(spec):
+                    self._start(stream, Generate(spec=spec))
             case Reserve(spec=spec) | Generate(spec=spec) | Prefill(spec=spec):
                 if spec.key in self._routes:
                     self._refuse(stream, spec.key, "duplicate_request")
@@ -195,21 +218,6 @@ class WorkerLoop:
             self._execute(self.prefill.handle(message, _now()))
         else:
             self._execute(self.decode.handle(message, _now()))
-
-    def _preload(self, stream: RouterStream, spec: RequestSpec) -> None:
-        """Generated like a request whose tokens nobody waits for, then pinned."""
-        if spec.key not in self._routes and spec not in self._pins and not self.draining:
-            self._preloads[spec.key] = spec
-            self._start(stream, Generate(spec=spec))
-
-    def _preloaded(self, event: Released | ReserveRefused) -> None:
-        spec = self._preloads.pop(event.key, None)
-        if spec is None:
-            return
-        if isinstance(event, Released) and self._pins.try_pin(spec, _now()):
-            log.info("preloaded %d tokens", len(spec.prompt_ids))
-        else:
-            log.warning("no room to preload a prompt of %d tokens", len(spec.prompt_ids))
 
     def _refuse(self, stream: RouterStream, key: RequestKey, reason: str) -> None:
         if stream in self._outbox:
@@ -245,8 +253,8 @@ class WorkerLoop:
     def _stepped(self, done: StepDone) -> None:
         scheduler, self._stepping = self._stepping, None
         assert scheduler is not None, "a step ended that was not begun"
-        self._steps += 1
-        self._busy_s += done.seconds
+        self._totals.steps += 1
+        self._totals.busy_s += done.seconds
         self._execute(scheduler.handle(done, _now()))
 
     def _execute(self, commands: Iterable[Command]) -> None:
@@ -268,7 +276,7 @@ class WorkerLoop:
             stream = self._routes.get(event.key)
             if isinstance(event, Released | ReserveRefused):
                 self._routes.pop(event.key, None)
-                self._preloaded(event)
+                self._preloads.ended(event, _now())
             if stream in self._outbox:
                 self._outbox[stream].append(event)
 
@@ -279,29 +287,8 @@ class WorkerLoop:
                 self._outbox[stream] = []
 
     def counters(self) -> Counters:
-        blocks = self._tables.counts()
-        prefill, decode, receiver = self.prefill, self.decode, self.decode.receiver
-        return Counters(
-            free_blocks=blocks[BlockState.FREE],
-            leased_blocks=blocks[BlockState.LEASED],
-            active_blocks=blocks[BlockState.ACTIVE],
-            cached_blocks=blocks[BlockState.CACHED],
-            orphaned_blocks=self._orphaned_blocks,
-            prefix_queried_tokens=self._tables.queried_tokens,
-            prefix_hit_tokens=self._tables.hit_tokens,
-            running=decode.sequences + prefill.handing_over,
-            waiting=len(decode.batch.awaiting_prefill) + prefill.waiting,
-            prefill_waiting_tokens=prefill.waiting_tokens + decode.batch.waiting_tokens,
-            steps=self._steps,
-            prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
-            generated_tokens=decode.generated_tokens,
-            preemptions=decode.batch.preemptions,
-            transfers=prefill.transfers + receiver.transfers,
-            transfer_bytes=prefill.transfer_bytes + receiver.transfer_bytes,
-            transfer_s=prefill.transfer_s + receiver.transfer_s,
-            busy_s=self._busy_s,
-            links=self._link_states(),
-        )
+        links = self._link_states()
+        return count(self._openings, self.prefill, self.decode, self._totals, links)
 
 
 def _now() -> float:

@@ -10,6 +10,8 @@ from uuid import uuid4
 from cluster.device import Device
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
+from cluster.pool_side import PoolSide
+from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
 from cluster.worker_events import Crashed, Incoming
 from cluster.worker_loop import WorkerLoop
@@ -25,7 +27,10 @@ from kvpool.block_names import BlockNames
 from kvpool.handoff import HandoffMode, PeerHello
 from kvpool.leases import LeaseTable
 from kvpool.memory_probe import measure_copies
+from kvpool.openings import Openings
 from kvpool.pool_map import KvFacts
+from kvpool.restore_cost import RestoreCost
+from kvpool.restores import Restores
 from kvpool.slabs import SlabPool
 from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables
@@ -33,6 +38,7 @@ from kvpool.transport import memfd
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.fabric import LinkKind
 from kvpool.transport.ucx_options import UcxOptions
+from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
 from prefill_worker.scheduler import PrefillScheduler
@@ -53,9 +59,12 @@ class WorkerParts:
     mover: Mover
     hello: WorkerHello
     tables: BlockTables
+    pool: PoolTurns | None
 
     def close(self) -> None:
         self.device.close()
+        if self.pool is not None:
+            self.pool.close()
         self.mover.close()
         self.links.close()
 
@@ -75,14 +84,16 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     links = _links(settings, engine, staging, inbox)
     mover = _mover(engine, staging, links, inbox)
     device = Device(engine, settings.cpu_threads, inbox.put)
+    openings = _openings(settings, tables)
     prefill = PrefillScheduler(
-        tables=tables,
+        openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
         mode=HandoffMode(settings.handoff),
     )
-    decode = _decode_scheduler(settings, engine, staging, tables, mover)
-    loop = WorkerLoop(device, tables, prefill, decode, inbox)
-    loop.attach(links, mover)
+    decode = _decode_scheduler(settings, engine, staging, openings, mover)
+    loop = WorkerLoop(device, openings, prefill, decode, inbox)
+    pool = _pool(settings, engine, openings, links, inbox)
+    loop.attach(links, mover, pool)
     mover.start()
     device.start()
     log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)
@@ -94,7 +105,39 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         mover=mover,
         hello=_hello(settings, engine, links),
         tables=tables,
+        pool=pool,
     )
+
+
+def _openings(settings: WorkerSettings, tables: BlockTables) -> Openings:
+    if settings.pool_address is None:
+        return Openings(tables=tables)
+    tables.cache.reports = True
+    cost = RestoreCost(tables.layout.block_size)
+    return Openings(tables=tables, restores=Restores(tables=tables, cost=cost))
+
+
+def _pool(
+    settings: WorkerSettings,
+    engine: Engine,
+    openings: Openings,
+    links: PeerLinks,
+    inbox: queue.SimpleQueue[Incoming],
+) -> PoolTurns | None:
+    if settings.pool_address is None:
+        return None
+    side = PoolSide(
+        engine.memory,
+        address=settings.pool_address,
+        incarnation=links.incarnation,
+        fingerprint=engine.facts.fingerprint,
+        wants_changes=False,
+        post=inbox.put,
+        crashed=lambda error: inbox.put(Crashed(error)),
+        host=settings.host,
+    )
+    side.start()
+    return PoolTurns(side, openings, WriteBehind(openings.tables))
 
 
 def _tables(settings: WorkerSettings, engine: Engine) -> BlockTables:
@@ -201,11 +244,11 @@ def _decode_scheduler(
     settings: WorkerSettings,
     engine: Engine,
     staging: Staging,
-    tables: BlockTables,
+    openings: Openings,
     mover: Mover,
 ) -> DecodeScheduler:
     receiver = Receiver(
-        tables=tables,
+        tables=openings.tables,
         slabs=SlabPool(staging.payload_bytes, staging.slabs),
         regions={slab: region.name for slab, region in mover.regions.items()},
         leases=LeaseTable(settings.lease_ttl_s),
@@ -213,7 +256,7 @@ def _decode_scheduler(
     )
     longrope = engine.model.longrope
     batch = Batch(
-        tables=tables,
+        openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
         rope_border_tokens=longrope.border_tokens if longrope is not None else None,
     )

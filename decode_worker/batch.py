@@ -20,6 +20,8 @@ from decode_worker.reservation import Arrived
 from decode_worker.sequence import Sequence
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
 from kvpool.block_names import HashChain
+from kvpool.openings import Openings
+from kvpool.restores import Restored
 from kvpool.tables import BlockTables, CopyPairs, Holder
 from kvrelay.types import RequestKey, RequestSpec
 
@@ -41,15 +43,20 @@ class Batch:
     A sequence that grows to `rope_border_tokens` is shown to the engine whole (LongRoPE).
     """
 
-    tables: BlockTables
+    openings: Openings
     chunk_tokens: int
     rope_border_tokens: int | None = None
     running: list[Sequence] = field(default_factory=list)  # by arrival
     awaiting_prefill: deque[Sequence] = field(default_factory=deque)  # preempted ones first
     on_device: tuple[tuple[Sequence, int], ...] = ()  # sequence, its tokens in the step
     preemptions: int = 0
+    _fetching: set[Holder] = field(default_factory=set)  # dropped while their prefix comes
     _alive: dict[RequestKey, list[Sequence]] = field(default_factory=dict)
     _arrivals: count[int] = field(default_factory=count)
+
+    @property
+    def tables(self) -> BlockTables:
+        return self.openings.tables
 
     @property
     def choices(self) -> int:
@@ -189,6 +196,8 @@ class Batch:
             if not self._try_resume(sequence, step):
                 may_allocate = False
                 continue
+            if self.openings.waits(sequence.holder):
+                continue
             self.awaiting_prefill.remove(sequence)
             self._run(sequence)
             take = min(sequence.needed, step.budget)
@@ -205,7 +214,7 @@ class Batch:
         )
 
     def _try_open(self, sequence: Sequence, tokens: int, ahead_tokens: int, now_s: float) -> bool:
-        found = self.tables.try_open(
+        found = self.openings.try_open(
             sequence.holder,
             tokens,
             hashes=sequence.reusable,
@@ -247,15 +256,29 @@ class Batch:
         self.tables.fill(sequence.holder, sequence.filled)
         self.tables.trim(sequence.holder, sequence.computed)
 
+    def restored(self, event: Restored) -> None:
+        """A prefix has come from the pool, or what there was of it."""
+        if event.holder in self._fetching:
+            self._fetching.remove(event.holder)
+            self.tables.release(event.holder)
+            return
+        (sequence,) = [s for s in self.awaiting_prefill if s.holder == event.holder]
+        sequence.computed = event.tokens
+        if not sequence.joined:
+            sequence.cached = event.tokens
+        self.tables.trim(sequence.holder, sequence.computed)
+
     def drop(self, sequence: Sequence) -> None:
-        """Its blocks come back now, or after the step that it is in."""
+        """Its blocks come back now, or after the step that it is in, or with its prefix."""
         sequence.dropped = True
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.awaiting_prefill.remove(sequence)
         self._alive[sequence.key].remove(sequence)
-        if not any(sequence is other for other, _ in self.on_device):
+        if self.openings.drop(sequence.holder):
+            self._fetching.add(sequence.holder)
+        elif not any(sequence is other for other, _ in self.on_device):
             self.tables.release(sequence.holder)
 
     def of(self, key: RequestKey) -> tuple[Sequence, ...]:
@@ -264,7 +287,8 @@ class Batch:
     def try_forget(self, key: RequestKey) -> bool:
         """True once, when nothing is held for the request any more."""
         on_device = any(sequence.key == key for sequence, _ in self.on_device)
-        if on_device or self._alive.get(key) != []:
+        fetching = any(holder.key == key for holder in self._fetching)
+        if on_device or fetching or self._alive.get(key) != []:
             return False
         del self._alive[key]
         return True

@@ -28,6 +28,7 @@ from kvpool.handoff import (
     SlabScattered,
     TransferCancelled,
 )
+from kvpool.restores import Restored
 from kvrelay.messages import (
     Abort,
     Generate,
@@ -55,6 +56,7 @@ Event = (
     | PieceFetched
     | SlabScattered
     | SlabReplaced
+    | Restored
     | Tick
 )
 
@@ -81,6 +83,10 @@ class DecodeScheduler:
         match event:
             case StepWanted():
                 return self._next_step(now_s)
+            case Restored(holder=holder):
+                self.batch.restored(event)
+                ended = self._released_if_done(holder.key, now_s)
+                return [Emit(events=tuple(ended))] if ended else []
             case StepDone():
                 return self._step_done(event, now_s)
             case Reserve():

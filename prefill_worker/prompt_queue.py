@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvpool.tables import BlockTables
+from kvpool.openings import Openings
 from prefill_worker.job import Job
 
 
@@ -35,14 +35,16 @@ class PromptQueue:
             self.awaiting_prefill.remove(job)
 
     def pack(
-        self, tables: BlockTables, *, budget_tokens: int, now_s: float
+        self, openings: Openings, *, budget_tokens: int, now_s: float
     ) -> tuple[tuple[Job, int], ...]:
-        """The next step: chunks of the first prompts, each with its blocks in `tables`."""
+        """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
         assert not self.on_device, "a step is on the device"
         chosen: list[tuple[Job, int]] = []
         for job in self.awaiting_prefill:
-            if budget_tokens == 0 or not _has_blocks(job, tables, budget_tokens, now_s):
+            if budget_tokens == 0 or not _has_blocks(job, openings, budget_tokens, now_s):
                 break
+            if openings.waits(job.holder):
+                continue
             take = min(budget_tokens, job.remaining)
             budget_tokens -= take
             chosen.append((job, take))
@@ -64,13 +66,13 @@ class PromptQueue:
         assert len({*map(id, self.awaiting_prefill)}) == len(self.awaiting_prefill)
 
 
-def _has_blocks(job: Job, tables: BlockTables, budget_tokens: int, now_s: float) -> bool:
+def _has_blocks(job: Job, openings: Openings, budget_tokens: int, now_s: float) -> bool:
     """Whether its next `budget_tokens` tokens have room; what was cached counts as computed."""
-    prompt_tokens = len(job.prompt)
+    tables, prompt_tokens = openings.tables, len(job.prompt)
     if job.holder in tables:
         end = min(prompt_tokens, job.computed + budget_tokens)
         return tables.try_grow(job.holder, prompt_tokens, window_tokens=end, now_s=now_s)
-    found = tables.try_open(
+    found = openings.try_open(
         job.holder, prompt_tokens, hashes=job.reusable, ahead_tokens=budget_tokens, now_s=now_s
     )
     if found is None:

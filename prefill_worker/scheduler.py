@@ -27,7 +27,9 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.layout import Tables
+from kvpool.openings import Openings
 from kvpool.pool_map import KvFacts
+from kvpool.restores import Restored
 from kvpool.tables import BlockTables, Holder
 from kvrelay.messages import Abort, Lifetime, Prefill, Released, RequestFailed, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey
@@ -44,6 +46,7 @@ Event = (
     | FromPeer
     | PeerLost
     | SlabWritten
+    | Restored
     | Tick
 )
 
@@ -52,7 +55,7 @@ Event = (
 class PrefillScheduler:
     """`chunk_tokens` bounds one step's tokens."""
 
-    tables: BlockTables
+    openings: Openings
     chunk_tokens: int
     mode: HandoffMode = HandoffMode.PUSH
     prompt_tokens: int = 0
@@ -63,6 +66,10 @@ class PrefillScheduler:
     _jobs: dict[RequestKey, Job] = field(default_factory=dict)
     _peers: dict[Incarnation, KvFacts] = field(default_factory=dict)
     """Those that are connected and have said hello."""
+
+    @property
+    def tables(self) -> BlockTables:
+        return self.openings.tables
 
     @property
     def waiting_tokens(self) -> int:
@@ -88,6 +95,8 @@ class PrefillScheduler:
                 return self._layers_written(layer)
             case SlabWritten():
                 return self._written(event, now_s)
+            case Restored():
+                return self._restored(event, now_s)
             case FromPeer():
                 return self._from_peer(event, now_s)
             case Abort(key=key):
@@ -118,7 +127,7 @@ class PrefillScheduler:
         return [received] if sender.peer else [received, sender.renew()]  # connects
 
     def _next_step(self, now_s: float) -> list[Command]:
-        chosen = self.queue.pack(self.tables, budget_tokens=self.chunk_tokens, now_s=now_s)
+        chosen = self.queue.pack(self.openings, budget_tokens=self.chunk_tokens, now_s=now_s)
         if not chosen:
             return []
         fresh = [job for job, _ in chosen if not job.started]
@@ -127,6 +136,13 @@ class PrefillScheduler:
         marks = {m for job, take in chosen for m in job.sender.layer_marks(job.computed + take)}
         step = RunStep(batch=StepBatch(slices=slices), layer_marks=frozenset(marks))
         return [*self._started(fresh, now_s), *ahead, step]
+
+    def _restored(self, event: Restored, now_s: float) -> list[Command]:
+        """Its prefix has come from the pool, or what there was of it."""
+        job = self._jobs[event.holder.key]
+        job.cached = job.computed = event.tokens
+        self.tables.trim(job.holder, job.computed)
+        return [] if job.cancelled is None else self._cancel(job.key, job.cancelled, now_s)
 
     def _announce(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[Command]:
         """What is about to be computed."""
@@ -152,6 +168,7 @@ class PrefillScheduler:
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         ran = self.queue.take_ran()
+        self.openings.computed(sum(take for _, take in ran), done.seconds)
         events: list[WorkerEvent] = []
         for (job, take), sampled in zip(ran, done.outcome.sampled, strict=True):
             self.prompt_tokens += take
@@ -254,7 +271,8 @@ class PrefillScheduler:
             return []
         job.sender.cancelled = reason
         self.queue.remove(job)
-        if self.queue.runs(job) or not job.sender.settled:
+        fetching = self.openings.drop(job.holder)
+        if fetching or self.queue.runs(job) or not job.sender.settled:
             return []
         return [job.sender.fence(reason), *self._gone(key, now_s)]
 

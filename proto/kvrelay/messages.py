@@ -175,6 +175,10 @@ class Counters:
     orphaned_blocks: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    pool_queried_tokens: int = 0
+    pool_host_tokens: int = 0
+    pool_disk_tokens: int = 0
+    pool_declined_tokens: int = 0
     running: int = 0
     waiting: int = 0
     prefill_waiting_tokens: int = 0

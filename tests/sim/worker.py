@@ -20,6 +20,7 @@ from kvpool.handoff import (
 )
 from kvpool.layout import KvLayout
 from kvpool.leases import LeaseTable
+from kvpool.openings import Openings
 from kvpool.piece import Piece
 from kvpool.pool_map import KvFacts
 from kvpool.slabs import SlabId, SlabPool
@@ -182,10 +183,12 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         shape=shape,
         hello=hello,
         tables=tables,
-        prefill=PrefillScheduler(tables=tables, chunk_tokens=12, mode=shape.mode),
+        prefill=PrefillScheduler(
+            openings=Openings(tables=tables), chunk_tokens=12, mode=shape.mode
+        ),
         decode=DecodeScheduler(
             receiver=receiver,
-            batch=Batch(tables=tables, chunk_tokens=12),
+            batch=Batch(openings=Openings(tables=tables), chunk_tokens=12),
             max_running=MAX_RUNNING,
         ),
         memory=Memory(shape.layout),

@@ -25,6 +25,7 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.link_cost import LinkCost, TransferShape, Way
+from kvpool.openings import Openings
 from kvrelay.messages import Abort
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.worker_kit import (
@@ -289,7 +290,9 @@ def test_blocks_are_free_at_once_though_they_may_be_read(end: str) -> None:
 
 def test_pieces_wait_for_the_peers_hello() -> None:
     """They are cut by what its slabs hold."""
-    scheduler = PrefillScheduler(tables=prefill_scheduler().tables, chunk_tokens=8)
+    scheduler = PrefillScheduler(
+        openings=Openings(tables=prefill_scheduler().tables), chunk_tokens=8
+    )
     (connects,) = to_peer(scheduler.handle(prefill_of(spec("a", 3)), 0))
     assert not isinstance(connects, PieceAhead)
     assert to_peer(run(scheduler, (9,))) == []

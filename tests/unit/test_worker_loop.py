@@ -68,7 +68,7 @@ def _counts(event: WorkerEvent) -> bool:
 class Harness:
     def __init__(self) -> None:
         decode = decode_scheduler(blocks=8)
-        prefill = PrefillScheduler(tables=decode.batch.tables, chunk_tokens=8)
+        prefill = PrefillScheduler(openings=Openings(tables=decode.batch.tables), chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.device = Device()
         self.loop = WorkerLoop(self.device, decode.batch.tables, prefill, decode, self.inbox)

@@ -9,6 +9,7 @@ from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, 
 from kvpool.handoff import FromPeer, HandoffMode, PeerHello, PeerMessage, PieceAhead, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
+from kvpool.openings import Openings
 from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool_map import KvFacts
 from kvpool.slabs import SlabId, SlabPool
@@ -62,7 +63,9 @@ def prefill_scheduler(
     *, blocks: int = 16, chunk: int = 8, mode: HandoffMode = HandoffMode.PUSH
 ) -> PrefillScheduler:
     """D has said hello to it."""
-    scheduler = PrefillScheduler(tables=BlockTables(LAYOUT, blocks), chunk_tokens=chunk, mode=mode)
+    scheduler = PrefillScheduler(
+        openings=Openings(tables=BlockTables(LAYOUT, blocks)), chunk_tokens=chunk, mode=mode
+    )
     scheduler.handle(hello(D), 0)
     return scheduler
 
@@ -97,7 +100,7 @@ def decode_scheduler(
     owner.pools.met(P, FACTS)
     return DecodeScheduler(
         receiver=owner,
-        batch=Batch(tables=owner.tables, chunk_tokens=chunk),
+        batch=Batch(openings=Openings(tables=owner.tables), chunk_tokens=chunk),
         max_running=max_running,
     )
 

@@ -1,0 +1,56 @@
+"""A worker's state in numbers, as routers are told with every batch of events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_worker.scheduler import DecodeScheduler
+from kvpool.blocks import BlockState
+from kvpool.openings import Openings
+from kvrelay.messages import Counters, LinkState
+from prefill_worker.scheduler import PrefillScheduler
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the loop itself counts; `orphaned_blocks` as of the last tick."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    orphaned_blocks: int = 0
+
+
+def count(
+    openings: Openings,
+    prefill: PrefillScheduler,
+    decode: DecodeScheduler,
+    totals: Totals,
+    links: tuple[LinkState, ...],
+) -> Counters:
+    tables, restores, receiver = openings.tables, openings.restores, decode.receiver
+    blocks = tables.counts()
+    return Counters(
+        free_blocks=blocks[BlockState.FREE],
+        leased_blocks=blocks[BlockState.LEASED],
+        active_blocks=blocks[BlockState.ACTIVE],
+        cached_blocks=blocks[BlockState.CACHED],
+        orphaned_blocks=totals.orphaned_blocks,
+        prefix_queried_tokens=tables.queried_tokens,
+        prefix_hit_tokens=tables.hit_tokens,
+        pool_queried_tokens=restores.sought_tokens if restores else 0,
+        pool_host_tokens=restores.host_tokens if restores else 0,
+        pool_disk_tokens=restores.disk_tokens if restores else 0,
+        pool_declined_tokens=restores.declined_tokens if restores else 0,
+        running=decode.sequences + prefill.handing_over,
+        waiting=len(decode.batch.awaiting_prefill) + prefill.waiting,
+        prefill_waiting_tokens=prefill.waiting_tokens + decode.batch.waiting_tokens,
+        steps=totals.steps,
+        prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
+        generated_tokens=decode.generated_tokens,
+        preemptions=decode.batch.preemptions,
+        transfers=prefill.transfers + receiver.transfers,
+        transfer_bytes=prefill.transfer_bytes + receiver.transfer_bytes,
+        transfer_s=prefill.transfer_s + receiver.transfer_s,
+        busy_s=totals.busy_s,
+        links=links,
+    )
