@@ -25,7 +25,7 @@ from transformers import LlamaConfig
 from bench.engine import EngineRun, Load
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, print_table, write_json
-from cluster.pool_link import host_pool_address
+from cluster.pool_names import host_pool_address
 from cluster.pool_side import PoolSide
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine

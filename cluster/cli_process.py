@@ -45,6 +45,7 @@ WORKER_KEYS = (
     "network.host",
     "network.port_range",
     "network.secret",
+    "pool.enabled",
     "drain_timeout",
 )
 ROUTER_KEYS = (
@@ -111,6 +112,10 @@ def worker(
     name: Annotated[str | None, typer.Option(help="[default: the role and the pid]")] = None,
     cpu_threads: Annotated[int | None, typer.Option(help="[default: all CPUs]")] = None,
     device_share: Annotated[int, typer.Option(min=1, help="Workers on this device.")] = 1,
+    pool: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Use this host's pool node of this name."),
+    ] = None,
     set_: SetOption = None,
 ) -> None:
     """Run one worker and join it to a router."""
@@ -120,6 +125,7 @@ def worker(
         *given(model__path=model),
         *only(parsed(set_), WORKER_KEYS),
         *given(workers=[_pool(device, cpu_threads)]),
+        *given(name=pool, pool__enabled=None if pool is None else True),
     ]
 
     from cluster.config_load import load_config

@@ -236,6 +236,8 @@ class Preload(Section):
 class Pool(Section):
     """The pool node of each host (kvrelay pool-node): there KV outlives the workers."""
 
+    enabled: bool = False
+    """true: one pool node on each host that has workers."""
     host_memory: Bytes = 4 * 2**30
     """The host tier: shared memory, taken as it fills."""
     disk: str | None = None
@@ -248,6 +250,8 @@ class Pool(Section):
     used again."""
     transports: tuple[Literal["nixl"], ...] = ()
     """Links for workers of other hosts; those of its own find it over shared memory."""
+    resources: dict[str, Quantity] = Field(default_factory=dict)
+    """What Ray sets aside for each pool node."""
 
 
 class Network(Section):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.config import Config, Preload, Ucx, WorkerPool
+from cluster.pool_names import host_pool_address
 from cluster.resolve import device_share, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
@@ -51,11 +52,20 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNodePlan:
+    settings: PoolNodeSettings
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
+    """`pool`: of each pool node, one on every node that has workers; None: there is none."""
+
     name: str
     router: RouterSettings
     router_placement: Placement
     workers: tuple[WorkerPlan, ...]
+    pool: PoolNodePlan | None
     startup_timeout_s: float
     driver_timeout_s: float
     drain_s: float
@@ -74,6 +84,7 @@ def plan_cluster(config: Config) -> ClusterPlan:
         router=router_settings(config),
         router_placement=_place(config.router.resources),
         workers=tuple(workers),
+        pool=_pool_node_plan(config) if config.pool.enabled else None,
         startup_timeout_s=config.ray.startup_timeout,
         driver_timeout_s=config.ray.driver_timeout,
         drain_s=config.drain_timeout,
@@ -127,6 +138,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         lease_ttl_s=config.transfer.lease_ttl,
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
+        pool_address=host_pool_address(config.name) if config.pool.enabled else None,
         secret=config.network.secret or "",
     )
 
@@ -151,6 +163,11 @@ def _preload(one: Preload) -> PreloadText:
     text = one.text if one.system is None else one.system
     assert text is not None, "one of them is set"
     return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
+
+
+def _pool_node_plan(config: Config) -> PoolNodePlan:
+    settings = pool_node_settings(config)
+    return PoolNodePlan(settings=settings, placement=_place(config.pool.resources))
 
 
 def pool_node_settings(config: Config) -> PoolNodeSettings:

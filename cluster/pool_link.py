@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 
 from cluster.pool_outbox import Outbox
-from cluster.pool_workers import pool_name
 from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost
 from kvpool.pool_messages import FromPool, PoolHello, PoolRefused, PoolWelcome, ToPool
 from kvpool.pool_wire import Assembler
@@ -21,11 +20,6 @@ log = logging.getLogger(__name__)
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
 REFUSED_RETRY_S = 30.0
-
-
-def host_pool_address(cluster: str) -> str:
-    """Where this host's pool node of the cluster is, if there is one."""
-    return f"shm:{pool_name(cluster)}"
 
 
 class PoolLink:

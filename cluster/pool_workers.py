@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cluster.pool_names import pool_name
 from cluster.pool_outbox import Outbox
 from kvpool.pool_messages import PoolMessage
 from kvpool.pool_wire import Assembler
@@ -21,11 +22,6 @@ from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
-
-
-def pool_name(cluster: str) -> str:
-    """What the pool node of a host listens at over shared memory."""
-    return f"pool-{cluster}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

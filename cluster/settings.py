@@ -19,7 +19,8 @@ class WorkerSettings:
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
     fixes the size of the pool, else `memory_fraction` of the device decides. `handoff` is a
     HandoffMode, `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
-    same `secret`.
+    same `secret`. `pool_address` is the pool node's to use, where
+    there need be none yet; None: no pool.
     """
 
     name: str
@@ -47,6 +48,7 @@ class WorkerSettings:
     lease_ttl_s: float
     host: str
     port_range: tuple[int, int] | None
+    pool_address: str | None
     secret: str = field(default="", repr=False)
 
 

@@ -60,6 +60,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         lease_ttl_s=30.0,
         host="127.0.0.1",
         port_range=None,
+        pool_address=None,
     )
     return replace(plain, **changes)
 

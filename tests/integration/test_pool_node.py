@@ -14,7 +14,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from cluster.pool_link import host_pool_address
+from cluster.pool_names import host_pool_address
 from kvpool.pool_client_events import PrefixFetched
 from kvrelay.types import RequestKey
 from tests.integration import pool_kit

@@ -215,6 +215,8 @@ SAMPLES: dict[str, object] = {
     "pool.disk_size": "1MiB",
     "pool.policy": "lfu",
     "pool.transports": ["nixl"],
+    "pool.enabled": True,
+    "pool.resources": {"x": 1},
     "network.host": "h",
     "network.port_range": [2000, 3000],
     "network.secret": "s",

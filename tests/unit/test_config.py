@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.config import Config, Pool
+from cluster.config import Config
 from cluster.config_load import Override, load_config
 from cluster.plan import NODE_HOST, Placement, plan_cluster
 from cluster.quantities import (
@@ -265,6 +265,13 @@ CHANGES = {
     "transfer.ucx.rndv_threshold_bytes": "8KiB",
     "transfer.ucx.max_eager_rails": 2,
     "transfer.lease_ttl": "9s",
+    "pool.enabled": False,
+    "pool.host_memory": "3MiB",
+    "pool.disk": "/disk",
+    "pool.disk_size": "4MiB",
+    "pool.policy": "reuse",
+    "pool.transports": ["nixl"],
+    "pool.resources": {"z": 1},
     "network.host": "10.0.0.1",
     "network.port_range": [3000, 4000],
     "network.secret": "s",
@@ -274,21 +281,23 @@ CHANGES = {
 }
 ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
-BY_POOL_NODES_ALONE = {f"pool.{key}" for key in Pool.model_fields}
 
 
-ALL_ROLES = Override(("workers",), [{"role": "both"}, {"role": "prefill"}, {"role": "decode"}])
+EVERYTHING = (
+    Override(("workers",), [{"role": "both"}, {"role": "prefill"}, {"role": "decode"}]),
+    Override(("pool", "enabled"), True),
+)
 
 
 @pytest.mark.parametrize(("key", "value"), CHANGES.items())
 def test_every_key_changes_the_plan(key: str, value: object) -> None:
-    changed = load_config(None, [ALL_ROLES, Override(tuple(key.split(".")), value)])
-    default = load_config(None, [ALL_ROLES])
+    changed = load_config(None, [*EVERYTHING, Override(tuple(key.split(".")), value)])
+    default = load_config(None, EVERYTHING)
     assert plan_cluster(resolve(changed, SITE)) != plan_cluster(resolve(default, SITE))
 
 
 def test_no_key_is_missing_from_the_test_above() -> None:
-    known = {*CHANGES, *ONE_VALUE_SO_FAR, *USED_BEFORE_THE_PLAN, *BY_POOL_NODES_ALONE}
+    known = {*CHANGES, *ONE_VALUE_SO_FAR, *USED_BEFORE_THE_PLAN}
     dumped = Config().model_dump(mode="json")
     dumped["workers"] = {"0": dumped["workers"][0]}
     assert set(_paths(dumped)) == known
