@@ -1,4 +1,4 @@
-"""Opens sequences with all of their KV that can be had: cached on this worker, or in its pool. Pure.
+"""Opens sequences with all of their KV that can be had: cached here, or in the pool. Pure.
 
 A sequence whose prefix is on its way from the pool holds its blocks and waits, until Restored.
 """

@@ -155,6 +155,7 @@ def fetched(job: FetchPiece, error: str | None = None) -> PieceFetched:
 def make_worker(name: str, life: int, shape: Shape) -> Worker:
     incarnation = Incarnation(f"{name}.{life}")
     tables = BlockTables(shape.layout, shape.blocks)
+    openings = Openings(tables=tables)
     regions = {SlabId(i): f"{incarnation}-{i}" for i in range(shape.slabs)}
     receiver = Receiver(
         tables=tables,
@@ -183,12 +184,10 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         shape=shape,
         hello=hello,
         tables=tables,
-        prefill=PrefillScheduler(
-            openings=Openings(tables=tables), chunk_tokens=12, mode=shape.mode
-        ),
+        prefill=PrefillScheduler(openings=openings, chunk_tokens=12, mode=shape.mode),
         decode=DecodeScheduler(
             receiver=receiver,
-            batch=Batch(openings=Openings(tables=tables), chunk_tokens=12),
+            batch=Batch(openings=openings, chunk_tokens=12),
             max_running=MAX_RUNNING,
         ),
         memory=Memory(shape.layout),

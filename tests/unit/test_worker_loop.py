@@ -8,6 +8,7 @@ from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, Rout
 from cluster.worker_loop import WorkerLoop
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from kvpool.handoff import SendPeer
+from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -68,10 +69,15 @@ def _counts(event: WorkerEvent) -> bool:
 class Harness:
     def __init__(self) -> None:
         decode = decode_scheduler(blocks=8)
-        prefill = PrefillScheduler(openings=Openings(tables=decode.batch.tables), chunk_tokens=8)
+        openings = decode.batch.openings
+        prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.device = Device()
-        self.loop = WorkerLoop(self.device, decode.batch.tables, prefill, decode, self.inbox)
+        self.loop = WorkerLoop(self.device, openings, prefill, decode, self.inbox)
+
+    @property
+    def decode_tables(self) -> BlockTables:
+        return self.loop.decode.batch.tables
 
     def router(self) -> Stream:
         stream = Stream()
@@ -147,7 +153,7 @@ def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     worker.inbox.put(RouterLost(stays))
     worker.run()
     assert worker.loop.idle
-    assert worker.loop._tables.free_blocks == worker.loop._tables.blocks
+    assert worker.decode_tables.free_blocks == worker.decode_tables.blocks
 
 
 def test_a_late_message_of_a_router_that_is_gone_harms_nobody() -> None:
@@ -176,7 +182,7 @@ def test_a_running_step_holds_up_no_answer() -> None:
 def test_the_schedulers_take_turns_at_the_device() -> None:
     worker = Harness()
     stream = worker.router()
-    worker.loop.attach(Links(), mover=None)  # type: ignore[arg-type]
+    worker.loop.attach(Links(), mover=None, pool=None)  # type: ignore[arg-type]
     worker.say(stream, generate("a", max_tokens=9), prefill(spec("p", 20)))
     for _ in range(4):
         worker.run()
