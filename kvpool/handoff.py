@@ -16,9 +16,8 @@ With `push` pieces are announced before they are computed and the decode worker 
 from the reservation on; with `pull` they are announced once all is computed, and the decode worker
 takes blocks then, when it has some.
 
-Either side may end it early by CancelTransfer or, once no write of it is in flight,
-TransferCancelled. That is the fence: until it comes (or the lease ends and the slab is retired),
-the slab is not reused.
+Either side may end it early, by CancelTransfer or, once no write is in flight, TransferCancelled.
+That is the fence: until it comes, or the slab is retired at its lease's end, it is not reused.
 
 Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
 but they can't be used: Commit follows PieceRead, so the owner still held every block when it heard

@@ -65,7 +65,8 @@ class Fabric(Simulation):
         self._broken: set[int] = set()
         self.events: list[WorkerEvent] = []
         self.sent_bytes = 0
-        self.early_moves = 0
+        self.writes = 0
+        self.early_writes = 0
         self.fetches = 0
         self._regions = count(slabs)
         ours = Shape(
@@ -155,7 +156,7 @@ class Fabric(Simulation):
             case SendPeer(message=message):
                 self._send(worker, message)
             case WriteSlab():
-                self.early_moves += bool(self.p.busy)
+                self.writes += 1
                 self.after("p.mover", lambda: self._write(command))
             case ScatterSlab():
                 self.after("d.mover", lambda: self.to_decode(self.d.scatter(command)))
@@ -206,7 +207,9 @@ class Fabric(Simulation):
 
         def wrote(layer: int) -> None:
             running.write_up_to(layer)
+            before = self.writes
             tell(LayersWritten(layer))
+            self.early_writes += self.writes - before
 
         def done() -> None:
             outcome = StepOutcome(sampled=running.finish())

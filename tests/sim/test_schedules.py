@@ -155,7 +155,7 @@ def test_layers_leave_while_later_ones_are_computed() -> None:
         fabric = Fabric(seed, prefill_blocks=40, decode_blocks=60, slabs=8)
         Driver(fabric, [make_spec(rng, i) for i in range(8)], split=True)
         fabric.run()
-        early += fabric.early_moves
+        early += fabric.early_writes
     assert early > 20
 
 
