@@ -1,0 +1,180 @@
+"""Requests of a real split cluster whose KV outlives its workers in the host's pool node."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.pool_names import host_pool_address
+from cluster.settings import WorkerSettings
+from engine.checkpoint import open_checkpoint
+from engine.model import load_model
+from kvrelay.types import Role
+from tests.integration.pool_kit import Node
+from tests.integration.split_kit import (
+    Cluster,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.reference import assert_same_tokens, generate_reference
+
+TOKENS = 40
+Hosts = tuple[WorkerHost, WorkerHost]
+
+
+def _prompt(seed: int, tokens: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(2, VOCAB_SIZE) for _ in range(tokens)]
+
+
+def _ask(cluster: Cluster, prompt: list[int], **fields: Any) -> tuple[list[int], int]:
+    plain = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = cluster.completion(prompt, **{**plain, **fields})
+    details = answer["usage"]["prompt_tokens_details"]
+    return answer["choices"][0]["token_ids"], details["cached_tokens"]
+
+
+def _metric(cluster: Cluster, name: str) -> float:
+    """Summed over the workers."""
+    text = httpx.get(f"{cluster.http_url}/metrics").text
+    rows = [line for line in text.splitlines() if line.startswith(f"kvrelay:{name}_total{{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in rows)
+
+
+@contextmanager
+def _node(tmp_path: Path, name: str, *options: str) -> Iterator[Node]:
+    node = Node(tmp_path / f"{name}.log", name, "--host-memory", "64MiB", *options)
+    try:
+        yield node
+    finally:
+        if node.is_alive:
+            node.stop()
+
+
+def _pair(folder: Path, pool: str, **changes: Any) -> list[WorkerSettings]:
+    address = host_pool_address(pool)
+    return [
+        worker_settings("prefill-0", Role.PREFILL, folder, pool_address=address, **changes),
+        worker_settings("decode-0", Role.DECODE, folder, pool_address=address, **changes),
+    ]
+
+
+def _joined(node: Node, workers: int) -> bool:
+    return node.text.count("joined") >= workers
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+def test_the_next_turn_finds_prompt_and_answer_after_all_workers_have_gone(
+    family: str, tmp_path: Path, hosts: Hosts
+) -> None:
+    folder = random_checkpoint(tmp_path, family)
+    model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
+    name = f"turns-{family.split('_')[0]}"
+    with _node(tmp_path, name) as node:
+        settings = _pair(folder, name)
+        prompt = _prompt(1, 150)
+        with running_cluster(folder, [*zip(hosts, settings, strict=True)]) as cluster:
+            wait_until(lambda: _joined(node, 2), "both workers use the pool")
+            tokens, cached = _ask(cluster, prompt)
+            assert cached == 0
+        longer = [*prompt, *tokens, *_prompt(2, 30)]
+        with running_cluster(folder, [*zip(hosts, settings, strict=True)]) as cluster:
+            wait_until(lambda: _joined(node, 4), "both new workers use the pool")
+            again, cached = _ask(cluster, longer)
+            assert_same_tokens(generate_reference(model, longer, tokens=TOKENS), again)
+            assert cached == 176  # 11 whole blocks of prompt and answer
+            wait_until(lambda: _metric(cluster, "pool_host_hits") == 176, "it is counted")
+            cluster.assert_clean()
+
+
+def test_what_was_on_disk_is_found_by_a_new_node(tmp_path: Path, llama: Path, hosts: Hosts) -> None:
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+    model = load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
+    prompt = _prompt(3, 100)
+    settings = _pair(llama, "disk")
+    workers = [*zip(hosts, settings, strict=True)]
+    with _node(tmp_path, "disk", *disk) as node, running_cluster(llama, workers) as cluster:
+        wait_until(lambda: _joined(node, 2), "both workers use the pool")
+        first, _ = _ask(cluster, prompt)
+    (tmp_path / "disk.log").unlink()
+    with _node(tmp_path, "disk", *disk) as node, running_cluster(llama, workers) as cluster:
+        wait_until(lambda: _joined(node, 2), "both workers use the pool")
+        again, cached = _ask(cluster, prompt)
+        assert cached == 96
+        assert again == first
+        assert_same_tokens(generate_reference(model, prompt, tokens=TOKENS), again)
+        wait_until(lambda: _metric(cluster, "pool_disk_hits") == 96, "it is counted")
+
+
+def test_without_its_node_a_worker_serves_all_the_same(
+    tmp_path: Path, llama: Path, hosts: Hosts
+) -> None:
+    """None is there, one comes, it is killed, another comes."""
+    model = load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
+    settings = _pair(llama, "coming")
+
+    def exact(seed: int) -> int:
+        prompt = _prompt(seed, 90)
+        tokens, cached = _ask(cluster, prompt)
+        assert_same_tokens(generate_reference(model, prompt, tokens=TOKENS), tokens)
+        return cached
+
+    with running_cluster(llama, [*zip(hosts, settings, strict=True)]) as cluster:
+        assert exact(10) == 0
+        with _node(tmp_path, "coming") as node:
+            wait_until(lambda: _joined(node, 2), "both workers use the pool", 20.0)
+            exact(11)
+            node.kill()
+            exact(12)
+        (tmp_path / "coming.log").unlink()
+        with _node(tmp_path, "coming") as node:
+            wait_until(lambda: _joined(node, 2), "both workers use the new pool", 30.0)
+            exact(13)
+            cluster.assert_clean()
+
+
+def test_preempted_requests_come_back_from_the_pool(
+    tmp_path: Path, llama: Path, hosts: Hosts
+) -> None:
+    """The decode worker holds 16 blocks: two requests of 8 blocks that grow."""
+    model = load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
+    block_bytes = 4 * 2 * 16 * _kv_elements(llama)
+    prefill, decode = _pair(llama, "swap")
+    tight = worker_settings(
+        "decode-0",
+        Role.DECODE,
+        llama,
+        pool_address=decode.pool_address,
+        kv_memory_bytes=16 * block_bytes,
+    )
+    with _node(tmp_path, "swap") as node:
+        workers = [(hosts[0], prefill), (hosts[1], tight)]
+        with running_cluster(llama, workers) as cluster:
+            wait_until(lambda: _joined(node, 2), "both workers use the pool")
+            prompts = [_prompt(seed, 100) for seed in (21, 22)]
+            with ThreadPoolExecutor(2) as pool:
+                answers = list(pool.map(lambda p: _ask(cluster, p, max_tokens=100)[0], prompts))
+            for prompt, tokens in zip(prompts, answers, strict=True):
+                assert_same_tokens(generate_reference(model, prompt, tokens=100), tokens)
+            assert _metric(cluster, "num_preemptions") >= 1
+            assert _metric(cluster, "pool_host_hits") > 0
+            cluster.assert_clean()
+
+
+def _kv_elements(folder: Path) -> int:
+    """Of one plane and token, all layers."""
+
+    config = json.loads((folder / "config.json").read_text())
+    dim = config["hidden_size"] // config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * config["num_key_value_heads"] * dim)
