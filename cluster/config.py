@@ -198,9 +198,10 @@ class Transfer(Section):
     """Only links of these kinds may be used, else the worker doesn't start. rdma: nixl or ucx with
     an RDMA device."""
     ucx: Ucx = Ucx()
-    handoff: Literal["push", "pull"] = "push"
+    handoff: Literal["push", "pull", "pool"] = "push"
     """push: KV leaves while the prompt is computed, into blocks that wait for it; pull: once all is
-    computed, and the decode worker has room."""
+    computed, and the decode worker has room; pool: it goes to the host's pool node, and the decode
+    worker fetches it there (needs pool.enabled)."""
     staging_slabs: Annotated[int, Field(ge=2)] = 4
     """Buffers that a worker lends to its peers: how many transfers may be in flight."""
     staging_bytes: AutoBytes = None
@@ -300,6 +301,12 @@ class Config(Section):
     ray: RaySection = RaySection()
     drain_timeout: Seconds = 30.0
     """How long running requests may take to finish when the cluster stops."""
+
+    @model_validator(mode="after")
+    def _has_its_pool(self) -> Config:
+        if self.transfer.handoff == "pool" and not self.pool.enabled:
+            raise ValueError("pool.enabled: true for transfer.handoff: pool")
+        return self
 
     @field_validator("workers")
     @classmethod

@@ -19,41 +19,45 @@ from kvpool.pool_client_events import (
     PrefixPinned,
 )
 from kvpool.restores import Restored
-from kvpool.write_behind import WriteBehind
+
+PoolOutcome = Restored | OfferSettled
+"""What the schedulers hear of it."""
 
 
 class PoolTurns:
-    def __init__(self, side: PoolSide, openings: Openings, write_behind: WriteBehind) -> None:
+    def __init__(self, side: PoolSide, openings: Openings) -> None:
+        assert openings.write_behind is not None
         self._side = side
         self._openings = openings
-        self._write_behind = write_behind
+        self._write_behind = openings.write_behind
 
-    def turn(self) -> list[Restored]:
+    def turn(self) -> list[PoolOutcome]:
         """After the worker's own events: their questions, and what they have named."""
-        restored = [
+        outcomes = [
             one for question in self._openings.take_outbox() for one in self.handle(question)
         ]
         offer = self._write_behind.offer(time.monotonic())
-        return restored if offer is None else [*restored, *self.handle(offer)]
+        return outcomes if offer is None else [*outcomes, *self.handle(offer)]
 
-    def tick(self) -> list[Restored]:
+    def tick(self) -> list[PoolOutcome]:
         return self.handle(ClientTick())
 
-    def handle(self, event: ClientEvent) -> list[Restored]:
-        restored: list[Restored] = []
+    def handle(self, event: ClientEvent) -> list[PoolOutcome]:
+        outcomes: list[PoolOutcome] = []
         events = deque([event])
         while events:
             for answer in self._side.handle(events.popleft()):
                 match answer:
                     case OfferSettled(offer=offer):
                         self._write_behind.settled(offer)
+                        outcomes.append(answer)
                     case PrefixFound() | PrefixFetched():
                         ended = self._openings.answer(answer, time.monotonic())
-                        restored += [] if ended is None else [ended]
+                        outcomes += [] if ended is None else [ended]
                     case PrefixPinned():
                         pass
             events.extend(self._openings.take_outbox())
-        return restored
+        return outcomes
 
     def close(self) -> None:
         self._side.close()

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
-from cluster.pool_turns import PoolTurns
+from cluster.pool_turns import PoolOutcome, PoolTurns
 from cluster.preloads import Preloads
 from cluster.worker_counters import Totals, count
 from cluster.worker_events import (
@@ -130,7 +130,7 @@ class WorkerLoop:
         """Wait for something to happen, settle all that has, keep the device busy, tell."""
         self._receive()
         self._start_step()
-        while self._pool is not None and self._restored(self._pool.turn()):
+        while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
         self._flush()
 
@@ -150,7 +150,7 @@ class WorkerLoop:
         self._both(Tick())
         self._totals.orphaned_blocks = self._openings.tables.orphaned()
         if self._pool is not None:
-            self._restored(self._pool.tick())
+            self._pooled(self._pool.tick())
         for stream in self._outbox:
             stream.send([], self.counters())
 
@@ -171,7 +171,7 @@ class WorkerLoop:
                     self._execute(self.prefill.handle(event, _now()))
             case PoolJoined() | PoolLost() | FromNode() | BlocksStored() | BlocksFetched():
                 assert self._pool is not None, "there is no pool"
-                self._restored(self._pool.handle(event))
+                self._pooled(self._pool.handle(event))
             case RouterJoined(stream=stream):
                 self._outbox[stream] = []
                 stream.send([], self.counters())
@@ -186,12 +186,14 @@ class WorkerLoop:
             case Close():
                 self._closing = True
 
-    def _restored(self, restored: list[Restored]) -> bool:
-        """Whether anything was."""
-        for event in restored:
-            scheduler = self.prefill if event.holder.side == "prefill" else self.decode
-            self._execute(scheduler.handle(event, _now()))
-        return bool(restored)
+    def _pooled(self, outcomes: list[PoolOutcome]) -> bool:
+        """Whether a step may be possible now that was not."""
+        for event in outcomes:
+            if isinstance(event, Restored) and event.holder.side != "prefill":
+                self._execute(self.decode.handle(event, _now()))
+            else:
+                self._execute(self.prefill.handle(event, _now()))
+        return any(isinstance(event, Restored) for event in outcomes)
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
         match message:

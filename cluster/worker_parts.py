@@ -114,7 +114,11 @@ def _openings(settings: WorkerSettings, tables: BlockTables) -> Openings:
         return Openings(tables=tables)
     tables.cache.reports = True
     cost = RestoreCost(tables.layout.block_size)
-    return Openings(tables=tables, restores=Restores(tables=tables, cost=cost))
+    return Openings(
+        tables=tables,
+        restores=Restores(tables=tables, cost=cost),
+        write_behind=WriteBehind(tables),
+    )
 
 
 def _pool(
@@ -137,7 +141,7 @@ def _pool(
         host=settings.host,
     )
     side.start()
-    return PoolTurns(side, openings, WriteBehind(openings.tables))
+    return PoolTurns(side, openings)
 
 
 def _tables(settings: WorkerSettings, engine: Engine) -> BlockTables:

@@ -51,6 +51,7 @@ class Batch:
     on_device: tuple[tuple[Sequence, int], ...] = ()  # sequence, its tokens in the step
     preemptions: int = 0
     _fetching: set[Holder] = field(default_factory=set)  # dropped while their prefix comes
+    _starved: bool = False
     _alive: dict[RequestKey, list[Sequence]] = field(default_factory=dict)
     _arrivals: count[int] = field(default_factory=count)
 
@@ -69,8 +70,8 @@ class Batch:
 
     @property
     def lacks_blocks(self) -> bool:
-        """A preempted sequence waits for blocks."""
-        return any(s.holder not in self.tables for s in self.awaiting_prefill)
+        """A sequence that waits found none in the last step."""
+        return self._starved and any(s.holder not in self.tables for s in self.awaiting_prefill)
 
     # --- coming ---------------------------------------------------------------------------------
 
@@ -85,12 +86,20 @@ class Batch:
         return True
 
     def join(self, arrived: Arrived, now_s: float) -> None:
-        """Its prompt's KV is in the holder's blocks."""
+        """Its prompt's KV is in the holder's blocks; if it has none, it is got as after a
+        preemption."""
         spec = arrived.message.spec
         whole = self._sequence(spec, arrived.names)
-        self.advance(whole, len(spec.prompt_ids))
         self._alive[spec.key] = []
-        self._part(whole, arrived.first_token_ids, arrived.finished, now_s)
+        if whole.holder in self.tables:
+            self.advance(whole, len(spec.prompt_ids))
+            self._part(whole, arrived.first_token_ids, arrived.finished, now_s)
+            return
+        for choice, token in zip(whole.choices, arrived.first_token_ids, strict=True):
+            if choice not in arrived.finished:
+                sequence = whole.part(choice, token)
+                self._alive[spec.key].append(sequence)
+                self.awaiting_prefill.append(sequence)
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
@@ -180,6 +189,7 @@ class Batch:
         """Gives its blocks back; it comes again, in its order, and is recomputed."""
         sequence = self.running.pop()
         self.preemptions += 1
+        self._starved = True
         self.tables.release(sequence.holder)
         sequence.computed = 0
         self.awaiting_prefill.appendleft(sequence)
@@ -193,7 +203,8 @@ class Batch:
                 return
             if sequence.holder not in self.tables and not may_allocate:
                 continue
-            if not self._try_resume(sequence, step):
+            self._starved = not self._try_resume(sequence, step)
+            if self._starved:
                 may_allocate = False
                 continue
             if self.openings.waits(sequence.holder):

@@ -211,7 +211,8 @@ class Receiver:
         reservation = self._reservations.get(commit.key)
         if reservation is not None and self.leases.renew(commit.key, now_s):
             reservation.commit = commit
-            self._room.want(reservation)
+            if self.mode is not HandoffMode.POOL:
+                self._room.want(reservation)
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""
@@ -219,14 +220,19 @@ class Receiver:
             self._reservations[key].stopped.add(choice)
 
     def take_complete(self, key: RequestKey) -> Arrived | None:
-        """Once all pieces have landed and are committed: the blocks are the running request's."""
+        """Once all pieces have landed and are committed: the blocks, if it has any, are the running
+        request's."""
         reservation = self._reservations.get(key)
         arrived = reservation.arrived() if reservation else None
-        if reservation is None or arrived is None or reservation.holder not in self.tables:
+        if reservation is None or arrived is None:
+            return None
+        has_blocks = reservation.holder in self.tables
+        if not has_blocks and self.mode is not HandoffMode.POOL:
             return None
         del self._reservations[key]
         self.leases.end(key)
-        self.tables.activate(reservation.holder)
+        if has_blocks:
+            self.tables.activate(reservation.holder)
         return arrived
 
     def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:

@@ -1,7 +1,7 @@
 """Blocks for the prompts that are handed over to this decode worker. Pure.
 
 `push`: leased with the reservation. `pull`: leased when the prompt's KV is announced, in order, so
-one that is large is not passed by.
+one that is large is not passed by. `pool`: none, they are taken like those of a preempted request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Room:
 
     def try_reserve(self, reservation: Reservation, now_s: float) -> bool:
         """False and nothing changed when blocks have run out, or could never suffice."""
-        if self.mode is HandoffMode.PULL:
+        if self.mode is not HandoffMode.PUSH:
             return reservation.prompt_tokens < self.tables.total_tokens
         hashes = reservation.names.full(reservation.prompt_tokens)
         return self._try_take(reservation, hashes, now_s)

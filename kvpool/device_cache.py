@@ -13,7 +13,7 @@ and when nobody keeps the part alone, as one that copies it elsewhere does.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -109,6 +109,10 @@ class DeviceCache:
             self._bound()
             return block, []
         return block, self._join(block, place)
+
+    def has_news(self, hashes: Iterable[BlockHash]) -> bool:
+        """Whether `take_news` will tell of one of these."""
+        return not {block.hash for block in self._news}.isdisjoint(hashes)
 
     def take_news(self) -> list[CachedBlock]:
         """Those named since the last call that are still here."""

@@ -40,8 +40,12 @@ from kvrelay.types import Incarnation, RequestKey
 
 
 class HandoffMode(StrEnum):
+    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: they leave when
+    all is computed and the decode worker has room. `pool`: through the host's pool node."""
+
     PUSH = "push"
     PULL = "pull"
+    POOL = "pool"
 
 
 # --- between peers ------------------------------------------------------------------------------

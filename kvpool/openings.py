@@ -5,23 +5,25 @@ A sequence whose prefix is on its way from the pool holds its blocks and waits, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.hashes import BlockHash
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.restores import Restored, Restores
 from kvpool.tables import BlockTables, Holder
+from kvpool.write_behind import WriteBehind
 
 PoolQuestion = SeekPrefix | WantPrefix | DropPrefix
 
 
 @dataclass(slots=True, kw_only=True)
 class Openings:
-    """`restores` None: there is no pool. Questions for the pool wait in an outbox."""
+    """`restores` and `write_behind` None: there is no pool. Questions for it wait in an outbox."""
 
     tables: BlockTables
     restores: Restores | None = None
+    write_behind: WriteBehind | None = None
     _outbox: list[PoolQuestion] = field(default_factory=list)
 
     def try_open(
@@ -51,6 +53,10 @@ class Openings:
             return False
         self._ask(self.restores.drop(holder))
         return True
+
+    def is_stored(self, hashes: Iterable[BlockHash]) -> bool:
+        """The pool has taken these, or won't."""
+        return self.write_behind is None or self.write_behind.has_settled(hashes)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """How long a prefill took, to compare fetching with."""

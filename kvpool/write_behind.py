@@ -6,9 +6,11 @@ to bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from kvpool.cached_block import CachedBlock
+from kvpool.hashes import BlockHash
 from kvpool.layout import NO_BLOCK
 from kvpool.pool_client_events import OfferBlocks, OfferedBlock
 from kvpool.tables import BlockTables, Holder
@@ -19,6 +21,12 @@ from kvrelay.types import RequestKey
 class WriteBehind:
     tables: BlockTables
     _offers: int = 0
+    _pending: dict[int, frozenset[BlockHash]] = field(default_factory=dict)
+
+    def has_settled(self, hashes: Iterable[BlockHash]) -> bool:
+        """None of these is on its way to the node, or still to be offered."""
+        pending = set().union(*self._pending.values())
+        return pending.isdisjoint(hashes) and not self.tables.cache.has_news(hashes)
 
     def offer(self, now_s: float) -> OfferBlocks | None:
         """All that was named since the last call; a block that lacks a part is passed over."""
@@ -26,10 +34,12 @@ class WriteBehind:
         if not fresh:
             return None
         self._offers += 1
+        self._pending[self._offers] = frozenset(block.hash for block in fresh)
         self.tables.keep(_holder(self._offers), [block.place for block in fresh], now_s=now_s)
         return OfferBlocks(offer=self._offers, blocks=tuple(map(_offered, fresh)))
 
     def settled(self, offer: int) -> None:
+        del self._pending[offer]
         self.tables.release(_holder(offer))
 
 

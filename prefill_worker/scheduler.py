@@ -28,6 +28,7 @@ from kvpool.handoff import (
 )
 from kvpool.layout import Tables
 from kvpool.openings import Openings
+from kvpool.pool_client_events import OfferSettled
 from kvpool.pool_map import KvFacts
 from kvpool.restores import Restored
 from kvpool.tables import BlockTables, Holder
@@ -47,6 +48,7 @@ Event = (
     | PeerLost
     | SlabWritten
     | Restored
+    | OfferSettled
     | Tick
 )
 
@@ -97,6 +99,8 @@ class PrefillScheduler:
                 return self._written(event, now_s)
             case Restored():
                 return self._restored(event, now_s)
+            case OfferSettled():
+                return [c for job in [*self._jobs.values()] for c in self._commit_if_ready(job)]
             case FromPeer():
                 return self._from_peer(event, now_s)
             case Abort(key=key):
@@ -257,10 +261,14 @@ class PrefillScheduler:
         return self._commit_if_ready(job)
 
     def _commit_if_ready(self, job: Job) -> list[Command]:
-        if not job.may_commit:
+        if job.cancelled is not None or not job.may_commit or not self._is_stored(job):
             return []
         job.committing = True
         return [job.sender.commit(job.first, job.finished)]
+
+    def _is_stored(self, job: Job) -> bool:
+        """With `pool`, what the decode worker is to fetch there."""
+        return self.mode is not HandoffMode.POOL or self.openings.is_stored(job.filled)
 
     # --- endings --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ A piece is one write of the cut of a span of tokens, by what the peer's slabs ho
                                      `-> computed and awaited -> being read --'
 
 lent or awaited as the decode worker chooses, before or after it is computed. Spans wait for the
-peer's hello, and with `pull` until the whole prompt is computed.
+peer's hello, and with `pull` until the whole prompt is computed. With `pool` there are none.
 
 The blocks stay the prefill worker's until the decode worker says Committed, and while a write of
 them is in flight: `settled` says when they may be freed.
@@ -83,7 +83,7 @@ class Sender:
         blocks that `tables` has for them stay theirs until the end. Those that the decode worker
         holds are not sent."""
         start = max(start, self.message.held_tokens)
-        if start >= end:
+        if start >= end or self.mode is HandoffMode.POOL:
             return []
         if self.mode is HandoffMode.PULL and self._planned:
             start = self._planned.pop().start

@@ -237,7 +237,6 @@ async def test_requests_that_cannot_be_honoured_say_so(folder: Path) -> None:
         "messages is empty": pb.GenerateRequest(chat=pb.ChatInput()),
         "slo is not supported": pb.GenerateRequest(text="a", slo=pb.Slo(ttft_ms=5)),
         "tier is not supported": pb.GenerateRequest(text="a", tier="gold"),
-        "tenant is not supported": pb.GenerateRequest(text="a", tenant="x"),
     }
     async with served(folder) as s, grpc.aio.insecure_channel(s.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)

@@ -23,7 +23,12 @@ async def test_prompts_of_token_ids_in_a_batch(folder: Path) -> None:
             *((0, [7, 8], [1, 7, 8]), (1, [7, 8], [1, 7, 8])),
             *((2, [9], [1, 9]), (3, [9], [1, 9])),
         ]
-        assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+        assert answer["usage"] == {
+            "prompt_tokens": 5,
+            "completion_tokens": 6,
+            "total_tokens": 11,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
         streamed = events((await completion(client, **body, stream=True)).text)
         assert sorted(c["choices"][0]["index"] for c in streamed[:-1]) == [0, 0, 1, 1, 2, 3]
         assert streamed[-1] == "[DONE]"

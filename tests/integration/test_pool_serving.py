@@ -172,6 +172,42 @@ def test_preempted_requests_come_back_from_the_pool(
             cluster.assert_clean()
 
 
+def _there(cluster: Cluster) -> float:
+    """Fetched, or found but faster computed: the model is tiny."""
+    return _metric(cluster, "pool_host_hits") + _metric(cluster, "pool_declined")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_handoffs_through_the_pool_are_exact(family: str, tmp_path: Path, hosts: Hosts) -> None:
+    folder = random_checkpoint(tmp_path, family)
+    model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
+    name = f"handoff-{family.split('_')[0]}"
+    with _node(tmp_path, name) as node:
+        settings = _pair(folder, name, handoff="pool")
+        with running_cluster(folder, [*zip(hosts, settings, strict=True)]) as cluster:
+            wait_until(lambda: _joined(node, 2), "both workers use the pool")
+            for tokens in (1, 16, 100, 150):
+                prompt = _prompt(tokens, tokens)
+                expected = generate_reference(model, prompt, tokens=TOKENS)
+                assert_same_tokens(expected, _ask(cluster, prompt)[0])
+            assert _metric(cluster, "kv_transfers") == 0
+            wait_until(
+                lambda: _metric(cluster, "pool_host_hits") == 16 + 96 + 144, "all is fetched"
+            )
+            prompt = _prompt(9, 70)
+            answer = cluster.completion(
+                prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True, n=2
+            )
+            expected = generate_reference(model, prompt, tokens=TOKENS)
+            for choice in answer["choices"]:
+                assert_same_tokens(expected, choice["token_ids"])
+            node.kill()
+            prompt = _prompt(10, 70)
+            expected = generate_reference(model, prompt, tokens=TOKENS)
+            assert_same_tokens(expected, _ask(cluster, prompt)[0])
+            cluster.assert_clean()
+
+
 def _kv_elements(folder: Path) -> int:
     """Of one plane and token, all layers."""
 
