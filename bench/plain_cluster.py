@@ -46,11 +46,17 @@ class PlainCluster:
 
 @contextmanager
 def plain_cluster(
-    model: Path, plans: Sequence[WorkerPlan], settings: Sequence[str]
+    model: Path,
+    plans: Sequence[WorkerPlan],
+    settings: Sequence[str],
+    *,
+    pool: str | None = None,
 ) -> Iterator[PlainCluster]:
-    """Ready to serve; everything is stopped at the end. `settings` are the workers' KEY=VALUE."""
+    """Ready to serve; everything is stopped at the end. `settings` are the workers' KEY=VALUE,
+    `pool` names the pool node that they use."""
     with ExitStack() as stack:
         extra = [f"--set={setting}" for setting in settings]
+        extra += [] if pool is None else [f"--pool={pool}"]
         router = stack.enter_context(_process(["router", "--model", str(model), *_ROUTER]))
         ports = _ports(router)
         cluster = PlainCluster(http_port=ports["HTTP"])
@@ -71,6 +77,16 @@ def plain_cluster(
             cluster.processes[name] = psutil.Process(worker.pid)
         _wait_ready(cluster.http_port)
         yield cluster
+
+
+@contextmanager
+def pool_node(name: str) -> Iterator[None]:
+    """A pool node of that cluster name on this host."""
+    with _process(["pool-node", "--name", name, "--host-memory", "1GiB"]) as process:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("the pool node did not start")
+        yield
 
 
 _ROUTER = ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]

@@ -72,27 +72,14 @@ def interleave(
 
 
 _FILE_COLUMNS = 180
-_HEADINGS = (
-    *("what", "value", "against", "its value"),
-    *("ratio", "goal", "reached", "spread", "note"),
-)
+_HEADINGS = "what", "value", "against", "its value", "ratio", "goal", "reached", "spread", "note"
 
 
 def print_table(title: str, rows: Sequence[Row]) -> None:
     """A line per row; how each was measured stands below, once for all rows that share it."""
     methods = list(dict.fromkeys(row.method for row in rows if row.method))
     table = Table(title=title, title_justify="left")
-    for heading in (
-        "what",
-        "value",
-        "against",
-        "its value",
-        "ratio",
-        "goal",
-        "reached",
-        "spread",
-        "note",
-    ):
+    for heading in _HEADINGS:
         table.add_column(heading, overflow="fold")
     for row in rows:
         note = str(methods.index(row.method) + 1) if row.method else ""
