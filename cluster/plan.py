@@ -92,7 +92,7 @@ def plan_cluster(config: Config) -> ClusterPlan:
 
 
 def placements(plan: ClusterPlan) -> dict[str, Placement]:
-    """# process |-> its place"""
+    """# process |-> its place; without the pool nodes, whose number shows when workers run"""
     workers = {worker.settings.name: worker.placement for worker in plan.workers}
     return {ROUTER: plan.router_placement} | workers
 
@@ -100,7 +100,8 @@ def placements(plan: ClusterPlan) -> dict[str, Placement]:
 def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
     """Why the cluster can't fit on a machine that offers this much of each resource, or None."""
     asked: Counter[str] = Counter()
-    for place in placements(plan).values():
+    pool = () if plan.pool is None else (plan.pool.placement,)
+    for place in (*placements(plan).values(), *pool):
         for name, amount in place.amounts().items():
             asked[name] += amount  # type: ignore[assignment]
     for name, amount in asked.items():
