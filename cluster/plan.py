@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -99,11 +99,12 @@ def placements(plan: ClusterPlan) -> dict[str, Placement]:
 
 def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
     """Why the cluster can't fit on a machine that offers this much of each resource, or None."""
-    asked: Counter[str] = Counter()
-    pool = () if plan.pool is None else (plan.pool.placement,)
-    for place in (*placements(plan).values(), *pool):
+    asked: defaultdict[str, float] = defaultdict(float)
+    places = [*placements(plan).values()]
+    places += [] if plan.pool is None else [plan.pool.placement]
+    for place in places:
         for name, amount in place.amounts().items():
-            asked[name] += amount  # type: ignore[assignment]
+            asked[name] += amount
     for name, amount in asked.items():
         has = offered.get(name, 0.0)
         if amount > has + ROUNDING:
