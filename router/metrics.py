@@ -176,9 +176,9 @@ class ClusterGauges(Collector):
         workers = self._dispatcher.workers()
         for name, text, value in WORKER_GAUGES:
             gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
-            yield self._per_worker(gauge, value, workers)
             if name == "blocks_orphaned":
                 self._orphaned_in_pools(gauge)
+            yield self._per_worker(gauge, value, workers)
         for name, text, value in WORKER_COUNTERS:
             counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
             yield self._per_worker(counter, value, workers)
