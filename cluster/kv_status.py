@@ -18,6 +18,8 @@ from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 
 ANSWER_S = 40.0
+WIDTH = 400
+"""A row stays in one line, whatever the terminal: holders have long names."""
 MESSAGE_BYTES = 64 * 1024 * 1024
 
 
@@ -67,10 +69,10 @@ def print_tables(found: pb.GetKvResponse) -> None:
     tiers += [row for node in found.pool_nodes for row in _tier_rows(node)]
     held = [row for worker in found.workers for row in _held_rows(worker)]
     held += [row for node in found.pool_nodes for row in _held_for_workers(node)]
-    console.print(_table(TierRow, tiers))
+    console.print(_table(TierRow, tiers), width=WIDTH)
     if held:
         console.print()
-        console.print(_table(HeldRow, held))
+        console.print(_table(HeldRow, held), width=WIDTH)
     for silent in found.silent:
         console.print(f"{silent.address} does not answer: {silent.error}")
 
