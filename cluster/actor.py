@@ -1,16 +1,22 @@
-"""The Ray actors that host a router or a worker: thin shells around the same objects that run as
-plain processes. No token and no KV ever passes through their methods.
+"""The Ray actors that host a router, a worker or a pool node: thin shells around the same objects
+that run as plain processes. No token and no KV ever passes through their methods.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cluster.logs import configure_logging
+from cluster.net import host_id
 from cluster.plan import NODE_HOST
-from cluster.settings import RouterSettings, WorkerSettings
+from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.supervision import Home
 from kvrelay.errors import KvrelayError
+
+if TYPE_CHECKING:
+    from cluster.worker import WorkerProcess
 
 EVERY_INTERFACE = ("0.0.0.0", "::")
 JOIN_TIMEOUT_S = 30.0
@@ -46,23 +52,55 @@ class WorkerHost:
 
     def __init__(self, settings: WorkerSettings) -> None:
         configure_logging(settings.name)
-        from cluster.worker import WorkerProcess
-
-        self._worker = WorkerProcess(replace(settings, host=_own_host(settings.host)))
+        self._settings = replace(settings, host=_own_host(settings.host))
+        self._worker: WorkerProcess | None = None
         self._address: str | None = None
 
+    async def home(self) -> Home:
+        """Answered before `start` loads anything."""
+        return _home()
+
     async def start(self) -> str | StartFailed:
+        from cluster.worker import WorkerProcess
+
         try:
+            self._worker = self._worker or WorkerProcess(self._settings)
             self._address = self._address or await self._worker.start()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
 
     async def wait_closed(self) -> None:
+        assert self._worker is not None, "started"
         await self._worker.wait_closed()
 
     async def stop(self, drain_s: float) -> None:
-        await self._worker.stop(drain_s=drain_s)
+        if self._worker is not None:
+            await self._worker.stop(drain_s=drain_s)
+
+
+class PoolNodeHost:
+    """Async actor. `start` may be asked again, by a controller that was restarted."""
+
+    def __init__(self, settings: PoolNodeSettings) -> None:
+        configure_logging("pool-node")
+        from cluster.pool_node import PoolNode
+
+        self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
+        self._address: str | None = None
+
+    async def start(self) -> str | StartFailed:
+        try:
+            self._address = self._address or (await self._node.start()).reports
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        return self._address
+
+    async def wait_closed(self) -> None:
+        await self._node.wait_closed()
+
+    async def stop(self, drain_s: float) -> None:
+        await self._node.stop(drain_s=drain_s)
 
 
 class RouterHost:
@@ -98,6 +136,12 @@ class RouterHost:
     async def remove_worker(self, address: str) -> None:
         await self._router.remove_worker(address)
 
+    async def add_pool_node(self, address: str) -> None:
+        await self._router.add_pool_node(address)
+
+    async def remove_pool_node(self, address: str) -> None:
+        await self._router.remove_pool_node(address)
+
     def _is_attached(self, address: str) -> bool:
         return any(worker.address == address for worker in self._router.dispatcher.workers())
 
@@ -113,6 +157,12 @@ class RouterHost:
         host = self._settings.host
         reachable = _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
         return RouterAt(host=reachable, http_port=ports.http_port, grpc_port=ports.grpc_port)
+
+
+def _home() -> Home:
+    import ray
+
+    return Home(host_id(), ray.get_runtime_context().get_node_id())
 
 
 def _own_host(host: str) -> str:

@@ -100,11 +100,16 @@ def status(
         typer.Option(metavar="HOST:PORT", help="A router's gRPC address: no Ray is asked."),
     ] = None,
     ray_address: RayAddress = None,
+    kv: Annotated[bool, typer.Option("--kv", help="Who holds which KV, and since when.")] = False,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Show a running cluster: its processes, their state, their free KV blocks."""
     from cluster import status as statuses
     from cluster.rays import ray_address as ray_to_join
+
+    if kv:
+        _kv_status(address or statuses.router_of(name, ray_to_join(ray_address) or "auto"), format_)
+        return
 
     if address is not None:
         facts = statuses.of_router(address)
@@ -114,3 +119,14 @@ def status(
         print(statuses.as_json(facts))
     else:
         statuses.print_table(facts)
+
+
+def _kv_status(router: str, format_: Format) -> None:
+    from cluster import kv_status
+    from cluster.status import as_json
+
+    found = kv_status.of_router(router)
+    if format_ is Format.JSON:
+        print(as_json(kv_status.as_facts(found)))
+    else:
+        kv_status.print_tables(found)

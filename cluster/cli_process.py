@@ -163,6 +163,10 @@ def pool_node(
         list[str] | None,
         typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl."),
     ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="A router's gRPC address: it tells what is held."),
+    ] = None,
     name: NameOption = None,
     set_: SetOption = None,
 ) -> None:
@@ -179,15 +183,18 @@ def pool_node(
 
     from cluster.config_load import load_config
     from cluster.logs import configure_logging
+    from cluster.net import host_towards
     from cluster.plan import pool_node_settings
     from cluster.resolve import resolve
     from cluster.site import local_site
 
-    config = resolve(load_config(None, overrides), local_site())
+    site = local_site() if join is None else replace(local_site(), host=host_towards(join))
+    config = resolve(load_config(None, overrides), site)
     configure_logging("pool-node")
     from cluster.plain import run_pool_node
 
-    asyncio.run(run_pool_node(pool_node_settings(config), drain_s=config.drain_timeout))
+    settings = pool_node_settings(config)
+    asyncio.run(run_pool_node(settings, join=join, drain_s=config.drain_timeout))
 
 
 def _pool(device: str, cpu_threads: int | None) -> dict[str, object]:

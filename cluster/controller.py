@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -25,10 +26,13 @@ from cluster.supervision import (
     Command,
     DriverSeen,
     Event,
+    Home,
     Joined,
+    Kind,
     Lost,
     Note,
     Phase,
+    Placed,
     Remove,
     Serving,
     Start,
@@ -128,7 +132,9 @@ class Controller:
             driver_timeout_s=None if detach else self._plan.driver_timeout_s,
         )
         needs = {name: str(place) for name, place in placements(self._plan).items()}
-        return Supervisor(needs, limits, time.monotonic())
+        pool = self._plan.pool
+        pool_needs = None if pool is None else str(pool.placement)
+        return Supervisor(needs, limits, time.monotonic(), pool_needs=pool_needs)
 
     async def _run(self) -> None:
         try:
@@ -137,6 +143,7 @@ class Controller:
                 for command in self._core.handle(event, time.monotonic()):
                     self._execute(command)
                 event = await self._next_event()
+            self._fleet.kill_strays()
             await self._linger()
             self._exit(restart=False)
         except Exception:
@@ -170,8 +177,8 @@ class Controller:
                 self._fleet.kill(name)
             case Announce():
                 self._spawn(self._announce(command))
-            case Withdraw(address=address):
-                self._spawn(self._withdraw(address))
+            case Withdraw():
+                self._spawn(self._withdraw(command))
             case Note(text=text):
                 log.debug(text)
                 self._notes.append(text)
@@ -195,7 +202,9 @@ class Controller:
         """From creation to the end of the process, whatever ends it."""
         name, life = command.name, command.life
         try:
-            host = self._fleet.create(name)
+            host = self._fleet.create(name, command.node)
+            if name in self._core.workers:
+                self._spawn(self._place(command, host.home.remote()))
             started = await host.start.remote()
             if isinstance(started, StartFailed):
                 refused = Lost(name=name, life=life, reason=started.reason, fatal=True)
@@ -208,6 +217,11 @@ class Controller:
         except (RayError, ValueError) as error:
             reason = _reason(error)
         self._events.put_nowait(Lost(name=name, life=life, reason=reason))
+
+    async def _place(self, command: Start, asked: asyncio.Future[Home]) -> None:
+        with suppress(RayError):  # `_start` hears of it too
+            home = await asked
+            self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
 
     def _adopt(self, started: str | RouterAt) -> str:
         if isinstance(started, str):
@@ -229,17 +243,19 @@ class Controller:
         except (RayError, TimeoutError) as error:
             log.warning("%s did not stop well: %s", name, _reason(error))
 
-    # The router hears of workers in the order of the commands; one that died, when it is back.
+    # The router hears of others in the order of the commands; one that died, when it is back.
 
     async def _announce(self, command: Announce) -> None:
-        refused = await self._ask_router("add_worker", command.address)
+        method = "add_worker" if command.kind is Kind.WORKER else "add_pool_node"
+        refused = await self._ask_router(method, command.address)
         if refused is not ROUTER_GONE:
             reason = None if refused is None else refused.reason
             joined = Joined(name=command.name, life=command.life, refused=reason)
             self._events.put_nowait(joined)
 
-    async def _withdraw(self, address: str) -> None:
-        await self._ask_router("remove_worker", address)
+    async def _withdraw(self, command: Withdraw) -> None:
+        method = "remove_worker" if command.kind is Kind.WORKER else "remove_pool_node"
+        await self._ask_router(method, command.address)
 
     async def _ask_router(self, method: str, address: str) -> StartFailed | None:
         async with self._router_calls:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import replace
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actor import RouterAt, RouterHost, WorkerHost
+from cluster.actor import PoolNodeHost, RouterAt, RouterHost, WorkerHost
 from cluster.plan import ClusterPlan, Placement
 from cluster.supervisor import ROUTER
 
+log = logging.getLogger(__name__)
+
 NAMESPACE = "kvrelay"
+CONTROLLER = "controller"
 CALLS_AT_ONCE = 64
 
 Handle = Any
@@ -30,13 +35,18 @@ class Fleet:
         self._workers = {worker.settings.name: worker for worker in plan.workers}
         self._handles: dict[str, Handle] = {}
 
-    def create(self, name: str) -> Handle:
-        """A new actor, or the one that a former controller left under this name."""
+    def create(self, name: str, node: str | None) -> Handle:
+        """A new actor, on this node of Ray if one is given, or the one that a former controller
+        left under this name."""
         if name == ROUTER:
             made = self._make(name, RouterHost, self._router, self._plan.router_placement)
-        else:
+        elif name in self._workers:
             worker = self._workers[name]
             made = self._make(name, WorkerHost, worker.settings, worker.placement)
+        else:
+            pool = self._plan.pool
+            assert pool is not None and node is not None, name
+            made = self._make(name, PoolNodeHost, pool.settings, pool.placement, node)
         self._handles[name] = made
         return made
 
@@ -53,6 +63,15 @@ class Fleet:
             ray.kill(handle, no_restart=True)
             del self._handles[name]
 
+    def kill_strays(self) -> None:
+        """What a former controller started and this one never heard of."""
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            cluster, _, name = actor["name"].partition("/")
+            ours = actor["namespace"] == NAMESPACE and cluster == self._plan.name
+            if ours and name != CONTROLLER:
+                log.warning("%s was left by a former controller", name)
+                self.kill(name)
+
     def keep_ports(self, at: RouterAt) -> None:
         """A router that is started again answers where the first one did."""
         self._router = replace(self._router, http_port=at.http_port, grpc_port=at.grpc_port)
@@ -60,8 +79,12 @@ class Fleet:
     def _actor_name(self, name: str) -> str:
         return actor_name(self._plan.name, name)
 
-    def _make(self, name: str, host: type, settings: object, place: Placement) -> Handle:
+    def _make(
+        self, name: str, host: type, settings: object, place: Placement, node: str | None = None
+    ) -> Handle:
         options = _ray_options(place)
+        if node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         return (
             ray.remote(host)
             .options(name=self._actor_name(name), get_if_exists=True, **options)

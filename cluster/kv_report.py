@@ -21,6 +21,7 @@ def kv_report(
             state=entry.state.name.lower(),
             block_ids=list(chain.from_iterable(entry.tables)),
             age_s=now_s - entry.since_s,
+            request_id=entry.holder.key.request_id,
         )
         for entry in tables.held()
     ]

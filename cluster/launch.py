@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from cluster.config import Config
 from cluster.controller import Controller, Report
-from cluster.fleet import NAMESPACE, Handle, actor_name
+from cluster.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
 from cluster.plan import ClusterPlan, plan_cluster, shortage
 from cluster.rays import Connected
 from cluster.resolve import resolve
@@ -27,7 +27,6 @@ from kvrelay.errors import ConfigError, KvrelayError
 BEAT_S = 0.25
 ANSWER_S = 60.0
 GONE_S = 60.0
-CONTROLLER = "controller"
 CONTROLLER_CALLS_AT_ONCE = 64
 
 Printer = Callable[[str], None]

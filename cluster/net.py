@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from hashlib import sha256
+from pathlib import Path
 
 from kvrelay.errors import ConfigError
+
+
+def host_id() -> str:
+    """The same for all processes of this host that reach each other's shared memory, that is those
+    of one network namespace: pods of one machine differ."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return sha256(f"{boot}{os.readlink('/proc/self/ns/net')}".encode()).hexdigest()[:8]
 
 
 def host_towards(join: str) -> str:

@@ -1,7 +1,7 @@
 """`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
 
-The worker makes itself known to the router by a call that stays open; when the router goes away it
-tries again. SIGTERM or SIGINT drains and exits.
+A worker or pool node makes itself known to the router by a call that stays open; when the router
+goes away it tries again. SIGTERM or SIGINT drains and exits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Protocol
 
 import grpc
 
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
+
+
+class Stoppable(Protocol):
+    async def stop(self, *, drain_s: float) -> None: ...
 
 
 async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
@@ -42,26 +47,31 @@ async def run_worker(settings: WorkerSettings, *, join: str, drain_s: float) -> 
     worker = WorkerProcess(settings)
     address = await worker.start()
     print(f"{settings.role} worker on {address}", flush=True)
-    waits = [stopping.wait(), worker.wait_closed(), stay_registered(join, address)]
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    await worker.stop(drain_s=drain_s)
-    for task in pending:
-        task.cancel()
-    await asyncio.gather(*pending, return_exceptions=True)
-    for task in done:
-        task.result()
+    registered = stay_registered(join, worker_pb2.RegisterRequest(address=address))
+    await _first_of([stopping.wait(), worker.wait_closed(), registered], worker, drain_s)
 
 
-async def run_pool_node(settings: PoolNodeSettings, *, drain_s: float) -> None:
+async def run_pool_node(settings: PoolNodeSettings, *, join: str | None, drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT; raises what made the node stop by itself."""
     stopping = _stop_signals()
     node = PoolNode(settings)
-    for address in await node.start():
+    addresses = await node.start()
+    for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
-    tasks = [asyncio.ensure_future(wait) for wait in (stopping.wait(), node.wait_closed())]
+    waits: list[Coroutine[None, None, object]] = [stopping.wait(), node.wait_closed()]
+    if join is not None:
+        request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True)
+        waits.append(stay_registered(join, request))
+    await _first_of(waits, node, drain_s)
+
+
+async def _first_of(
+    waits: Sequence[Coroutine[None, None, object]], served: Stoppable, drain_s: float
+) -> None:
+    """Stop it when the first ends, and raise what that raises."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    await node.stop(drain_s=drain_s)
+    await served.stop(drain_s=drain_s)
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
@@ -69,21 +79,21 @@ async def run_pool_node(settings: PoolNodeSettings, *, drain_s: float) -> None:
         task.result()
 
 
-async def stay_registered(join: str, address: str) -> None:
-    """Keep the registration call open, for ever; the router drops the worker when it ends."""
+async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> None:
+    """Keep the registration call open, for ever; the router drops the process when it ends."""
     retry_s = FIRST_RETRY_S
     while True:
-        joined = await _register(join, address)
+        joined = await _register(join, request)
         retry_s = FIRST_RETRY_S if joined else min(2 * retry_s, LAST_RETRY_S)
         await asyncio.sleep(retry_s)
 
 
-async def _register(join: str, address: str) -> bool:
-    """Whether the router took the worker; returns when the call has ended."""
+async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
+    """Whether the router took it; returns when the call has ended."""
     joined = asyncio.Event()
 
     async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
-        yield worker_pb2.RegisterRequest(address=address)
+        yield request
         joined.set()
         await asyncio.Event().wait()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -92,17 +92,19 @@ def plan_cluster(config: Config) -> ClusterPlan:
 
 
 def placements(plan: ClusterPlan) -> dict[str, Placement]:
-    """# process |-> its place"""
+    """# process |-> its place; without the pool nodes, whose number shows when workers run"""
     workers = {worker.settings.name: worker.placement for worker in plan.workers}
     return {ROUTER: plan.router_placement} | workers
 
 
 def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
     """Why the cluster can't fit on a machine that offers this much of each resource, or None."""
-    asked: Counter[str] = Counter()
-    for place in placements(plan).values():
+    asked: defaultdict[str, float] = defaultdict(float)
+    places = [*placements(plan).values()]
+    places += [] if plan.pool is None else [plan.pool.placement]
+    for place in places:
         for name, amount in place.amounts().items():
-            asked[name] += amount  # type: ignore[assignment]
+            asked[name] += amount
     for name, amount in asked.items():
         has = offered.get(name, 0.0)
         if amount > has + ROUNDING:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+from cluster.net import host_id
 from cluster.pool_disk import PoolDisk
+from cluster.pool_homes import pool_process
+from cluster.pool_report import pool_report
 from cluster.pool_workers import Gone, Heard, PoolWorkers
 from cluster.quantities import format_size
 from cluster.settings import PoolNodeSettings
@@ -37,6 +41,7 @@ from kvpool.tier_blocks import TierBlocks
 from kvpool.transport.base import Connection
 from kvrelay.errors import ConfigError
 from kvrelay.types import WIRE_VERSION, Incarnation
+from kvrelay.v1.pool_node_pb2 import PoolReport
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +55,13 @@ class Drain:
     drain_s: float
 
 
-PoolInbox = queue.SimpleQueue[Heard | Gone | SlotsWritten | SlotsRead | Drain | Crashed]
+@dataclass(frozen=True, slots=True)
+class ReportAsked:
+    answer: Future[PoolReport]
+
+
+Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ReportAsked | Crashed
+PoolInbox = queue.SimpleQueue[Incoming]
 
 
 class PoolLoop:
@@ -107,7 +118,7 @@ class PoolLoop:
         elif self._files is not None:
             self._files.close()
         if self._core is not None:
-            counts = self._core.counts()
+            counts = self._core.books.counts()
             log.info(
                 "stopped: %d blocks in memory are gone, %d on disk stay",
                 counts["cached"],
@@ -119,7 +130,7 @@ class PoolLoop:
             return False
         return self._core is None or self._core.idle or time.monotonic() >= self._ends_s
 
-    def _settle(self, event: Heard | Gone | SlotsWritten | SlotsRead | Drain | Crashed) -> None:
+    def _settle(self, event: Incoming) -> None:
         match event:
             case Heard(connection=connection, message=PoolHello() as hello):
                 self._greeted(connection, hello, event.region)
@@ -133,10 +144,18 @@ class PoolLoop:
                 self._ends_s = time.monotonic() + drain_s
                 if self._core is not None:
                     self._core.draining = True
+            case ReportAsked(answer=answer):
+                if answer.set_running_or_notify_cancel():
+                    answer.set_result(self._report())
             case Crashed(error=error):
                 raise error
             case _:
                 assert_never(event)
+
+    def _report(self) -> PoolReport:
+        now_s = time.monotonic()
+        name = pool_process(host_id())
+        return pool_report(name, self._incarnation, self._format, self._core, self._on_disk, now_s)
 
     # --- workers --------------------------------------------------------------------------------
 

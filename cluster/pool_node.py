@@ -12,19 +12,31 @@ import logging
 import queue
 import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
 from uuid import uuid4
 
 import psutil
 
-from cluster.pool_loop import Drain, PoolInbox, PoolLoop, open_files
+from cluster.grpc_server import bind_port, grpc_server
+from cluster.pool_loop import Drain, PoolInbox, PoolLoop, ReportAsked, open_files
+from cluster.pool_service import PoolNodeService
 from cluster.pool_workers import PoolWorkers
 from cluster.quantities import format_size
 from cluster.settings import PoolNodeSettings
 from kvpool.disk_files import DiskFiles
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
+from kvrelay.v1 import pool_node_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAddresses:
+    """`links` are the workers' ways to it, `reports` is HOST:PORT of its gRPC service."""
+
+    links: tuple[str, ...]
+    reports: str
 
 
 class PoolNode:
@@ -36,14 +48,26 @@ class PoolNode:
         self._closed: Future[None] = Future()
         self._thread: threading.Thread | None = None
 
-    async def start(self) -> tuple[str, ...]:
-        """Load the index of the disk tier and listen; the addresses. Raises ConfigError."""
+    async def start(self) -> PoolAddresses:
+        """Load the index of the disk tier and listen. Raises ConfigError."""
         loop, workers = await asyncio.to_thread(self._build)
         self._thread = threading.Thread(
             target=self._run, args=(loop, workers), name="kvrelay-pool", daemon=True
         )
         self._thread.start()
-        return workers.addresses
+        try:
+            return PoolAddresses(links=workers.addresses, reports=await self._serve())
+        except BaseException:
+            await self.stop(drain_s=0.0)
+            raise
+
+    async def _serve(self) -> str:
+        self._server = grpc_server()
+        service = PoolNodeService(lambda answer: self._inbox.put(ReportAsked(answer)))
+        pool_node_pb2_grpc.add_PoolNodeServicer_to_server(service, self._server)
+        port = bind_port(self._server, self._settings.host, None)
+        await self._server.start()
+        return f"{self._settings.host}:{port}"
 
     async def stop(self, *, drain_s: float) -> None:
         """Take nothing new, let transfers end and blocks reach the disk for up to `drain_s`."""
@@ -51,6 +75,7 @@ class PoolNode:
         if thread is not None:
             self._inbox.put(Drain(drain_s=drain_s))
             await asyncio.to_thread(thread.join)
+            await self._server.stop(grace=None)
 
     async def wait_closed(self) -> None:
         """Returns once stopped; raises what the node died of."""

@@ -137,8 +137,11 @@ def _custom_resources(config: Config) -> dict[str, float]:
     for pool in config.workers:
         for name, amount in pool.resources.items():
             named[name] = named.get(name, 0.0) + amount * pool.replicas
-    for name, amount in config.router.resources.items():
-        named[name] = named.get(name, 0.0) + amount
+    others = [config.router.resources]
+    others += [config.pool.resources] if config.pool.enabled else []
+    for resources in others:
+        for name, amount in resources.items():
+            named[name] = named.get(name, 0.0) + amount
     return {name: amount for name, amount in named.items() if name not in ("CPU", "GPU", "memory")}
 
 

@@ -35,12 +35,12 @@ class RouterAddress:
 
 
 class RegistryService(worker_pb2_grpc.RegistryServicer):
-    """A worker that was started with --join keeps this call open for as long as it lives."""
+    """A worker or pool node started with --join keeps this call open for as long as it lives."""
 
     def __init__(self, dispatcher: WorkerDispatcher) -> None:
         self._dispatcher = dispatcher
         self._closed = asyncio.Event()
-        self._calls: Counter[str] = Counter()  # a worker may call again before its old call ends
+        self._calls: Counter[str] = Counter()  # one may call again before its old call ends
 
     def close(self) -> None:
         """End every call: the workers then look for the next router."""
@@ -49,7 +49,7 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
     async def Register(  # noqa: N802
         self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext
     ) -> pb.RegisterResponse:
-        joined: list[str] = []
+        joined: list[pb.RegisterRequest] = []
         calls = (self._join(requests, joined), self._closed.wait())
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -57,21 +57,30 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
         finally:
             for task in tasks:
                 task.cancel()
-            for address in joined:
-                await self._leave(address)
+            for request in joined:
+                await self._leave(request)
         return pb.RegisterResponse()
 
-    async def _join(self, requests: AsyncIterator[pb.RegisterRequest], joined: list[str]) -> None:
+    async def _join(
+        self, requests: AsyncIterator[pb.RegisterRequest], joined: list[pb.RegisterRequest]
+    ) -> None:
         async for request in requests:
             self._calls[request.address] += 1
-            joined.append(request.address)
-            self._dispatcher.add_worker(request.address)
+            joined.append(request)
+            if request.is_pool_node:
+                self._dispatcher.pools.add(request.address)
+            else:
+                self._dispatcher.add_worker(request.address)
 
-    async def _leave(self, address: str) -> None:
-        self._calls[address] -= 1
-        if not self._calls[address]:
-            del self._calls[address]
-            await self._dispatcher.remove_worker(address)
+    async def _leave(self, request: pb.RegisterRequest) -> None:
+        self._calls[request.address] -= 1
+        if self._calls[request.address]:
+            return
+        del self._calls[request.address]
+        if request.is_pool_node:
+            await self._dispatcher.pools.remove(request.address)
+        else:
+            await self._dispatcher.remove_worker(request.address)
 
 
 class RouterProcess:
@@ -113,6 +122,12 @@ class RouterProcess:
 
     async def remove_worker(self, address: str) -> None:
         await self.dispatcher.remove_worker(address)
+
+    async def add_pool_node(self, address: str) -> None:
+        self.dispatcher.pools.add(address)
+
+    async def remove_pool_node(self, address: str) -> None:
+        await self.dispatcher.pools.remove(address)
 
     async def stop(self, *, drain_s: float) -> None:
         """Take no new requests, finish what runs for up to `drain_s`, then close everything."""

@@ -52,17 +52,27 @@ def of_cluster(name: str | None, address: str) -> Facts:
     from cluster.rays import joined
 
     with joined(address):
-        from cluster.launch import chosen, running_clusters
-
-        status = _of_controller(chosen(name, running_clusters()))
+        status = _of_controller(name)
         return asdict(status) | {"server": _server(status.router)}
 
 
-def _of_controller(name: str) -> ClusterStatus:
+def router_of(name: str | None, address: str) -> str:
+    """HOST:PORT of the router of a cluster on this Ray. Raises as `of_cluster` does."""
+    from cluster.rays import joined
+
+    with joined(address):
+        status = _of_controller(name)
+    if status.router is None:
+        raise KvrelayError(f"the router of {status.name} does not serve yet")
+    return status.router.grpc
+
+
+def _of_controller(cluster: str | None) -> ClusterStatus:
     import ray
 
-    from cluster.launch import find_controller
+    from cluster.launch import chosen, find_controller, running_clusters
 
+    name = chosen(cluster, running_clusters())
     controller = find_controller(name)
     if controller is None:
         raise KvrelayError(f"the cluster {name} has just gone")

@@ -21,7 +21,30 @@ class State(StrEnum):
     GONE = "gone"
 
 
+class Kind(StrEnum):
+    ROUTER = "router"
+    WORKER = "worker"
+    POOL_NODE = "pool node"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a process runs. Those with the same `host` can share memory; `node` is Ray's."""
+
+    host: str
+    node: str
+
+
 # --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Ray has found a place for a worker that starts."""
+
+    name: str
+    life: int
+    home: Home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +68,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The router uses this worker; or `refused` says why it does not."""
+    """The router knows this worker or pool node; or `refused` says why it uses it not."""
 
     name: str
     life: int
@@ -72,7 +95,7 @@ class Tick:
     pass
 
 
-Event = Serving | Lost | Joined | Stopped | DriverSeen | StopAsked | Tick
+Event = Placed | Serving | Lost | Joined | Stopped | DriverSeen | StopAsked | Tick
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -80,24 +103,29 @@ Event = Serving | Lost | Joined | Stopped | DriverSeen | StopAsked | Tick
 
 @dataclass(frozen=True, slots=True)
 class Start:
+    """`node`: only there."""
+
     name: str
     life: int
+    node: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the router that this worker serves; answered by `Joined`."""
+    """Tell the router that this worker or pool node serves; answered by `Joined`."""
 
     name: str
     life: int
     address: str
+    kind: Kind = Kind.WORKER
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Tell the router that the worker at this address is gone."""
+    """Tell the router that the worker or pool node at this address is gone."""
 
     address: str
+    kind: Kind = Kind.WORKER
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
+from cluster.pool_homes import PoolHomes
+from cluster.supervised import Process
 from cluster.supervision import (
     Announce,
     Command,
     DriverSeen,
     Event,
     Joined,
+    Kind,
     Lost,
     Note,
     Phase,
+    Placed,
     Remove,
     Serving,
     Start,
@@ -33,10 +37,6 @@ from cluster.supervision import (
 
 ROUTER = "router-0"
 REMIND_S = 10.0
-FIRST_BACKOFF_S = 1.0
-LAST_BACKOFF_S = 60.0
-STABLE_S = 60.0
-"""A process that served for so long starts its back-off anew."""
 STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after so many starts."""
 
@@ -48,26 +48,26 @@ class Limits:
     """None: the cluster outlives its driver."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Process:
-    name: str
-    state: State = State.GONE
-    life: int = 0
-    failures: int = 0
-    served_s: float | None = None
-    joined: bool = False
-    address: str | None = None
-    start_at_s: float = 0.0
-
-
 class Supervisor:
-    """One cluster: a router and its workers."""
+    """One cluster: a router, its workers, and a pool node where they are if it has any."""
 
-    def __init__(self, needs: Mapping[str, str], limits: Limits, now_s: float) -> None:
-        """`needs`: # process |-> what it asks of Ray, in words."""
-        self.router = Process(name=ROUTER)
-        self.workers = {name: Process(name=name) for name in needs if name != ROUTER}
+    def __init__(
+        self,
+        needs: Mapping[str, str],
+        limits: Limits,
+        now_s: float,
+        *,
+        pool_needs: str | None = None,
+    ) -> None:
+        """`needs`: # process |-> what it asks of Ray, in words; `pool_needs`: a pool node, or None
+        when there shall be none."""
+        self.router = Process(name=ROUTER, kind=Kind.ROUTER)
+        self.workers = {
+            name: Process(name=name, kind=Kind.WORKER) for name in needs if name != ROUTER
+        }
+        self.pools = PoolHomes()
         self._needs = needs
+        self._pool_needs = pool_needs
         self._remind_at_s = now_s + REMIND_S
         self.phase = Phase.STARTING
         self.error: str | None = None
@@ -78,12 +78,14 @@ class Supervisor:
             process.state = State.BACKING_OFF
 
     def processes(self) -> tuple[Process, ...]:
-        return (self.router, *self.workers.values())
+        return (self.router, *self.workers.values(), *self.pools.processes())
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
             case Tick():
                 return self._tick(now_s)
+            case Placed():
+                return self._placed(event, now_s)
             case Serving():
                 return self._serving(event, now_s)
             case Lost():
@@ -91,7 +93,7 @@ class Supervisor:
             case Joined():
                 return self._joined(event)
             case Stopped(name=name):
-                return self._stopped(name)
+                return self._stopped(name, now_s)
             case DriverSeen():
                 self._driver_seen_s = now_s
                 return self._tick(now_s)
@@ -119,7 +121,7 @@ class Supervisor:
         late = now_s - self._started_s > self._limits.startup_timeout_s
         if self.phase is Phase.STARTING and late:
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
-        due = [p for p in self.processes() if self._is_due(p, now_s)]
+        due = [p for p in self.processes() if p.is_due(now_s)]
         return [command for p in due for command in self._start(p)] + self._reminder(now_s)
 
     def _reminder(self, now_s: float) -> list[Command]:
@@ -128,15 +130,14 @@ class Supervisor:
             return []
         self._remind_at_s = now_s + REMIND_S
         waiting = [p.name for p in self.processes() if p.state is not State.SERVING]
-        asked = ", ".join(f"{name}: needs {self._needs[name]}" for name in waiting)
+        asked = ", ".join(
+            f"{name}: needs {self._needs.get(name, self._pool_needs)}" for name in waiting
+        )
         return [Note(f"still waiting for {asked}")] if waiting else []
 
     def _driver_is_gone(self, now_s: float) -> bool:
         timeout_s = self._limits.driver_timeout_s
         return timeout_s is not None and now_s - self._driver_seen_s > timeout_s
-
-    def _is_due(self, process: Process, now_s: float) -> bool:
-        return process.state is State.BACKING_OFF and process.start_at_s <= now_s
 
     def _missing(self) -> str:
         return ", ".join(p.name for p in self.processes() if p.state is not State.SERVING)
@@ -144,7 +145,26 @@ class Supervisor:
     def _start(self, process: Process) -> list[Command]:
         process.life += 1
         process.state = State.STARTING
-        return [Note(f"starting {process.name} ..."), Start(process.name, process.life)]
+        home = process.home if process.kind is Kind.POOL_NODE else None
+        start = Start(process.name, process.life, home.node if home else None)
+        return [Note(f"starting {process.name} ..."), start]
+
+    def _placed(self, event: Placed, now_s: float) -> list[Command]:
+        worker = self._current(event.name, event.life)
+        if worker is None or worker.state not in (State.STARTING, State.SERVING):
+            return []
+        worker.home = event.home
+        return self._settle_pools(now_s)
+
+    def _settle_pools(self, now_s: float) -> list[Command]:
+        if self._pool_needs is None or self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        unwanted = self.pools.settle(self.workers.values(), now_s)
+        return [command for pool in unwanted for command in self._retire(pool)]
+
+    def _retire(self, pool: Process) -> list[Command]:
+        note = Note(f"{pool.name} is stopped: no worker is there any more")
+        return [note, *self._withdrawal(pool, pool.address), self._stop_process(pool)]
 
     def _serving(self, event: Serving, now_s: float) -> list[Command]:
         process = self._current(event.name, event.life)
@@ -156,21 +176,24 @@ class Supervisor:
         return [note, *self._announcements(process)]
 
     def _announcements(self, newcomer: Process) -> list[Command]:
-        """Every serving worker to a new router; a new worker to the router, once there is one."""
+        """All that serve to a new router; a newcomer to the router, once there is one."""
         if self.router.state is not State.SERVING:
             return []
-        known = self.workers.values() if newcomer is self.router else (newcomer,)
-        return [Announce(p.name, p.life, p.address) for p in known if p.address is not None]
+        known = self._announced() if newcomer is self.router else (newcomer,)
+        return [Announce(p.name, p.life, p.address, p.kind) for p in known if p.address is not None]
+
+    def _announced(self) -> tuple[Process, ...]:
+        return (*self.workers.values(), *self.pools.processes())
 
     def _joined(self, event: Joined) -> list[Command]:
-        worker = self._current(event.name, event.life)
-        if worker is None or worker.state is not State.SERVING:
+        joined = self._current(event.name, event.life)
+        if joined is None or joined.state is not State.SERVING:
             return []
         if event.refused is not None:
             text = f"the router refused {event.name}: {event.refused}"
             return self._fail(text) if self.phase is Phase.STARTING else [Note(text)]
-        worker.joined = True
-        if self.phase is Phase.STARTING and all(p.joined for p in self.workers.values()):
+        joined.joined = True
+        if self.phase is Phase.STARTING and all(p.joined for p in self._announced()):
             self.phase = Phase.READY
         return []
 
@@ -178,28 +201,23 @@ class Supervisor:
         process = self._current(event.name, event.life)
         if process is None or process.state not in (State.STARTING, State.SERVING):
             return []
-        address = process.address
-        process.failures = 1 if self._was_stable(process, now_s) else process.failures + 1
         if self._hopeless(process, event):
             return self._fail(f"{process.name}: {event.reason}")
-        wait_s = min(FIRST_BACKOFF_S * 2 ** (process.failures - 1), LAST_BACKOFF_S)
-        process.state, process.start_at_s = State.BACKING_OFF, now_s + wait_s
+        address = process.address
+        wait_s = process.back_off(now_s)
         note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
         return [note, *self._withdrawal(process, address), Remove(process.name)]
 
-    def _was_stable(self, process: Process, now_s: float) -> bool:
-        if process.state is not State.SERVING or process.served_s is None:
-            return False
-        return now_s - process.served_s >= STABLE_S
-
     def _hopeless(self, process: Process, event: Lost) -> bool:
-        return process.served_s is None and (event.fatal or process.failures >= STARTS_BEFORE_FATAL)
+        """It never served, and what never did holds up a cluster that starts."""
+        if process.served_s is not None or self.phase is not Phase.STARTING:
+            return False
+        return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
 
     def _withdrawal(self, process: Process, address: str | None) -> list[Command]:
-        process.address, process.joined = None, False
         if process is self.router or address is None or self.router.state is not State.SERVING:
             return []
-        return [Withdraw(address)]
+        return [Withdraw(address, process.kind)]
 
     # Stopping
 
@@ -208,19 +226,26 @@ class Supervisor:
         return self._stop(error)
 
     def _stop(self, why: str) -> list[Command]:
-        """The router first: it finishes what runs, which needs the workers."""
+        """The router first: it finishes what runs, which needs the workers; then these, which
+        still store in the pool nodes, and these at last."""
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
         self.phase = Phase.STOPPING
         return [Note(f"stopping: {why}"), self._stop_process(self.router)]
 
-    def _stopped(self, name: str) -> list[Command]:
+    def _stopped(self, name: str, now_s: float) -> list[Command]:
         process = self._named(name)
+        assert process is not None, name
         process.state = State.GONE
         if process is self.router:
             return [self._stop_process(worker) for worker in self.workers.values()]
-        if all(p.state is State.GONE for p in self.processes()):
+        if self.phase is not Phase.STOPPING:
+            return self._settle_pools(now_s)
+        left = [p for p in self.processes() if p.state is not State.GONE]
+        if not left:
             self.phase = Phase.STOPPED
+        elif all(p.kind is Kind.POOL_NODE for p in left):
+            return [self._stop_process(p) for p in left if p.state is not State.STOPPING]
         return []
 
     def _stop_process(self, process: Process) -> Command:
@@ -228,9 +253,9 @@ class Supervisor:
         process.state, process.address, process.joined = State.STOPPING, None, False
         return Stop(process.name, drain)
 
-    def _named(self, name: str) -> Process:
-        return self.router if name == ROUTER else self.workers[name]
+    def _named(self, name: str) -> Process | None:
+        return self.router if name == ROUTER else self.workers.get(name) or self.pools.find(name)
 
     def _current(self, name: str, life: int) -> Process | None:
         process = self._named(name)
-        return process if process.life == life else None
+        return process if process is not None and process.life == life else None

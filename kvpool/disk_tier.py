@@ -29,7 +29,11 @@ class DiskTier:
     @property
     def waiting(self) -> int:
         """Blocks that aren't written yet."""
-        return len(self._queue) + len(self._writing.spills if self._writing else ())
+        return len(self._queue) + self.writing
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing.spills) if self._writing else 0
 
     # --- write-behind ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import assert_never
 from kvpool.checked_blocks import CheckedBlocks
 from kvpool.disk_tier import DiskTier
 from kvpool.hashes import BlockHash
+from kvpool.pool_books import PoolBooks
 from kvpool.pool_changes import Changes
 from kvpool.pool_events import (
     DropWorker,
@@ -63,6 +64,13 @@ class HostTier:
         self._changes = Changes()
         self._blocks = CheckedBlocks(host, self._changes)
         self._commands: list[PoolCommand] = []
+        self.books = PoolBooks(
+            host=host,
+            disk=self._disk,
+            stores=self._stores,
+            fetches=self._fetches,
+            blocks=self._blocks,
+        )
         self.draining = False
         """Nothing new is stored nor fetched."""
 
@@ -117,7 +125,7 @@ class HostTier:
             case LookupWanted(request_no=number, hashes=hashes):
                 self._tell(worker, self._looked_up(number, hashes))
             case PinWanted(request_no=number, hashes=hashes):
-                pinned = self._blocks.pin(worker, hashes)
+                pinned = self._blocks.pin(worker, hashes, now_s)
                 self._tell(worker, Pinned(request_no=number, pinned=pinned))
             case Unpin(hashes=hashes):
                 self._blocks.unpin(worker, hashes)
@@ -152,7 +160,8 @@ class HostTier:
         if wanted:
             taken = tuple(blocks[i] for i in wanted)
             deadline_s = now_s + self._lease_ttl_s
-            self._stores.open(key, Store(blocks=taken, places=places, deadline_s=deadline_s))
+            store = Store(blocks=taken, places=places, since_s=now_s, deadline_s=deadline_s)
+            self._stores.open(key, store)
         granted = StoreGranted(request_no=key[1], indices=tuple(wanted), places=places)
         return self._tell(key[0], granted)
 
@@ -198,7 +207,7 @@ class HostTier:
         hashes = () if self.draining else wanted.hashes
         chain = self._host.hold(hashes)
         loads = self._load(hashes[:on_disk], len(chain))
-        fetch = Fetch(hashes=hashes, skip=wanted.skip, loads=loads, chain=chain)
+        fetch = Fetch(hashes=hashes, skip=wanted.skip, loads=loads, chain=chain, since_s=now_s)
         self._fetches.open(key, fetch)
         return None if loads else self._serve(key, fetch, now_s)
 
@@ -271,21 +280,6 @@ class HostTier:
         gone = [block_hash for block_hash in damaged if self._disk.blocks.spoil(block_hash)]
         self._changes.removed(PoolTier.DISK, gone)
 
-    # --- what there is --------------------------------------------------------------------------
-
-    def counts(self) -> dict[str, int]:
-        """# state |-> host places, which add up; then what is on disk and what waits for it"""
-        host, fenced, loading = self._host, self._stores.fenced, len(self._disk.host_places())
-        return {
-            "free": host.free,
-            "granted": len(host.reserved) - fenced - loading,
-            "fenced": fenced,
-            "loading": loading,
-            "cached": host.cached,
-            "disk_cached": self._disk.blocks.cached,
-            "disk_waiting": self._disk.waiting,
-        }
-
     def validate(self) -> None:
         """Every place is in exactly one state, and every hold has its holder."""
         self._blocks.validate()
@@ -293,3 +287,4 @@ class HostTier:
         self._stores.validate()
         held = [*self._stores.places(), *self._disk.host_places()]
         assert len(set(held)) == len(held) and set(held) == self._host.reserved
+        assert self.books.orphaned() == 0, f"{self.books.orphaned()} orphaned places"

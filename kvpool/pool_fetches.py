@@ -6,7 +6,7 @@ waiting (for the disk) --served--> reading --done, expire, reader lost--> ended
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from dataclasses import dataclass, field
 
 from kvpool.cached_block import CachedBlock
@@ -27,6 +27,7 @@ class Fetch:
     skip: int
     loads: set[int]
     chain: Chain
+    since_s: float
     deadline_s: float | None = None
 
 
@@ -39,6 +40,9 @@ class Fetches:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def items(self) -> ItemsView[FetchKey, Fetch]:
+        return self._open.items()
 
     def open(self, key: FetchKey, fetch: Fetch) -> None:
         assert key not in self._open

@@ -8,7 +8,7 @@ Its writer may still write to a fenced place, so it is used again only once that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from dataclasses import dataclass, field
 
 from kvpool.pool_messages import ChainBlock
@@ -23,6 +23,7 @@ StoreKey = tuple[Incarnation, int]
 class Store:
     blocks: tuple[ChainBlock, ...]
     places: tuple[PoolPlace, ...]
+    since_s: float
     deadline_s: float
     fenced: bool = False
 
@@ -53,6 +54,9 @@ class Stores:
     def fenced(self) -> int:
         """Places that are neither of use nor free."""
         return sum(len(store.places) for store in self._open.values() if store.fenced)
+
+    def items(self) -> ItemsView[StoreKey, Store]:
+        return self._open.items()
 
     def places(self) -> Iterator[PoolPlace]:
         for store in self._open.values():

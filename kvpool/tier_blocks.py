@@ -75,6 +75,11 @@ class TierBlocks:
     def cached(self) -> int:
         return len(self._cached)
 
+    @property
+    def held(self) -> int:
+        """Blocks that someone holds or has pinned."""
+        return self.cached - self._index.idle
+
     def serves(self, block_hash: BlockHash) -> bool:
         return block_hash in self._cached and block_hash not in self._spoiled
 

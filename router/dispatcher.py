@@ -13,12 +13,10 @@ from itertools import count
 from secrets import randbits
 from uuid import uuid4
 
-import grpc
-from google.protobuf.json_format import MessageToDict
-
 from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
 from kvrelay.messages import Counters, LinkState, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.v1.admin_pb2 import GetKvResponse
 from router.core import RouterCore
 from router.events import (
     Aborted,
@@ -40,10 +38,13 @@ from router.generation import (
     GenerationRequest,
     LinkStatus,
     ModelFacts,
+    PoolNodeStatus,
     WorkerStatus,
 )
+from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.placement import WorkerView
+from router.pool_nodes import PoolNodes
 from router.request import Request
 
 log = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class WorkerDispatcher:
         attempts = count(randbits(30))  # of 32 bits on the wire
         self.core = RouterCore(attempts=attempts, preloads=preloads)
         self.incarnation = Incarnation(uuid4().hex)
+        self.pools = PoolNodes()
         self._links: dict[str, WorkerLink] = {}  # address |-> link
         self._attached: dict[Incarnation, WorkerLink] = {}
         self._generations: dict[str, WorkerGeneration] = {}
@@ -118,6 +120,7 @@ class WorkerDispatcher:
     async def close(self) -> None:
         for address in list(self._links):
             await self.remove_worker(address)
+        await self.pools.close()
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         for view in self.core.workers.values():
@@ -230,26 +233,22 @@ class WorkerDispatcher:
             latency_s=state.latency_s,
         )
 
+    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
+        return self.pools.statuses()
+
     def model(self) -> ModelFacts | None:
         return self.core.workers.model()
 
     def running_requests(self) -> int:
         return len(self.core.requests)
 
-    async def debug_kv(self) -> list[dict[str, object]]:
+    async def debug_kv(self) -> GetKvResponse:
         links = list(self._attached.values())
-        return list(await asyncio.gather(*(self._report_of(link) for link in links)))
+        return await kv_reports(links, self.pools.links(), self._tenant_of)
 
-    @staticmethod
-    async def _report_of(link: WorkerLink) -> dict[str, object]:
-        """A worker that does not answer hides none of the others."""
-        try:
-            report = await link.debug_kv()
-        except grpc.aio.AioRpcError as error:
-            return {"address": link.address, "error": error.details() or error.code().name}
-        return MessageToDict(
-            report, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
+    def _tenant_of(self, request_id: str) -> str:
+        request = self.core.requests.get(request_id)
+        return request.submitted.tenant if request is not None else ""
 
     # --- commands -------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, Sampling, TokenLogprobs
+from kvrelay.v1.admin_pb2 import GetKvResponse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,14 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNodeStatus:
+    name: str
+    orphaned_blocks: int
+    blocks: Mapping[tuple[str, str], int]
+    """# (tier, state) |-> blocks"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the workers say about the model they serve."""
 
@@ -104,10 +113,13 @@ class Dispatcher(Protocol):
 
     def workers(self) -> tuple[WorkerStatus, ...]: ...
 
+    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]: ...
+
     def model(self) -> ModelFacts | None:
         """None until the first worker has said what it serves."""
 
     def running_requests(self) -> int: ...
 
-    async def debug_kv(self) -> list[dict[str, object]]:
-        """Each worker's block counts and every held block and slab with holder and age."""
+    async def debug_kv(self) -> GetKvResponse:
+        """Blocks by state, and all that is held with holder and age, of every worker and pool
+        node."""

@@ -1,4 +1,4 @@
-"""kvrelay.v1.Inference, with the standard health and reflection services."""
+"""kvrelay.v1.Inference, and kvrelay.v1.Admin, with the standard health and reflection services."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.status import LEDGER_KEY
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from kvrelay.v1 import inference_pb2 as pb
-from kvrelay.v1 import inference_pb2_grpc
+from router.admin_face import AdminFace
 from router.generation import Dispatcher
 from router.grpc_errors import abort_with
 from router.grpc_messages import check_supported, prompt_of, response_of, sampling_of, worker_info
 from router.serving import TextRequest, TextService
 
+ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -29,6 +31,10 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
         self._version = version
         self._cluster = cluster
         self._started_s = time.monotonic()
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self._service.dispatcher
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -125,7 +131,8 @@ def create_grpc_server(
         )
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(face, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminFace(face.dispatcher), server)
     health_pb2_grpc.add_HealthServicer_to_server(watcher, server)
-    names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (SERVICE_NAME, ADMIN_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server

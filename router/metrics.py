@@ -153,6 +153,7 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
 )
 
 
+POOL_LABELS = ("model_name", "pool_node", "tier", "state")
 LINK_LABELS = ("model_name", "src", "dst", "transport")
 LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkStatus], float]], ...] = (
     ("link_info", "1 for each link between two workers.", lambda link: 1.0),
@@ -175,11 +176,14 @@ class ClusterGauges(Collector):
         workers = self._dispatcher.workers()
         for name, text, value in WORKER_GAUGES:
             gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
+            if name == "blocks_orphaned":
+                self._orphaned_in_pools(gauge)
             yield self._per_worker(gauge, value, workers)
         for name, text, value in WORKER_COUNTERS:
             counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
             yield self._per_worker(counter, value, workers)
         yield from self._links(workers)
+        yield self._pool_nodes()
 
     def _links(self, workers: Sequence[WorkerStatus]) -> Iterable[Metric]:
         """One series per connection between two workers."""
@@ -190,6 +194,18 @@ class ClusterGauges(Collector):
                     labels = (self._model_name, worker.name, link.peer, link.transport)
                     gauge.add_metric(labels, value(link))
             yield gauge
+
+    def _orphaned_in_pools(self, gauge: GaugeMetricFamily) -> None:
+        for node in self._dispatcher.pool_nodes():
+            gauge.add_metric((self._model_name, node.name, "pool-node"), node.orphaned_blocks)
+
+    def _pool_nodes(self) -> Metric:
+        text = "Blocks of a pool node by tier and state."
+        gauge = GaugeMetricFamily("kvrelay:pool_blocks", text, labels=POOL_LABELS)
+        for node in self._dispatcher.pool_nodes():
+            for (tier, state), blocks in node.blocks.items():
+                gauge.add_metric((self._model_name, node.name, tier, state), blocks)
+        return gauge
 
     def _per_worker(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -104,7 +105,12 @@ async def metrics(request: Request) -> Response:
 
 
 async def debug_kv(request: Request) -> Response:
-    return json_response({"workers": await face_of(request).service.dispatcher.debug_kv()})
+    found = await face_of(request).service.dispatcher.debug_kv()
+    return json_response(
+        MessageToDict(
+            found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+    )
 
 
 async def version(request: Request) -> Response:

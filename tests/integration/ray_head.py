@@ -101,7 +101,7 @@ class Marked:
 
 
 def _is_kvrelay(title: str) -> bool:
-    hosts = ("ray::Controller", "ray::RouterHost", "ray::WorkerHost")
+    hosts = ("ray::Controller", "ray::RouterHost", "ray::WorkerHost", "ray::PoolNodeHost")
     return title.startswith(hosts) or "bin/kvrelay" in title
 
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from kvrelay.errors import KvrelayError
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.v1.admin_pb2 import GetKvResponse
+from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.generation import (
     ChoiceTokens,
     GenerationRequest,
     ModelFacts,
+    PoolNodeStatus,
     WorkerStatus,
 )
 
@@ -114,6 +117,7 @@ class FakeDispatcher:
     script: Script = echo
     facts: ModelFacts | None = FACTS
     statuses: tuple[WorkerStatus, ...] = (WORKER,)
+    pools: tuple[PoolNodeStatus, ...] = ()
     is_ready: bool = True
     refusal: KvrelayError | None = None
     failure: KvrelayError | Exception | None = None
@@ -169,5 +173,11 @@ class FakeDispatcher:
     def running_requests(self) -> int:
         return len(self.running)
 
-    async def debug_kv(self) -> list[dict[str, object]]:
-        return [{"worker": w.name, "total_blocks": w.total_blocks} for w in self.statuses]
+    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
+        return self.pools
+
+    async def debug_kv(self) -> GetKvResponse:
+        workers = [
+            DebugKvResponse(worker=w.name, total_blocks=w.total_blocks) for w in self.statuses
+        ]
+        return GetKvResponse(workers=workers)

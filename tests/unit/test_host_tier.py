@@ -118,7 +118,7 @@ def test_a_block_whose_parent_never_came_is_dropped() -> None:
     node.say(StoreWanted(request_no=2, blocks=CHAIN[1:2]), BOB)
     node.handle(WorkerLost(worker=ANN))
     node.say(Stored(request_no=2, checksums=(1,)), BOB)
-    assert node.core.counts()["free"] == 4
+    assert node.core.books.counts()["free"] == 4
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -127,14 +127,14 @@ def test_a_silent_writers_places_stay_out_of_use_while_it_may_write(late: bool) 
     node.say(StoreWanted(request_no=1, blocks=CHAIN[:2]))
     node.now_s = TTL_S
     node.handle(PoolTick())
-    assert node.core.counts()["fenced"] == 2
+    assert node.core.books.counts()["fenced"] == 2
     nothing = StoreGranted(request_no=2, indices=(), places=())
     assert node.say(StoreWanted(request_no=2, blocks=CHAIN[:2]), BOB) == [nothing]
     if late:
         assert node.say(Stored(request_no=1, checksums=(1, 2))) == []
     else:
         node.handle(WorkerLost(worker=ANN))
-    assert node.core.counts()["free"] == 2
+    assert node.core.books.counts()["free"] == 2
     lookup = LookupWanted(request_no=3, hashes=(A, B))
     assert node.say(lookup, BOB) == [LookedUp(request_no=3, host_blocks=0, disk_blocks=0)]
 
@@ -169,7 +169,7 @@ def test_a_lost_readers_holds_and_pins_end_at_once() -> None:
     ]
     node.handle(WorkerLost(worker=BOB))
     node.store(LONE, number=2)
-    assert node.core.counts()["cached"] == 2
+    assert node.core.books.counts()["cached"] == 2
 
 
 def test_pinned_blocks_stay_until_unpinned() -> None:
@@ -197,7 +197,7 @@ def test_a_damaged_block_is_served_no_more_until_it_is_stored_anew() -> None:
     assert node.say(FetchWanted(request_no=8, hashes=(A, B, C))) == [
         Fetched(request_no=8, places=(P0, P3, P2), checksums=(100, 5, 102))
     ]
-    assert node.core.counts()["free"] == 1, "the damaged place"
+    assert node.core.books.counts()["free"] == 1, "the damaged place"
 
 
 def test_blocks_go_to_disk_and_come_back() -> None:
@@ -231,9 +231,9 @@ def test_what_continues_a_block_that_could_not_be_written_is_not_written(
     node = Node(slots=4)
     spill = Spill(hash=A, parent=None, place=P0, checksum=100, slot=P0)
     assert node.store(*CHAIN[:3]) == [WriteSlots(batch=1, spills=(spill,))]
-    assert node.core.counts()["disk_waiting"] == 3
+    assert node.core.books.counts()["disk_waiting"] == 3
     assert node.handle(SlotsWritten(batch=1, outcomes=(SlotOutcome.FAILED,))) == []
-    assert node.core.counts()["disk_waiting"] == 0
+    assert node.core.books.counts()["disk_waiting"] == 0
     retry = node.store(CHAIN[3], number=2)
     assert retry == [WriteSlots(batch=2, spills=(spill,))], "the next block tries the chain again"
 
@@ -289,4 +289,4 @@ def test_a_worker_that_breaks_the_protocol_is_dropped() -> None:
     assert again == [DropWorker(worker=ANN, reason="request 1 is open already")]
     short = node.say(Stored(request_no=1, checksums=(1,)))
     assert short == [DropWorker(worker=ANN, reason="1 checksums of 2 blocks")]
-    assert node.core.counts()["free"] == 4
+    assert node.core.books.counts()["free"] == 4

@@ -12,7 +12,7 @@ _STEPS = 2500
 
 
 def _check_at_rest(world: World) -> None:
-    counts = world.node.counts()
+    counts = world.node.books.counts()
     assert (counts["granted"], counts["fenced"], counts["loading"]) == (0, 0, 0), counts
     for worker in world.workers:
         assert worker.client.idle
@@ -64,7 +64,7 @@ def test_a_node_that_restarts_takes_over_what_is_on_disk(seed: int) -> None:
     for _ in range(_STEPS):
         world.step()
     world.drain()
-    held = world.node.counts()["disk_cached"]
+    held = world.node.books.counts()["disk_cached"]
     world.restart_node(world.workers[0])
     assert 0 < world.restored == held
     before = sum(worker.fetched for worker in world.workers)

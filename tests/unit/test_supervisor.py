@@ -6,15 +6,19 @@ import random
 
 import pytest
 
+from cluster.supervised import STABLE_S
 from cluster.supervision import (
     Announce,
     Command,
     DriverSeen,
     Event,
+    Home,
     Joined,
+    Kind,
     Lost,
     Note,
     Phase,
+    Placed,
     Remove,
     Serving,
     Start,
@@ -25,7 +29,7 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
-from cluster.supervisor import ROUTER, STABLE_S, STARTS_BEFORE_FATAL, Limits, Supervisor
+from cluster.supervisor import ROUTER, STARTS_BEFORE_FATAL, Limits, Supervisor
 
 P, D = "prefill-0", "decode-0"
 NEEDS = {ROUTER: "{}", P: "{GPU: 1}", D: "{CPU: 2}"}
@@ -214,19 +218,149 @@ def test_a_detached_cluster_needs_no_driver() -> None:
     assert act(core, Tick(), 1e6) == []
 
 
+# --- pool nodes ---------------------------------------------------------------------------------
+
+HERE, THERE = Home("h1", "n1"), Home("h2", "n2")
+SAME_HOST = Home("h1", "n3")
+
+
+def with_pool() -> Supervisor:
+    return Supervisor(NEEDS, LIMITS, 0.0, pool_needs="{mine: 1}")
+
+
+def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[Command]:
+    return act(core, Placed(name=name, life=life, home=home))
+
+
+def serve(core: Supervisor, *names: str, life: int = 1) -> None:
+    for name in names:
+        for command in act(core, Serving(name=name, life=life, address=f"{name}'s")):
+            assert isinstance(command, Announce)
+            act(core, Joined(name=command.name, life=command.life))
+
+
+def ready_with_pool(*homes: Home) -> Supervisor:
+    core = with_pool()
+    act(core, Tick())
+    for name, home in zip((P, D), homes, strict=True):
+        place(core, name, home)
+    act(core, Tick())
+    serve(core, ROUTER, P, D, *{f"pool-{home.host}": None for home in homes})
+    assert core.phase is Phase.READY
+    return core
+
+
+def test_each_host_with_workers_gets_one_pool_node() -> None:
+    core = with_pool()
+    assert act(core, Tick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
+    assert place(core, P, HERE) == []
+    assert act(core, Tick()) == [Start("pool-h1", 1, "n1")]
+    place(core, D, SAME_HOST)
+    assert act(core, Tick()) == []
+    serve(core, ROUTER, P, D)
+    assert core.phase is Phase.STARTING, "the pool node is still missing"
+    serving = Serving(name="pool-h1", life=1, address="a")
+    assert act(core, serving) == [Announce("pool-h1", 1, "a", Kind.POOL_NODE)]
+    act(core, Joined(name="pool-h1", life=1))
+    assert core.phase is Phase.READY
+
+
+def test_workers_on_two_hosts_have_two_pool_nodes() -> None:
+    core = ready_with_pool(HERE, THERE)
+    assert [p.name for p in core.processes()] == [ROUTER, P, D, "pool-h1", "pool-h2"]
+
+
+def test_without_a_pool_no_place_matters() -> None:
+    core = ready()
+    assert place(core, P, HERE) == []
+    assert act(core, DriverSeen()) == []
+
+
+def test_a_lost_pool_node_comes_back_where_it_was() -> None:
+    core = ready_with_pool(HERE, HERE)
+    withdrawn = Withdraw("pool-h1's", Kind.POOL_NODE)
+    lost = Lost(name="pool-h1", life=1, reason="killed", fatal=True)
+    assert act(core, lost, 5.0) == [withdrawn, Remove("pool-h1")]
+    assert act(core, Tick(), 6.0) == [Start("pool-h1", 2, "n1")]
+    for life in range(2, 9):
+        act(core, Lost(name="pool-h1", life=life, reason="full", fatal=True), 100.0 * life)
+        act(core, DriverSeen(), 100.0 * life + 99.0)
+    assert core.phase is Phase.READY, "the cluster serves without it"
+    assert act(core, Lost(name=ROUTER, life=1, reason="x"), 900.0) == [Remove(ROUTER)]
+
+
+def test_a_new_router_hears_of_the_pool_nodes() -> None:
+    core = ready_with_pool(HERE, HERE)
+    act(core, Lost(name=ROUTER, life=1, reason="killed"), 5.0)
+    act(core, Tick(), 6.0)
+    announced = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
+    assert announced[-1] == Announce("pool-h1", 1, "pool-h1's", Kind.POOL_NODE)
+
+
+def test_a_pool_node_that_can_not_start_stops_a_cluster_that_starts() -> None:
+    core = with_pool()
+    act(core, Tick())
+    place(core, P, HERE)
+    act(core, Tick())
+    refused = Lost(name="pool-h1", life=1, reason="pool.disk: no such folder", fatal=True)
+    assert act(core, refused) == [Stop(ROUTER, drain=False)]
+    assert core.error == "pool-h1: pool.disk: no such folder"
+
+
+def test_the_pool_node_goes_with_the_last_worker_of_its_host() -> None:
+    core = ready_with_pool(HERE, THERE)
+    act(core, Lost(name=P, life=1, reason="its node is gone"), 5.0)
+    assert act(core, Tick(), 5.5) == [], "the worker may come back there"
+    act(core, Tick(), 6.0)
+    withdrawn = Withdraw("pool-h1's", Kind.POOL_NODE)
+    assert place(core, P, THERE, life=2) == [withdrawn, Stop("pool-h1", drain=True)]
+    assert place(core, P, THERE, life=2) == []
+    assert act(core, Stopped(name="pool-h1"), 7.0) == []
+    assert "pool-h1" not in [p.name for p in core.processes()]
+    act(core, Lost(name=P, life=2, reason="crashed"), 8.0)
+    act(core, DriverSeen(), 10.0)
+    place(core, P, HERE, life=3)
+    assert act(core, Tick(), 10.0) == [Start("pool-h1", 2, "n1")]
+
+
+def test_a_pool_node_moves_to_a_node_of_its_host_that_is_left() -> None:
+    core = ready_with_pool(HERE, SAME_HOST)
+    act(core, Lost(name=P, life=1, reason="its node is gone"), 1.0)
+    act(core, Lost(name="pool-h1", life=1, reason="its node is gone"), 1.0)
+    act(core, Tick(), 2.0)
+    place(core, P, THERE, life=2)
+    starts = act(core, Tick(), 2.0)
+    assert Start("pool-h2", 1, "n2") in starts
+    act(core, Lost(name="pool-h1", life=2, reason="no such node"), 3.0)
+    assert Start("pool-h1", 3, "n3") in act(core, Tick(), 5.0)
+
+
+def test_pool_nodes_stop_last() -> None:
+    core = ready_with_pool(HERE, HERE)
+    assert act(core, StopAsked()) == [Stop(ROUTER, drain=True)]
+    assert act(core, Stopped(name=ROUTER)) == [Stop(P, drain=True), Stop(D, drain=True)]
+    assert act(core, Stopped(name=P)) == []
+    assert act(core, Stopped(name=D)) == [Stop("pool-h1", drain=True)]
+    assert core.phase is Phase.STOPPING
+    act(core, Stopped(name="pool-h1"))
+    assert core.phase is Phase.STOPPED
+
+
 @pytest.mark.parametrize("seed", range(30))
-def test_random_histories_end_stopped(seed: int) -> None:
+@pytest.mark.parametrize("pool", [False, True])
+def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
     """Whatever is lost on the way: one Stop per process, and nothing starts after it."""
     rng = random.Random(seed)
-    core, now_s = new(), 0.0
+    core, now_s = with_pool() if pool else new(), 0.0
     running: dict[str, int] = {}
     todo: list[Command] = []
-    stops: list[Command] = []
+    stops: list[str] = []
 
     def tell(event: Event) -> None:
         commands = act(core, event, now_s)
-        assert not (stops and any(isinstance(command, Start) for command in commands))
-        stops.extend(command for command in commands if isinstance(command, Stop))
+        if core.phase in (Phase.STOPPING, Phase.STOPPED):
+            assert not any(isinstance(command, Start) for command in commands)
+            stops.extend(command.name for command in commands if isinstance(command, Stop))
         todo.extend(commands)
 
     for _ in range(rng.randrange(400)):
@@ -236,13 +370,19 @@ def test_random_histories_end_stopped(seed: int) -> None:
         elif running and rng.random() < 0.1:
             name = rng.choice(sorted(running))
             tell(Lost(name=name, life=running.pop(name), reason="killed"))
+        elif pool and rng.random() < 0.2:
+            name = rng.choice([P, D])
+            home = rng.choice([HERE, THERE, SAME_HOST])
+            tell(Placed(name=name, life=core.workers[name].life, home=home))
         else:
             tell(rng.choice([Tick(), DriverSeen()]))
     tell(StopAsked())
     while todo:
         tell(_outcome(todo.pop(0), running, rng))
     assert core.phase is Phase.STOPPED
-    assert [stop.name for stop in stops if isinstance(stop, Stop)] == [ROUTER, P, D]
+    assert stops[:3] == [ROUTER, P, D]
+    assert len(set(stops)) == len(stops)
+    assert not running, "nothing is left"
 
 
 def _outcome(command: Command, running: dict[str, int], rng: random.Random) -> Event:

@@ -8,10 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("address",)
+    __slots__ = ("address", "is_pool_node")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    IS_POOL_NODE_FIELD_NUMBER: _ClassVar[int]
     address: str
-    def __init__(self, address: _Optional[str] = ...) -> None: ...
+    is_pool_node: bool
+    def __init__(self, address: _Optional[str] = ..., is_pool_node: _Optional[bool] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ()
@@ -355,16 +357,20 @@ class DebugKvResponse(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
-    __slots__ = ("holder", "state", "block_ids", "age_s")
+    __slots__ = ("holder", "state", "block_ids", "age_s", "request_id", "tenant")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     holder: str
     state: str
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     age_s: float
-    def __init__(self, holder: _Optional[str] = ..., state: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    request_id: str
+    tenant: str
+    def __init__(self, holder: _Optional[str] = ..., state: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., age_s: _Optional[float] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class HeldSlab(_message.Message):
     __slots__ = ("slab_id", "state", "holder", "age_s")

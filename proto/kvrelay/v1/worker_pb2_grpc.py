@@ -148,7 +148,7 @@ class Worker:
 
 
 class RegistryStub:
-    """Without Ray: how a worker that was started with --join makes itself known to a router.
+    """Without Ray: how a worker or pool node started with --join makes itself known to a router.
     """
 
     def __init__(self, channel):
@@ -165,11 +165,11 @@ class RegistryStub:
 
 
 class RegistryServicer:
-    """Without Ray: how a worker that was started with --join makes itself known to a router.
+    """Without Ray: how a worker or pool node started with --join makes itself known to a router.
     """
 
     def Register(self, request_iterator, context):
-        """The call stays open; its end means that the worker is gone.
+        """The call stays open; its end means that the process is gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +192,7 @@ def add_RegistryServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registry:
-    """Without Ray: how a worker that was started with --join makes itself known to a router.
+    """Without Ray: how a worker or pool node started with --join makes itself known to a router.
     """
 
     @staticmethod

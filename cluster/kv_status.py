@@ -1,0 +1,162 @@
+"""`kvrelay status --kv`: who holds which KV of a cluster, as its router tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.errors import ConfigError
+from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1 import admin_pb2_grpc
+from kvrelay.v1.pool_node_pb2 import PoolReport
+from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
+from kvrelay.v1.worker_pb2 import DebugKvResponse
+
+ANSWER_S = 40.0
+WIDTH = 400
+"""A row stays in one line, whatever the terminal: holders have long names."""
+MESSAGE_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    where: str
+    tier: str
+    blocks: int
+    free: int
+    cached: int
+    other: str
+    orphaned: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    where: str
+    tier: str
+    state: str
+    holder: str
+    tenant: str
+    count: str
+    age: str
+
+
+def of_router(address: str) -> pb.GetKvResponse:
+    """Raises ConfigError when no router answers at HOST:PORT."""
+    options = [("grpc.max_receive_message_length", MESSAGE_BYTES)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        try:
+            return admin_pb2_grpc.AdminStub(channel).GetKv(pb.GetKvRequest(), timeout=ANSWER_S)
+        except grpc.RpcError as error:
+            raise ConfigError(f"{address}: no router answers: {error.details()}") from None
+
+
+def as_facts(found: pb.GetKvResponse) -> dict[str, object]:
+    """As `/debug/kv` says it."""
+    return MessageToDict(
+        found, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def print_tables(found: pb.GetKvResponse) -> None:
+    """Blocks by tier and state, then all that is held, and by whom since when."""
+    console = Console(soft_wrap=True)
+    tiers = [_device_row(worker) for worker in found.workers]
+    tiers += [row for node in found.pool_nodes for row in _tier_rows(node)]
+    held = [row for worker in found.workers for row in _held_rows(worker)]
+    held += [row for node in found.pool_nodes for row in _held_for_workers(node)]
+    console.print(_table(TierRow, tiers), width=WIDTH)
+    if held:
+        console.print()
+        console.print(_table(HeldRow, held), width=WIDTH)
+    for silent in found.silent:
+        console.print(f"{silent.address} does not answer: {silent.error}")
+
+
+def _device_row(worker: DebugKvResponse) -> TierRow:
+    states = {"leased": worker.leased_blocks, "active": worker.active_blocks}
+    return TierRow(
+        where=worker.worker,
+        tier="device",
+        blocks=worker.total_blocks,
+        free=worker.free_blocks,
+        cached=worker.cached_blocks,
+        other=_nonzero(states.items()),
+        orphaned=worker.orphaned_blocks,
+    )
+
+
+def _tier_rows(node: PoolReport) -> Iterator[TierRow]:
+    for tier in node.tiers:
+        yield _tier_row(node, tier)
+
+
+def _tier_row(node: PoolReport, tier: Tier) -> TierRow:
+    states = {state.state: state.blocks for state in tier.states}
+    free, cached = states.pop("free", 0), states.pop("cached", 0)
+    if tier.tier == "host":
+        states["to be written to disk"] = node.disk_waiting
+    return TierRow(
+        where=node.name,
+        tier=tier.tier,
+        blocks=tier.total_blocks,
+        free=free,
+        cached=cached,
+        other=_nonzero(states.items()),
+        orphaned=node.orphaned_blocks if tier.tier == "host" else "-",
+    )
+
+
+def _nonzero(states: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{blocks} {state}" for state, blocks in states if blocks) or "-"
+
+
+def _held_rows(worker: DebugKvResponse) -> Iterator[HeldRow]:
+    for held in worker.held:
+        yield HeldRow(
+            where=worker.worker,
+            tier="device",
+            state=held.state,
+            holder=held.holder,
+            tenant=held.tenant or "-",
+            count=f"{len(held.block_ids)} blocks",
+            age=_age(held.age_s),
+        )
+    for slab in worker.slabs:
+        yield HeldRow(
+            where=worker.worker,
+            tier="device",
+            state=slab.state,
+            holder=slab.holder,
+            tenant="-",
+            count=f"slab {slab.slab_id}",
+            age=_age(slab.age_s),
+        )
+
+
+def _held_for_workers(node: PoolReport) -> Iterator[HeldRow]:
+    for held in node.held:
+        yield HeldRow(
+            where=node.name,
+            tier="host",
+            state=held.state,
+            holder=held.worker,
+            tenant="-",
+            count=f"{held.blocks} blocks",
+            age=_age(held.age_s),
+        )
+
+
+def _age(seconds: float) -> str:
+    return f"{seconds:.1f} s"
+
+
+def _table(kind: type[TierRow] | type[HeldRow], rows: Sequence[TierRow | HeldRow]) -> Table:
+    table = Table(*(field.name for field in fields(kind)), box=None)
+    for row in rows:
+        table.add_row(*map(str, astuple(row)))
+    return table

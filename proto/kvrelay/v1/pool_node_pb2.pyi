@@ -1,0 +1,61 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PoolReportRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PoolReport(_message.Message):
+    __slots__ = ("name", "incarnation", "format", "block_bytes", "tiers", "disk_waiting", "orphaned_blocks", "held")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    DISK_WAITING_FIELD_NUMBER: _ClassVar[int]
+    ORPHANED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    format: str
+    block_bytes: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierBlocks]
+    disk_waiting: int
+    orphaned_blocks: int
+    held: _containers.RepeatedCompositeFieldContainer[HeldForWorker]
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierBlocks, _Mapping]]] = ..., disk_waiting: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldForWorker, _Mapping]]] = ...) -> None: ...
+
+class TierBlocks(_message.Message):
+    __slots__ = ("tier", "total_blocks", "states")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    total_blocks: int
+    states: _containers.RepeatedCompositeFieldContainer[StateBlocks]
+    def __init__(self, tier: _Optional[str] = ..., total_blocks: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateBlocks, _Mapping]]] = ...) -> None: ...
+
+class StateBlocks(_message.Message):
+    __slots__ = ("state", "blocks")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    blocks: int
+    def __init__(self, state: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class HeldForWorker(_message.Message):
+    __slots__ = ("worker", "state", "blocks", "age_s")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    state: str
+    blocks: int
+    age_s: float
+    def __init__(self, worker: _Optional[str] = ..., state: _Optional[str] = ..., blocks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...

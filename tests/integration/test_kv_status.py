@@ -1,0 +1,124 @@
+"""Who holds which KV, as a router tells it of workers and pool nodes that joined it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster import kv_status
+from cluster.cli import app
+from cluster.pool_names import host_pool_address
+from kvrelay.types import Role
+from kvrelay.v1.admin_pb2 import GetKvResponse
+from router import pool_nodes
+from tests.integration.pool_kit import Node
+from tests.integration.split_kit import (
+    Cluster,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+
+HOST_STATES = {"free", "granted", "fenced", "loading", "cached"}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    started: list[Node] = []
+
+    def start(name: str, *options: str) -> Node:
+        started.append(Node(tmp_path / "node", name, *options))
+        return started[-1]
+
+    yield start
+    for node in started:
+        if node.is_alive:
+            node.kill()
+
+
+def kv(cluster: Cluster) -> GetKvResponse:
+    return kv_status.of_router(cluster.grpc_address)
+
+
+def states(found: GetKvResponse, tier: str) -> dict[str, int]:
+    (node,) = found.pool_nodes
+    (one,) = (t for t in node.tiers if t.tier == tier)
+    counted = {state.state: state.blocks for state in one.states}
+    assert sum(counted.values()) == one.total_blocks, "every place is in one state"
+    return counted
+
+
+def orphaned(cluster: Cluster) -> dict[str, float]:
+    """# role |-> blocks that no one holds"""
+    families = text_string_to_metric_families(cluster.http.get("/metrics").text)
+    samples = (sample for family in families for sample in family.samples)
+    return {s.labels["role"]: s.value for s in samples if s.name == "kvrelay:blocks_orphaned"}
+
+
+def test_blocks_are_seen_by_tier_state_tenant_and_holder(
+    llama: Path,
+    hosts: tuple[WorkerHost, WorkerHost],
+    tmp_path: Path,
+    nodes: Callable[..., Node],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = f"kv-{uuid4().hex[:8]}"
+    address = host_pool_address(name)
+    workers = [
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, llama, pool_address=address)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, llama, pool_address=address)),
+    ]
+    with running_cluster(llama, workers) as cluster:
+        disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
+        node = nodes(name, "--join", cluster.grpc_address, *disk)
+        wait_until(lambda: bool(kv(cluster).pool_nodes), "the pool node has joined")
+        wait_until(lambda: node.text.count(" joined (") == 2, "both workers use it")
+        assert_a_running_request_is_shown(cluster, capsys)
+        wait_until(lambda: states(kv(cluster), "disk")["cached"] >= 6, "the KV is on disk")
+        assert states(kv(cluster), "host").keys() == HOST_STATES
+        wait_until(lambda: not kv(cluster).pool_nodes[0].held, "nothing is held when idle")
+        wait_until(lambda: "pool-node" in orphaned(cluster), "its metrics are scraped")
+        assert orphaned(cluster) == {"prefill": 0, "decode": 0, "pool-node": 0}
+
+        monkeypatch.setattr(pool_nodes, "PATIENCE_S", 0.5)
+        node.suspend()
+        (silent,) = kv(cluster).silent
+        assert "127.0.0.1:" in silent.address
+        wait_until(lambda: "pool-node" not in orphaned(cluster), "nothing old is told of it")
+        cluster.completion([5] * 100, max_tokens=4)
+        node.signal(signal.SIGCONT)
+        wait_until(lambda: bool(kv(cluster).pool_nodes), "it answers again")
+        node.stop()
+        wait_until(lambda: not (kv(cluster).pool_nodes or kv(cluster).silent), "it has left")
+
+
+def assert_a_running_request_is_shown(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    body = {"model": "test-model", "prompt": [7] * 100, "max_tokens": 800, "stream": True}
+    body |= {"ignore_eos": True, "cache_salt": "acme"}
+    with cluster.http.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(line for line in lines if line.startswith("data: {"))
+        wait_until(lambda: bool(tenants(kv(cluster))), "it holds blocks")
+        assert tenants(kv(cluster)) == {"acme"}
+        options = ["status", "--kv", "--address", cluster.grpc_address]
+        app(options, standalone_mode=False)
+        table = capsys.readouterr().out
+        app([*options, "--format", "json"], standalone_mode=False)
+        facts = json.loads(capsys.readouterr().out)
+    assert {worker["worker"] for worker in facts["workers"]} == {"prefill-0", "decode-0"}
+    assert facts["pool_nodes"][0]["tiers"][1]["tier"] == "disk"
+    (row,) = (line for line in table.splitlines() if "decode-0" in line and "acme" in line)
+    assert row.split()[:3] == ["decode-0", "device", "active"]
+    assert row.rstrip().endswith(" s")
+
+
+def tenants(found: GetKvResponse) -> set[str]:
+    return {held.tenant for worker in found.workers for held in worker.held}
