@@ -57,6 +57,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         ucx=(),
         staging_slabs=4,
         staging_bytes=None,
+        canary_every=0,
         lease_ttl_s=30.0,
         host="127.0.0.1",
         port_range=None,

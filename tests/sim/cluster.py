@@ -249,7 +249,10 @@ class Cluster(Simulation):
 
         def done() -> None:
             if worker.incarnation in self.workers:
-                event = StepDone(outcome=StepOutcome(sampled=running.finish()), seconds=0.0)
+                event = StepDone(
+                    outcome=StepOutcome(sampled=running.finish(), sketches=running.sketches()),
+                    seconds=0.0,
+                )
                 worker.busy.discard(side)
                 self._settle(worker, scheduler.handle(event, self.now_s))
 
