@@ -81,6 +81,17 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedPair:
+    """Two workers, by name, between which handoffs failed lately, so others are preferred."""
+
+    prefill: str
+    decode: str
+    reason: str
+    failures: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the workers say about the model they serve."""
 
@@ -103,6 +114,8 @@ class Dispatcher(Protocol):
         """At least one prefill and one decode (or one both) worker can serve."""
 
     def workers(self) -> tuple[WorkerStatus, ...]: ...
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]: ...
 
     def model(self) -> ModelFacts | None:
         """None until the first worker has said what it serves."""

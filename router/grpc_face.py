@@ -17,7 +17,14 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
 from router.generation import Dispatcher
 from router.grpc_errors import abort_with
-from router.grpc_messages import check_supported, prompt_of, response_of, sampling_of, worker_info
+from router.grpc_messages import (
+    check_supported,
+    prompt_of,
+    quarantined_pair,
+    response_of,
+    sampling_of,
+    worker_info,
+)
 from router.serving import TextRequest, TextService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -79,6 +86,7 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
             ready=dispatcher.ready(),
             running_requests=dispatcher.running_requests(),
             workers=[worker_info(worker) for worker in dispatcher.workers()],
+            quarantined=[quarantined_pair(pair) for pair in dispatcher.quarantined()],
         )
 
 

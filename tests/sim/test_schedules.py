@@ -23,6 +23,7 @@ from kvrelay.messages import (
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from tests.sim.fabric import Fabric
 from tests.sim.model import GEMMA, MISTRAL, PLAIN, ROW_BYTES, expected, make_spec
+from tests.sim.worker import CANARY_EVERY
 
 LAYOUTS = {"plain": PLAIN, "gemma": GEMMA, "mistral": MISTRAL}
 

@@ -13,6 +13,7 @@ from router.generation import (
     ChoiceTokens,
     GenerationRequest,
     ModelFacts,
+    QuarantinedPair,
     WorkerStatus,
 )
 
@@ -114,6 +115,7 @@ class FakeDispatcher:
     script: Script = echo
     facts: ModelFacts | None = FACTS
     statuses: tuple[WorkerStatus, ...] = (WORKER,)
+    pairs: tuple[QuarantinedPair, ...] = ()
     is_ready: bool = True
     refusal: KvrelayError | None = None
     failure: KvrelayError | Exception | None = None
@@ -162,6 +164,9 @@ class FakeDispatcher:
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]:
+        return self.pairs
 
     def model(self) -> ModelFacts | None:
         return self.facts
