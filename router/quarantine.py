@@ -1,7 +1,7 @@
 """Pairs of workers between which a handoff failed, kept out of placement for a while. Pure.
 
-    trusted --failed--> quarantined --back-off over--> on trial --failed--> quarantined, twice as long
-       ^---------------------succeeded-----------------'
+    trusted --failed--> quarantined --back-off over--> on trial --failed--> quarantined for twice
+       ^--------------------succeeded------------------'                    as long
 
 A handoff that was begun before the latest failure proves nothing, nor does one that was not checked
 where a check has failed.
@@ -67,7 +67,7 @@ class Quarantine:
     def succeeded(self, pair: Pair, *, begun_s: float, checked: bool) -> bool:
         """Whether that ends a quarantine, or a trial."""
         record = self._records.get(pair)
-        if record is None or begun_s <= record.failed_s:
+        if record is None or begun_s < record.failed_s:
             return False
         if record.reason == MISMATCH and not checked:
             return False

@@ -91,6 +91,10 @@ class WorkerHost:
     def stop(self, address: str) -> None:
         self._ask({"stop": address})
 
+    def damage(self, address: str, *, pieces: int) -> None:
+        """The next pieces of KV that this worker receives end up wrong."""
+        self._ask({"damage": address, "pieces": pieces})
+
     def _ask(self, command: dict[str, Any]) -> dict[str, str]:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(json.dumps(command) + "\n")
@@ -155,12 +159,14 @@ class Cluster:
     def http_url(self) -> str:
         return f"http://127.0.0.1:{self.router.address.http_port}"
 
-    def add(self, host: WorkerHost, settings: WorkerSettings) -> None:
-        """One more worker; it is the caller's to stop."""
+    def add(self, host: WorkerHost, settings: WorkerSettings) -> str:
+        """One more worker; it is the caller's to stop, by its address."""
         dispatcher = self.router.process.dispatcher
         before = len(dispatcher.workers())
-        self.router.call(self.router.process.add_worker(host.start(settings)))
+        address = host.start(settings)
+        self.router.call(self.router.process.add_worker(address))
         wait_until(lambda: len(dispatcher.workers()) > before, f"{settings.name} joined")
+        return address
 
     def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}
