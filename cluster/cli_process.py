@@ -41,6 +41,7 @@ WORKER_KEYS = (
     "transfer.ucx.max_eager_rails",
     "transfer.staging_slabs",
     "transfer.staging_bytes",
+    "transfer.canary_every",
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",

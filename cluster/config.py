@@ -206,6 +206,9 @@ class Transfer(Section):
     """Buffers that a worker lends to its peers: how many transfers may be in flight."""
     staging_bytes: AutoBytes = None
     """All these buffers together; auto: the KV of a prefill chunk for each."""
+    canary_every: Annotated[int, Field(ge=0)] = 0
+    """For one request in so many the decode worker checks that the KV it got yields the logits of
+    the prefill worker; 0: for none."""
     lease_ttl: Seconds = 30.0
     """How long blocks and slabs stay held for a peer that makes no progress."""
 

@@ -137,6 +137,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         ucx=ucx_options(config.transfer.ucx),
         staging_slabs=config.transfer.staging_slabs,
         staging_bytes=config.transfer.staging_bytes,
+        canary_every=config.transfer.canary_every,
         lease_ttl_s=config.transfer.lease_ttl,
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,

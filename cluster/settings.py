@@ -45,6 +45,7 @@ class WorkerSettings:
     ucx: tuple[tuple[str, str | int], ...]
     staging_slabs: int
     staging_bytes: int | None
+    canary_every: int
     lease_ttl_s: float
     host: str
     port_range: tuple[int, int] | None

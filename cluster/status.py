@@ -109,6 +109,7 @@ def print_table(facts: Facts) -> None:
         console.print(f"router: {ready}, {server['running_requests']} requests running")
         console.print(_table(server["workers"], WORKER_COLUMNS))
         _print_links(console, server["workers"])
+        _print_quarantined(console, server["quarantined"])
     else:
         console.print("router: no answer")
 
@@ -120,6 +121,16 @@ def _print_links(console: Console, workers: object) -> None:
             measured = f"{link['bytes_per_s'] / 1e9:.1f} GB/s, {link['latency_s'] * 1e6:.0f} us"
             told = measured if link["bytes_per_s"] else "not measured yet"
             console.print(f"{worker['name']} -> {link['peer']} over {link['transport']}: {told}")
+
+
+def _print_quarantined(console: Console, pairs: object) -> None:
+    assert isinstance(pairs, list | tuple)
+    for pair in pairs:
+        times = f"{pair['failures']} times" if pair["failures"] > 1 else "once"
+        console.print(
+            f"{pair['prefill']} -> {pair['decode']} is quarantined for {pair['remaining_s']:.0f} s "
+            f"more: failed {times}, lately by {pair['reason']}"
+        )
 
 
 def _table(rows: object, columns: tuple[str, ...]) -> Table:

@@ -52,5 +52,8 @@ def count(
         transfer_bytes=prefill.transfer_bytes + receiver.transfer_bytes,
         transfer_s=prefill.transfer_s + receiver.transfer_s,
         busy_s=totals.busy_s,
+        canaries_passed=decode.canary.passed,
+        canaries_mismatched=decode.canary.mismatched,
+        canaries_skipped=decode.canary.skipped,
         links=links,
     )

@@ -65,6 +65,7 @@ from kvrelay.messages import (
     Prefill,
     Preload,
     Released,
+    RequestFailed,
     Reserve,
     ReserveRefused,
     Stop,
@@ -276,6 +277,8 @@ class WorkerLoop:
     def _emit(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:
             stream = self._routes.get(event.key)
+            if isinstance(event, RequestFailed):
+                log.warning("%s failed: %s: %s", event.key, event.reason, event.message)
             if isinstance(event, Released | ReserveRefused):
                 self._routes.pop(event.key, None)
                 self._preloads.ended(event, _now())

@@ -18,6 +18,7 @@ from cluster.worker_loop import WorkerLoop
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
+from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.runner import Engine
@@ -85,12 +86,14 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     mover = _mover(engine, staging, links, inbox)
     device = Device(engine, settings.cpu_threads, inbox.put)
     openings = _openings(settings, tables)
+    bound = _canary_bound(settings, engine)
     prefill = PrefillScheduler(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
         mode=HandoffMode(settings.handoff),
+        canary_every=settings.canary_every if bound is not None else 0,
     )
-    decode = _decode_scheduler(settings, engine, staging, openings, mover)
+    decode = _decode_scheduler(settings, engine, staging, openings, mover, bound)
     loop = WorkerLoop(device, openings, prefill, decode, inbox)
     pool = _pool(settings, engine, openings, links, inbox)
     loop.attach(links, mover, pool)
@@ -107,6 +110,19 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         tables=tables,
         pool=pool,
     )
+
+
+def _canary_bound(settings: WorkerSettings, engine: Engine) -> float | None:
+    if settings.canary_every == 0:
+        return None
+    bound = canary_bound(engine)
+    if bound is None:
+        log.warning(
+            "transfer.canary_every: no KV is checked, experts vary in %s", engine.facts.dtype
+        )
+    else:
+        log.info("canary: logits may differ by %.2g of their spread", bound)
+    return bound
 
 
 def _openings(settings: WorkerSettings, tables: BlockTables) -> Openings:
@@ -250,6 +266,7 @@ def _decode_scheduler(
     staging: Staging,
     openings: Openings,
     mover: Mover,
+    canary_bound: float | None,
 ) -> DecodeScheduler:
     receiver = Receiver(
         tables=openings.tables,
@@ -257,6 +274,7 @@ def _decode_scheduler(
         regions={slab: region.name for slab, region in mover.regions.items()},
         leases=LeaseTable(settings.lease_ttl_s),
         mode=HandoffMode(settings.handoff),
+        canary_every=settings.canary_every if canary_bound is not None else 0,
     )
     longrope = engine.model.longrope
     batch = Batch(
@@ -265,7 +283,10 @@ def _decode_scheduler(
         rope_border_tokens=longrope.border_tokens if longrope is not None else None,
     )
     return DecodeScheduler(
-        receiver=receiver, batch=batch, max_running=settings.max_running_requests
+        receiver=receiver,
+        batch=batch,
+        max_running=settings.max_running_requests,
+        canary_bound=canary_bound,
     )
 
 

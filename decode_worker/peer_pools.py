@@ -36,10 +36,10 @@ class PeerPools:
         self._facts.pop(peer, None)
         self._costs.pop(peer, None)
 
-    def write_of(self, ahead: PieceAhead, wanted: range) -> Write:
+    def write_of(self, ahead: PieceAhead, wanted: range, next_position: int) -> Write:
         """`wanted` are the tokens up to the prompt's end that are not held here. Raises PeerError
         for a piece that this worker's cut of them has not."""
-        return check_cut(self.layout, ahead.piece, self.slab_bytes, wanted)
+        return check_cut(self.layout, ahead.piece, self.slab_bytes, wanted, next_position)
 
     def direct(
         self, peer: Incarnation, ahead: PieceAhead, write: Write, tables: Tables

@@ -14,6 +14,7 @@ from decode_worker.peer_pools import PeerPools
 from decode_worker.reservation import Arrived, Failure, Reservation
 from decode_worker.room import Room
 from engine.step import Command
+from kvpool.canary import is_chosen
 from kvpool.handoff import (
     CancelTransfer,
     Commit,
@@ -40,13 +41,15 @@ from kvrelay.types import Incarnation, RequestKey
 
 @dataclass(slots=True, kw_only=True)
 class Receiver:
-    """`regions` names each slab's registered region, as peers are told."""
+    """`regions` names each slab's registered region, as peers are told. The KV of one request in
+    `canary_every` is to be checked (0: of none)."""
 
     tables: BlockTables
     slabs: SlabPool
     regions: dict[SlabId, str]
     leases: LeaseTable[RequestKey]
     mode: HandoffMode = HandoffMode.PUSH
+    canary_every: int = 0
     transfers: int = 0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
@@ -76,7 +79,8 @@ class Receiver:
         names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
         names.extend(spec.prompt_ids, len(spec.prompt_ids))
         holder = Holder("decode", spec.key)
-        reservation = Reservation(message=message, holder=holder, names=names)
+        checked = is_chosen(spec.key.request_id, self.canary_every)
+        reservation = Reservation(message=message, holder=holder, names=names, checked=checked)
         if not self._room.try_reserve(reservation, now_s):
             return None
         self._reservations[spec.key] = reservation
@@ -108,7 +112,7 @@ class Receiver:
             return []
         span = range(reservation.held_tokens, reservation.prompt_tokens)
         try:
-            write = self.pools.write_of(ahead, span)
+            write = self.pools.write_of(ahead, span, reservation.next_position)
         except PeerError as error:
             return [self._cancel_at(peer, ahead.key, str(error))]
         self.leases.renew(ahead.key, now_s)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpool.block_names import HashChain
+from kvpool.canary import LogitSketch, first_query
 from kvpool.handoff import Commit, Committed, FetchPiece, PieceAhead, SendPeer
 from kvpool.tables import Holder
 from kvpool.transfer_plan import Write
@@ -23,6 +24,7 @@ class Reservation:
     message: Reserve
     holder: Holder
     names: HashChain
+    checked: bool = False
     held_tokens: int = 0
     announced: set[int] = field(default_factory=set)
     awaiting_blocks: list[tuple[PieceAhead, Write]] = field(default_factory=list)
@@ -42,6 +44,11 @@ class Reservation:
     def prompt_tokens(self) -> int:
         return len(self.message.spec.prompt_ids)
 
+    @property
+    def next_position(self) -> int:
+        """What the query there sees is handed over."""
+        return first_query(self.prompt_tokens, checked=self.checked)
+
     def arrived(self) -> Arrived | None:
         """Once all pieces have landed and are committed."""
         commit = self.commit
@@ -49,24 +56,42 @@ class Reservation:
             return None
         return Arrived(
             message=self.message,
+            holder=self.holder,
             names=self.names,
+            held_tokens=self.held_tokens,
             first_token_ids=commit.first_token_ids,
             finished=frozenset(commit.finished_choices) | self.stopped,
+            sketch=commit.sketch,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A request whose KV is here. `finished` choices need no decoding."""
+    """A request whose KV is here. `finished` choices need no decoding; with a `sketch` of the
+    prefill worker's logits the KV is to be checked."""
 
     message: Reserve
+    holder: Holder
     names: HashChain
+    held_tokens: int
     first_token_ids: tuple[int, ...]
     finished: frozenset[int]
+    sketch: LogitSketch | None
+
+    @property
+    def key(self) -> RequestKey:
+        return self.message.spec.key
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.message.spec.prompt_ids)
+
+    def without(self, choice: int) -> Arrived:
+        return replace(self, finished=self.finished | {choice})
 
     @property
     def answer(self) -> SendPeer:
-        return SendPeer(peer=self.message.source, message=Committed(key=self.message.spec.key))
+        return SendPeer(peer=self.message.source, message=Committed(key=self.key))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Room:
             reservation.holder,
             reservation.prompt_tokens + 1,
             hashes=hashes,
-            seen_from=reservation.prompt_tokens,
+            seen_from=reservation.next_position,
             now_s=now_s,
             leased=True,
         )

@@ -6,13 +6,14 @@ prompt's KV, or are prefilled here (role both).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
 from decode_worker.batch import Batch
+from decode_worker.canary import Canary, Checked
 from decode_worker.receiver import Receiver
 from decode_worker.reservation import Failure
 from decode_worker.sequence import Sequence
-from engine.step import Command, Emit, Sampled, StepDone, StepWanted, Tick
+from engine.step import Command, Emit, Sampled, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.handoff import (
     Commit,
     FromPeer,
@@ -63,13 +64,18 @@ Event = (
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
-    """`max_running` bounds the sequences."""
+    """`max_running` bounds the sequences; `canary_bound` is that of `Canary`."""
 
     receiver: Receiver
     batch: Batch
     max_running: int
+    canary_bound: InitVar[float | None] = None
+    canary: Canary = field(init=False)
     prompt_tokens: int = 0
     generated_tokens: int = 0
+
+    def __post_init__(self, canary_bound: float | None) -> None:
+        self.canary = Canary(tables=self.receiver.tables, bound=canary_bound)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
@@ -124,7 +130,7 @@ class DecodeScheduler:
     @property
     def sequences(self) -> int:
         """Running, waiting and on their way."""
-        return self.batch.choices + self.receiver.reserved_choices
+        return self.batch.choices + self.canary.choices + self.receiver.reserved_choices
 
     def _refusal(self, spec: RequestSpec) -> str | None:
         if self.sequences + spec.sampling.n > self.max_running:
@@ -187,13 +193,34 @@ class DecodeScheduler:
         arrived = self.receiver.take_complete(key)
         if arrived is None:
             return []
-        self.batch.join(arrived, now_s)
         committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
+        if self.canary.try_begin(arrived, now_s):
+            return [arrived.answer, Emit(events=(committed,))]
+        self.batch.join(arrived, now_s)
         return [arrived.answer, Emit(events=(committed, *self._released_if_done(key, now_s)))]
+
+    def _checked(self, outcome: StepOutcome, now_s: float) -> list[Command]:
+        checked = self.canary.ran(outcome)
+        events = tuple(event for one in checked for event in self._after_check(one, now_s))
+        return [Emit(events=events)]
+
+    def _after_check(self, checked: Checked, now_s: float) -> list[WorkerEvent]:
+        key = checked.arrived.key
+        released = Released(key=key, at_s=now_s)
+        if checked.dropped:
+            return [released]
+        if checked.problem is not None:
+            failure = Failure(key, "kv_mismatch", checked.problem)
+            return [self._failure(failure, now_s), released]
+        self.batch.join(checked.arrived, now_s)
+        passed = Lifetime(key=key, at_s=now_s, name="kv_checked")
+        return [passed, *self._released_if_done(key, now_s)]
 
     # --- steps ----------------------------------------------------------------------------------
 
     def _next_step(self, now_s: float) -> list[Command]:
+        if (check := self.canary.next_step()) is not None:
+            return [check]
         step = self.batch.next_step(now_s)
         return [] if step is None else [*self._joined(now_s), step]
 
@@ -205,6 +232,8 @@ class DecodeScheduler:
         return [Emit(events=tuple(events.values()))] if events else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
+        if self.canary.runs:
+            return self._checked(done.outcome, now_s)
         events: list[WorkerEvent] = []
         for (sequence, take), sampled in zip(
             self.batch.take_ran(), done.outcome.sampled, strict=True
@@ -244,6 +273,7 @@ class DecodeScheduler:
 
     def _stop(self, message: Stop, now_s: float) -> list[Command]:
         self.receiver.stop(message.key, message.choice)
+        self.canary.stop(message.key, message.choice)
         for sequence in self.batch.of(message.key):
             if sequence.choices == (message.choice,):
                 self.batch.drop(sequence)
@@ -255,17 +285,21 @@ class DecodeScheduler:
     def _abort(self, key: RequestKey, now_s: float) -> list[Command]:
         if key in self.receiver:
             return self.receiver.cancel(key, "aborted", now_s)
+        if self.canary.drop(key):
+            return [Emit(events=(Released(key=key, at_s=now_s),))]
         for sequence in self.batch.of(key):
             self.batch.drop(sequence)
         events = self._released_if_done(key, now_s)
         return [Emit(events=tuple(events))] if events else []
 
     @staticmethod
-    def _failed(failures: list[Failure], now_s: float) -> list[Command]:
-        events = tuple(
-            RequestFailed(key=f.key, at_s=now_s, reason=f.reason, message=f.message)
-            for f in failures
+    def _failure(failure: Failure, now_s: float) -> RequestFailed:
+        return RequestFailed(
+            key=failure.key, at_s=now_s, reason=failure.reason, message=failure.message
         )
+
+    def _failed(self, failures: list[Failure], now_s: float) -> list[Command]:
+        events = tuple(self._failure(failure, now_s) for failure in failures)
         return [Emit(events=events)] if events else []
 
     def validate(self) -> None:

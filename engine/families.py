@@ -58,6 +58,12 @@ def longrope_border_tokens(config: PretrainedConfig) -> int | None:
     return min(borders, default=None)
 
 
+def has_experts(config: PretrainedConfig) -> bool:
+    """Each token picks some of several feed-forward networks."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
+
+
 def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
     """The RoPE parameters, of all layers or of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}

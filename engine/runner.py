@@ -14,6 +14,7 @@ from engine.paged import PagedAttention
 from engine.plan import Planner
 from engine.sampler import sample
 from engine.sizing import KvSizing
+from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
@@ -68,10 +69,14 @@ class Engine:
         wanted = [piece.samples for piece in batch.slices]
         if marks is not None and self._watch is not None:
             marks = self._watch.behind(marks)
-        tokens = iter(sample(self.logits(batch, marks), [s for s in wanted if s]))
+        logits = self.logits(batch, marks)
+        tokens = iter(sample(logits, [s for s in wanted if s]))
         if self._watch is not None:
             self._watch.drain()
-        return StepOutcome(sampled=tuple(next(tokens) if s else () for s in wanted))
+        return StepOutcome(
+            sampled=tuple(next(tokens) if s else () for s in wanted),
+            sketches=sketches(logits, batch.slices),
+        )
 
     def logits(self, batch: StepBatch, marks: LayerMarks | None = None) -> torch.Tensor:
         """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order."""

@@ -5,8 +5,10 @@ The batch is ragged: one call serves prefill chunks and decode tokens of many se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from kvpool.canary import LogitSketch
 from kvpool.handoff import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
 from kvpool.tables import CopyPairs
@@ -37,6 +39,9 @@ class SequenceSlice:
     one prompt) each is drawn from the same logits. `prompt_tokens` is the whole prompt's length
     when this is only a chunk of it: some models (LongRoPE) treat long sequences differently from
     their first token on.
+
+    Where it samples and `sketch_ids` is not None its logits are sketched too: those of these tokens
+    or, when empty, of the most likely.
     """
 
     key: RequestKey
@@ -46,6 +51,7 @@ class SequenceSlice:
     tables: Tables
     samples: tuple[SampleRequest, ...] = ()
     prompt_tokens: int = 0
+    sketch_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +71,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """# slice of the batch |-> one Sampled for each of its samples"""
+    """# slice of the batch |-> one Sampled for each of its samples; and its sketch if wanted"""
 
     sampled: tuple[tuple[Sampled, ...], ...]
+    sketches: Mapping[int, LogitSketch] = field(default_factory=dict)
 
 
 # --- between a scheduler and its worker ---------------------------------------------------------

@@ -30,6 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvpool.canary import LogitSketch
 from kvpool.layout import Tables
 from kvpool.link_cost import LinkCost
 from kvpool.piece import Piece, PieceBlocks
@@ -113,12 +114,14 @@ class PieceRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Token 0 of each choice; `finished_choices` ended with it and need no decoding."""
+    """Token 0 of each choice; `finished_choices` ended with it and need no decoding. With the
+    `sketch` of the logits that they were drawn from, the KV is checked before it is used."""
 
     key: RequestKey
     pieces: int
     first_token_ids: tuple[int, ...]
     finished_choices: tuple[int, ...] = ()
+    sketch: LogitSketch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
 
+from kvpool.canary import LogitSketch
 from kvpool.handoff import (
     CancelTransfer,
     Commit,
@@ -39,6 +41,19 @@ def _key(key: RequestKey) -> worker_pb2.Key:
 
 def _key_of(key: worker_pb2.Key) -> RequestKey:
     return RequestKey(key.request_id, key.attempt)
+
+
+def _sketch(sketch: LogitSketch) -> peer_pb2.LogitSketch:
+    return peer_pb2.LogitSketch(**asdict(sketch))
+
+
+def _sketch_of(sketch: peer_pb2.LogitSketch) -> LogitSketch:
+    return LogitSketch(
+        token_ids=tuple(sketch.token_ids),
+        logits=tuple(sketch.logits),
+        log_sum_exp=sketch.log_sum_exp,
+        spread=sketch.spread,
+    )
 
 
 def encode(message: PeerMessage) -> bytes:
@@ -81,6 +96,7 @@ def _encode(message: PeerMessage) -> peer_pb2.PeerMessage:
                 pieces=message.pieces,
                 first_token_ids=message.first_token_ids,
                 finished_choices=message.finished_choices,
+                sketch=None if message.sketch is None else _sketch(message.sketch),
             )
             return pb.PeerMessage(commit=commit)
         case Committed(key=key):
@@ -152,6 +168,7 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
                 pieces=commit.pieces,
                 first_token_ids=tuple(commit.first_token_ids),
                 finished_choices=tuple(commit.finished_choices),
+                sketch=_sketch_of(commit.sketch) if commit.HasField("sketch") else None,
             )
         case "committed":
             return Committed(key=_key_of(envelope.committed.key))

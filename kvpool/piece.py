@@ -63,20 +63,23 @@ def cut_span(layout: KvLayout, span: TokenSpan, slab_bytes: int) -> tuple[Write,
 def _layer_groups(layout: KvLayout, span: TokenSpan) -> int:
     """More than one for the tokens that end the prompt; all before them is sent while these are
     computed, so only of these it matters that early layers leave before the last one is done."""
-    ends = span.start + span.tokens == span.next_position
+    ends = span.start + span.tokens >= span.next_position
     worth = layout.bytes_per_token * span.tokens // LAYER_GROUP_BYTES
     return max(1, min(LAYER_GROUPS, worth)) if ends else 1
 
 
-def check_cut(layout: KvLayout, piece: Piece, slab_bytes: int, wanted: range) -> Write:
+def check_cut(
+    layout: KvLayout, piece: Piece, slab_bytes: int, wanted: range, next_position: int
+) -> Write:
     """The write that a peer has named, of a prompt whose tokens `wanted`, up to its end, are to be
-    sent. Raises PeerError when there is none such."""
+    sent as far as the query at `next_position` sees them. Raises PeerError when there is none
+    such."""
     span = piece.span
     end = span.start + span.tokens
-    if span.next_position != wanted.stop or not wanted.start <= span.start <= end <= wanted.stop:
+    if span.next_position != next_position or not wanted.start <= span.start <= end <= wanted.stop:
         raise PeerError(
             f"a piece of tokens [{span.start}, {end}) of {span.next_position}, but "
-            f"[{wanted.start}, {wanted.stop}) of {wanted.stop} are wanted"
+            f"[{wanted.start}, {wanted.stop}) of {next_position} are wanted"
         )
     writes = cut_span(layout, span, slab_bytes)
     if piece.index >= len(writes):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from engine.finish import finish_reason, needs_history
 from engine.step import Sampled, SampleRequest, SequenceSlice
 from kvpool.block_names import HashChain
+from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
 from kvpool.layout import Tables
 from kvpool.tables import Holder
@@ -33,6 +34,7 @@ class Job:
     started: bool = False
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    sketch: LogitSketch | None = None
     committing: bool = False
 
     @property
@@ -54,6 +56,12 @@ class Job:
     @property
     def remaining(self) -> int:
         return len(self.prompt) - self.computed
+
+    @property
+    def seen_from(self) -> int:
+        """Neither a query to come nor the decode worker needs what one at this position doesn't
+        see."""
+        return min(self.computed, self.sender.next_position)
 
     @property
     def reusable(self) -> Sequence[BlockHash]:
@@ -90,6 +98,7 @@ class Job:
             tables=tables,
             samples=self._samples() if take == self.remaining else (),
             prompt_tokens=len(self.prompt),
+            sketch_ids=() if self.sender.checked else None,
         )
 
     def _samples(self) -> tuple[SampleRequest, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted, Tick
+from kvpool.canary import is_chosen
 from kvpool.handoff import (
     CancelTransfer,
     Committed,
@@ -55,11 +56,13 @@ Event = (
 
 @dataclass(slots=True, kw_only=True)
 class PrefillScheduler:
-    """`chunk_tokens` bounds one step's tokens."""
+    """`chunk_tokens` bounds one step's tokens. The KV of one request in `canary_every` is checked
+    by the decode worker (0: of none)."""
 
     openings: Openings
     chunk_tokens: int
     mode: HandoffMode = HandoffMode.PUSH
+    canary_every: int = 0
     prompt_tokens: int = 0
     transfers: int = 0
     transfer_bytes: int = 0
@@ -121,6 +124,7 @@ class PrefillScheduler:
             layout=self.tables.layout,
             mode=self.mode,
             peer=self._peers.get(message.target),
+            checked=is_chosen(key.request_id, self.canary_every),
         )
         names = self.tables.chain(message.spec.tenant, len(message.spec.prompt_ids))
         names.extend(message.spec.prompt_ids, len(message.spec.prompt_ids))
@@ -145,7 +149,7 @@ class PrefillScheduler:
         """Its prefix has come from the pool, or what there was of it."""
         job = self._jobs[event.holder.key]
         job.cached = job.computed = event.tokens
-        self.tables.trim(job.holder, job.computed)
+        self.tables.trim(job.holder, job.seen_from)
         return [] if job.cancelled is None else self._cancel(job.key, job.cancelled, now_s)
 
     def _announce(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[Command]:
@@ -174,13 +178,14 @@ class PrefillScheduler:
         ran = self.queue.take_ran()
         self.openings.computed(sum(take for _, take in ran), done.seconds)
         events: list[WorkerEvent] = []
-        for (job, take), sampled in zip(ran, done.outcome.sampled, strict=True):
+        for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take
             events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
             self.tables.fill(job.holder, job.filled)
-            self.tables.trim(job.holder, job.computed)
+            self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None:
                 events += job.take_first(sampled, now_s)
+                job.sketch = done.outcome.sketches.get(i)
                 self.queue.remove(job)
         after = [command for job, _ in ran for command in self._after_chunk(job, now_s)]
         return [Emit(events=tuple(events)), *after]
@@ -264,7 +269,7 @@ class PrefillScheduler:
         if job.cancelled is not None or not job.may_commit or not self._is_stored(job):
             return []
         job.committing = True
-        return [job.sender.commit(job.first, job.finished)]
+        return [job.sender.commit(job.first, job.finished, job.sketch)]
 
     def _is_stored(self, job: Job) -> bool:
         """With `pool`, what the decode worker is to fetch there."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvpool.canary import LogitSketch, first_query
 from kvpool.handoff import (
     Commit,
     HandoffMode,
@@ -49,12 +50,14 @@ class _Announced:
 
 @dataclass(slots=True, kw_only=True)
 class Sender:
-    """`peer` is None until the target has said hello."""
+    """`peer` is None until the target has said hello. `checked`: the decode worker runs the
+    prompt's last token again."""
 
     message: Prefill
     layout: KvLayout
     mode: HandoffMode
     peer: KvFacts | None
+    checked: bool = False
     cancelled: str | None = None
     _planned: list[TokenSpan] = field(default_factory=list)
     _pieces: list[_Announced] = field(default_factory=list)
@@ -98,7 +101,12 @@ class Sender:
         return self._announce(tables)
 
     def _span(self, start: int, end: int) -> TokenSpan:
-        return TokenSpan(start=start, tokens=end - start, next_position=self._prompt_tokens)
+        return TokenSpan(start=start, tokens=end - start, next_position=self.next_position)
+
+    @property
+    def next_position(self) -> int:
+        """What the query there sees is handed over."""
+        return first_query(self._prompt_tokens, checked=self.checked)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -199,7 +207,12 @@ class Sender:
 
     # --- endings --------------------------------------------------------------------------------
 
-    def commit(self, first: tuple[int, ...], finished: tuple[int, ...]) -> SendPeer:
+    def commit(
+        self,
+        first: tuple[int, ...],
+        finished: tuple[int, ...],
+        sketch: LogitSketch | None = None,
+    ) -> SendPeer:
         """All pieces are sent and token 0 of each choice is known."""
         assert self.all_sent and self.settled
         return self._to_peer(
@@ -208,6 +221,7 @@ class Sender:
                 pieces=len(self._pieces),
                 first_token_ids=first,
                 finished_choices=finished,
+                sketch=sketch,
             )
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import inf
 
@@ -34,6 +35,8 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    PairQuarantined,
+    PairTrusted,
     Refuse,
     Submitted,
     WorkerJoined,
@@ -43,6 +46,7 @@ from router.events import (
 from router.generation import GenerationRequest
 from router.ledger import Ledger
 from router.placement import WorkerView
+from router.quarantine import SUSPICIOUS, Quarantine
 from router.request import Request
 from router.waiting import WaitingRoom
 from router.workers import Workers
@@ -60,6 +64,7 @@ class RouterCore:
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
+    quarantine: Quarantine = field(default_factory=Quarantine)
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -92,10 +97,11 @@ class RouterCore:
 
     def _place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
         """Ask the next decode worker; refuse for the last reason when none is left."""
-        found = self.workers.find(request.spec, request.tried, otherwise)
+        objections = partial(self.quarantine.objection, avoided=request.avoided, now_s=now_s)
+        found = self.workers.find(request.spec, request.tried, otherwise, objections)
         if isinstance(found, Refusal):
             return self._refuse(request, found, now_s)
-        request.place(found)
+        request.place(found, now_s)
         request.ledger.mark("placed", now_s)
         self.workers.book(request.spec, found)
         return [orders.ask(request.spec, found)]
@@ -151,9 +157,10 @@ class RouterCore:
                 return self._place(request, refused_by_worker(reason), now_s)
             case Lifetime():
                 request.lived(event)
-                return []
+                return self._trust(request, event)
             case RequestFailed(reason=reason, message=message):
-                return self._leg_failed(request, reason, message, now_s)
+                suspected = self._suspect(request, event, now_s)
+                return [*suspected, *self._leg_failed(request, reason, message, now_s)]
             case Released():
                 return []
 
@@ -182,6 +189,33 @@ class RouterCore:
         if request.done:
             self._ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
+
+    # --- pairs ----------------------------------------------------------------------------------
+
+    def _suspect(self, request: Request, failed: RequestFailed, now_s: float) -> list[Command]:
+        """The link between its two workers, where the reason tells of it."""
+        pair = request.placement.pair if request.placement else None
+        if pair is None or failed.reason not in SUSPICIOUS:
+            return []
+        request.avoided.add(pair)
+        seconds = self.quarantine.failed(pair, failed.reason, now_s)
+        if seconds is None:
+            return []
+        return [
+            PairQuarantined(
+                pair=pair, seconds=seconds, reason=failed.reason, message=failed.message
+            )
+        ]
+
+    def _trust(self, request: Request, moment: Lifetime) -> list[Command]:
+        """Its KV has been handed over, or even checked."""
+        pair = request.placement.pair if request.placement else None
+        if pair is None or moment.name not in ("handoff_committed", "kv_checked"):
+            return []
+        checked = moment.name == "kv_checked"
+        if not self.quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):
+            return []
+        return [PairTrusted(pair=pair)]
 
     # --- endings --------------------------------------------------------------------------------
 
@@ -242,6 +276,7 @@ class RouterCore:
         view = self.workers.pop(incarnation, None)
         if view is None:
             return []
+        self.quarantine.forget(incarnation)
         affected = [one for one in self.requests.values() if incarnation in one.legs]
         message = f"worker {view.hello.name} was lost"
         return [

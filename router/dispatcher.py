@@ -26,6 +26,8 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    PairQuarantined,
+    PairTrusted,
     Refuse,
     Send,
     Submitted,
@@ -39,6 +41,7 @@ from router.generation import (
     LinkStatus,
     ModelFacts,
     PoolNodeStatus,
+    QuarantinedPair,
     WorkerStatus,
 )
 from router.kv_reports import kv_reports
@@ -224,10 +227,8 @@ class WorkerDispatcher:
         )
 
     def _link_status(self, state: LinkState) -> LinkStatus:
-        """By the peer's name; by its incarnation where it has none here (any more)."""
-        peer = self.core.workers.get(state.peer)
         return LinkStatus(
-            peer=peer.hello.name if peer is not None else state.peer,
+            peer=self._name(state.peer),
             transport=state.transport,
             bytes_per_s=state.bytes_per_s,
             latency_s=state.latency_s,
@@ -235,6 +236,24 @@ class WorkerDispatcher:
 
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
         return self.pools.statuses()
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]:
+        now_s = time.monotonic()
+        return tuple(
+            QuarantinedPair(
+                prefill=self._name(pair.prefill),
+                decode=self._name(pair.decode),
+                reason=record.reason,
+                failures=record.failures,
+                remaining_s=record.until_s - now_s,
+            )
+            for pair, record in self.core.quarantine.active(now_s).items()
+        )
+
+    def _name(self, worker: Incarnation) -> str:
+        """Its incarnation where it has none here (any more)."""
+        view = self.core.workers.get(worker)
+        return view.hello.name if view is not None else worker
 
     def model(self) -> ModelFacts | None:
         return self.core.workers.model()
@@ -274,6 +293,21 @@ class WorkerDispatcher:
                 failure = RequestFailedError(command.reason, command.message)
                 self._settle_admission(generation, failure)
                 generation.put(command)
+            case PairQuarantined():
+                self._log_quarantine(command)
+            case PairTrusted(pair=pair):
+                names = self._name(pair.prefill), self._name(pair.decode)
+                log.info("%s -> %s is trusted again", *names)
+
+    def _log_quarantine(self, told: PairQuarantined) -> None:
+        log.warning(
+            "%s -> %s is quarantined for %g s: %s: %s",
+            self._name(told.pair.prefill),
+            self._name(told.pair.decode),
+            told.seconds,
+            told.reason,
+            told.message,
+        )
 
     def _generation(self, request_id: str, *, done: bool) -> WorkerGeneration:
         if done:

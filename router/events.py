@@ -8,6 +8,7 @@ from kvrelay.messages import Counters, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation
 from router.admission import Refusal
 from router.generation import ChoiceTokens, GenerationRequest
+from router.placement import Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,4 +83,21 @@ class Fail:
     message: str
 
 
-Command = Send | Admit | Refuse | Deliver | Fail
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairQuarantined:
+    """A handoff failed: other pairs are preferred for so long."""
+
+    pair: Pair
+    seconds: float
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTrusted:
+    """A handoff succeeded again."""
+
+    pair: Pair
+
+
+Command = Send | Admit | Refuse | Deliver | Fail | PairQuarantined | PairTrusted

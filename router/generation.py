@@ -90,6 +90,17 @@ class PoolNodeStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedPair:
+    """Two workers, by name, between which handoffs failed lately, so others are preferred."""
+
+    prefill: str
+    decode: str
+    reason: str
+    failures: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the workers say about the model they serve."""
 
@@ -114,6 +125,8 @@ class Dispatcher(Protocol):
     def workers(self) -> tuple[WorkerStatus, ...]: ...
 
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]: ...
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]: ...
 
     def model(self) -> ModelFacts | None:
         """None until the first worker has said what it serves."""

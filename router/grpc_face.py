@@ -18,7 +18,14 @@ from kvrelay.v1 import inference_pb2 as pb
 from router.admin_face import AdminFace
 from router.generation import Dispatcher
 from router.grpc_errors import abort_with
-from router.grpc_messages import check_supported, prompt_of, response_of, sampling_of, worker_info
+from router.grpc_messages import (
+    check_supported,
+    prompt_of,
+    quarantined_pair,
+    response_of,
+    sampling_of,
+    worker_info,
+)
 from router.serving import TextRequest, TextService
 
 ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -85,6 +92,7 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
             ready=dispatcher.ready(),
             running_requests=dispatcher.running_requests(),
             workers=[worker_info(worker) for worker in dispatcher.workers()],
+            quarantined=[quarantined_pair(pair) for pair in dispatcher.quarantined()],
         )
 
 

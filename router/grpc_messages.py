@@ -8,7 +8,7 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.types import TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
 from router.choice_text import TextDelta
-from router.generation import WorkerStatus
+from router.generation import QuarantinedPair, WorkerStatus
 from router.sampling_defaults import RequestedSampling
 from router.serving import ChatPrompt, Prompt, TextGeneration
 
@@ -113,3 +113,7 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         waiting=worker.counters.waiting,
         links=[pb.LinkInfo(**asdict(link)) for link in worker.links],
     )
+
+
+def quarantined_pair(pair: QuarantinedPair) -> pb.QuarantinedPair:
+    return pb.QuarantinedPair(**asdict(pair))

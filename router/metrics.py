@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvrelay.messages import Counters
 from router.generation import Dispatcher, LinkStatus, WorkerStatus
 
 TTFT_BUCKETS_S = (
@@ -154,6 +155,15 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
 
 
 POOL_LABELS = ("model_name", "pool_node", "tier", "state")
+
+
+CANARY_RESULTS: tuple[tuple[str, Callable[[Counters], int]], ...] = (
+    ("passed", lambda c: c.canaries_passed),
+    ("mismatched", lambda c: c.canaries_mismatched),
+    ("skipped", lambda c: c.canaries_skipped),
+)
+
+
 LINK_LABELS = ("model_name", "src", "dst", "transport")
 LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkStatus], float]], ...] = (
     ("link_info", "1 for each link between two workers.", lambda link: 1.0),
@@ -173,7 +183,10 @@ class ClusterGauges(Collector):
         running = self._dispatcher.running_requests()
         yield self._gauge("num_requests_running", "Requests admitted and unfinished.", running)
         yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
+        pairs = len(self._dispatcher.quarantined())
+        yield self._gauge("pairs_quarantined", "Pairs of workers kept out of placement.", pairs)
         workers = self._dispatcher.workers()
+        yield self._canaries(workers)
         for name, text, value in WORKER_GAUGES:
             gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
             if name == "blocks_orphaned":
@@ -184,6 +197,16 @@ class ClusterGauges(Collector):
             yield self._per_worker(counter, value, workers)
         yield from self._links(workers)
         yield self._pool_nodes()
+
+    def _canaries(self, workers: Sequence[WorkerStatus]) -> Metric:
+        """By worker, as the decode side counts them."""
+        text = "Handed-over KV that was checked by recomputing the last prompt position."
+        checks = CounterMetricFamily("kvrelay:canary_checks", text, labels=(*LABELS, "result"))
+        for worker in workers:
+            labels = (self._model_name, worker.name, worker.role)
+            for result, count in CANARY_RESULTS:
+                checks.add_metric((*labels, result), float(count(worker.counters)))
+        return checks
 
     def _links(self, workers: Sequence[WorkerStatus]) -> Iterable[Metric]:
         """One series per connection between two workers."""

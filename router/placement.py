@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.messages import Counters, WorkerHello
@@ -38,12 +38,32 @@ class WorkerView:
         self.prompt_tokens.pop(key, None)
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two workers between which KV is handed over."""
+
+    prefill: Incarnation
+    decode: Incarnation
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """`prefill` None: the decode worker (of role both) prefills too."""
 
     decode: Incarnation
     prefill: Incarnation | None
+
+    @property
+    def pair(self) -> Pair | None:
+        return None if self.prefill is None else Pair(self.prefill, self.decode)
+
+
+Objections = Callable[[Pair | None], tuple[int, float]]
+"""How much speaks against a pair (0: nothing), and what decides among equals: the least is best."""
+
+
+def trusted(_: Pair | None) -> tuple[int, float]:
+    return (0, 0.0)
 
 
 def fits(spec: RequestSpec, worker: WorkerView) -> bool:
@@ -54,18 +74,33 @@ def fits(spec: RequestSpec, worker: WorkerView) -> bool:
 
 
 def least_loaded(
-    spec: RequestSpec, workers: Iterable[WorkerView], *, tried: Collection[Incarnation]
+    spec: RequestSpec,
+    workers: Iterable[WorkerView],
+    *,
+    tried: Collection[Incarnation],
+    objections: Objections = trusted,
 ) -> Placement | None:
-    """The emptiest decode worker not tried yet, with the prefill worker of the shortest queue."""
-    usable = [w for w in workers if fits(spec, w) and w.incarnation not in tried]
-    prefills = [w for w in usable if w.hello.role is Role.PREFILL]
-    decodes = [w for w in usable if w.hello.role is Role.BOTH]
-    if prefills:
-        decodes += [w for w in usable if w.hello.role is Role.DECODE]
-    if not decodes:
-        return None
-    decode = min(decodes, key=lambda w: w.decode_load)
-    if decode.hello.role is Role.BOTH:
-        return Placement(decode=decode.incarnation, prefill=None)
-    prefill = min(prefills, key=lambda w: w.prefill_load)
-    return Placement(decode=decode.incarnation, prefill=prefill.incarnation)
+    """The emptiest decode worker not tried yet, with the prefill worker of the shortest queue, of
+    those pairs that least speaks against; a tried worker's count among these too."""
+    fitting = [worker for worker in workers if fits(spec, worker)]
+    least: int | None = None
+    best: tuple[tuple[int, float], Placement] | None = None
+    for placement in _by_load(fitting):
+        against = objections(placement.pair)
+        least = against[0] if least is None else min(least, against[0])
+        if placement.decode not in tried and (best is None or against < best[0]):
+            best = (against, placement)
+        if best is not None and best[0] == (0, 0.0):
+            break
+    return best[1] if best is not None and best[0][0] == least else None
+
+
+def _by_load(workers: Iterable[WorkerView]) -> Iterator[Placement]:
+    """The emptiest decode workers first, for each the shortest prefill queues first."""
+    ordered = sorted(workers, key=lambda w: w.prefill_load)
+    prefills = [w.incarnation for w in ordered if w.hello.role is Role.PREFILL]
+    decodes = [w for w in workers if w.hello.role is not Role.PREFILL]
+    for worker in sorted(decodes, key=lambda w: w.decode_load):
+        alone = worker.hello.role is Role.BOTH
+        for prefill in (None,) if alone else prefills:
+            yield Placement(decode=worker.incarnation, prefill=prefill)

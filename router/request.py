@@ -8,21 +8,23 @@ from kvrelay.messages import Lifetime
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from router.generation import GenerationRequest
 from router.ledger import Ledger
-from router.placement import Placement
+from router.placement import Pair, Placement
 from router.token_order import TokenOrder
 
 
 @dataclass(slots=True, kw_only=True)
 class Request:
     """`attempt` names this try: no two tries of this router share one. `tried` are the decode
-    workers that were asked in it."""
+    workers that were asked in it, `avoided` the pairs that failed earlier ones."""
 
     submitted: GenerationRequest
     ledger: Ledger
     attempt: int
     tries: int = 1
     placement: Placement | None = None
+    placed_s: float = 0.0
     tried: set[Incarnation] = field(default_factory=set)
+    avoided: set[Pair] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False  # this attempt's KV is at the decode worker
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
@@ -68,8 +70,9 @@ class Request:
             return (self.placement.decode,)
         return (self.placement.decode, prefill)
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: Placement, now_s: float) -> None:
         self.placement = placement
+        self.placed_s = now_s
         self.tried.add(placement.decode)
 
     def lived(self, moment: Lifetime) -> None:

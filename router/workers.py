@@ -8,7 +8,7 @@ from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
 from router.admission import Refusal, refusal_of
 from router.generation import ModelFacts
-from router.placement import Placement, WorkerView, least_loaded
+from router.placement import Objections, Placement, WorkerView, least_loaded, trusted
 
 
 class Workers(dict[Incarnation, WorkerView]):
@@ -46,18 +46,24 @@ class Workers(dict[Incarnation, WorkerView]):
         self[hello.incarnation] = WorkerView(hello=hello)
 
     def find(
-        self, spec: RequestSpec, tried: set[Incarnation], otherwise: Refusal
+        self,
+        spec: RequestSpec,
+        tried: set[Incarnation],
+        otherwise: Refusal,
+        objections: Objections = trusted,
     ) -> Placement | Refusal:
         """Skips workers that would refuse, and adds them to `tried`; the last one's refusal, or
         `otherwise`, when none is left."""
         refusal = otherwise
-        while (found := least_loaded(spec, self.values(), tried=tried)) is not None:
+        while True:
+            found = least_loaded(spec, self.values(), tried=tried, objections=objections)
+            if found is None:
+                return refusal
             full = refusal_of(spec, self[found.decode])
             if full is None:
                 return found
             refusal = full
             tried.add(found.decode)
-        return refusal
 
     def book(self, spec: RequestSpec, placement: Placement) -> None:
         self[placement.decode].sequences[spec.key] = spec.sampling.n

@@ -15,6 +15,7 @@ from kvrelay.results import (
     Generated,
     LinkInfo,
     ModelInfo,
+    QuarantinedPair,
     ServerInfo,
     WorkerInfo,
 )
@@ -169,6 +170,7 @@ def server_info_of(response: pb.GetServerInfoResponse) -> ServerInfo:
         ready=response.ready,
         running_requests=response.running_requests,
         workers=tuple(_workers(response.workers)),
+        quarantined=tuple(_quarantined(pair) for pair in response.quarantined),
     )
 
 
@@ -189,6 +191,16 @@ def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
             waiting=w.waiting,
             links=tuple(_link(link) for link in w.links),
         )
+
+
+def _quarantined(pair: pb.QuarantinedPair) -> QuarantinedPair:
+    return QuarantinedPair(
+        prefill=pair.prefill,
+        decode=pair.decode,
+        reason=pair.reason,
+        failures=pair.failures,
+        remaining_s=pair.remaining_s,
+    )
 
 
 def _link(link: pb.LinkInfo) -> LinkInfo:

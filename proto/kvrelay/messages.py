@@ -111,7 +111,8 @@ class ReserveRefused:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
     """A named moment: prefill_received, prefill_started (`tokens` found cached), prefill_chunk
-    (`tokens` computed), handoff_committed, decode_joined (DESIGN §6)."""
+    (`tokens` computed), handoff_committed, kv_checked (the canary passed), decode_joined
+    (DESIGN §6)."""
 
     key: RequestKey
     at_s: float
@@ -190,4 +191,7 @@ class Counters:
     transfer_bytes: int = 0
     transfer_s: float = 0.0
     busy_s: float = 0.0
+    canaries_passed: int = 0
+    canaries_mismatched: int = 0
+    canaries_skipped: int = 0
     links: tuple[LinkState, ...] = ()

@@ -109,6 +109,17 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedPair:
+    """Two workers, by name, between which handoffs failed lately, so others are preferred."""
+
+    prefill: str
+    decode: str
+    reason: str
+    failures: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
     version: str
     cluster: str
@@ -116,3 +127,4 @@ class ServerInfo:
     ready: bool
     running_requests: int
     workers: tuple[WorkerInfo, ...]
+    quarantined: tuple[QuarantinedPair, ...] = ()

@@ -57,6 +57,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         ucx=(),
         staging_slabs=4,
         staging_bytes=None,
+        canary_every=0,
         lease_ttl_s=30.0,
         host="127.0.0.1",
         port_range=None,
@@ -89,6 +90,10 @@ class WorkerHost:
 
     def stop(self, address: str) -> None:
         self._ask({"stop": address})
+
+    def damage(self, address: str, *, pieces: int) -> None:
+        """The next pieces of KV that this worker receives end up wrong."""
+        self._ask({"damage": address, "pieces": pieces})
 
     def _ask(self, command: dict[str, Any]) -> dict[str, str]:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -154,12 +159,14 @@ class Cluster:
     def http_url(self) -> str:
         return f"http://127.0.0.1:{self.router.address.http_port}"
 
-    def add(self, host: WorkerHost, settings: WorkerSettings) -> None:
-        """One more worker; it is the caller's to stop."""
+    def add(self, host: WorkerHost, settings: WorkerSettings) -> str:
+        """One more worker; it is the caller's to stop, by its address."""
         dispatcher = self.router.process.dispatcher
         before = len(dispatcher.workers())
-        self.router.call(self.router.process.add_worker(host.start(settings)))
+        address = host.start(settings)
+        self.router.call(self.router.process.add_worker(address))
         wait_until(lambda: len(dispatcher.workers()) > before, f"{settings.name} joined")
+        return address
 
     def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}

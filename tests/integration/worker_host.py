@@ -1,7 +1,9 @@
 """A process that starts and stops workers on command, so that many models share one start-up.
 
 Reads one JSON object per line, answers each with one: {"start": settings} |-> {"address": ...},
-{"stop": address} |-> {"stopped": address}. Ends with its standard input.
+{"stop": address} |-> {"stopped": address}, {"damage": address, "pieces": n} |-> {"damaged":
+address}: the KV of so many pieces that this worker receives from now on is wrong, though every
+checksum was right. Ends with its standard input.
 """
 
 from __future__ import annotations
@@ -9,9 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
+from kvpool.layout import NO_BLOCK, Tables
+from kvpool.memory import KvMemory
 from kvrelay.types import Role
 
 
@@ -27,6 +33,9 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
     if "stop" in command:
         await workers.pop(command["stop"]).stop(drain_s=5)
         return {"stopped": command["stop"]}
+    if "damage" in command:
+        damage(workers[command["damage"]], command["pieces"])
+        return {"damaged": command["damage"]}
     fields = command["start"]
     fields["role"] = Role(fields["role"])
     fields["transports"] = tuple(fields["transports"])
@@ -37,6 +46,34 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
         return {"error": f"{type(error).__name__}: {error}"}
     workers[address] = worker
     return {"address": address}
+
+
+def damage(worker: WorkerProcess, pieces: int) -> None:
+    """Behind the back of the product: its transfer thread's last move leaves wrong bytes."""
+    assert worker._parts is not None
+    mover = worker._parts.mover
+    left = iter(range(pieces))
+
+    def spoiling(move: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def spoil(job: Any) -> Any:
+            moved = move(job)
+            if next(left, None) is not None:
+                spoil_first_block(mover._memory, job.tables)
+            return moved
+
+        return spoil
+
+    mover._scatter = spoiling(type(mover)._scatter.__get__(mover))  # type: ignore[method-assign]
+    mover._fetch = spoiling(type(mover)._fetch.__get__(mover))  # type: ignore[method-assign]
+
+
+def spoil_first_block(memory: KvMemory, tables: Tables) -> None:
+    """In every layer, of the blocks that are held."""
+    size = memory.layout.block_size
+    for planes, table in zip(memory.planes, tables, strict=True):
+        first = next(block for block in table if block != NO_BLOCK)
+        for plane in planes:
+            plane[:, first * size : (first + 1) * size].add_(1)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to
 from router.core import RouterCore
 from router.events import Command as RouterCommand
 from router.events import Event as RouterEvent
-from router.events import Send, WorkerJoined, WorkerLost, WorkerSaid
+from router.events import PairQuarantined, PairTrusted, Send, WorkerJoined, WorkerLost, WorkerSaid
 from tests.sim.model import AnyWay
 from tests.sim.simulation import Simulation
 from tests.sim.worker import Fetch, Shape, Worker, fetched, make_worker
@@ -149,6 +149,8 @@ class Cluster(Simulation):
             match command:
                 case Send(worker=worker, message=message):
                     self._to_worker(worker, decode_to_worker(encode_to_worker(message)))
+                case PairQuarantined() | PairTrusted():
+                    pass  # for the log
                 case _:
                     self._on_command(command)
 
@@ -249,7 +251,10 @@ class Cluster(Simulation):
 
         def done() -> None:
             if worker.incarnation in self.workers:
-                event = StepDone(outcome=StepOutcome(sampled=running.finish()), seconds=0.0)
+                event = StepDone(
+                    outcome=StepOutcome(sampled=running.finish(), sketches=running.sketches()),
+                    seconds=0.0,
+                )
                 worker.busy.discard(side)
                 self._settle(worker, scheduler.handle(event, self.now_s))
 

@@ -212,7 +212,7 @@ class Fabric(Simulation):
             self.early_writes += self.writes - before
 
         def done() -> None:
-            outcome = StepOutcome(sampled=running.finish())
+            outcome = StepOutcome(sampled=running.finish(), sketches=running.sketches())
             worker.busy.discard("step")
             tell(StepDone(outcome=outcome, seconds=0.0))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NewType
 
 from engine.step import RunStep, Sampled, SequenceSlice
+from kvpool.canary import LogitSketch
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
 from kvpool.link_cost import TransferShape, Way
 from kvpool.tables import CopyPairs
@@ -230,6 +231,20 @@ class Running:
         for piece, whole in zip(self.slices, self.wholes, strict=True):
             self.memory.check(piece.tables, whole, piece.start, len(whole))
         return tuple(map(self._sample, self.slices, self.wholes))
+
+    def sketches(self) -> dict[int, LogitSketch]:
+        """As if the right token's logit were all there is to tell."""
+        pieces = enumerate(zip(self.slices, self.wholes, strict=True))
+        return {
+            i: LogitSketch(
+                token_ids=(0,),
+                logits=(float(right_token(_HISTORIES.token_ids(whole), 0, ())),),
+                log_sum_exp=0.0,
+                spread=1.0,
+            )
+            for i, (piece, whole) in pieces
+            if piece.sketch_ids is not None
+        }
 
     @staticmethod
     def _sample(piece: SequenceSlice, chain: list[History]) -> tuple[Sampled, ...]:

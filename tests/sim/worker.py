@@ -33,6 +33,7 @@ from tests.sim.model import LAYOUT, SLAB_BYTES, Content, Memory
 from tests.sim.simulation import LEASE_S
 
 MAX_RUNNING = 8
+CANARY_EVERY = 2
 
 Slab = tuple[int, Piece | None, Content]
 """lease, what is said to be in it, content"""
@@ -163,6 +164,7 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         regions=regions,
         leases=LeaseTable(LEASE_S),
         mode=shape.mode,
+        canary_every=CANARY_EVERY,
     )
     hello = WorkerHello(
         name=name,
@@ -184,11 +186,14 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         shape=shape,
         hello=hello,
         tables=tables,
-        prefill=PrefillScheduler(openings=openings, chunk_tokens=12, mode=shape.mode),
+        prefill=PrefillScheduler(
+            openings=openings, chunk_tokens=12, mode=shape.mode, canary_every=CANARY_EVERY
+        ),
         decode=DecodeScheduler(
             receiver=receiver,
             batch=Batch(openings=openings, chunk_tokens=12),
             max_running=MAX_RUNNING,
+            canary_bound=0.0,
         ),
         memory=Memory(shape.layout),
         regions=dict.fromkeys(regions.values(), EMPTY),

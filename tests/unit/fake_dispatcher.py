@@ -16,6 +16,7 @@ from router.generation import (
     GenerationRequest,
     ModelFacts,
     PoolNodeStatus,
+    QuarantinedPair,
     WorkerStatus,
 )
 
@@ -118,6 +119,7 @@ class FakeDispatcher:
     facts: ModelFacts | None = FACTS
     statuses: tuple[WorkerStatus, ...] = (WORKER,)
     pools: tuple[PoolNodeStatus, ...] = ()
+    pairs: tuple[QuarantinedPair, ...] = ()
     is_ready: bool = True
     refusal: KvrelayError | None = None
     failure: KvrelayError | Exception | None = None
@@ -166,6 +168,9 @@ class FakeDispatcher:
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]:
+        return self.pairs
 
     def model(self) -> ModelFacts | None:
         return self.facts

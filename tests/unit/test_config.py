@@ -264,6 +264,7 @@ CHANGES = {
     "transfer.ucx.net_devices": "eth0",
     "transfer.ucx.rndv_threshold_bytes": "8KiB",
     "transfer.ucx.max_eager_rails": 2,
+    "transfer.canary_every": 9,
     "transfer.lease_ttl": "9s",
     "pool.enabled": False,
     "pool.host_memory": "3MiB",

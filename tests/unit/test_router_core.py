@@ -131,8 +131,8 @@ def test_what_an_old_attempt_or_a_stranger_says_is_dropped() -> None:
     assert says(core, "p", tokens(0, 10)) == []
     assert says(core, "d", reserved()) == []
     assert says(core, "x", tokens(0, 10, attempt=1)) == []
-    assert says(core, "d2", tokens(0, 10, attempt=1)) == []
-    says(core, "d", reserved(attempt=1))
+    assert says(core, "d", tokens(0, 10, attempt=1)) == []
+    says(core, "d2", reserved(attempt=1))
     assert delivered(says(core, "p", tokens(0, 10, attempt=1))) == [(10,)]
 
 

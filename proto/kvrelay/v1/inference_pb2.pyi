@@ -184,20 +184,36 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "cluster", "uptime_s", "ready", "running_requests", "workers")
+    __slots__ = ("version", "cluster", "uptime_s", "ready", "running_requests", "workers", "quarantined")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     version: str
     cluster: str
     uptime_s: float
     ready: bool
     running_requests: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
-    def __init__(self, version: _Optional[str] = ..., cluster: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: _Optional[bool] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+    quarantined: _containers.RepeatedCompositeFieldContainer[QuarantinedPair]
+    def __init__(self, version: _Optional[str] = ..., cluster: _Optional[str] = ..., uptime_s: _Optional[float] = ..., ready: _Optional[bool] = ..., running_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., quarantined: _Optional[_Iterable[_Union[QuarantinedPair, _Mapping]]] = ...) -> None: ...
+
+class QuarantinedPair(_message.Message):
+    __slots__ = ("prefill", "decode", "reason", "failures", "remaining_s")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_S_FIELD_NUMBER: _ClassVar[int]
+    prefill: str
+    decode: str
+    reason: str
+    failures: int
+    remaining_s: float
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., reason: _Optional[str] = ..., failures: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
     __slots__ = ("name", "address", "incarnation", "role", "device", "transport", "total_blocks", "free_blocks", "block_size", "running", "waiting", "cached_blocks", "links")

@@ -152,16 +152,30 @@ class PieceRead(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices")
+    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "sketch")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    SKETCH_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
     pieces: int
     first_token_ids: _containers.RepeatedScalarFieldContainer[int]
     finished_choices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ...) -> None: ...
+    sketch: LogitSketch
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., sketch: _Optional[_Union[LogitSketch, _Mapping]] = ...) -> None: ...
+
+class LogitSketch(_message.Message):
+    __slots__ = ("token_ids", "logits", "log_sum_exp", "spread")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_FIELD_NUMBER: _ClassVar[int]
+    LOG_SUM_EXP_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logits: _containers.RepeatedScalarFieldContainer[float]
+    log_sum_exp: float
+    spread: float
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logits: _Optional[_Iterable[float]] = ..., log_sum_exp: _Optional[float] = ..., spread: _Optional[float] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("key",)

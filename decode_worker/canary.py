@@ -1,0 +1,153 @@
+"""Checks the KV of some requests that were handed over before they join the batch. Pure.
+
+    arrived -> awaiting a step -> on the device -> joins, or failed
+
+The prompt's last token is run once more, over the KV that arrived; its logits must be those that
+the prefill worker drew token 0 from. It writes the last position's KV, so it does that in a copy of
+the block. What can't be run so joins unchecked: where nothing was handed over, or no block is left
+for the copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from decode_worker.reservation import Arrived
+from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch, StepOutcome
+from kvpool.canary import LogitSketch
+from kvpool.tables import BlockTables, CopyPairs, Holder
+from kvrelay.types import RequestKey, Sampling
+
+
+@dataclass(slots=True, kw_only=True)
+class _Check:
+    """`copy` holds the request's blocks, the last one's copy among them."""
+
+    arrived: Arrived
+    sketch: LogitSketch
+    copy: Holder
+    copies: CopyPairs
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """`problem` None: the KV is right. `dropped`: nobody wants it any more."""
+
+    arrived: Arrived
+    problem: str | None
+    dropped: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Canary:
+    """`bound` is the largest distance that right KV may have (engine.canary), None: check none."""
+
+    tables: BlockTables
+    bound: float | None
+    passed: int = 0
+    mismatched: int = 0
+    skipped: int = 0
+    _awaiting_step: list[_Check] = field(default_factory=list)
+    _on_device: list[_Check] = field(default_factory=list)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return any(check.arrived.key == key for check in self._checks)
+
+    @property
+    def _checks(self) -> list[_Check]:
+        return [*self._awaiting_step, *self._on_device]
+
+    @property
+    def choices(self) -> int:
+        """Places taken by those that are being checked."""
+        return sum(c.arrived.message.spec.sampling.n for c in self._checks if not c.dropped)
+
+    @property
+    def runs(self) -> bool:
+        """The step on the device is its own."""
+        return bool(self._on_device)
+
+    def try_begin(self, arrived: Arrived, now_s: float) -> bool:
+        """Whether it is kept here until it is checked; its blocks are active already."""
+        if arrived.sketch is None:
+            return False
+        check = self._try_copy(arrived, arrived.sketch, now_s)
+        if check is None:
+            self.skipped += 1
+            return False
+        self._awaiting_step.append(check)
+        return True
+
+    def _try_copy(self, arrived: Arrived, sketch: LogitSketch, now_s: float) -> _Check | None:
+        if self.bound is None or arrived.held_tokens == arrived.prompt_tokens:
+            return None
+        copy = Holder("canary", arrived.key)
+        self.tables.fork(arrived.holder, copy, now_s=now_s)
+        copies = self.tables.try_own(copy, arrived.prompt_tokens - 1)
+        if copies is None:
+            self.tables.release(copy)
+            return None
+        return _Check(arrived=arrived, sketch=sketch, copy=copy, copies=copies)
+
+    def next_step(self) -> RunStep | None:
+        """All that wait, in one step."""
+        assert not self._on_device, "a step is on the device"
+        self._on_device, self._awaiting_step = self._awaiting_step, []
+        if not self._on_device:
+            return None
+        slices = tuple(self._slice(check) for check in self._on_device)
+        copies = tuple(check.copies for check in self._on_device)
+        return RunStep(batch=StepBatch(slices=slices), copies=copies)
+
+    def _slice(self, check: _Check) -> SequenceSlice:
+        arrived = check.arrived
+        greedy = Sampling(max_tokens=1, seed=0)
+        return SequenceSlice(
+            key=arrived.key,
+            choice=0,
+            token_ids=arrived.message.spec.prompt_ids[-1:],
+            start=arrived.prompt_tokens - 1,
+            tables=self.tables.tables(check.copy),
+            samples=(
+                SampleRequest(sampling=greedy, choice=0, index=0, prompt_ids=(), emitted_ids=()),
+            ),
+            prompt_tokens=arrived.prompt_tokens,
+            sketch_ids=check.sketch.token_ids,
+        )
+
+    def ran(self, outcome: StepOutcome) -> list[Checked]:
+        """What is known now. Those with a problem, and those dropped, hold nothing any more."""
+        ran, self._on_device = self._on_device, []
+        return [self._judge(check, outcome.sketches[i]) for i, check in enumerate(ran)]
+
+    def _judge(self, check: _Check, found: LogitSketch) -> Checked:
+        assert self.bound is not None
+        self.tables.release(check.copy)
+        distance = check.sketch.distance(found)
+        problem = None
+        if not distance <= self.bound:
+            problem = f"logits differ by {distance:.2g} of their spread (allowed {self.bound:.2g})"
+        self.passed += problem is None
+        self.mismatched += problem is not None
+        if problem is not None or check.dropped:
+            self.tables.release(check.arrived.holder)
+        return Checked(arrived=check.arrived, problem=problem, dropped=check.dropped)
+
+    def stop(self, key: RequestKey, choice: int) -> None:
+        """A stop string ended this choice with its first token."""
+        for check in self._checks:
+            if check.arrived.key == key:
+                check.arrived = check.arrived.without(choice)
+
+    def drop(self, key: RequestKey) -> bool:
+        """Its blocks come back now (True), or after the step that it is in."""
+        for check in self._awaiting_step:
+            if check.arrived.key == key:
+                self._awaiting_step.remove(check)
+                self.tables.release(check.copy)
+                self.tables.release(check.arrived.holder)
+                return True
+        for check in self._on_device:
+            check.dropped |= check.arrived.key == key
+        return False

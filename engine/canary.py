@@ -1,0 +1,102 @@
+"""Sketches of logits, and how far apart two workers' sketches of one position may be.
+
+The bound is measured when a worker starts: the same tokens in one chunk and one by one. There all
+KV is computed in two shapes, in a canary only the last position's, so the noise of the format stays
+below it; wrong KV is far above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.families import has_experts
+from engine.runner import Engine
+from engine.step import SampleRequest, SequenceSlice, StepBatch
+from kvpool.canary import LogitSketch
+from kvpool.layout import BlockId
+from kvrelay.types import RequestKey, Sampling
+
+_LENGTHS = tuple(range(1, 33))
+"""Tokens of the sequences that the bound is measured with."""
+_SAFETY = 4.0
+"""A run meets other tokens, longer contexts and far more positions than these."""
+_ROUNDINGS = 8.0
+"""The bound is at least so many relative roundings: few positions may agree by chance."""
+_NEGLIGIBLE = 1e-3
+"""Nor is it smaller than what matters to no token; one wrong block moves logits by 0.1 and more."""
+
+
+def canary_bound(engine: Engine) -> float | None:
+    """The largest distance of two sketches of right KV, in spreads of the logits; None where none
+    can be given: in 16 bits a mixture of experts takes another one at a near tie.
+
+    Overwrites the first blocks of the engine's memory: only before it serves.
+    """
+    dtype = engine.model.dtype
+    if has_experts(engine.model.config) and dtype != torch.float32:
+        return None
+    return max(_SAFETY * _worst(engine), _ROUNDINGS * torch.finfo(dtype).eps, _NEGLIGIBLE)
+
+
+def _worst(engine: Engine) -> float:
+    """The largest distance seen."""
+    sequences = _sequences(engine)
+    in_one = _run(engine, [one.piece(0, len(one.token_ids)) for one in sequences])
+    worst = 0.0
+    for start in range(len(sequences[-1].token_ids)):
+        left = [i for i, one in enumerate(sequences) if len(one.token_ids) > start]
+        found = _run(engine, [sequences[i].piece(start, 1, in_one[i].token_ids) for i in left])
+        for i, sketch in zip(left, found, strict=True):
+            if len(sequences[i].token_ids) == start + 1:
+                worst = max(worst, in_one[i].distance(sketch))
+    return worst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequence:
+    token_ids: tuple[int, ...]
+    blocks: tuple[BlockId, ...]
+    groups: int
+
+    def piece(self, start: int, tokens: int, sketch_ids: tuple[int, ...] = ()) -> SequenceSlice:
+        sampling = Sampling(max_tokens=1, seed=0)
+        request = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
+        return SequenceSlice(
+            key=RequestKey("canary", 0),
+            choice=0,
+            token_ids=self.token_ids[start : start + tokens],
+            start=start,
+            tables=(self.blocks,) * self.groups,
+            samples=(request,),
+            prompt_tokens=len(self.token_ids),
+            sketch_ids=sketch_ids,
+        )
+
+
+def _sequences(engine: Engine) -> list[_Sequence]:
+    """The shortest first, as many and as long as the memory holds, each in blocks of its own."""
+    layout, blocks = engine.layout, engine.memory.blocks
+    count = min(len(_LENGTHS), blocks)
+    each = blocks // count
+    longest = min(each * layout.block_size, engine.facts.max_model_len)
+    return [
+        _Sequence(
+            token_ids=_token_ids(number, min(length, longest), engine.facts.vocab_size),
+            blocks=tuple(BlockId(number * each + i) for i in range(each)),
+            groups=len(layout.groups),
+        )
+        for number, length in enumerate(_LENGTHS[-count:])
+    ]
+
+
+def _token_ids(number: int, tokens: int, vocab_size: int) -> tuple[int, ...]:
+    """Well spread over the vocabulary."""
+    return tuple((7919 * (i + 101 * number) + 13) % vocab_size for i in range(tokens))
+
+
+def _run(engine: Engine, slices: Sequence[SequenceSlice]) -> list[LogitSketch]:
+    sketches = engine.run(StepBatch(slices=tuple(slices))).sketches
+    return [sketches[i] for i in range(len(slices))]

@@ -1,0 +1,156 @@
+"""KV that arrives wrong, behind every checksum, is noticed; the answer is right all the same."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster import status
+from engine.checkpoint import open_checkpoint
+from engine.model import load_model
+from kvrelay.types import Role
+from router import quarantine
+from router.generation import WorkerStatus
+from tests.integration.split_kit import (
+    Cluster,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.reference import Reference, assert_same_tokens, generate_reference
+
+TOKENS = 8
+BACK_OFF_S = 1.0
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+def references(model: Path, asked: list[list[int]]) -> list[Reference]:
+    loaded = load_model(open_checkpoint(str(model)), device="cpu", dtype="float32")
+    return [generate_reference(loaded, prompt, tokens=TOKENS) for prompt in asked]
+
+
+def ask(cluster: Cluster, prompt: list[int]) -> list[int]:
+    answer = cluster.completion(prompt, max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def worker(cluster: Cluster, name: str) -> WorkerStatus:
+    (found,) = [w for w in cluster.router.process.dispatcher.workers() if w.name == name]
+    return found
+
+
+def checks(cluster: Cluster, name: str) -> dict[str, float]:
+    families = text_string_to_metric_families(cluster.http.get("/metrics").text)
+    samples = [s for family in families for s in family.samples if s.labels.get("worker") == name]
+    return {s.labels["result"]: s.value for s in samples if s.name == "kvrelay:canary_checks_total"}
+
+
+def quarantined(cluster: Cluster) -> list[tuple[str, str, str]]:
+    pairs = cluster.router.process.dispatcher.quarantined()
+    return [(pair.prefill, pair.decode, pair.reason) for pair in pairs]
+
+
+def settings(model: Path, name: str, role: Role, **changes: object):  # type: ignore[no-untyped-def]
+    return worker_settings(name, role, model, canary_every=1, **changes)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_wrong_block_costs_one_more_try(
+    family: str, hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path
+) -> None:
+    """The only pair there is: it is asked again at once, and a right handoff clears it."""
+    model = random_checkpoint(tmp_path / family, family)
+    (reference,) = references(model, asked := prompts(100))
+    one = (hosts[0], settings(model, "prefill-0", Role.PREFILL))
+    with running_cluster(model, [one]) as cluster:
+        address = cluster.add(hosts[1], settings(model, "decode-0", Role.DECODE))
+        hosts[1].damage(address, pieces=1)
+        assert_same_tokens(reference, ask(cluster, asked[0]))
+        assert checks(cluster, "decode-0") == {"passed": 1, "mismatched": 1, "skipped": 0}
+        assert not quarantined(cluster)
+        cluster.assert_clean()
+        hosts[1].stop(address)
+
+
+def test_a_pair_is_left_alone_for_a_while_and_used_again(
+    hosts: tuple[WorkerHost, WorkerHost],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(quarantine, "FIRST_BACK_OFF_S", BACK_OFF_S)
+    model = random_checkpoint(tmp_path / "llama", "llama")
+    asked = prompts(100, 90, 80, 70)
+    expected = references(model, asked)
+    one = (hosts[0], settings(model, "prefill-0", Role.PREFILL))
+    with running_cluster(model, [one]) as cluster:
+        bad = cluster.add(hosts[1], settings(model, "decode-0", Role.DECODE))
+        good = cluster.add(hosts[1], settings(model, "decode-1", Role.DECODE))
+        hosts[1].damage(bad, pieces=100)
+        assert_same_tokens(expected[0], ask(cluster, asked[0]))
+        assert quarantined(cluster) == [("prefill-0", "decode-0", "kv_mismatch")]
+        assert "kvrelay:pairs_quarantined" in cluster.http.get("/metrics").text
+        status.print_table(status.of_router(cluster.grpc_address))
+        told = capsys.readouterr().out
+        assert "prefill-0 -> decode-0 is quarantined for" in told
+        assert "failed once, lately by kv_mismatch" in told
+        assert worker(cluster, "decode-0").counters.cached_blocks == 0
+        assert_same_tokens(expected[1], ask(cluster, asked[1]))
+        assert checks(cluster, "decode-0") == {"passed": 0, "mismatched": 1, "skipped": 0}
+        assert checks(cluster, "decode-1") == {"passed": 2, "mismatched": 0, "skipped": 0}
+
+        wait_until(lambda: not quarantined(cluster), "the back-off is over")
+        assert_same_tokens(expected[2], ask(cluster, asked[2]))
+        (pair,) = cluster.router.process.dispatcher.quarantined()
+        assert (pair.decode, pair.failures) == ("decode-0", 2)
+        assert BACK_OFF_S < pair.remaining_s <= 2 * BACK_OFF_S
+
+        hosts[1].damage(bad, pieces=0)
+        wait_until(lambda: not quarantined(cluster), "the longer back-off is over")
+        assert_same_tokens(expected[3], ask(cluster, asked[3]))
+        assert checks(cluster, "decode-0") == {"passed": 1, "mismatched": 2, "skipped": 0}
+        assert not cluster.router.process.dispatcher.core.quarantine.active(0.0)
+        cluster.assert_clean()
+        for address in (bad, good):
+            hosts[1].stop(address)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "handoff"),
+    [
+        ("gemma2", "float32", "pull"),
+        ("gemma2", "bfloat16", "push"),
+        ("phi3_longrope", "float32", "push"),
+        ("mistral", "bfloat16", "pull"),
+    ],
+)
+def test_right_kv_is_never_suspected(
+    family: str, dtype: str, handoff: str, hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path
+) -> None:
+    """Windows that prompts outgrow, both ways of RoPE, prompts that share what is cached."""
+    model = random_checkpoint(tmp_path / family, family)
+    asked = prompts(*range(1, 60, 4), 63, 64, 65, 128, 200, 270, 300)
+    asked += [[*asked[-1][:208], *prompt[:20]] for prompt in asked[:8]]
+    changes = {"dtype": dtype, "handoff": handoff}
+    workers = [
+        (hosts[0], settings(model, "prefill-0", Role.PREFILL, **changes)),
+        (hosts[1], settings(model, "decode-0", Role.DECODE, **changes)),
+    ]
+    with running_cluster(model, workers) as cluster:
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda prompt: ask(cluster, prompt), asked))
+        found = checks(cluster, "decode-0")
+    assert found["mismatched"] == 0
+    assert found["passed"] + found["skipped"] == len(asked)
+    assert found["passed"] >= len(asked) - 2
