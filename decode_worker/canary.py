@@ -80,7 +80,8 @@ class Canary:
         return True
 
     def _try_copy(self, arrived: Arrived, sketch: LogitSketch, now_s: float) -> _Check | None:
-        if self.bound is None or arrived.held_tokens == arrived.prompt_tokens:
+        has_blocks = arrived.holder in self.tables  # none yet with handoff: pool
+        if self.bound is None or not has_blocks or arrived.held_tokens == arrived.prompt_tokens:
             return None
         copy = Holder("canary", arrived.key)
         self.tables.fork(arrived.holder, copy, now_s=now_s)
