@@ -173,7 +173,11 @@ class Receiver(End):
 
     def _hello(self, kv: str, blocks: int) -> None:
         self._kv = KvFacts(
-            block_size=self.shape.layout.block_size, blocks=blocks, slab_bytes=0, region=kv
+            dtype=self.shape.layout.dtype,
+            block_size=self.shape.layout.block_size,
+            blocks=blocks,
+            slab_bytes=0,
+            region=kv,
         )
         self.say(
             say="hello",

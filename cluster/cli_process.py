@@ -34,6 +34,8 @@ WORKER_KEYS = (
     "scheduler.max_running_requests",
     "transfer.transports",
     "transfer.handoff",
+    "transfer.codec",
+    "transfer.allow_mixed_precision",
     "transfer.require",
     "transfer.ucx.tls",
     "transfer.ucx.net_devices",

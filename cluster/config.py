@@ -202,6 +202,11 @@ class Transfer(Section):
     """push: KV leaves while the prompt is computed, into blocks that wait for it; pull: once all is
     computed, and the decode worker has room; pool: it goes to the host's pool node, and the decode
     worker fetches it there (needs pool.enabled)."""
+    codec: Literal["none", "fp8", "int8", "auto"] = "none"
+    """What KV is encoded with on its way, at a loss: a byte for each value. auto: fp8 or int8, on
+    links where that is faster. Both workers must allow it, else none."""
+    allow_mixed_precision: bool = False
+    """true: workers of different dtypes hand KV over, converted."""
     staging_slabs: Annotated[int, Field(ge=2)] = 4
     """Buffers that a worker lends to its peers: how many transfers may be in flight."""
     staging_bytes: AutoBytes = None

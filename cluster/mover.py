@@ -28,6 +28,7 @@ from kvpool.handoff import (
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, write_slab
 from kvpool.memory_direct import fetch
+from kvpool.slab import HEADER_BYTES
 from kvpool.slabs import SlabId
 from kvpool.transfer_plan import Side
 from kvpool.transport.base import RegionName
@@ -125,7 +126,8 @@ class Mover:
         connection = self._links.connection(job.peer)
         region = RegionName(job.lent.region)
         window = connection.window(region)
-        staging = window if window is not None else self._own_staging().memory
+        needed = HEADER_BYTES + job.write.nbytes
+        staging = window if window is not None else self._own_staging(needed).memory
         size = write_slab(
             self._memory,
             job.tables,
@@ -138,10 +140,15 @@ class Mover:
         if window is None:
             connection.write(region, 0, staging[:size])
 
-    def _own_staging(self) -> SharedRegion:
-        """Registered on first use, for links that cannot map the peer's slab."""
+    def _own_staging(self, needed_bytes: int) -> SharedRegion:
+        """Registered on first use, for links that cannot map the peer's slab; again for a peer
+        whose slabs are larger than this worker's."""
+        if self._staging is not None and self._staging.memory.numel() < needed_bytes:
+            self._links.endpoints.deregister(self._staging)
+            self._staging = None
         if self._staging is None:
-            self._staging = self._links.endpoints.register(self._slab_bytes)
+            size = max(self._slab_bytes, needed_bytes)
+            self._staging = self._links.endpoints.register(size)
         return self._staging
 
     def _scatter(self, job: ScatterSlab) -> SlabScattered:

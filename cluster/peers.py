@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from cluster.prober import Link, Prober
+from kvpool.codec import Codec
 from kvpool.handoff import (
     FromPeer,
     LinkMeasured,
@@ -70,6 +71,7 @@ class PeerLinks:
         self._prober = Prober(self.endpoints, copies, self._measured)
         kv = replace(hello.kv, region=self._shared(memory))
         self._hello = replace(hello, kv=kv, probe_region=self._prober.region)
+        self._codecs = {Codec.NONE, *hello.kv.offer.codecs}
 
     def _shared(self, memory: KvMemory | None) -> str:
         """The region over the whole pool; empty where no link can have it."""
@@ -174,10 +176,13 @@ class PeerLinks:
             peer, link = self._peer_of.get(connection), self._links.get(connection)
         if peer is None or link is None:
             raise PeerError("a peer spoke before its hello")
-        if isinstance(message, Ping | Pong | LinkProbed):
-            self._prober.received(link, message)
-        else:
-            self._post(FromPeer(peer=peer, message=message))
+        match message:
+            case Ping() | Pong() | LinkProbed():
+                self._prober.received(link, message)
+            case SlabLent(codec=codec) if codec not in self._codecs:
+                raise PeerError(f"{link.name} asks for codec {codec}, which is not allowed here")
+            case _:
+                self._post(FromPeer(peer=peer, message=message))
 
     def _greeted(self, connection: Connection, theirs: PeerHello) -> None:
         with self._lock:
@@ -201,14 +206,21 @@ class PeerLinks:
         self._prober.connected(link)
 
     def _check(self, theirs: PeerHello) -> None:
-        ours = self._hello
-        for name in ("wire_version", "fingerprint", "physical_format"):
+        ours, who = self._hello, f"worker {theirs.name or theirs.incarnation}"
+        for name in ("wire_version", "fingerprint"):
             mine, other = getattr(ours, name), getattr(theirs, name)
             if mine != other:
                 raise PeerError(
-                    f"worker {theirs.incarnation} has {name} {other}, this one {mine}: both must "
-                    "run the same kvrelay, model and dtype"
+                    f"{who} has {name} {other}, this one {mine}: both must run the same kvrelay "
+                    "and model"
                 )
+        may_differ = ours.kv.mixed_precision and theirs.kv.mixed_precision
+        if ours.kv.dtype != theirs.kv.dtype and not may_differ:
+            raise PeerError(
+                f"{who} has KV in {theirs.kv.dtype}, this one in {ours.kv.dtype}: give both the "
+                "same dtype, or set transfer.allow_mixed_precision: true on both to have it "
+                "converted"
+            )
 
     def _measured(self, link: Link, cost: LinkCost) -> None:
         with self._lock:
@@ -220,7 +232,7 @@ class PeerLinks:
         text = "%s -> %s over %s: %.1f GB/s, %.0f us"
         level = logging.INFO if link.opened else logging.DEBUG
         log.log(level, text, *ends, cost.transport, speed, latency_us)
-        self._post(LinkMeasured(peer=link.peer, cost=cost))
+        self._post(LinkMeasured(peer=link.peer, cost=cost, name=link.name))
 
     def _state(self, link: Link) -> LinkState:
         cost = self._costs.get(link.connection)

@@ -133,6 +133,8 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         cpu_threads=pool.cpu_threads,
         transports=config.transfer.transports,
         handoff=config.transfer.handoff,
+        codec=config.transfer.codec,
+        allow_mixed_precision=config.transfer.allow_mixed_precision,
         require=config.transfer.require,
         ucx=ucx_options(config.transfer.ucx),
         staging_slabs=config.transfer.staging_slabs,

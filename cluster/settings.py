@@ -18,9 +18,9 @@ class WorkerSettings:
 
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
     fixes the size of the pool, else `memory_fraction` of the device decides. `handoff` is a
-    HandoffMode, `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
-    same `secret`. `pool_address` is the pool node's to use, where
-    there need be none yet; None: no pool.
+    HandoffMode, `codec` a Codec or "auto", `ucx` are fields of UcxOptions. Links between hosts take
+    only peers that know the same `secret`. `pool_address` is the pool node's to use, where there
+    need be none yet; None: no pool.
     """
 
     name: str
@@ -41,6 +41,8 @@ class WorkerSettings:
     cpu_threads: int | None
     transports: tuple[str, ...]
     handoff: str
+    codec: str
+    allow_mixed_precision: bool
     require: tuple[str, ...]
     ucx: tuple[tuple[str, str | int], ...]
     staging_slabs: int

@@ -165,7 +165,11 @@ class WorkerLoop:
                 self._execute(self.prefill.handle(event, _now()))
             case SlabWritten():
                 self._execute(self.prefill.handle(event, _now()))
-            case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched() | LinkMeasured():
+            case LinkMeasured(peer=peer, name=name):
+                self._execute(self.decode.handle(event, _now()))
+                if choice := self.decode.receiver.pools.choice(peer).reason:
+                    log.info("KV from %s: %s", name, choice)
+            case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched():
                 self._execute(self.decode.handle(event, _now()))
             case LayersWritten():
                 if self._stepping is self.prefill:

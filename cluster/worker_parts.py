@@ -14,6 +14,7 @@ from cluster.pool_side import PoolSide
 from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
 from cluster.worker_events import Crashed, Incoming
+from cluster.worker_formats import block_names, codec_offer
 from cluster.worker_loop import WorkerLoop
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
@@ -24,7 +25,7 @@ from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
-from kvpool.block_names import BlockNames
+from kvpool.codec_choice import CodecOffer
 from kvpool.handoff import HandoffMode, PeerHello
 from kvpool.leases import LeaseTable
 from kvpool.memory_probe import measure_copies
@@ -82,7 +83,8 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         chunk_tokens=settings.prefill_chunk_tokens,
         total_bytes=settings.staging_bytes,
     )
-    links = _links(settings, engine, staging, inbox)
+    offer = codec_offer(settings, engine)
+    links = _links(settings, engine, staging, offer, inbox)
     mover = _mover(engine, staging, links, inbox)
     device = Device(engine, settings.cpu_threads, inbox.put)
     openings = _openings(settings, tables)
@@ -93,7 +95,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         mode=HandoffMode(settings.handoff),
         canary_every=settings.canary_every if bound is not None else 0,
     )
-    decode = _decode_scheduler(settings, engine, staging, openings, mover, bound)
+    decode = _decode_scheduler(settings, engine, staging, offer, openings, mover, bound)
     loop = WorkerLoop(device, openings, prefill, decode, inbox)
     pool = _pool(settings, engine, openings, links, inbox)
     loop.attach(links, mover, pool)
@@ -161,16 +163,10 @@ def _pool(
 
 
 def _tables(settings: WorkerSettings, engine: Engine) -> BlockTables:
-    longrope = engine.model.longrope
-    names = BlockNames(
-        fingerprint=engine.facts.fingerprint,
-        physical_format=engine.layout.physical_format(),
-        rope_border_tokens=longrope.border_tokens if longrope is not None else None,
-    )
     return BlockTables(
         engine.layout,
         engine.memory.blocks,
-        names=names,
+        names=block_names(settings, engine),
         caching=settings.prefix_caching,
         policy=settings.eviction,
     )
@@ -218,17 +214,20 @@ def _links(
     settings: WorkerSettings,
     engine: Engine,
     staging: Staging,
+    offer: CodecOffer,
     inbox: queue.SimpleQueue[Incoming],
 ) -> PeerLinks:
     hello = PeerHello(
         wire_version=WIRE_VERSION,
         incarnation=Incarnation(uuid4().hex),
         fingerprint=engine.facts.fingerprint,
-        physical_format=engine.layout.dtype,
         kv=KvFacts(
+            dtype=engine.layout.dtype,
             block_size=engine.layout.block_size,
             blocks=engine.memory.blocks,
             slab_bytes=staging.payload_bytes,
+            offer=offer,
+            mixed_precision=settings.allow_mixed_precision,
         ),
         name=settings.name,
     )
@@ -264,6 +263,7 @@ def _decode_scheduler(
     settings: WorkerSettings,
     engine: Engine,
     staging: Staging,
+    offer: CodecOffer,
     openings: Openings,
     mover: Mover,
     canary_bound: float | None,
@@ -276,6 +276,7 @@ def _decode_scheduler(
         mode=HandoffMode(settings.handoff),
         canary_every=settings.canary_every if canary_bound is not None else 0,
     )
+    receiver.pools.offer = offer
     longrope = engine.model.longrope
     batch = Batch(
         openings=openings,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvpool.handoff import PieceAhead, ReplaceSlab, SendPeer, SlabFilled, SlabLent, SlabReplaced
 from kvpool.slabs import Expired, LeaseId, SlabId, SlabPool
+from kvpool.transfer_plan import Write
 from kvrelay.types import Incarnation, RequestKey
 
 
@@ -20,12 +21,12 @@ class Lending:
     slabs: SlabPool
     regions: dict[SlabId, str]
     ttl_s: float
-    _awaiting_slab: deque[tuple[Incarnation, PieceAhead, int]] = field(default_factory=deque)
+    _awaiting_slab: deque[tuple[Incarnation, PieceAhead, Write]] = field(default_factory=deque)
     _lent: dict[RequestKey, dict[SlabId, tuple[LeaseId, int]]] = field(default_factory=dict)
     """# key |-> slab |-> lease, number of the piece"""
 
-    def ask(self, peer: Incarnation, ahead: PieceAhead, nbytes: int) -> None:
-        self._awaiting_slab.append((peer, ahead, nbytes))
+    def ask(self, peer: Incarnation, ahead: PieceAhead, write: Write) -> None:
+        self._awaiting_slab.append((peer, ahead, write))
 
     def forget_asked(self, key: RequestKey) -> None:
         self._awaiting_slab = deque(a for a in self._awaiting_slab if a[1].key != key)
@@ -34,8 +35,8 @@ class Lending:
         """As many of those asked for as are free."""
         sends = []
         while self._awaiting_slab:
-            peer, ahead, nbytes = self._awaiting_slab[0]
-            lent = self.slabs.try_lend(peer, nbytes, now_s, self.ttl_s)
+            peer, ahead, write = self._awaiting_slab[0]
+            lent = self.slabs.try_lend(peer, write.nbytes, now_s, self.ttl_s)
             if lent is None:
                 break
             self._awaiting_slab.popleft()
@@ -49,6 +50,7 @@ class Lending:
                 slab_id=lent.slab_id,
                 region=self.regions[lent.slab_id],
                 lease_id=lent.lease_id,
+                codec=write.wire.codec,
             )
             sends.append(SendPeer(peer=peer, message=answer))
         return sends

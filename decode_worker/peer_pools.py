@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from kvpool.codec import Codec
+from kvpool.codec_choice import NO_CODEC, CodecChoice, CodecOffer, choose_codec, wire_dtype
 from kvpool.handoff import FetchPiece, PieceAhead
 from kvpool.layout import KvLayout, Tables
 from kvpool.link_cost import LinkCost, Way
@@ -15,10 +17,12 @@ from kvrelay.types import Incarnation
 
 @dataclass(slots=True, kw_only=True)
 class PeerPools:
-    """`layout` is this worker's own, `slab_bytes` what one of its slabs holds."""
+    """`layout` is this worker's own, `slab_bytes` what one of its slabs holds, `offer` the codecs
+    that it allows."""
 
     layout: KvLayout
     slab_bytes: int
+    offer: CodecOffer = NO_CODEC
     _facts: dict[Incarnation, KvFacts] = field(default_factory=dict)
     _costs: dict[Incarnation, LinkCost] = field(default_factory=dict)
 
@@ -36,26 +40,40 @@ class PeerPools:
         self._facts.pop(peer, None)
         self._costs.pop(peer, None)
 
-    def write_of(self, ahead: PieceAhead, wanted: range, next_position: int) -> Write:
+    def choice(self, peer: Incarnation) -> CodecChoice:
+        """The codec of the peer's slabs, so far as its hello and the link's cost tell."""
+        facts = self._facts.get(peer)
+        if facts is None:
+            return CodecChoice()
+        return choose_codec(facts.offer, self.offer, self._wire_layout(peer), self._costs.get(peer))
+
+    def write_of(
+        self, peer: Incarnation, ahead: PieceAhead, wanted: range, next_position: int
+    ) -> Write:
         """`wanted` are the tokens up to the prompt's end that are not held here. Raises PeerError
         for a piece that this worker's cut of them has not."""
-        return check_cut(self.layout, ahead.piece, self.slab_bytes, wanted, next_position)
+        layout = self._wire_layout(peer)
+        return check_cut(layout, ahead.piece, self.slab_bytes, wanted, next_position)
 
-    def direct(
+    def _wire_layout(self, peer: Incarnation) -> KvLayout:
+        """Both sides make the same cut of it."""
+        facts, own = self._facts.get(peer), self.layout.dtype
+        return replace(self.layout, dtype=wire_dtype(facts.dtype, own) if facts else own)
+
+    def way(
         self, peer: Incarnation, ahead: PieceAhead, write: Write, tables: Tables
-    ) -> FetchPiece | None:
-        """How to read the piece where it lies, where that is possible and the faster way.
-
-        Raises PeerError when the peer has not named its blocks.
-        """
+    ) -> FetchPiece | Write:
+        """How the piece comes: read where it lies, if that is possible and the faster way, else in
+        a slab, as the link's codec writes it. Raises PeerError when the peer has not named its
+        blocks."""
         target = Side(tables=tables, block_size=self.layout.block_size)
         assert holds(target, write), f"{ahead.key} lacks blocks for {ahead.piece}"
-        facts, cost = self._facts.get(peer), self._costs.get(peer)
-        if facts is None or cost is None or not facts.region:
-            return None
+        choice, facts = self.choice(peer), self._facts.get(peer)
+        if facts is None or choice.cost is None or not self._is_readable(facts):
+            return _encoded(write, choice.codec)
         source = self._source(facts, ahead, write)
-        if cost.choose(transfer_shape(write, source, target)) is Way.COLLATED:
-            return None
+        if choice.cost.choose(transfer_shape(write, source, target)) is Way.COLLATED:
+            return _encoded(write, choice.codec)
         return FetchPiece(
             peer=peer,
             key=ahead.key,
@@ -66,6 +84,10 @@ class PeerPools:
             tables=tables,
         )
 
+    def _is_readable(self, facts: KvFacts) -> bool:
+        """What is read where it lies is not converted."""
+        return bool(facts.region) and facts.dtype == self.layout.dtype
+
     def _source(self, facts: KvFacts, ahead: PieceAhead, write: Write) -> Side:
         return source_side(
             write,
@@ -74,3 +96,9 @@ class PeerPools:
             block_size=facts.block_size,
             blocks=facts.blocks,
         )
+
+
+def _encoded(write: Write, codec: Codec) -> Write:
+    """Without the codec where that takes fewer bytes."""
+    encoded = write.encoded(codec)
+    return encoded if encoded.nbytes < write.nbytes else write

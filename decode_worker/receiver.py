@@ -112,7 +112,7 @@ class Receiver:
             return []
         span = range(reservation.held_tokens, reservation.prompt_tokens)
         try:
-            write = self.pools.write_of(ahead, span, reservation.next_position)
+            write = self.pools.write_of(peer, ahead, span, reservation.next_position)
         except PeerError as error:
             return [self._cancel_at(peer, ahead.key, str(error))]
         self.leases.renew(ahead.key, now_s)
@@ -134,14 +134,14 @@ class Receiver:
         """Through a slab, or directly."""
         peer, tables = reservation.message.source, self.tables.tables(reservation.holder)
         try:
-            fetch = self.pools.direct(peer, ahead, write, tables)
+            way = self.pools.way(peer, ahead, write, tables)
         except PeerError as error:
             return [self._cancel_at(peer, ahead.key, str(error))]
-        if fetch is None:
-            reservation.collated[ahead.number] = (ahead, write)
-            self._lending.ask(peer, ahead, write.nbytes)
+        if isinstance(way, Write):
+            reservation.collated[ahead.number] = (ahead, way)
+            self._lending.ask(peer, ahead, way)
             return [*self._lending.lend(now_s)]
-        reservation.direct[ahead.number] = fetch
+        reservation.direct[ahead.number] = way
         awaited = PieceAwaited(key=ahead.key, piece=ahead.number)
         return [SendPeer(peer=peer, message=awaited)]
 

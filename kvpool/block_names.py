@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from kvpool.codec import Codec
 from kvpool.hashes import BlockHash, CacheSalt, SupportsTokens, cache_salt, extend_chain
+from kvpool.layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,17 @@ class BlockNames:
             tenant=tenant,
         )
         return HashChain(salt=salt, block_size=block_size, limit=None if is_long else border)
+
+
+def named_format(layout: KvLayout, *, codec: str, mixed_precision: bool) -> str:
+    """`physical_format` of a worker's names. What may have come to it through a lossy codec, or
+    from another dtype, has other names than what its like compute or copy exactly."""
+    parts = [layout.physical_format()]
+    if codec != Codec.NONE:
+        parts.append(f"codec-{codec}")
+    if mixed_precision:
+        parts.append("mixed")
+    return "/".join(parts)
 
 
 @dataclass(slots=True, kw_only=True)

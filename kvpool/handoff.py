@@ -3,7 +3,7 @@
     prefill worker                          decode worker
       PeerHello  <----------------------->  PeerHello       once per connection
       PieceAhead(piece, its blocks) ------>  chooses the way; collated:
-                         <------------------  SlabLent(piece), when a slab is free
+                         <------------------  SlabLent(piece, codec), when a slab is free
       gathers, writes, SlabFilled  -------->  scatters into the blocks it reserved
                                              or direct:
                          <------------------  PieceAwaited(piece)
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvpool.canary import LogitSketch
+from kvpool.codec import Codec
 from kvpool.layout import Tables
 from kvpool.link_cost import LinkCost
 from kvpool.piece import Piece, PieceBlocks
@@ -54,12 +55,9 @@ class HandoffMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerHello:
-    """`physical_format` is what both sides must share of how a value is stored: the dtype."""
-
     wire_version: int
     incarnation: Incarnation
     fingerprint: str
-    physical_format: str
     kv: KvFacts
     name: str = ""
     probe_region: str = ""
@@ -82,6 +80,7 @@ class SlabLent:
     slab_id: SlabId
     region: str
     lease_id: LeaseId
+    codec: Codec = Codec.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +216,7 @@ class LinkMeasured:
 
     peer: Incarnation
     cost: LinkCost
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

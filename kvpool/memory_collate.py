@@ -33,15 +33,17 @@ def write_slab(
 ) -> int:
     """Gather `write`, which is `piece`'s, into a lent slab and put the header before it.
 
-    `window` is uint8 with room for both; returns the bytes used.
+    `window` is uint8; returns the bytes used. Raises PeerError when they are more than it has.
     """
     payload = window[HEADER_BYTES : HEADER_BYTES + write.nbytes]
-    assert payload.numel() == write.nbytes, (window.numel(), write.nbytes)
+    if payload.numel() < write.nbytes:
+        raise PeerError(f"a slab of {window.numel()} bytes was lent for a piece of {write.nbytes}")
     gather_write(memory, _side(memory, tables), write, payload)
     memory.settle()
     header = SlabHeader(
         fingerprint=fingerprint,
-        dtype=memory.layout.dtype,
+        dtype=write.wire.dtype,
+        codec=write.wire.codec,
         lease_id=lease_id,
         piece=piece,
         payload_bytes=write.nbytes,
@@ -63,11 +65,11 @@ def read_slab(
 ) -> SlabHeader:
     """Check that a filled slab is `write`, the reader's own cut of `piece`, and scatter it.
 
-    Raises PeerError, with no block touched, if it is not whole, or not of this model, dtype, lease
-    and piece.
+    Raises PeerError, with no block touched, if it is not whole, or not of this model, dtype, codec,
+    lease and piece.
     """
     header = SlabHeader.unpack(bytes(_buffer(window[:HEADER_BYTES])), fingerprint=fingerprint)
-    _check(header, memory.layout, piece, write, lease_id)
+    _check(header, piece, write, lease_id)
     payload = window[HEADER_BYTES:]
     header.check_payload(_buffer(payload))
     scatter_write(memory, _side(memory, tables), write, payload[: write.nbytes])
@@ -75,11 +77,14 @@ def read_slab(
     return header
 
 
-def _check(header: SlabHeader, layout: KvLayout, piece: Piece, write: Write, lease_id: int) -> None:
+def _check(header: SlabHeader, piece: Piece, write: Write, lease_id: int) -> None:
     if header.lease_id != lease_id:
         raise PeerError(f"slab of lease {header.lease_id}, but {lease_id} is current")
-    if header.dtype != layout.dtype:
-        raise PeerError(f"slab of {header.dtype}, but the pool holds {layout.dtype}")
+    if (header.dtype, header.codec) != (write.wire.dtype, write.wire.codec):
+        raise PeerError(
+            f"slab of {header.dtype} with codec {header.codec}, but {write.wire.dtype} with codec "
+            f"{write.wire.codec} was agreed"
+        )
     if header.piece != piece:
         raise PeerError(f"slab of {_named(header.piece)}, but {_named(piece)} was announced")
     if header.payload_bytes != write.nbytes:

@@ -5,11 +5,13 @@ layout. Blocks in use are never touched.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 
+from kvpool.codec import Codec
+from kvpool.codec_choice import CodecSpeed
 from kvpool.layout import BlockId, KvLayout, Tables
 from kvpool.link_cost import Sample, Step
 from kvpool.memory import KvMemory
@@ -27,6 +29,28 @@ def measure_copies(layout: KvLayout, device: torch.device | str) -> tuple[Sample
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
     memory = KvMemory(layout, blocks, device)
     return tuple(sample for count in sorted({2, blocks}) for sample in _samples(memory, count))
+
+
+def measure_codecs(
+    layout: KvLayout, device: torch.device | str, codecs: Iterable[Codec]
+) -> tuple[CodecSpeed, ...]:
+    """On blocks that lie together: what lies apart costs a run each, whatever the codec."""
+    blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
+    memory = KvMemory(layout, blocks, device)
+    return tuple(_codec_speed(memory, codec) for codec in codecs)
+
+
+def _codec_speed(memory: KvMemory, codec: Codec) -> CodecSpeed:
+    size = memory.layout.block_size
+    plain = _write(memory.layout, memory.blocks * size)
+    write, elements = plain.encoded(codec), plain.nbytes / memory.layout.element_bytes
+    slab = torch.zeros(write.nbytes, dtype=torch.uint8)
+    side = Side(tables=_tables(memory, _together(memory.blocks)), block_size=size)
+    encode_s = _least(partial(gather_write, memory, side, write, slab), memory.device)
+    decode_s = _least(partial(scatter_write, memory, side, write, slab), memory.device)
+    return CodecSpeed(
+        codec=codec, encode_per_s=elements / encode_s, decode_per_s=elements / decode_s
+    )
 
 
 def _samples(memory: KvMemory, blocks: int) -> Iterator[Sample]:

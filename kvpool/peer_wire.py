@@ -26,12 +26,12 @@ from kvpool.handoff import (
     SlabLent,
     TransferCancelled,
 )
+from kvpool.peer_wire_hello import CODECS, codec_of, decode_hello, encode_hello
 from kvpool.piece import Piece, PieceBlocks
-from kvpool.pool_map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transfer_plan import TokenSpan
 from kvrelay.errors import PeerError
-from kvrelay.types import Incarnation, RequestKey
+from kvrelay.types import RequestKey
 from kvrelay.v1 import peer_pb2, worker_pb2
 
 
@@ -64,7 +64,7 @@ def _encode(message: PeerMessage) -> peer_pb2.PeerMessage:
     pb = peer_pb2
     match message:
         case PeerHello():
-            return pb.PeerMessage(hello=_hello(message))
+            return pb.PeerMessage(hello=encode_hello(message))
         case PieceAhead():
             return pb.PeerMessage(piece_ahead=_piece_ahead(message))
         case SlabLent():
@@ -74,6 +74,7 @@ def _encode(message: PeerMessage) -> peer_pb2.PeerMessage:
                 slab_id=message.slab_id,
                 region=message.region,
                 lease_id=message.lease_id,
+                codec=CODECS[message.codec],
             )
             return pb.PeerMessage(slab_lent=lent)
         case SlabFilled():
@@ -132,7 +133,7 @@ def decode(payload: bytes) -> PeerMessage:
 def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
     match envelope.WhichOneof("message"):
         case "hello":
-            return _hello_of(envelope.hello)
+            return decode_hello(envelope.hello)
         case "piece_ahead":
             return _piece_ahead_of(envelope.piece_ahead)
         case "slab_lent":
@@ -143,6 +144,7 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
                 slab_id=SlabId(lent.slab_id),
                 region=lent.region,
                 lease_id=LeaseId(lent.lease_id),
+                codec=codec_of(lent.codec),
             )
         case "slab_filled":
             filled = envelope.slab_filled
@@ -188,42 +190,6 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
             return LinkProbed()
         case _:
             raise PeerError("a peer sent a message of a kind that this version does not know")
-
-
-def _hello(message: PeerHello) -> peer_pb2.PeerHello:
-    kv = message.kv
-    return peer_pb2.PeerHello(
-        wire_version=message.wire_version,
-        incarnation=message.incarnation,
-        fingerprint=message.fingerprint,
-        physical_format=message.physical_format,
-        kv=peer_pb2.KvFacts(
-            block_size=kv.block_size,
-            blocks=kv.blocks,
-            slab_bytes=kv.slab_bytes,
-            region=kv.region,
-        ),
-        name=message.name,
-        probe_region=message.probe_region,
-    )
-
-
-def _hello_of(hello: peer_pb2.PeerHello) -> PeerHello:
-    kv = hello.kv
-    return PeerHello(
-        wire_version=hello.wire_version,
-        incarnation=Incarnation(hello.incarnation),
-        fingerprint=hello.fingerprint,
-        physical_format=hello.physical_format,
-        kv=KvFacts(
-            block_size=kv.block_size,
-            blocks=kv.blocks,
-            slab_bytes=kv.slab_bytes,
-            region=kv.region,
-        ),
-        name=hello.name,
-        probe_region=hello.probe_region,
-    )
 
 
 def _piece_ahead(message: PieceAhead) -> peer_pb2.PieceAhead:

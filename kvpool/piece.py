@@ -51,9 +51,10 @@ class PieceBlocks:
 
 @lru_cache(maxsize=64)
 def cut_span(layout: KvLayout, span: TokenSpan, slab_bytes: int) -> tuple[Write, ...]:
-    """The writes of `span` between two whole models, each of at most `slab_bytes`.
+    """The writes of `span` between two whole models, each of at most `slab_bytes`, without a codec.
 
-    Equal for layouts that differ in their block size only.
+    `layout` is that of the wire (wire_layout). Equal for layouts that differ in their block size
+    only.
     """
     one = ShardLayout(model=layout, shard=Shard())
     groups = _layer_groups(layout, span)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool.codec_choice import NO_CODEC, CodecOffer
 from kvpool.layout import KvLayout
 
 _ALIGNED_BYTES = 256
@@ -22,12 +23,16 @@ class KvFacts:
     """What a peer must know of this worker's KV memory: its pool, and what one slab holds.
 
     `region` is the whole pool's, as the link calls it; empty where the link can't read it.
+    `mixed_precision`: KV of another dtype may come and go, converted.
     """
 
+    dtype: str
     block_size: int
     blocks: int
     slab_bytes: int
     region: str = ""
+    offer: CodecOffer = NO_CODEC
+    mixed_precision: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
 """What stands at the head of a slab, so that a foreign, stale or damaged one is never scattered.
 
 [0, 128)                      header, little endian, padded with zeros
-[128, 128 + payload_bytes)    the sections of a write one after another; in each, for each
-                              layer, for each plane `[token, head, dim]`
+[128, 128 + payload_bytes)    the sections of a write one after another, each as kvpool.codec says
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from kvpool.codec import Codec
 from kvpool.piece import Piece
 from kvpool.transfer_plan import TokenSpan
 from kvrelay.errors import PeerError
@@ -19,12 +19,13 @@ from kvrelay.types import WIRE_VERSION
 
 HEADER_BYTES = 128
 _MAGIC = b"KVRSLAB\0"
-# magic, version, dtype, fingerprint, lease; start, tokens and next position of the span, index of
-# the write; payload bytes, payload checksum
-_FIELDS = struct.Struct("<8sHH16sQQQQIQQ")
+# magic, version, dtype, codec, fingerprint, lease; start, tokens and next position of the span,
+# index of the write; payload bytes, payload checksum
+_FIELDS = struct.Struct("<8sHHH16sQQQQIQQ")
 _CHECKSUM = struct.Struct("<Q")  # of all that stands before it
 _PADDING = bytes(HEADER_BYTES - _FIELDS.size - _CHECKSUM.size)
 _DTYPES = ("float32", "bfloat16", "float16")
+_CODECS = (Codec.NONE, Codec.FP8, Codec.INT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,12 @@ class SlabHeader:
     """Which piece of a sequence the payload is, and under which lease it was written.
 
     `fingerprint` is the layout's logical fingerprint (32 hex digits), `checksum` the xxh3_64 of
-    the payload.
+    the payload. `dtype` is that of the elements under codec none.
     """
 
     fingerprint: str
     dtype: str
+    codec: Codec
     lease_id: int
     piece: Piece
     payload_bytes: int
@@ -47,6 +49,7 @@ class SlabHeader:
             _MAGIC,
             WIRE_VERSION,
             _DTYPES.index(self.dtype),
+            _CODECS.index(self.codec),
             bytes.fromhex(self.fingerprint),
             self.lease_id,
             self.piece.span.start,
@@ -63,7 +66,7 @@ class SlabHeader:
         """Raises PeerError, saying what is wrong, unless it is a whole header for this model."""
         if len(data) < HEADER_BYTES:
             raise PeerError(f"slab header of {len(data)} bytes; it must have {HEADER_BYTES}")
-        magic, version, dtype, theirs, lease_id, *place, payload_bytes, digest = (
+        magic, version, dtype, codec, theirs, lease_id, *place, payload_bytes, digest = (
             _FIELDS.unpack_from(data)
         )
         start, tokens, next_position, index = place
@@ -77,9 +80,12 @@ class SlabHeader:
             raise PeerError(f"slab of another model: fingerprint {theirs.hex()}, not {fingerprint}")
         if dtype >= len(_DTYPES):
             raise PeerError(f"slab of unknown dtype code {dtype}")
+        if codec >= len(_CODECS):
+            raise PeerError(f"slab of unknown codec {codec}")
         return cls(
             fingerprint=fingerprint,
             dtype=_DTYPES[dtype],
+            codec=_CODECS[codec],
             lease_id=lease_id,
             piece=Piece(
                 span=TokenSpan(start=start, tokens=tokens, next_position=next_position),

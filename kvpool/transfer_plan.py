@@ -50,6 +50,11 @@ class Section:
     offset_bytes: int
     nbytes: int
 
+    def encoded(self, wire: WireFormat, offset_bytes: int) -> Section:
+        shape = [(plane.heads, plane.dim) for plane in self.part.planes]
+        nbytes = wire.encoded_bytes(self.part.layers, self.tokens, shape)
+        return replace(self, offset_bytes=offset_bytes, nbytes=nbytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
@@ -66,6 +71,16 @@ class Write:
     def last_layer(self) -> int:
         """The layer of the model after which a write that isn't empty may be gathered."""
         return max(section.last_layer for section in self.sections)
+
+    def encoded(self, codec: Codec) -> Write:
+        """The same tokens of the same layers with another codec. Where heads are tiny a codec may
+        need more bytes than none does."""
+        wire = replace(self.wire, codec=codec)
+        sections: list[Section] = []
+        for section in self.sections:
+            offset_bytes = sum(before.nbytes for before in sections)
+            sections.append(section.encoded(wire, offset_bytes))
+        return Write(sections=tuple(sections), wire=wire)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,10 @@ them is in flight: `settled` says when they may be freed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpool.canary import LogitSketch, first_query
+from kvpool.codec_choice import wire_dtype
 from kvpool.handoff import (
     Commit,
     HandoffMode,
@@ -117,10 +118,11 @@ class Sender:
         if self.peer is None or waits:
             return []
         spans, self._planned = self._planned, []
+        wire = replace(self.layout, dtype=wire_dtype(self.layout.dtype, self.peer.dtype))
         return [
             self._ahead(Piece(span=span, index=index), write, tables)
             for span in spans
-            for index, write in enumerate(cut_span(self.layout, span, self.peer.slab_bytes))
+            for index, write in enumerate(cut_span(wire, span, self.peer.slab_bytes))
         ]
 
     def _ahead(self, piece: Piece, write: Write, tables: Tables) -> SendPeer:
@@ -188,11 +190,12 @@ class Sender:
 
     def _write(self, number: int, tables: Tables) -> WriteSlab:
         self._writing.add(number)
+        lent = self._lent.pop(number)
         return WriteSlab(
             peer=self.message.target,
-            lent=self._lent.pop(number),
+            lent=lent,
             piece=self._pieces[number].piece,
-            write=self._pieces[number].write,
+            write=self._pieces[number].write.encoded(lent.codec),
             tables=tables,
         )
 

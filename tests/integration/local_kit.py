@@ -17,6 +17,7 @@ from cluster.worker_events import Call
 from cluster.worker_loop import WorkerLoop
 from decode_worker.peer_pools import PeerPools
 from kvpool.link_cost import LinkCost
+from kvpool.memory import KvMemory
 from kvrelay.types import Incarnation
 from tests.integration.split_kit import PATIENCE_S
 
@@ -69,6 +70,11 @@ class LocalHost:
     def device(self) -> Device:
         assert self._worker is not None and self._worker._parts is not None
         return self._worker._parts.device
+
+    @property
+    def memory(self) -> KvMemory:
+        """Its KV pool."""
+        return self.device._engine.memory
 
     @property
     def incarnation(self) -> Incarnation:

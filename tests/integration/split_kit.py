@@ -53,6 +53,8 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         cpu_threads=1,
         transports=("shm",),
         handoff="push",
+        codec="none",
+        allow_mixed_precision=False,
         require=(),
         ucx=(),
         staging_slabs=4,

@@ -75,6 +75,7 @@ class Worker:
     @property
     def peer_hello(self) -> PeerHello:
         facts = KvFacts(
+            dtype=self.shape.layout.dtype,
             block_size=self.shape.layout.block_size,
             blocks=self.shape.blocks,
             slab_bytes=self.shape.slab_bytes,
@@ -84,7 +85,6 @@ class Worker:
             wire_version=WIRE_VERSION,
             incarnation=self.incarnation,
             fingerprint="f",
-            physical_format="float32",
             kv=facts,
         )
 

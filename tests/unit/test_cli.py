@@ -202,6 +202,8 @@ SAMPLES: dict[str, object] = {
     "router.resources": {"x": 1},
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
+    "transfer.codec": "int8",
+    "transfer.allow_mixed_precision": True,
     "transfer.staging_slabs": 9,
     "transfer.staging_bytes": "9MiB",
     "transfer.require": ["rdma"],

@@ -257,6 +257,8 @@ CHANGES = {
     "router.resources": {"y": 1},
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
+    "transfer.codec": "int8",
+    "transfer.allow_mixed_precision": True,
     "transfer.staging_slabs": 9,
     "transfer.staging_bytes": "9MiB",
     "transfer.require": ["rdma"],

@@ -62,8 +62,7 @@ class Side:
             wire_version=WIRE_VERSION,
             incarnation=Incarnation(f"{name}-{uuid4().hex}"),
             fingerprint="f00d",
-            physical_format="float32",
-            kv=KvFacts(block_size=16, blocks=8, slab_bytes=1024),
+            kv=KvFacts(dtype="float32", block_size=16, blocks=8, slab_bytes=1024),
             name=name,
         )
         self.inbox: queue.SimpleQueue[FromPeer | PeerLost | LinkMeasured] = queue.SimpleQueue()

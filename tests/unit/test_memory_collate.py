@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from kvpool.codec import Codec
 from kvpool.layout import BlockId, KvLayout, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, write_slab
@@ -100,7 +101,11 @@ def test_a_slab_that_is_not_for_us_touches_no_block() -> None:
 
     refused("another model", fingerprint="cd" * 16)
     refused("lease 5, but 6 is current", lease_id=6)
-    refused("slab of bfloat16", memory_layout=layout(8, "float16"))
+    ((_, half),) = pieces(layout(8, "float16"), _SPAN)
+    agreed = "slab of bfloat16 with codec none, but %s was agreed"
+    half_pool = layout(8, "float16")
+    refused(agreed % "float16 with codec none", memory_layout=half_pool, write=half)
+    refused(agreed % "bfloat16 with codec int8", write=write.encoded(Codec.INT8))
     other = Piece(span=TokenSpan(start=2, tokens=29, next_position=32), index=0)
     refused(r"tokens \[2, 32\) of 32, but write 0 of tokens \[2, 31\) of 32", piece=other)
     refused("write 0 of .* but write 1 of", piece=Piece(span=_SPAN, index=1))

@@ -62,7 +62,11 @@ def connected() -> Iterator[tuple[LoopbackEndpoint, Connection]]:
 
 def facts(memory: KvMemory, region: str) -> KvFacts:
     return KvFacts(
-        block_size=memory.layout.block_size, blocks=memory.blocks, slab_bytes=0, region=region
+        dtype=memory.layout.dtype,
+        block_size=memory.layout.block_size,
+        blocks=memory.blocks,
+        slab_bytes=0,
+        region=region,
     )
 
 

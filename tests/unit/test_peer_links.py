@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from cluster.peers import PeerLinks
+from kvpool.codec import Codec
+from kvpool.codec_choice import CodecOffer, CodecSpeed
 from kvpool.handoff import (
     Committed,
     FromPeer,
@@ -17,15 +20,19 @@ from kvpool.handoff import (
     PeerMessage,
     RenewLeases,
     SendPeer,
+    SlabLent,
 )
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
+from kvpool.peer_wire import encode
 from kvpool.pool_map import KvFacts
+from kvpool.slabs import LeaseId, SlabId
 from kvpool.transport.base import Connection, RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
 
 A, B = Incarnation("links-a"), Incarnation("links-b")
+FACTS = KvFacts(dtype="float32", block_size=16, blocks=8, slab_bytes=1024)
 RENEW = RenewLeases(keys=(RequestKey("r", 0),))
 COMMITTED = Committed(key=RequestKey("r", 0))
 
@@ -36,15 +43,14 @@ class Side:
         incarnation: Incarnation,
         *,
         fingerprint: str = "f00d",
-        dtype: str = "float32",
+        facts: KvFacts | None = None,
         memory: KvMemory | None = None,
     ) -> None:
         hello = PeerHello(
             wire_version=WIRE_VERSION,
             incarnation=incarnation,
             fingerprint=fingerprint,
-            physical_format=dtype,
-            kv=KvFacts(block_size=16, blocks=8, slab_bytes=1024),
+            kv=facts or FACTS,
         )
         self.inbox: queue.SimpleQueue[FromPeer | PeerLost] = queue.SimpleQueue()
         self.hellos: queue.SimpleQueue[PeerHello] = queue.SimpleQueue()
@@ -104,21 +110,58 @@ def test_each_hears_what_the_other_is_and_which_region_to_read() -> None:
         window = b.links.connection(A).window(RegionName(region))
         assert window is not None
         assert window.data_ptr() == memory.flat.data_ptr()
-        assert a.hellos.get(timeout=10).kv == KvFacts(block_size=16, blocks=8, slab_bytes=1024)
+        assert a.hellos.get(timeout=10).kv == FACTS
 
 
-def test_another_dtype_is_refused(sides: tuple[Side, Side]) -> None:
-    a, _ = sides
-    other = Side(Incarnation("links-c"), dtype="bfloat16")
-    try:
+@pytest.mark.parametrize("willing", [[], ["here"], ["there"]])
+def test_another_dtype_is_refused_unless_both_allow_it(willing: list[str]) -> None:
+    half = replace(FACTS, dtype="bfloat16", mixed_precision="there" in willing)
+    with ExitStack() as stack:
+        a = Side(A, facts=replace(FACTS, mixed_precision="here" in willing))
+        other = Side(B, facts=half)
+        stack.callback(a.links.close)
+        stack.callback(other.links.close)
         a.send(other, RENEW)
         lost = a.next()
         assert isinstance(lost, PeerLost)
-        assert "has physical_format bfloat16, this one float32" in lost.reason
+        assert lost.reason == (
+            "worker links-b has KV in bfloat16, this one in float32: give both the same dtype, or "
+            "set transfer.allow_mixed_precision: true on both to have it converted"
+        )
         assert a.hellos.empty()
         assert isinstance(other.next(), PeerLost)
-    finally:
-        other.links.close()
+
+
+def test_another_dtype_is_welcome_where_both_allow_it() -> None:
+    with ExitStack() as stack:
+        a = Side(A, facts=replace(FACTS, mixed_precision=True))
+        other = Side(B, facts=replace(FACTS, dtype="float16", mixed_precision=True))
+        stack.callback(a.links.close)
+        stack.callback(other.links.close)
+        connected(a, other)
+        assert a.hellos.get(timeout=10).kv.dtype == "float16"
+
+
+def test_a_codec_that_was_not_offered_costs_the_connection() -> None:
+    key = RequestKey("r", 0)
+    lent = SlabLent(
+        key=key, piece=0, slab_id=SlabId(0), region="", lease_id=LeaseId(1), codec=Codec.INT8
+    )
+    speed = CodecSpeed(codec=Codec.INT8, encode_per_s=1.0, decode_per_s=1.0)
+    offers = replace(FACTS, offer=CodecOffer(speeds=(speed,)))
+    with ExitStack() as stack:
+        a, b = Side(A, facts=offers), Side(B)
+        stack.callback(a.links.close)
+        stack.callback(b.links.close)
+        connected(a, b)
+        a.links.connection(B).notify(encode(lent))
+        lost = b.next()
+        assert isinstance(lost, PeerLost)
+        assert "asks for codec int8, which is not allowed here" in lost.reason
+        assert isinstance(a.next(), PeerLost)
+        connected(a, b)
+        b.links.connection(A).notify(encode(lent))
+        assert a.next() == FromPeer(peer=B, message=lent)
 
 
 def test_an_answer_to_one_who_never_connected_goes_nowhere(sides: tuple[Side, Side]) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpool.codec import Codec
 from kvpool.piece import Piece
 from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
 from kvpool.transfer_plan import TokenSpan
@@ -20,6 +21,7 @@ def _header(**changes: int | str | Piece) -> SlabHeader:
     fields: dict[str, int | str | Piece] = {
         "fingerprint": _MODEL,
         "dtype": "bfloat16",
+        "codec": Codec.FP8,
         "lease_id": 7,
         "piece": _PIECE,
         "payload_bytes": len(_PAYLOAD),
@@ -40,9 +42,10 @@ places = st.integers(0, 2**64 - 1)
         index=st.integers(0, 2**32 - 1),
     ),
     st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from(Codec),
 )
-def test_round_trip(lease_id: int, piece: Piece, dtype: str) -> None:
-    header = _header(lease_id=lease_id, piece=piece, dtype=dtype)
+def test_round_trip(lease_id: int, piece: Piece, dtype: str, codec: Codec) -> None:
+    header = _header(lease_id=lease_id, piece=piece, dtype=dtype, codec=codec)
     packed = header.pack()
     assert len(packed) == HEADER_BYTES
     assert SlabHeader.unpack(packed, fingerprint=_MODEL) == header

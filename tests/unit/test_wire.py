@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import peer_wire
+from kvpool.codec import Codec
+from kvpool.codec_choice import CodecOffer, CodecSpeed
 from kvpool.handoff import (
     CancelTransfer,
     Commit,
@@ -28,6 +31,7 @@ from kvpool.handoff import (
     SlabLent,
     TransferCancelled,
 )
+from kvpool.layout import DTYPE_BYTES
 from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool_map import KvFacts
 from kvpool.transfer_plan import TokenSpan
@@ -61,6 +65,7 @@ from kvrelay.types import (
     Sampling,
     TokenLogprobs,
 )
+from kvrelay.v1 import peer_pb2
 from kvrelay.v1 import worker_pb2 as pb
 from router.dispatcher import MAX_REQUEST_ID_BYTES
 from tests.unit.router_kit import hello
@@ -127,14 +132,36 @@ piece_blocks = st.builds(
     first=uint32,
     runs=st.lists(st.tuples(uint32, uint32), max_size=5).map(tuple),
 )
+speeds = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+kv_facts = st.builds(
+    KvFacts,
+    dtype=st.sampled_from([*DTYPE_BYTES]),
+    block_size=uint32,
+    blocks=uint32,
+    slab_bytes=uint64,
+    region=text,
+    offer=st.builds(
+        CodecOffer,
+        speeds=st.lists(
+            st.builds(
+                CodecSpeed,
+                codec=st.sampled_from(Codec),
+                encode_per_s=speeds,
+                decode_per_s=speeds,
+            ),
+            max_size=3,
+        ).map(tuple),
+        only_if_faster=st.booleans(),
+    ),
+    mixed_precision=st.booleans(),
+)
 peer_messages = st.one_of(
     st.builds(
         PeerHello,
         wire_version=uint32,
         incarnation=text,
         fingerprint=text,
-        physical_format=text,
-        kv=st.builds(KvFacts, block_size=uint32, blocks=uint32, slab_bytes=uint64, region=text),
+        kv=kv_facts,
         name=text,
         probe_region=text,
     ),
@@ -146,7 +173,15 @@ peer_messages = st.one_of(
         held=st.lists(piece_blocks, max_size=3).map(tuple),
     ),
     *(st.builds(kind, key=keys, piece=uint32) for kind in (PieceAwaited, PieceComputed, PieceRead)),
-    st.builds(SlabLent, key=keys, piece=uint32, slab_id=uint32, region=text, lease_id=uint64),
+    st.builds(
+        SlabLent,
+        key=keys,
+        piece=uint32,
+        slab_id=uint32,
+        region=text,
+        lease_id=uint64,
+        codec=st.sampled_from(Codec),
+    ),
     st.builds(SlabFilled, key=keys, piece=uint32, slab_id=uint32, lease_id=uint64),
     st.builds(Commit, key=keys, pieces=uint32, first_token_ids=ids, finished_choices=ids),
     st.builds(Committed, key=keys),
@@ -225,6 +260,21 @@ def test_what_another_version_sends_is_refused() -> None:
     greeting.wire_version = 7
     with pytest.raises(PeerError, match="worker w speaks wire version 7, this router 1"):
         wire.decode_hello(greeting)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int4"}, "KV of dtype 'int4'"),
+        ({"codecs": [peer_pb2.CodecSpeed(codec=9)]}, "codec 9"),
+        ({"codecs": [peer_pb2.CodecSpeed(codec=1, encode_per_s=1)]}, "speed of 0 per second"),
+    ],
+)
+def test_facts_that_can_not_be_used_are_refused(changes: dict[str, Any], message: str) -> None:
+    facts = peer_pb2.KvFacts(**({"dtype": "float32"} | changes))
+    payload = peer_pb2.PeerMessage(hello=peer_pb2.PeerHello(kv=facts)).SerializeToString()
+    with pytest.raises(PeerError, match=message):
+        peer_wire.decode(payload)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -29,7 +29,13 @@ LAYOUT = KvLayout(
     block_size=BLOCK,
 )
 TOKEN_BYTES = LAYOUT.bytes_per_token
-FACTS = KvFacts(block_size=BLOCK, blocks=16, slab_bytes=SLAB_TOKENS * TOKEN_BYTES, region="pool")
+FACTS = KvFacts(
+    dtype=LAYOUT.dtype,
+    block_size=BLOCK,
+    blocks=16,
+    slab_bytes=SLAB_TOKENS * TOKEN_BYTES,
+    region="pool",
+)
 
 
 def key(name: str) -> RequestKey:
@@ -53,9 +59,7 @@ def prefill_of(request: RequestSpec) -> Prefill:
 
 
 def hello(peer: Incarnation, facts: KvFacts = FACTS) -> FromPeer:
-    message = PeerHello(
-        wire_version=1, incarnation=peer, fingerprint="f", physical_format="float32", kv=facts
-    )
+    message = PeerHello(wire_version=1, incarnation=peer, fingerprint="f", kv=facts)
     return FromPeer(peer=peer, message=message)
 
 

@@ -1,11 +1,21 @@
 from kvrelay.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODEC_NONE: _ClassVar[Codec]
+    CODEC_FP8: _ClassVar[Codec]
+    CODEC_INT8: _ClassVar[Codec]
+CODEC_NONE: Codec
+CODEC_FP8: Codec
+CODEC_INT8: Codec
 
 class PeerMessage(_message.Message):
     __slots__ = ("hello", "piece_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "piece_awaited", "piece_computed", "piece_read", "ping", "pong", "link_probed")
@@ -42,34 +52,50 @@ class PeerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., piece_ahead: _Optional[_Union[PieceAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., piece_awaited: _Optional[_Union[PieceAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "kv", "name", "probe_region")
+    __slots__ = ("wire_version", "incarnation", "fingerprint", "kv", "name", "probe_region")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROBE_REGION_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     fingerprint: str
-    physical_format: str
     kv: KvFacts
     name: str
     probe_region: str
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., kv: _Optional[_Union[KvFacts, _Mapping]] = ..., name: _Optional[str] = ..., probe_region: _Optional[str] = ...) -> None: ...
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvFacts, _Mapping]] = ..., name: _Optional[str] = ..., probe_region: _Optional[str] = ...) -> None: ...
 
 class KvFacts(_message.Message):
-    __slots__ = ("block_size", "blocks", "slab_bytes", "region")
+    __slots__ = ("block_size", "blocks", "slab_bytes", "region", "dtype", "codecs", "codecs_only_if_faster", "mixed_precision")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    CODECS_ONLY_IF_FASTER_FIELD_NUMBER: _ClassVar[int]
+    MIXED_PRECISION_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     blocks: int
     slab_bytes: int
     region: str
-    def __init__(self, block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., region: _Optional[str] = ...) -> None: ...
+    dtype: str
+    codecs: _containers.RepeatedCompositeFieldContainer[CodecSpeed]
+    codecs_only_if_faster: bool
+    mixed_precision: bool
+    def __init__(self, block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., region: _Optional[str] = ..., dtype: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[CodecSpeed, _Mapping]]] = ..., codecs_only_if_faster: _Optional[bool] = ..., mixed_precision: _Optional[bool] = ...) -> None: ...
+
+class CodecSpeed(_message.Message):
+    __slots__ = ("codec", "encode_per_s", "decode_per_s")
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PER_S_FIELD_NUMBER: _ClassVar[int]
+    codec: Codec
+    encode_per_s: float
+    decode_per_s: float
+    def __init__(self, codec: _Optional[_Union[Codec, str]] = ..., encode_per_s: _Optional[float] = ..., decode_per_s: _Optional[float] = ...) -> None: ...
 
 class PieceAhead(_message.Message):
     __slots__ = ("key", "number", "start", "tokens", "next_position", "index", "held")
@@ -102,18 +128,20 @@ class PieceBlocks(_message.Message):
     def __init__(self, group: _Optional[int] = ..., first: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlabLent(_message.Message):
-    __slots__ = ("key", "piece", "slab_id", "region", "lease_id")
+    __slots__ = ("key", "piece", "slab_id", "region", "lease_id", "codec")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     SLAB_ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
     piece: int
     slab_id: int
     region: str
     lease_id: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[str] = ..., lease_id: _Optional[int] = ...) -> None: ...
+    codec: Codec
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[str] = ..., lease_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
 
 class SlabFilled(_message.Message):
     __slots__ = ("key", "piece", "slab_id", "lease_id")

@@ -1,0 +1,31 @@
+"""How a worker's KV is named, and what it may be encoded with on its way, by its settings."""
+
+from __future__ import annotations
+
+from cluster.settings import WorkerSettings
+from engine.runner import Engine
+from kvpool.block_names import BlockNames, named_format
+from kvpool.codec import Codec
+from kvpool.codec_choice import CodecOffer
+from kvpool.memory_probe import measure_codecs
+
+
+def block_names(settings: WorkerSettings, engine: Engine) -> BlockNames:
+    longrope = engine.model.longrope
+    return BlockNames(
+        fingerprint=engine.facts.fingerprint,
+        physical_format=named_format(
+            engine.layout,
+            codec=settings.codec,
+            mixed_precision=settings.allow_mixed_precision,
+        ),
+        rope_border_tokens=longrope.border_tokens if longrope is not None else None,
+    )
+
+
+def codec_offer(settings: WorkerSettings, engine: Engine) -> CodecOffer:
+    """Measured, unless none is configured."""
+    auto = settings.codec == "auto"
+    codecs = [Codec.INT8, Codec.FP8] if auto else {Codec(settings.codec)} - {Codec.NONE}
+    speeds = measure_codecs(engine.layout, engine.memory.device, codecs) if codecs else ()
+    return CodecOffer(speeds=speeds, only_if_faster=auto)
