@@ -72,6 +72,8 @@ POOL_KEYS = (
     "pool.transports",
     "transfer.lease_ttl",
     "network.host",
+    "network.port_range",
+    "network.secret",
     "drain_timeout",
 )
 

@@ -265,11 +265,11 @@ class Pool(Section):
 
 class Network(Section):
     host: AutoText = None
-    """Address of the workers; auto: loopback on a Ray of our own, else the node's."""
+    """Address of workers and pool nodes; auto: loopback on a Ray of our own, else the node's."""
     port_range: tuple[Port, Port] | None = None
-    """First and last port that workers may use; none: the system chooses."""
+    """First and last port that these may use; none: the system chooses."""
     secret: str | None = None
-    """KV links between hosts take only workers that know it; none: any that reach the port."""
+    """KV links between hosts take only processes that know it; none: any that reach the port."""
 
     @field_validator("port_range")
     @classmethod

@@ -186,6 +186,8 @@ def pool_node_settings(config: Config) -> PoolNodeSettings:
         lease_ttl_s=config.transfer.lease_ttl,
         transports=config.pool.transports,
         host=config.network.host or NODE_HOST,
+        port_range=config.network.port_range,
+        secret=config.network.secret or "",
     )
 
 

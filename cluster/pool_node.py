@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import uuid4
 
 import psutil
@@ -24,9 +27,12 @@ from cluster.pool_workers import PoolWorkers
 from cluster.quantities import format_size
 from cluster.settings import PoolNodeSettings
 from kvpool.disk_files import DiskFiles
+from kvpool.transport.endpoints import EndpointOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 from kvrelay.v1 import pool_node_pb2_grpc
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +71,7 @@ class PoolNode:
         self._server = grpc_server()
         service = PoolNodeService(lambda answer: self._inbox.put(ReportAsked(answer)))
         pool_node_pb2_grpc.add_PoolNodeServicer_to_server(service, self._server)
-        port = bind_port(self._server, self._settings.host, None)
+        port = bind_port(self._server, self._settings.host, self._settings.port_range)
         await self._server.start()
         return f"{self._settings.host}:{port}"
 
@@ -90,7 +96,11 @@ class PoolNode:
             incarnation,
             memory_bytes=settings.host_bytes,
             transports=settings.transports,
-            host=settings.host,
+            options=EndpointOptions(
+                host=settings.host,
+                port_range=settings.port_range,
+                secret=settings.secret.encode(),
+            ),
             post=self._inbox.put,
         )
         files: DiskFiles | None = None
@@ -120,9 +130,16 @@ class PoolNode:
 
 
 def _check_memory(host_bytes: int) -> None:
-    total = psutil.virtual_memory().total
+    total = min(psutil.virtual_memory().total, _container_bytes())
     if host_bytes > total:
         raise ConfigError(
-            f"pool.host_memory: {format_size(host_bytes)}, but this machine has "
+            f"pool.host_memory: {format_size(host_bytes)}, but this machine or container has "
             f"{total / 2**30:.1f}GiB"
         )
+
+
+def _container_bytes() -> float:
+    """cgroup v2: the limit, to which shared memory counts; without one, infinite."""
+    with suppress(OSError, ValueError):
+        return int(CONTAINER_LIMIT.read_text())
+    return math.inf

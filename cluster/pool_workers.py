@@ -17,6 +17,7 @@ from kvpool.pool_messages import PoolMessage
 from kvpool.pool_wire import Assembler
 from kvpool.transport import memfd
 from kvpool.transport.base import Callbacks, Connection, Endpoint, RegionName
+from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.registry import open_endpoint
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
@@ -49,7 +50,7 @@ class PoolWorkers:
         *,
         memory_bytes: int,
         transports: Sequence[str],
-        host: str,
+        options: EndpointOptions,
         post: Callable[[Heard | Gone], None],
     ) -> None:
         """Raises ConfigError when another pool node of the cluster runs on this host, or a
@@ -64,7 +65,7 @@ class PoolWorkers:
             memory = memfd.allocate(memory_bytes, f"kvrelay-{pool_name(cluster)}", lazily=True)
             self._regions = [self._endpoints[0].adopt(memory)]
             for scheme in transports:
-                self._open(partial(open_endpoint, scheme, incarnation, host=host))
+                self._open(partial(options.open, scheme, incarnation))
                 self._regions.append(self._endpoints[-1].adopt(memory))
         except BaseException:
             self.close()

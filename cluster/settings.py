@@ -72,7 +72,8 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodeSettings:
-    """`name` is the cluster's; `transports` are links for workers of other hosts, on `host`."""
+    """`name` is the cluster's; `transports` are links for workers of other hosts, on `host`, which
+    take only those that know the same `secret`."""
 
     name: str
     host_bytes: int
@@ -82,3 +83,5 @@ class PoolNodeSettings:
     lease_ttl_s: float
     transports: tuple[str, ...]
     host: str
+    port_range: tuple[int, int] | None
+    secret: str = field(default="", repr=False)

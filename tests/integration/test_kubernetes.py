@@ -138,6 +138,16 @@ def test_gpus_suffice(overlay: str, tmp_path: Path) -> None:
 
 
 @each_overlay
+def test_the_pools_memory_is_within_the_pods(overlay: str, tmp_path: Path) -> None:
+    """Shared memory counts to the container's limit; half is left to the workers."""
+    pool = config_of(overlay, tmp_path).pool
+    limits = groups(overlay)["both"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    room = int(limits["memory"].removesuffix("Gi")) * 2**30
+    assert not pool.enabled or pool.host_memory <= room / 2
+    assert pool.enabled == (overlay == "gpu")
+
+
+@each_overlay
 def test_groups_scale_from_nothing(overlay: str) -> None:
     """A RayJob waits for its pods to be ready, and a router's is not before the job serves."""
     assert one(overlay, "RayCluster")["spec"]["enableInTreeAutoscaling"] is True
