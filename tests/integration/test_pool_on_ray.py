@@ -114,7 +114,7 @@ def test_a_pool_node_serves_survives_its_death_and_goes(head: Head, tmp_path: Pa
 def test_a_pool_that_can_not_start_ends_in_one_line(head: Head) -> None:
     command = [KVRELAY, "serve", "--name", "bad", *OWN_PORTS, *POOL, *SMALL]
     done = subprocess.run(
-        [*command, "--set", "pool.disk=/proc/nowhere"],
+        [*command, "--set", "pool.disk=/proc/nowhere", "--set", "workers=[{role: both}]"],
         env=head.joined().env,
         capture_output=True,
         text=True,
