@@ -307,6 +307,19 @@ def test_a_pool_node_that_can_not_start_stops_a_cluster_that_starts() -> None:
     assert core.error == "pool-h1: pool.disk: no such folder"
 
 
+def test_a_pool_node_that_can_not_start_later_is_tried_again() -> None:
+    core = ready_with_pool(HERE, HERE)
+    act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
+    act(core, Tick(), 2.0)
+    place(core, P, THERE, life=2)
+    assert act(core, Tick(), 2.0) == [Start("pool-h2", 1, "n2")]
+    for life in range(1, 5):
+        now_s = 100.0 * life
+        act(core, Lost(name="pool-h2", life=life, reason="no disk", fatal=True), now_s)
+        assert Start("pool-h2", life + 1, "n2") in act(core, DriverSeen(), now_s + 60.0)
+    assert core.phase is Phase.READY
+
+
 def test_the_pool_node_goes_with_the_last_worker_of_its_host() -> None:
     core = ready_with_pool(HERE, THERE)
     act(core, Lost(name=P, life=1, reason="its node is gone"), 5.0)
