@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from cluster.status import WIDTH
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
@@ -18,8 +19,6 @@ from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 
 ANSWER_S = 40.0
-WIDTH = 400
-"""A row stays in one line, whatever the terminal: holders have long names."""
 MESSAGE_BYTES = 64 * 1024 * 1024
 
 
@@ -64,15 +63,15 @@ def as_facts(found: pb.GetKvResponse) -> dict[str, object]:
 
 def print_tables(found: pb.GetKvResponse) -> None:
     """Blocks by tier and state, then all that is held, and by whom since when."""
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, width=WIDTH)
     tiers = [_device_row(worker) for worker in found.workers]
     tiers += [row for node in found.pool_nodes for row in _tier_rows(node)]
     held = [row for worker in found.workers for row in _held_rows(worker)]
     held += [row for node in found.pool_nodes for row in _held_for_workers(node)]
-    console.print(_table(TierRow, tiers), width=WIDTH)
+    console.print(_table(TierRow, tiers))
     if held:
         console.print()
-        console.print(_table(HeldRow, held), width=WIDTH)
+        console.print(_table(HeldRow, held))
     for silent in found.silent:
         console.print(f"{silent.address} does not answer: {silent.error}")
 

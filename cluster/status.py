@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 ANSWER_S = 10.0
 
+WIDTH = 400
+"""A row stays in one line, whatever the terminal: some names are long."""
+
 WORKER_COLUMNS = (
     "name",
     "role",
@@ -99,7 +102,7 @@ def as_json(facts: Facts) -> str:
 
 def print_table(facts: Facts) -> None:
     """Processes as the controller sees them, then workers as the router sees them."""
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, width=WIDTH)
     server = facts.get("server", facts)
     if "processes" in facts:
         console.print(f"cluster {facts['name']}: {facts['phase']}")

@@ -6,12 +6,15 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
+from cluster import kv_status
 from kvrelay.client import Client
 from tests.integration.ray_head import BIN, Marked, marked, until
 
+POOL = f"plain-{uuid4().hex[:8]}"
 KVRELAY = BIN / "kvrelay"
 
 Process = subprocess.Popen[bytes]
@@ -33,9 +36,18 @@ def start_router(here: Marked, log: Path, *, http_port: str, grpc_port: str) -> 
 
 
 def start_worker(here: Marked, join: str, role: str, log: Path) -> Process:
-    options = ("--join", join, "--role", role, "--cpu-threads", "1")
+    options = ("--join", join, "--role", role, "--cpu-threads", "1", "--pool", POOL)
     small = ("--set", "engine.kv_memory=16MiB")
     return here.start(KVRELAY, "worker", *options, *small, log=log)
+
+
+def start_pool_node(here: Marked, join: str, log: Path) -> Process:
+    options = ("--name", POOL, "--join", join, "--host-memory", "64MiB")
+    return here.start(KVRELAY, "pool-node", *options, log=log)
+
+
+def pool_nodes_of(address: str) -> int:
+    return len(kv_status.of_router(address).pool_nodes)
 
 
 def workers_of(address: str) -> set[str]:
@@ -52,6 +64,9 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
     router, address = start_router(here, tmp_path / "r", http_port="0", grpc_port="0")
     workers = [start_worker(here, address, role, tmp_path / role) for role in ("prefill", "decode")]
     until(lambda: workers_of(address) == {"prefill", "decode"})
+    node = start_pool_node(here, address, tmp_path / "node")
+    until(lambda: pool_nodes_of(address) == 1)
+    until(lambda: (tmp_path / "node").read_text().count(" joined (") == 2)
     before = generate(address)
     assert len(before) == 12
     assert here.left_of_kvrelay(), "slabs in shared memory"
@@ -61,8 +76,12 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
     grpc_port = address.rpartition(":")[2]
     router, address = start_router(here, tmp_path / "r2", http_port="0", grpc_port=grpc_port)
     until(lambda: workers_of(address) == {"prefill", "decode"})
+    until(lambda: pool_nodes_of(address) == 1)
     assert generate(address) == before
 
+    node.terminate()
+    assert node.wait(30) == 0, (tmp_path / "node").read_text()
+    until(lambda: pool_nodes_of(address) == 0)
     workers[0].terminate()
     assert workers[0].wait(30) == 0, (tmp_path / "prefill").read_text()
     until(lambda: workers_of(address) == {"decode"})

@@ -81,7 +81,7 @@ ERRORS = {
     "router --set workers.0.replicas=2": "--set workers.0.replicas: not used here, only name, "
     "model.path, ",
     "pool-node --host-memory 4": 'pool.host_memory: got "4", expected a size with its unit',
-    "pool-node --host-memory 900TiB --name cli-test": "pool.host_memory: 900TiB, but this machine or ",
+    "pool-node --host-memory 900TiB --name cli-test": "pool.host_memory: 900TiB, but this ",
     "pool-node --policy fifo": "pool.policy: got \"fifo\", expected 'lru', 'lfu' or 'reuse'",
     "pool-node --transport tcp": "pool.transports.0: got \"tcp\", expected 'nixl'",
     "pool-node --disk /proc/x --name cli-test": "pool.disk: /proc/x: No such file or directory",
