@@ -51,9 +51,6 @@ class Canary:
     _awaiting_step: list[_Check] = field(default_factory=list)
     _on_device: list[_Check] = field(default_factory=list)
 
-    def __contains__(self, key: RequestKey) -> bool:
-        return any(check.arrived.key == key for check in self._checks)
-
     @property
     def _checks(self) -> list[_Check]:
         return [*self._awaiting_step, *self._on_device]
@@ -80,8 +77,7 @@ class Canary:
         return True
 
     def _try_copy(self, arrived: Arrived, sketch: LogitSketch, now_s: float) -> _Check | None:
-        has_blocks = arrived.holder in self.tables  # none yet with handoff: pool
-        if self.bound is None or not has_blocks or arrived.held_tokens == arrived.prompt_tokens:
+        if self.bound is None or not self._is_new(arrived):
             return None
         copy = Holder("canary", arrived.key)
         self.tables.fork(arrived.holder, copy, now_s=now_s)
@@ -90,6 +86,11 @@ class Canary:
             self.tables.release(copy)
             return None
         return _Check(arrived=arrived, sketch=sketch, copy=copy, copies=copies)
+
+    def _is_new(self, arrived: Arrived) -> bool:
+        """Something was handed over, and it is here."""
+        is_here = arrived.holder in self.tables
+        return is_here and arrived.held_tokens < arrived.prompt_tokens
 
     def next_step(self) -> RunStep | None:
         """All that wait, in one step."""
@@ -132,7 +133,7 @@ class Canary:
         self.passed += problem is None
         self.mismatched += problem is not None
         if problem is not None or check.dropped:
-            self.tables.release(check.arrived.holder)
+            self.tables.release(check.arrived.holder, distrusted=problem is not None)
         return Checked(arrived=check.arrived, problem=problem, dropped=check.dropped)
 
     def stop(self, key: RequestKey, choice: int) -> None:

@@ -24,13 +24,14 @@ def sketches(logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> dict[int,
 
 def _sketch(logits: torch.Tensor, token_ids: tuple[int, ...]) -> LogitSketch:
     if token_ids:
-        picked = torch.tensor(token_ids, device=logits.device)
+        known = [token for token in token_ids if token < len(logits)]
+        picked = torch.tensor(known, dtype=torch.long, device=logits.device)
     else:
         picked = logits.topk(min(SKETCH_TOKENS, len(logits))).indices
     whole = torch.stack([logits.logsumexp(0), logits.std(correction=0)])
     *values, log_sum_exp, spread = torch.cat([logits[picked], whole]).tolist()
     return LogitSketch(
-        token_ids=token_ids or tuple(picked.tolist()),
+        token_ids=tuple(picked.tolist()),
         logits=tuple(values),
         log_sum_exp=log_sum_exp,
         spread=spread,

@@ -29,7 +29,8 @@ class LogitSketch:
         the tokens differ."""
         mine, theirs = (*self.logits, self.log_sum_exp), (*other.logits, other.log_sum_exp)
         known = all(map(isfinite, (*mine, *theirs, self.spread)))
-        if not known or self.token_ids != other.token_ids:
+        same = self.token_ids == other.token_ids and len(mine) == len(theirs)
+        if not (known and same):
             return inf
         furthest = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
         return furthest / max(self.spread, 1e-9)

@@ -162,7 +162,15 @@ class DeviceCache:
     def _evict_one(self) -> None:
         evicted = self.index.try_evict(1)
         assert evicted is not None, "nothing is idle"
-        for group, block_id in _parts(evicted[0].place):
+        self._free(evicted[0])
+
+    def drop(self, chain: Sequence[CachedBlock]) -> None:
+        """Nobody finds it any more, as far as nobody else needs it."""
+        for block in self.index.drop(chain):
+            self._free(block)
+
+    def _free(self, block: CachedBlock) -> None:
+        for group, block_id in _parts(block.place):
             self._faded[group].pop(block_id, None)
             self._forget((group, block_id))
 

@@ -77,10 +77,15 @@ def check_cut(
     such."""
     span = piece.span
     end = span.start + span.tokens
-    if span.next_position != next_position or not wanted.start <= span.start <= end <= wanted.stop:
+    if not wanted.start <= span.start <= end <= wanted.stop:
         raise PeerError(
             f"a piece of tokens [{span.start}, {end}) of {span.next_position}, but "
             f"[{wanted.start}, {wanted.stop}) of {next_position} are wanted"
+        )
+    if span.next_position != next_position:
+        raise PeerError(
+            f"a piece for a query at {span.next_position}, not {next_position}: is "
+            "transfer.canary_every the same for both workers?"
         )
     writes = cut_span(layout, span, slab_bytes)
     if piece.index >= len(writes):

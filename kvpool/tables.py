@@ -255,8 +255,9 @@ class BlockTables:
             self.cache.release(group, entry.pass_over(group, position))
         entry.seen_from = position
 
-    def release(self, holder: Holder) -> None:
-        """Give everything back; releasing what isn't held is fine."""
+    def release(self, holder: Holder, *, distrusted: bool = False) -> None:
+        """Give everything back; releasing what isn't held is fine. If `distrusted`, its named
+        blocks aren't found again, but for those that others need."""
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
@@ -265,6 +266,8 @@ class BlockTables:
         for group in range(len(self.pools)):
             self.cache.release(group, entry.real(group))
         self.cache.release_chain(entry.chain)
+        if distrusted:
+            self.cache.drop(entry.chain)
 
     # --- looking --------------------------------------------------------------------------------
 

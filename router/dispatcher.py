@@ -17,6 +17,7 @@ from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedErro
 from kvrelay.messages import Counters, LinkState, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.v1.admin_pb2 import GetKvResponse
+from router import quarantine_told
 from router.core import RouterCore
 from router.events import (
     Aborted,
@@ -228,7 +229,7 @@ class WorkerDispatcher:
 
     def _link_status(self, state: LinkState) -> LinkStatus:
         return LinkStatus(
-            peer=self._name(state.peer),
+            peer=self.core.workers.name_of(state.peer),
             transport=state.transport,
             bytes_per_s=state.bytes_per_s,
             latency_s=state.latency_s,
@@ -238,22 +239,8 @@ class WorkerDispatcher:
         return self.pools.statuses()
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
-        now_s = time.monotonic()
-        return tuple(
-            QuarantinedPair(
-                prefill=self._name(pair.prefill),
-                decode=self._name(pair.decode),
-                reason=record.reason,
-                failures=record.failures,
-                remaining_s=record.until_s - now_s,
-            )
-            for pair, record in self.core.quarantine.active(now_s).items()
-        )
-
-    def _name(self, worker: Incarnation) -> str:
-        """Its incarnation where it has none here (any more)."""
-        view = self.core.workers.get(worker)
-        return view.hello.name if view is not None else worker
+        core = self.core
+        return quarantine_told.statuses(core.quarantine, core.workers, time.monotonic())
 
     def model(self) -> ModelFacts | None:
         return self.core.workers.model()
@@ -293,21 +280,8 @@ class WorkerDispatcher:
                 failure = RequestFailedError(command.reason, command.message)
                 self._settle_admission(generation, failure)
                 generation.put(command)
-            case PairQuarantined():
-                self._log_quarantine(command)
-            case PairTrusted(pair=pair):
-                names = self._name(pair.prefill), self._name(pair.decode)
-                log.info("%s -> %s is trusted again", *names)
-
-    def _log_quarantine(self, told: PairQuarantined) -> None:
-        log.warning(
-            "%s -> %s is quarantined for %g s: %s: %s",
-            self._name(told.pair.prefill),
-            self._name(told.pair.decode),
-            told.seconds,
-            told.reason,
-            told.message,
-        )
+            case PairQuarantined() | PairTrusted():
+                quarantine_told.tell(command, self.core.workers)
 
     def _generation(self, request_id: str, *, done: bool) -> WorkerGeneration:
         if done:

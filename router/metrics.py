@@ -155,8 +155,6 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
 
 
 POOL_LABELS = ("model_name", "pool_node", "tier", "state")
-
-
 CANARY_RESULTS: tuple[tuple[str, Callable[[Counters], int]], ...] = (
     ("passed", lambda c: c.canaries_passed),
     ("mismatched", lambda c: c.canaries_mismatched),

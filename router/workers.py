@@ -42,6 +42,11 @@ class Workers(dict[Incarnation, WorkerView]):
             vocab_size=hello.vocab_size,
         )
 
+    def name_of(self, worker: Incarnation) -> str:
+        """Its incarnation where it isn't here (any more)."""
+        view = self.get(worker)
+        return view.hello.name if view is not None else worker
+
     def join(self, hello: WorkerHello) -> None:
         self[hello.incarnation] = WorkerView(hello=hello)
 

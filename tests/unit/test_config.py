@@ -48,6 +48,8 @@ REFUSED = {
     '(ms, s, m, h), such as "30s"',
     "transfer.transports=[pigeon]": "transfer.transports.0: got \"pigeon\", expected 'shm', "
     "'nixl', 'ucx' or 'cuda_ipc' (and 1 more)",
+    "transfer.canary_every=-1": "transfer.canary_every: got -1, "
+    "expected greater than or equal to 0",
     "workers.0.replicas=0": "workers.0.replicas: got 0, expected greater than or equal to 1",
     "workers.0.replicas=true": "workers.0.replicas: got true, expected a valid integer",
     "workers.0.role=foo": "workers.0.role: got \"foo\", expected 'prefill', 'decode' or 'both'",
@@ -80,6 +82,19 @@ def test_refused_in_one_line_that_names_the_key(given: str, message: str) -> Non
     with pytest.raises(ConfigError) as error:
         set_(given)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ("handoff=pool", "canary_every 0 with handoff pool"),
+        ("codec=int8", "canary_every 0 where a codec"),
+        ("allow_mixed_precision=true", "canary_every 0 where a codec"),
+    ],
+)
+def test_a_canary_needs_kv_as_it_was_made(other: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        set_("transfer.canary_every=16", "pool.enabled=true", f"transfer.{other}")
 
 
 def test_counts_further_errors() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import peer_wire
+from kvpool.canary import LogitSketch
 from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer, CodecSpeed
 from kvpool.handoff import (
@@ -155,6 +156,13 @@ kv_facts = st.builds(
     ),
     mixed_precision=st.booleans(),
 )
+sketches = st.builds(
+    LogitSketch,
+    token_ids=ids,
+    logits=st.lists(single, max_size=5).map(tuple),
+    log_sum_exp=single,
+    spread=single,
+)
 peer_messages = st.one_of(
     st.builds(
         PeerHello,
@@ -183,7 +191,14 @@ peer_messages = st.one_of(
         codec=st.sampled_from(Codec),
     ),
     st.builds(SlabFilled, key=keys, piece=uint32, slab_id=uint32, lease_id=uint64),
-    st.builds(Commit, key=keys, pieces=uint32, first_token_ids=ids, finished_choices=ids),
+    st.builds(
+        Commit,
+        key=keys,
+        pieces=uint32,
+        first_token_ids=ids,
+        finished_choices=ids,
+        sketch=st.none() | sketches,
+    ),
     st.builds(Committed, key=keys),
     st.builds(CancelTransfer, key=keys, reason=text),
     st.builds(TransferCancelled, key=keys, reason=text),

@@ -64,11 +64,18 @@ def hello(peer: Incarnation, facts: KvFacts = FACTS) -> FromPeer:
 
 
 def prefill_scheduler(
-    *, blocks: int = 16, chunk: int = 8, mode: HandoffMode = HandoffMode.PUSH
+    *,
+    blocks: int = 16,
+    chunk: int = 8,
+    mode: HandoffMode = HandoffMode.PUSH,
+    canary_every: int = 0,
 ) -> PrefillScheduler:
     """D has said hello to it."""
     scheduler = PrefillScheduler(
-        openings=Openings(tables=BlockTables(LAYOUT, blocks)), chunk_tokens=chunk, mode=mode
+        openings=Openings(tables=BlockTables(LAYOUT, blocks)),
+        chunk_tokens=chunk,
+        mode=mode,
+        canary_every=canary_every,
     )
     scheduler.handle(hello(D), 0)
     return scheduler
@@ -80,6 +87,7 @@ def receiver(
     slabs: int = 2,
     caching: bool = True,
     mode: HandoffMode = HandoffMode.PUSH,
+    canary_every: int = 0,
 ) -> Receiver:
     return Receiver(
         tables=BlockTables(LAYOUT, blocks, caching=caching),
@@ -87,6 +95,7 @@ def receiver(
         regions={SlabId(i): f"region-{i}" for i in range(slabs)},
         leases=LeaseTable(TTL_S),
         mode=mode,
+        canary_every=canary_every,
     )
 
 
@@ -98,14 +107,19 @@ def decode_scheduler(
     max_running: int = 4,
     caching: bool = True,
     mode: HandoffMode = HandoffMode.PUSH,
+    canary_bound: float | None = None,
 ) -> DecodeScheduler:
-    """P has said hello to it."""
-    owner = receiver(blocks=blocks, slabs=slabs, caching=caching, mode=mode)
+    """P has said hello to it. With a bound every request is checked."""
+    canary_every = int(canary_bound is not None)
+    owner = receiver(
+        blocks=blocks, slabs=slabs, caching=caching, mode=mode, canary_every=canary_every
+    )
     owner.pools.met(P, FACTS)
     return DecodeScheduler(
         receiver=owner,
         batch=Batch(openings=Openings(tables=owner.tables), chunk_tokens=chunk),
         max_running=max_running,
+        canary_bound=canary_bound,
     )
 
 
@@ -118,10 +132,11 @@ def ahead(
     end: int | None = None,
     index: int = 0,
     blocks: tuple[int, ...] | None = None,
+    checked: bool = False,
 ) -> PieceAhead:
     """Tokens `[start, end)`, all of the prompt when not given, in blocks 0, 1, 2 ... of P."""
     stop = prompt if end is None else end
-    span = TokenSpan(start=start, tokens=stop - start, next_position=prompt)
+    span = TokenSpan(start=start, tokens=stop - start, next_position=prompt - checked)
     first, last = start // BLOCK, -(-stop // BLOCK)
     runs = ((first, last - first),) if blocks is None else tuple((b, 1) for b in blocks)
     return PieceAhead(
