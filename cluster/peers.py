@@ -175,7 +175,7 @@ class PeerLinks:
         with self._lock:
             peer, link = self._peer_of.get(connection), self._links.get(connection)
         if peer is None or link is None:
-            raise PeerError("a peer spoke before its hello")
+            raise PeerError("a peer spoke before its hello, or after it was refused")
         match message:
             case Ping() | Pong() | LinkProbed():
                 self._prober.received(link, message)
@@ -192,7 +192,13 @@ class PeerLinks:
             self._say(connection, self._hello)
         elif expected != theirs.incarnation:
             raise PeerError(f"worker {expected} is gone; {theirs.incarnation} is in its place")
-        self._check(theirs)
+        try:
+            self._check(theirs)
+        except PeerError as error:
+            if expected is not None:
+                raise
+            self._shun(connection, str(error))
+            return
         link = Link(
             peer=theirs.incarnation,
             name=theirs.name,
@@ -221,6 +227,12 @@ class PeerLinks:
                 "same dtype, or set transfer.allow_mixed_precision: true on both to have it "
                 "converted"
             )
+
+    def _shun(self, connection: Connection, reason: str) -> None:
+        """It comes to the same by our hello, and closes: closed from here its next message would
+        fail, and it would tell that instead of the reason."""
+        log.error("refused a peer: %s", reason)
+        self._forget(connection, reason)
 
     def _measured(self, link: Link, cost: LinkCost) -> None:
         with self._lock:

@@ -25,6 +25,7 @@ from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
+from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer
 from kvpool.handoff import HandoffMode, PeerHello
 from kvpool.leases import LeaseTable
@@ -116,6 +117,9 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
 
 def _canary_bound(settings: WorkerSettings, engine: Engine) -> float | None:
     if settings.canary_every == 0:
+        return None
+    if settings.codec != Codec.NONE or settings.allow_mixed_precision:
+        log.warning("transfer.canary_every: no KV is checked, as it may change on its way")
         return None
     bound = canary_bound(engine)
     if bound is None:

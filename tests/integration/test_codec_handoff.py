@@ -111,7 +111,7 @@ def share_of_equal(found: list[list[int]], references: list[Reference]) -> float
 
 @pytest.mark.parametrize("codec", ["int8", "fp8"])
 def test_encoded_slabs(codec: str, hosts: Hosts, model: Path, references: list[Reference]) -> None:
-    common = {"codec": codec}
+    common = {"codec": codec, "canary_every": 1}  # nor is what was meant to change taken for wrong
     with serving(hosts, model, USE_SLABS, common, common) as cluster:
         found = answers(cluster, hosts)
         layout = hosts[1].loop.decode.batch.tables.layout
@@ -175,7 +175,7 @@ def test_two_dtypes_are_converted(
     here: str, there: str, hosts: Hosts, model: Path, references: list[Reference]
 ) -> None:
     """And two block sizes."""
-    mixed = {"allow_mixed_precision": True}
+    mixed = {"allow_mixed_precision": True, "canary_every": 1}
     prefill = {"dtype": here, "block_size": 16, **mixed}
     decode = {"dtype": there, "block_size": 24, **mixed}
     with serving(hosts, model, READ_DIRECTLY, prefill, decode) as cluster:
