@@ -1,6 +1,18 @@
 """KV between two processes over every link of this machine: collated, direct, and their limits.
 
 7,500 tokens of Llama-3.1-8B's layout in scattered 16-token blocks; the code is the workers' own.
+
+What is measured, one thread at each end:
+
+collated   gather into a slab, checksum, write, check, scatter, in pieces as the workers cut them,
+           SLABS at most on their way; until the receiver has scattered the last one.
+direct     the receiver reads every run of blocks, of each layer and plane, as one descriptor. Over
+           nixl and ucx it makes and posts all 30,000 of a transfer as one batch, the kindest case
+           for many descriptors; where memory is mapped it copies piece by piece, as workers do.
+one write  the same bytes in one piece, contiguous and registered at both ends.
+memcpy     the same bytes within the sender, pages touched before.
+
+All are timed in turn, and medians compared.
 """
 
 from __future__ import annotations
@@ -14,6 +26,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +36,6 @@ import torch
 
 from bench.report import Reading, Row, interleave, print_table, write_json
 from bench.transfer_end import (
-    CHUNK_TOKENS,
     FINGERPRINT,
     End,
     Message,
@@ -31,9 +44,10 @@ from bench.transfer_end import (
 )
 from bench.transfer_handoff import handoff_rows
 from kvpool.link_cost import LinkCost, TransferShape, Way, fit
-from kvpool.memory_collate import slab_bytes, write_slab
+from kvpool.memory_collate import write_slab
 from kvpool.memory_probe import measure_copies
-from kvpool.piece import Piece
+from kvpool.piece import Piece, transfer_shape
+from kvpool.transfer_plan import Side
 from kvpool.transport import probe
 from kvpool.transport.base import RegionName
 from kvpool.transport.registry import schemes
@@ -43,6 +57,7 @@ T = TypeVar("T")
 
 MESSAGE_LINKS = ("nixl", "ucx")
 WORKER_LINKS = ("shm", *MESSAGE_LINKS)
+GRID_TOKENS = (64, 256, 512, 1024, 2048, 4096, 7500)
 PATIENCE_S = 120.0
 STEADY_TOKENS = 32
 STEADY_WARM_UP = 0.1
@@ -50,13 +65,35 @@ GROWTH_ALLOWED_MIB = 8.0
 COLLATED, DIRECT, WRITE, MEMCPY = "collated", "direct", "one write", "memcpy"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridPoint:
+    tokens: int
+    run_blocks: int
+    seconds: dict[Way, float]
+    expected_s: dict[Way, float]
+
+    @property
+    def right(self) -> bool:
+        """Within 5 % of the better way."""
+        chosen = min(self.expected_s, key=self.expected_s.__getitem__)
+        return self.seconds[chosen] <= 1.05 * min(self.seconds.values())
+
+    def __str__(self) -> str:
+        each = "; ".join(
+            f"{way} {1e3 * self.seconds[way]:.2f} ms, expected {1e3 * self.expected_s[way]:.2f}"
+            for way in self.seconds
+        )
+        return f"{self.tokens} tokens, runs of {self.run_blocks} blocks: {each}"
+
+
 class Sender(End):
     """The prefill worker's side; `address` is the receiver's."""
 
     def __init__(self, scheme: str, shape: Shape, address: str) -> None:
         super().__init__(scheme, shape, seed=1)
+        self.scheme = scheme
         self.memory.flat.random_()
-        self._staging = self.endpoint.register(slab_bytes(shape.layout, CHUNK_TOKENS))
+        self._staging = self.endpoint.register(shape.staging.slab_bytes)
         self._plain = torch.zeros_like(self.memory.flat[: shape.nbytes])
         self.connection = self.endpoint.connect(address)
         self.say(say="hello", kv=self.kv.name, blocks=shape.blocks)
@@ -101,10 +138,28 @@ class Sender(End):
 
     def direct(self, tokens: int | None = None) -> float:
         """The receiver reads each block, layer and plane."""
+        count = self.shape.tokens if tokens is None else tokens
+        return self._direct(count, at_once=self.scheme in MESSAGE_LINKS)
+
+    def direct_pieces(self, tokens: int) -> float:
+        """As workers do, who tell each other twice more than about slabs: kvpool.handoff."""
         started_s = time.monotonic()
-        self.say(say="read", tokens=self.shape.tokens if tokens is None else tokens)
+        self._ping()
+        self._direct(tokens, at_once=False)
+        return time.monotonic() - started_s
+
+    def _direct(self, tokens: int, *, at_once: bool) -> float:
+        started_s = time.monotonic()
+        self.say(say="read", tokens=tokens, at_once=at_once)
         self.hear("read")
         return time.monotonic() - started_s
+
+    def lay_out(self, run_blocks: int) -> None:
+        """Anew, at both ends."""
+        self.shape = replace(self.shape, run_blocks=run_blocks)
+        self.tables = self.shape.tables(seed=1)
+        self.say(say="runs", blocks=run_blocks)
+        self.hear("runs")
 
     def one_write(self) -> float:
         """The same bytes in one piece, from registered memory to registered memory."""
@@ -137,16 +192,16 @@ class Sender(End):
         self.say(say="ping")
         self.hear("pong")
 
-    def transfer_shape(self) -> TransferShape:
-        layout = self.shape.layout
-        cuts = sum(len(group.layers) * len(group.planes) for group in layout.groups)
-        runs = sum(len(self.side.runs(s)) for w in self.shape.cut() for s in w.sections)
+    def transfer_shape(self, tokens: int | None = None) -> TransferShape:
+        """Of all its pieces together."""
+        target = Side(tables=self.shape.tables(seed=2), block_size=self.side.block_size)
+        pieces = [transfer_shape(write, self.side, target) for write in self.shape.cut(tokens)]
         return TransferShape(
-            nbytes=self.shape.nbytes,
-            descriptors=self.shape.blocks * cuts,
-            source_runs=runs,
-            target_runs=runs,
-            slabs=len(self.shape.cut()),
+            nbytes=sum(piece.nbytes for piece in pieces),
+            descriptors=sum(piece.descriptors for piece in pieces),
+            source_runs=sum(piece.source_runs for piece in pieces),
+            target_runs=sum(piece.target_runs for piece in pieces),
+            slabs=len(pieces),
         )
 
     def rss_bytes(self) -> int:
@@ -281,6 +336,49 @@ def steady_row(scheme: str, transfers: int) -> Row:
     )
 
 
+def grid_row(scheme: str, shape: Shape, repeats: int) -> Row:
+    """Both ways, over sizes and fragmentations, against what the cost model says; prints misses."""
+    torch.set_num_threads(1)
+    with link(scheme, shape) as sender:
+        cost = sender.cost()
+        points = [
+            point
+            for run_blocks in (1, 4, 32, shape.blocks)
+            for point in _points(sender, cost, run_blocks, repeats)
+        ]
+    missed = [point for point in points if not point.right]
+    for point in missed:
+        print(f"{scheme}: {point}", file=sys.stderr)
+    return Row(
+        name=f"{scheme}: the way chosen is within 5 % of the better one",
+        value=100 * (len(points) - len(missed)) / len(points),
+        unit="%",
+        against="all",
+        against_value=100.0,
+        goal=0.95,
+        method=f"{len(points)} transfers of up to {shape.tokens} tokens in runs of 1 block to all; "
+        f"least of {repeats} each",
+    )
+
+
+def _points(sender: Sender, cost: LinkCost, run_blocks: int, repeats: int) -> Iterator[GridPoint]:
+    sender.lay_out(run_blocks)
+    for tokens in GRID_TOKENS:
+        if tokens <= sender.shape.tokens:
+            move = {
+                Way.COLLATED: partial(sender.collated, tokens),
+                Way.DIRECT: partial(sender.direct_pieces, tokens),
+            }
+            found = interleave(move, repeats=repeats + 1)
+            transfer = sender.transfer_shape(tokens)
+            yield GridPoint(
+                tokens=tokens,
+                run_blocks=run_blocks,
+                seconds={way: min(found[way].values[1:]) for way in move},
+                expected_s={way: cost.seconds(way, transfer) for way in move},
+            )
+
+
 # --- trace --------------------------------------------------------------------------------------
 
 
@@ -345,6 +443,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32, help="of 32; fewer need less memory")
     parser.add_argument("--only", nargs="+", metavar="TRANSPORT", help="measure these alone")
     parser.add_argument("--steady", type=int, metavar="N", help="N small transfers instead")
+    parser.add_argument("--grid", action="store_true", help="how often the right way is chosen")
     parser.add_argument("--handoff", action="store_true", help="two real workers instead")
     parser.add_argument("--profile", type=Path, help="write a Chrome trace to this file instead")
     args = parser.parse_args()
@@ -361,11 +460,12 @@ def main() -> None:
         rows = handoff_rows([name for name in names if name in WORKER_LINKS], args.repeats)
         names = []
     for scheme in names:
-        rows += (
-            [apart(steady_row, scheme, args.steady)]
-            if args.steady
-            else apart(rows_of, scheme, shape, args.repeats)
-        )
+        if args.steady:
+            rows.append(apart(steady_row, scheme, args.steady))
+        elif args.grid:
+            rows.append(apart(grid_row, scheme, shape, args.repeats))
+        else:
+            rows += apart(rows_of, scheme, shape, args.repeats)
     if args.format == "json":
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
@@ -25,12 +25,13 @@ import xxhash
 
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
-from kvpool.memory_collate import read_slab, slab_bytes
+from kvpool.memory_collate import read_slab
 from kvpool.memory_direct import fetch
 from kvpool.memory_sections import gather_write
 from kvpool.piece import Piece
 from kvpool.pool_map import KvFacts
 from kvpool.shard import Shard, ShardLayout
+from kvpool.staging import Staging, plan_staging
 from kvpool.transfer_plan import Side, TokenSpan, Write, cut
 from kvpool.transport import memfd
 from kvpool.transport.base import Callbacks, Connection
@@ -46,10 +47,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Llama-3.1-8B's KV: 8 heads of 128, bf16, in 16-token blocks; `layers` of its 32."""
+    """Llama-3.1-8B's KV: 8 heads of 128, bf16, in 16-token blocks; `layers` of its 32.
+    Runs of `run_blocks` adjacent blocks lie apart."""
 
     layers: int
     tokens: int
+    run_blocks: int = 1
 
     @property
     def layout(self) -> KvLayout:
@@ -67,24 +70,35 @@ class Shape:
 
     def tables(self, seed: int) -> Tables:
         """Blocks in an order in which hardly any follows its neighbour."""
-        order = list(range(self.blocks))
-        random.Random(seed).shuffle(order)
-        return (tuple(BlockId(block) for block in order),)
+        starts = list(range(0, self.blocks, self.run_blocks))
+        random.Random(seed).shuffle(starts)
+        runs = (range(start, min(start + self.run_blocks, self.blocks)) for start in starts)
+        return (tuple(BlockId(block) for run in runs for block in run),)
 
     def span(self, tokens: int | None = None) -> TokenSpan:
         count = self.tokens if tokens is None else tokens
         return TokenSpan(start=0, tokens=count, next_position=count)
 
     def cut(self, tokens: int | None = None) -> tuple[Write, ...]:
-        """As the workers cut it, a chunk's bytes to a slab."""
-        return _cut(self, self.span(tokens))
+        """As the workers cut it, into what their slabs hold."""
+        return _cut(self, self.span(tokens), self.staging.payload_bytes)
+
+    def whole(self, tokens: int | None = None) -> tuple[Write, ...]:
+        """All in one write."""
+        return _cut(self, self.span(tokens), self.nbytes)
+
+    @property
+    def staging(self) -> Staging:
+        """A worker's own, on a CPU."""
+        return plan_staging(
+            self.layout, slabs=SLABS, chunk_tokens=CHUNK_TOKENS, total_bytes=None, on_cpu=True
+        )
 
 
-@lru_cache(maxsize=8)
-def _cut(shape: Shape, span: TokenSpan) -> tuple[Write, ...]:
+@lru_cache(maxsize=32)
+def _cut(shape: Shape, span: TokenSpan, staging_bytes: int) -> tuple[Write, ...]:
     one = ShardLayout(model=shape.layout, shard=Shard())
-    room = shape.layout.bytes_per_token * CHUNK_TOKENS
-    return cut(one, one, span=span, staging_bytes=room)
+    return cut(one, one, span=span, staging_bytes=staging_bytes)
 
 
 @dataclass(slots=True)
@@ -160,7 +174,7 @@ class Receiver(End):
 
     def __init__(self, scheme: str, shape: Shape) -> None:
         super().__init__(scheme, shape, seed=2)
-        size = slab_bytes(shape.layout, CHUNK_TOKENS)
+        size = shape.staging.slab_bytes
         self._source = Side(tables=shape.tables(seed=1), block_size=self.side.block_size)
         self._slabs = [self.endpoint.register(size) for _ in range(SLABS)]
 
@@ -199,10 +213,17 @@ class Receiver(End):
             )
         self.say(say="free", slab=slab)
 
-    def _read(self, tokens: int) -> None:
-        """A batch for each write of the cut, its preparation included."""
+    def _runs(self, blocks: int) -> None:
+        """Both ends lay the sequence out anew."""
+        shape = replace(self.shape, run_blocks=blocks)
+        self.tables = shape.tables(seed=2)
+        self._source = Side(tables=shape.tables(seed=1), block_size=self.side.block_size)
+        self.say(say="runs")
+
+    def _read(self, tokens: int, at_once: bool) -> None:
+        """A batch for each write of the cut or for all, its preparation included."""
         with self.trace.span("read"):
-            for write in self.shape.cut(tokens):
+            for write in self.shape.whole(tokens) if at_once else self.shape.cut(tokens):
                 fetch(self.memory, self.side, self.peer, self._kv, self._source, write)
         self.say(say="read")
 

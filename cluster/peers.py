@@ -100,6 +100,12 @@ class PeerLinks:
             raise PeerError(f"no connection to worker {peer}")
         return found
 
+    def scheme(self, peer: Incarnation) -> str | None:
+        """Of the transport that connects us; None when nothing does (any more)."""
+        with self._lock:
+            found = self._by_peer.get(peer)
+        return scheme_of(found.peer_address) if found is not None else None
+
     def send(self, command: SendPeer) -> None:
         """Connect first if need be. A peer that can't be reached is reported as lost; an answer
         to one that is not connected (any more) goes nowhere, and it has been told or will ask."""

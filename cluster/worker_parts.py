@@ -83,6 +83,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         slabs=settings.staging_slabs,
         chunk_tokens=settings.prefill_chunk_tokens,
         total_bytes=settings.staging_bytes,
+        on_cpu=engine.memory.device.type == "cpu",
     )
     offer = codec_offer(settings, engine)
     links = _links(settings, engine, staging, offer, inbox)

@@ -158,7 +158,8 @@ class Receiver:
         reservation.moving += 1
         ahead, write = reservation.collated.pop(number)
         tables = self.tables.tables(reservation.holder)
-        return [ScatterSlab(filled=filled, piece=ahead.piece, write=write, tables=tables)]
+        peer, piece = reservation.message.source, ahead.piece
+        return [ScatterSlab(peer=peer, filled=filled, piece=piece, write=write, tables=tables)]
 
     def scattered(self, done: SlabScattered, now_s: float) -> tuple[list[Command], list[Failure]]:
         """The slab is free again."""

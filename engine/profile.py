@@ -54,6 +54,7 @@ def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits)
         slabs=limits.staging_slabs,
         chunk_tokens=limits.prefill_chunk_tokens,
         total_bytes=limits.staging_bytes,
+        on_cpu=device.type == "cpu",
     )
     on_host = limits.staging_slabs + limits.sending_slabs
     return staging.slab_bytes * (on_host if device.type == "cpu" else _GPU_SLABS)

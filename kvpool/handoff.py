@@ -273,8 +273,9 @@ class WriteSlab:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScatterSlab:
-    """Check a filled slab and scatter it into this worker's own blocks."""
+    """Check a slab that `peer` has filled and scatter it into this worker's own blocks."""
 
+    peer: Incarnation
     filled: SlabFilled
     piece: Piece
     write: Write

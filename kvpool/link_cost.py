@@ -3,14 +3,15 @@
 Two ways (n bytes; the coefficients are LinkCost's fields):
 
     direct     the receiver reads the blocks where they lie, one descriptor per run, layer and plane
-               latency + read + descriptors x descriptor + n / direct
+               5 x latency + read + descriptors x descriptor + n / direct
     collated   the sender gathers into a slab and writes it, the receiver scatters; slabs overlap
                3 x latency + sent + scattered + (slabs - 1) x max(sent, scattered), where per slab
                sent      = (source_runs x run + n / gather) / slabs + write + n / (slabs x bytes)
                scattered = (target_runs x run + n / scatter) / slabs
 
-3 messages: a slab is wanted, lent, filled. On a `mapped` link the peer's slab is local memory, so
-`gather` goes straight into it and nothing is written.
+Messages from the announcement until a request may join (kvpool.handoff): ahead, lent, filled, with
+the commit beside it; or ahead, awaited, computed, read, and only then the commit. On a `mapped`
+link the peer's slab is local memory, so `gather` goes straight into it and nothing is written.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Way(StrEnum):
     COLLATED = "collated"
 
 
-_MESSAGES = {Way.DIRECT: 1, Way.COLLATED: 3}
+_MESSAGES = {Way.DIRECT: 5, Way.COLLATED: 3}
 
 
 class Step(StrEnum):

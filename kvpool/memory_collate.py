@@ -1,5 +1,8 @@
 """One piece of a handoff between the paged pool and one slab with its header. Runs in the worker
 that owns the blocks; the slab may be another process's, seen through a window.
+
+Payloads in a host's memory carry a checksum. Between devices of one host they carry none: there the
+header's own, with lease, piece and length, shows that the slab was filled, and for what.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def write_slab(
         lease_id=lease_id,
         piece=piece,
         payload_bytes=write.nbytes,
-        checksum=checksum(_buffer(payload)),
+        checksum=checksum(_buffer(payload)) if payload.is_cpu else 0,
     )
     window[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
     return HEADER_BYTES + write.nbytes
@@ -71,7 +74,8 @@ def read_slab(
     header = SlabHeader.unpack(bytes(_buffer(window[:HEADER_BYTES])), fingerprint=fingerprint)
     _check(header, piece, write, lease_id)
     payload = window[HEADER_BYTES:]
-    header.check_payload(_buffer(payload))
+    if payload.is_cpu:
+        header.check_payload(_buffer(payload))
     scatter_write(memory, _side(memory, tables), write, payload[: write.nbytes])
     memory.settle()
     return header

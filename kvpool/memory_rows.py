@@ -58,9 +58,12 @@ class Rows:
 
     def _long_runs(self, slab: torch.Tensor) -> list[tuple[int, int, int]]:
         """(first row in the slab, in the pool, rows) of each; empty where indexing is faster."""
+        nbytes = slab.numel() * slab.element_size()
+        if nbytes < _LONG_RUN_BYTES:
+            return []
         breaks = (self.index.diff() != 1).nonzero().flatten() + 1
         count = len(breaks) + 1
-        if count > 1 and slab.numel() * slab.element_size() < _LONG_RUN_BYTES * count:
+        if nbytes < _LONG_RUN_BYTES * count:
             return []
         starts = [0, *breaks.tolist()]
         ends = [*starts[1:], len(self.index)]

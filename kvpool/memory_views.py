@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -72,17 +73,24 @@ def row_index(
     table: Sequence[BlockId], section: Section, block_size: int, grain: int
 ) -> torch.Tensor:
     """int64 `[tokens / grain]`: each `grain` tokens' place in a pool seen as rows of `grain` slots.
+    Not to be changed: planes and layers of the same tokens share it.
 
     `grain` divides the block size and the section's start and length.
     """
     first, last = section.start // block_size, -(-(section.start + section.tokens) // block_size)
-    blocks = np.array(table[first:last], dtype=np.int64)
+    blocks = tuple(table[first:last])
     assert len(blocks) == last - first, f"a table of {len(table)} blocks ends before {last}"
-    assert blocks.min() >= 0, "a block that isn't held"
     each = block_size // grain
-    rows = (blocks[:, None] * each + np.arange(each)).ravel()
     skipped = section.start // grain - first * each
-    return torch.from_numpy(rows[skipped : skipped + section.tokens // grain])
+    return _rows(blocks, each, skipped, section.tokens // grain)
+
+
+@lru_cache(maxsize=64)
+def _rows(blocks: tuple[BlockId, ...], each: int, skipped: int, count: int) -> torch.Tensor:
+    """`count` of the blocks' rows, `each` in a block, after the first `skipped`."""
+    assert min(blocks) >= 0, "a block that isn't held"
+    rows = (np.array(blocks, dtype=np.int64)[:, None] * each + np.arange(each)).ravel()
+    return torch.from_numpy(rows[skipped : skipped + count])
 
 
 def _slab_values(section: Section, wire: WireFormat, slab: torch.Tensor) -> Iterator[torch.Tensor]:
