@@ -138,7 +138,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         assert not worker.routes
     for host in cluster.pools.hosts.values():
         assert host.node is not None
-        counts = host.node.core.counts()
+        counts = host.node.core.books.counts()
         states = ("granted", "fenced", "loading", "disk_waiting")
         assert not any(counts[state] for state in states), counts
         assert host.node.core.idle

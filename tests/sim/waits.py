@@ -14,7 +14,7 @@ def who_waits(cluster: Cluster) -> str:
         lines += [f"{worker.incarnation}: {line}" for line in _of_worker(worker)]
     for host in cluster.pools.hosts.values():
         if host.node is not None:
-            lines.append(f"{host.node.incarnation}: {host.node.core.counts()}")
+            lines.append(f"{host.node.incarnation}: {host.node.core.books.counts()}")
     return "\n".join(["nothing happens any more, and these wait:", *lines])
 
 
