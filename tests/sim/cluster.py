@@ -69,6 +69,8 @@ class Cluster(PeerFabric):
         if worker.pool is not None:
             self._pooled(worker, worker.pool.turns.tick())
             self._settle(worker, [])
+        for stream in worker.streams:
+            self._say(worker, stream, [])
 
     def validate(self) -> None:
         self.core.validate()

@@ -68,6 +68,7 @@ class World:
     requests: int = 30
     blocks: tuple[int, ...] = (14, 14, 20, 30)
     places: tuple[int, ...] = (2, 4, 8, 16, 40)
+    disk_slots: tuple[int, ...] = (0, 6, 40, 40)
     slab_rows: tuple[int, ...] = (8, 64)
     staging: tuple[int, ...] = (1, 2, 3)
     slabs: tuple[int, ...] = (1, 2)
@@ -86,7 +87,7 @@ class World:
         return Host(
             name=f"h{number}",
             places=self.rng.choice(self.places),
-            disk_slots=self.rng.choice([0, 6, 40, 40]),
+            disk_slots=self.rng.choice(self.disk_slots),
             policy=self.rng.choice(policies()),
         )
 
@@ -233,7 +234,7 @@ def test_most_requests_survive_the_pool() -> None:
 def test_prefixes_come_from_every_tier() -> None:
     carried: Counter[str] = Counter()
     for seed, mode in enumerate(HandoffMode):
-        world = World(seed=seed, roles="2p2d", mode=mode, places=(16,))
+        world = World(seed=seed, roles="2p2d", mode=mode, places=(8,), disk_slots=(40,))
         world.run_in_peace()
         carried += world.carried()
     assert carried["host_tokens"] > 50 and carried["disk_tokens"] > 20, carried
