@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 class Preloads:
     """Each is generated like a request whose tokens nobody waits for, then pinned."""
 
-    def __init__(self, tables: BlockTables) -> None:
-        self._pins = Pins(tables)
+    def __init__(self, tables: BlockTables, longest_tokens: int) -> None:
+        """`longest_tokens`: a sequence this long must still fit beside what is kept."""
+        self._pins = Pins(tables, longest_tokens)
         self._running: dict[RequestKey, RequestSpec] = {}
 
     def begin(self, spec: RequestSpec) -> bool:

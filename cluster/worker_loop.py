@@ -94,6 +94,8 @@ class WorkerLoop:
         prefill: PrefillScheduler,
         decode: DecodeScheduler,
         inbox: queue.SimpleQueue[Incoming],
+        *,
+        max_model_len: int,
     ) -> None:
         self._device = device
         self._openings = openings
@@ -101,7 +103,7 @@ class WorkerLoop:
         self.decode = decode
         self.inbox = inbox
         self.draining = False
-        self._preloads = Preloads(openings.tables)
+        self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
         self._routes: dict[RequestKey, RouterStream] = {}
         self._outbox: dict[RouterStream, list[WorkerEvent]] = {}

@@ -98,7 +98,8 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         canary_every=settings.canary_every if bound is not None else 0,
     )
     decode = _decode_scheduler(settings, engine, staging, offer, openings, mover, bound)
-    loop = WorkerLoop(device, openings, prefill, decode, inbox)
+    max_model_len = engine.facts.max_model_len
+    loop = WorkerLoop(device, openings, prefill, decode, inbox, max_model_len=max_model_len)
     pool = _pool(settings, engine, openings, links, inbox)
     loop.attach(links, mover, pool)
     mover.start()

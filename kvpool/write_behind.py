@@ -29,10 +29,12 @@ class WriteBehind:
         return pending.isdisjoint(hashes) and not self.tables.cache.has_news(hashes)
 
     def offer(self, now_s: float) -> OfferBlocks | None:
-        """All that was named since the last call; a block that lacks a part is passed over."""
-        fresh = [block for block in self.tables.cache.take_news() if NO_BLOCK not in block.place]
-        if not fresh:
+        """All that was named since the last call; a block that lacks a part is passed over, though
+        an offer of none is made then: who waits for the blocks hears that it is settled."""
+        news = self.tables.cache.take_news()
+        if not news:
             return None
+        fresh = [block for block in news if NO_BLOCK not in block.place]
         self._offers += 1
         self._pending[self._offers] = frozenset(block.hash for block in fresh)
         self.tables.keep(_holder(self._offers), [block.place for block in fresh], now_s=now_s)

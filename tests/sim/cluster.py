@@ -7,31 +7,27 @@ moment. What was on its way over a broken one is lost; the ends notice at differ
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
-from random import Random
 
+from cluster.pool_side import PoolNews
+from cluster.pool_turns import PoolOutcome
+from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.handoff import (
-    TO_PREFILL,
     FetchPiece,
-    FromPeer,
     LayersWritten,
-    LinkMeasured,
-    PeerHello,
-    PeerLost,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
-    SlabWritten,
     WriteSlab,
 )
-from kvpool.peer_wire import decode, encode
-from kvpool.slabs import SlabId
-from kvpool.transfer_plan import Side
+from kvpool.restores import Restored
 from kvrelay.messages import (
     Abort,
     Counters,
+    Generate,
     Prefill,
     Released,
     ReserveRefused,
@@ -39,45 +35,72 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.types import Incarnation, Role
+from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
+from prefill_worker.scheduler import PrefillScheduler
 from router.core import RouterCore
 from router.events import Command as RouterCommand
 from router.events import Event as RouterEvent
 from router.events import PairQuarantined, PairTrusted, Send, WorkerJoined, WorkerLost, WorkerSaid
-from tests.sim.model import AnyWay
-from tests.sim.simulation import Simulation
-from tests.sim.worker import Fetch, Shape, Worker, fetched, make_worker
+from tests.sim.peers import PeerFabric
+from tests.sim.pool_net import PoolNet
+from tests.sim.pool_side import PoolSide
+from tests.sim.worker import Shape, Worker, make_worker
 
 
-class Cluster(Simulation):
+class Cluster(PeerFabric):
     """`on_command` gets what the router's core says to clients."""
 
     def __init__(self, seed: int, on_command: Callable[[RouterCommand], None]) -> None:
         super().__init__(seed)
         self.core = RouterCore()
-        self.workers: dict[Incarnation, Worker] = {}
+        self.pools = PoolNet(self)
         self._on_command = on_command
         self._attached: dict[Incarnation, int] = {}  # the router's view: worker |-> stream
-        self._broken: set[int] = set()  # streams and connections
-        self._ids = count(1)
         self._lives = count()
 
     def on_tick(self) -> None:
+        self.pools.tick()
         for worker in list(self.workers.values()):
-            self._both(worker, Tick())
+            self.let(worker.incarnation, lambda w=worker: self._tick(w))
+
+    def _tick(self, worker: Worker) -> None:
+        self._both(worker, Tick())
+        if worker.pool is not None:
+            self._pooled(worker, worker.pool.turns.tick())
+            self._settle(worker, [])
+        for stream in worker.streams:
+            self._say(worker, stream, [])
 
     def validate(self) -> None:
         self.core.validate()
         for worker in self.workers.values():
             worker.validate()
+        self.pools.validate()
 
     # --- lives and links ------------------------------------------------------------------------
 
     def start_worker(self, name: str, shape: Shape) -> None:
         worker = make_worker(name, next(self._lives), shape)
         self.workers[worker.incarnation] = worker
+        self.born(worker.incarnation)
+        if shape.host:
+            worker.pool = self._pool_side(worker, shape.host)
         self.attach(worker.incarnation)
+
+    def _pool_side(self, worker: Worker, host: str) -> PoolSide:
+        side = PoolSide(
+            self,
+            worker.memory,
+            worker.openings,
+            incarnation=worker.incarnation,
+            host=host,
+            staging=worker.shape.staging_blocks,
+            on_news=lambda news: self._pool_news(worker, news),
+            send=self.pools.send,
+        )
+        self.pools.join(side)
+        return side
 
     def attach(self, incarnation: Incarnation) -> None:
         worker = self.workers.get(incarnation)
@@ -94,7 +117,8 @@ class Cluster(Simulation):
         if stream is None:
             return
         self._lose_stream(incarnation)
-        self.after(f"notice {stream}", lambda: self._router_lost(incarnation, stream), 0.2)
+        notice = partial(self._router_lost, incarnation, stream)
+        self.by(incarnation, f"notice {stream}", notice, 0.2)
         self.after(f"attach {stream}", lambda: self.attach(incarnation), 0.2)
 
     def kill(self, incarnation: Incarnation) -> None:
@@ -102,6 +126,8 @@ class Cluster(Simulation):
         dead = self.workers.pop(incarnation, None)
         if dead is None:
             return
+        self.die(incarnation)
+        self.pools.worker_died(incarnation)
         self.after(f"router misses {incarnation}", lambda: self._lose_stream(incarnation), 0.2)
         for peer in list(dead.links):
             self.cut(incarnation, peer)
@@ -116,17 +142,8 @@ class Cluster(Simulation):
             if worker is not None and theirs in worker.links:
                 link = worker.links[theirs]
                 self._broken.add(link)
-                self.after(
-                    f"notice {mine} {link}",
-                    lambda m=mine, t=theirs, i=link: self._lost(m, t, i),
-                    0.1,
-                )
-
-    def _lost(self, mine: Incarnation, theirs: Incarnation, link: int) -> None:
-        worker = self.workers.get(mine)
-        if worker is not None and worker.links.get(theirs) == link:
-            del worker.links[theirs]
-            self._both(worker, PeerLost(peer=theirs, reason="lost"))
+                notice = partial(self._lost, mine, theirs, link)
+                self.by(mine, f"notice {mine} {link}", notice, 0.1)
 
     def _lose_stream(self, incarnation: Incarnation) -> None:
         stream = self._attached.pop(incarnation, None)
@@ -141,6 +158,13 @@ class Cluster(Simulation):
         worker.streams.discard(stream)
         for key in [key for key, owner in worker.routes.items() if owner == stream]:
             self._both(worker, Abort(key=key))
+
+    def preload(self, incarnation: Incarnation, spec: RequestSpec) -> None:
+        """Compute a prompt and pin it; no router hears of it."""
+        worker = self.workers.get(incarnation)
+        if worker is not None and worker.preloads.begin(spec):
+            worker.routes[spec.key] = 0
+            self._settle(worker, worker.decode.handle(Generate(spec=spec), self.now_s))
 
     # --- router ---------------------------------------------------------------------------------
 
@@ -157,7 +181,8 @@ class Cluster(Simulation):
     def _to_worker(self, incarnation: Incarnation, message: ToWorker) -> None:
         stream = self._attached.get(incarnation)
         if stream is not None:
-            self.after(f"to {stream}", lambda: self._arrive(incarnation, stream, message))
+            arrive = partial(self._arrive, incarnation, stream, message)
+            self.by(incarnation, f"to {stream}", arrive)
 
     def _arrive(self, incarnation: Incarnation, stream: int, message: ToWorker) -> None:
         """As WorkerLoop routes it."""
@@ -182,6 +207,7 @@ class Cluster(Simulation):
             by_stream[worker.routes[event.key]].append(event)
             if isinstance(event, Released | ReserveRefused):
                 del worker.routes[event.key]
+                worker.preloads.ended(event, self.now_s)
         for stream, batch in by_stream.items():
             self._say(worker, stream, batch)
 
@@ -200,24 +226,46 @@ class Cluster(Simulation):
 
     # --- workers --------------------------------------------------------------------------------
 
-    def _both(self, worker: Worker, event: Abort | FromPeer | PeerLost | Tick) -> None:
-        self._settle(worker, worker.prefill.handle(event, self.now_s))
-        self._settle(worker, worker.decode.handle(event, self.now_s))
+    def _settle(self, worker: Worker, commands: Sequence[Command]) -> None:
+        """As a turn of WorkerLoop does."""
+        self._execute_all(worker, commands)
+        self._start_steps(worker)
+        while worker.pool is not None and self._pooled(worker, worker.pool.turns.turn()):
+            self._start_steps(worker)
 
-    def _settle(self, worker: Worker, commands: list[Command]) -> None:
+    def _start_steps(self, worker: Worker) -> None:
+        """The schedulers take turns at the device."""
+        for scheduler in list(worker.turns):
+            if worker.stepping is None:
+                worker.turns.rotate(-1)
+                for command in scheduler.handle(StepWanted(), self.now_s):
+                    if isinstance(command, RunStep):
+                        self._run_step(worker, command, scheduler)
+                    else:
+                        self._execute(worker, command)
+
+    def _pooled(self, worker: Worker, outcomes: Sequence[PoolOutcome]) -> bool:
+        """Whether a step may be possible now that was not."""
+        for event in outcomes:
+            if isinstance(event, Restored) and event.holder.side != "prefill":
+                self._execute_all(worker, worker.decode.handle(event, self.now_s))
+            else:
+                self._execute_all(worker, worker.prefill.handle(event, self.now_s))
+        return any(isinstance(event, Restored) for event in outcomes)
+
+    def _pool_news(self, worker: Worker, news: PoolNews) -> None:
+        assert worker.pool is not None
+        self._pooled(worker, worker.pool.turns.handle(news))
+        self._settle(worker, [])
+
+    def _execute_all(self, worker: Worker, commands: Sequence[Command]) -> None:
         for command in commands:
             self._execute(worker, command)
-        for side, scheduler in (("decode", worker.decode), ("prefill", worker.prefill)):
-            if side not in worker.busy:
-                for command in scheduler.handle(StepWanted(), self.now_s):
-                    self._execute(worker, command)
 
     def _execute(self, worker: Worker, command: Command) -> None:
         match command:
             case Emit(events=events):
                 self._emit(worker, events)
-            case RunStep():
-                self._run_step(worker, command)
             case SendPeer():
                 self._send(worker, command)
             case WriteSlab():
@@ -229,128 +277,23 @@ class Cluster(Simulation):
             case ReplaceSlab(slab_id=slab_id):
                 self._move(worker, lambda: self._replace(worker, slab_id))
 
-    def _move(self, worker: Worker, action: Callable[[], None], scale_s: float = 0.01) -> None:
-        def alive() -> None:
-            if worker.incarnation in self.workers:
-                action()
-
-        self.after(f"mover {worker.incarnation}", alive, scale_s)
-
-    def _run_step(self, worker: Worker, step: RunStep) -> None:
-        side = "prefill" if worker.hello.role is Role.PREFILL else "decode"
-        assert side not in worker.busy
-        worker.busy.add(side)
+    def _run_step(
+        self, worker: Worker, step: RunStep, scheduler: PrefillScheduler | DecodeScheduler
+    ) -> None:
+        worker.stepping = scheduler
         running = worker.memory.begin(step)
-        scheduler = worker.prefill if side == "prefill" else worker.decode
         device = f"device {worker.incarnation}"
 
         def wrote(layer: int) -> None:
-            if worker.incarnation in self.workers:
-                running.write_up_to(layer)
-                self._settle(worker, worker.prefill.handle(LayersWritten(layer), self.now_s))
+            running.write_up_to(layer)
+            self._settle(worker, worker.prefill.handle(LayersWritten(layer), self.now_s))
 
         def done() -> None:
-            if worker.incarnation in self.workers:
-                event = StepDone(
-                    outcome=StepOutcome(sampled=running.finish(), sketches=running.sketches()),
-                    seconds=0.0,
-                )
-                worker.busy.discard(side)
-                self._settle(worker, scheduler.handle(event, self.now_s))
-
-        for layer in sorted(step.layer_marks):
-            self.after(device, lambda at=layer: wrote(at), 0.02)
-        self.after(device, done, 0.02)
-
-    # --- between workers ------------------------------------------------------------------------
-
-    def _send(self, worker: Worker, command: SendPeer) -> None:
-        """As PeerLinks does: connects for a message with addresses, drops an answer without."""
-        peer = command.peer
-        if peer not in worker.links:
-            if not command.addresses:
-                return
-            if peer not in self.workers:
-                link = -next(self._ids)
-                worker.links[peer] = link
-                mine = worker.incarnation
-                self.after(f"notice {mine} {link}", lambda: self._lost(mine, peer, link))
-                self._broken.add(link)
-                return
-            worker.links[peer] = next(self._ids)
-            self._send(worker, SendPeer(peer=peer, message=worker.peer_hello))
-        link, payload = worker.links[peer], encode(command.message)
-        self.after(
-            f"{worker.incarnation} {link}",
-            lambda: self._hear(worker.incarnation, peer, link, payload),
-        )
-
-    def _hear(self, sender: Incarnation, to: Incarnation, link: int, payload: bytes) -> None:
-        worker = self.workers.get(to)
-        if worker is None or link in self._broken:
-            return
-        if worker.links.get(sender) != link:
-            worker.links[sender] = link
-            self._send(worker, SendPeer(peer=sender, message=worker.peer_hello))
-        event = FromPeer(peer=sender, message=decode(payload))
-        if isinstance(event.message, PeerHello):
-            self._both(worker, event)
-            self._probe(worker, sender, link)
-        else:
-            to_prefill = isinstance(event.message, TO_PREFILL)
-            scheduler = worker.prefill if to_prefill else worker.decode
+            outcome = StepOutcome(sampled=running.finish(), sketches=running.sketches())
+            event = StepDone(outcome=outcome, seconds=0.0)
+            worker.stepping = None
             self._settle(worker, scheduler.handle(event, self.now_s))
 
-    def _probe(self, worker: Worker, peer: Incarnation, link: int) -> None:
-        """Some time later it knows what the link costs."""
-        cost = AnyWay(Random(self.random.random()))
-        event = LinkMeasured(peer=peer, cost=cost)  # type: ignore[arg-type]
-
-        def measured() -> None:
-            if worker.incarnation in self.workers and worker.links.get(peer) == link:
-                self._settle(worker, worker.decode.handle(event, self.now_s))
-
-        self.after(f"probe {worker.incarnation}", measured, 0.1)
-
-    def _write(self, worker: Worker, job: WriteSlab) -> None:
-        lent, error = job.lent, None
-        owner = self.workers.get(job.peer)
-        link = worker.links.get(job.peer)
-        if (
-            owner is None
-            or link is None
-            or link in self._broken
-            or lent.region not in owner.regions
-        ):
-            error = "the region is gone"
-        else:
-            source = Side(tables=job.tables, block_size=worker.shape.layout.block_size)
-            filled = owner.fill(job, worker.memory.take(job.write, source))
-            self._send(worker, SendPeer(peer=job.peer, message=filled))
-        written = SlabWritten(key=lent.key, piece=lent.piece, bytes=1, seconds=0, error=error)
-        self._settle(worker, worker.prefill.handle(written, self.now_s))
-
-    def _fetch(self, worker: Worker, job: FetchPiece) -> None:
-        """The reader maps the memory: it reads on when the link breaks while it does."""
-        fetch: Fetch | None = None
-
-        def begin() -> None:
-            nonlocal fetch
-            owner, link = self.workers.get(job.peer), worker.links.get(job.peer)
-            if owner is not None and link is not None:
-                fetch = Fetch(reader=worker, owner=owner.memory, job=job)
-                fetch.first_half()
-
-        def end() -> None:
-            event = fetched(job, "it is gone") if fetch is None else fetch.second_half()
-            self._settle(worker, worker.decode.handle(event, self.now_s))
-
-        self._move(worker, begin)
-        self._move(worker, end, self.random.choice([0.01, 0.5]))
-
-    def _scatter(self, worker: Worker, job: ScatterSlab) -> None:
-        self._settle(worker, worker.decode.handle(worker.scatter(job), self.now_s))
-
-    def _replace(self, worker: Worker, slab_id: SlabId) -> None:
-        event = worker.replace(slab_id, f"{worker.incarnation}-new-{next(self._ids)}")
-        self._settle(worker, worker.decode.handle(event, self.now_s))
+        for layer in sorted(step.layer_marks):
+            self.by(worker.incarnation, device, partial(wrote, layer), 0.02)
+        self.by(worker.incarnation, device, done, 0.02)

@@ -142,7 +142,7 @@ class Fabric(Simulation):
     def _settle(self, worker: Worker, commands: list[Command]) -> None:
         for command in commands:
             self._execute(worker, command)
-        if not worker.busy:
+        if worker.stepping is None:
             scheduler = self.p.prefill if worker is self.p else self.d.decode
             for command in scheduler.handle(StepWanted(), self.now_s):
                 self._execute(worker, command)
@@ -199,8 +199,8 @@ class Fabric(Simulation):
             self.after("probe", lambda: self.to_decode(event), 0.1)
 
     def _run_step(self, worker: Worker, step: RunStep) -> None:
-        assert not worker.busy
-        worker.busy.add("step")
+        assert worker.stepping is None
+        worker.stepping = self.p.prefill if worker is self.p else self.d.decode
         running = worker.memory.begin(step)
         device = f"{worker.incarnation}.device"
         tell = self.to_prefill if worker is self.p else self.to_decode
@@ -213,7 +213,7 @@ class Fabric(Simulation):
 
         def done() -> None:
             outcome = StepOutcome(sampled=running.finish(), sketches=running.sketches())
-            worker.busy.discard("step")
+            worker.stepping = None
             tell(StepDone(outcome=outcome, seconds=0.0))
 
         for layer in sorted(step.layer_marks):

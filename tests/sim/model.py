@@ -14,6 +14,7 @@ from engine.step import RunStep, Sampled, SequenceSlice
 from kvpool.canary import LogitSketch
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
 from kvpool.link_cost import TransferShape, Way
+from kvpool.restore_cost import RestoreCost
 from kvpool.tables import CopyPairs
 from kvpool.transfer_plan import Side, Write
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
@@ -57,6 +58,17 @@ class AnyWay:
         return self.rng.choice([Way.DIRECT, Way.COLLATED])
 
 
+@dataclass(slots=True, kw_only=True)
+class AnyWorth(RestoreCost):
+    """Says now that all is worth being fetched, now that only a part is."""
+
+    rng: random.Random
+
+    def worth(self, host_blocks: int, disk_blocks: int) -> int:
+        everything = host_blocks + disk_blocks
+        return self.rng.choice([everything, everything, everything, host_blocks, 0])
+
+
 @dataclass(slots=True)
 class _Histories:
     """Equal sequences have one name, so that comparing them is cheap."""
@@ -87,7 +99,7 @@ class _Histories:
         return tuple(self.parents[history][1] for history in chain)
 
 
-_HISTORIES = _Histories()
+HISTORIES = _Histories()
 
 
 def right_token(prompt: tuple[int, ...], choice: int, emitted: tuple[int, ...]) -> int:
@@ -133,7 +145,7 @@ class Memory:
         """Copy, and read what the step's tokens depend on."""
         self._copy(step.copies)
         wholes = [
-            _HISTORIES.extend(self._chain(piece, piece.start), piece.token_ids)
+            HISTORIES.extend(self._chain(piece, piece.start), piece.token_ids)
             for piece in step.batch.slices
         ]
         running = Running(memory=self, slices=step.batch.slices, wholes=wholes)
@@ -146,7 +158,7 @@ class Memory:
             return []
         found = {self._read(piece.tables, group, layer, end - 1) for group, layer in self.layers()}
         assert len(found) == 1, f"the layers disagree about {piece.key}: {found}"
-        chain = _HISTORIES.chain(found.pop())
+        chain = HISTORIES.chain(found.pop())
         assert len(chain) == end, "KV was overwritten"
         return chain
 
@@ -238,7 +250,7 @@ class Running:
         return {
             i: LogitSketch(
                 token_ids=(0,),
-                logits=(float(right_token(_HISTORIES.token_ids(whole), 0, ())),),
+                logits=(float(right_token(HISTORIES.token_ids(whole), 0, ())),),
                 log_sum_exp=0.0,
                 spread=1.0,
             )
@@ -248,7 +260,7 @@ class Running:
 
     @staticmethod
     def _sample(piece: SequenceSlice, chain: list[History]) -> tuple[Sampled, ...]:
-        whole = _HISTORIES.token_ids(chain)
+        whole = HISTORIES.token_ids(chain)
         ends = (len(whole) - wanted.index for wanted in piece.samples)
         return tuple(
             Sampled(token_id=right_token(whole[:end], wanted.choice, whole[end:]))

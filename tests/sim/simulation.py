@@ -25,6 +25,8 @@ class Simulation(ABC):
         self._channel_s: dict[str, float] = defaultdict(float)
         self._next_tick_s = TICK_S
         self._events = 0
+        self._alive: set[str] = set()
+        self._stopped: dict[str, list[Callable[[], None]]] = {}
 
     @abstractmethod
     def on_tick(self) -> None:
@@ -39,6 +41,39 @@ class Simulation(ABC):
         at_s = max(self.now_s + self.random.expovariate(1 / scale_s), self._channel_s[channel])
         self._channel_s[channel] = at_s
         heapq.heappush(self._heap, (at_s, next(self._order), action))
+
+    # --- processes ------------------------------------------------------------------------------
+
+    def born(self, process: str) -> None:
+        self._alive.add(process)
+
+    def die(self, process: str) -> None:
+        self._alive.discard(process)
+        self._stopped.pop(process, None)
+
+    def stop(self, process: str) -> None:
+        """As by SIGSTOP: it does nothing until `resume`, and then all at once."""
+        if process in self._alive:
+            self._stopped.setdefault(process, [])
+
+    def resume(self, process: str) -> None:
+        for action in self._stopped.pop(process, []):
+            self.let(process, action)
+
+    def let(self, process: str, action: Callable[[], None]) -> None:
+        """What the process does now, unless it is gone; later, when it is stopped."""
+        if process in self._stopped:
+            self._stopped[process].append(action)
+        elif process in self._alive:
+            action()
+
+    def by(
+        self, process: str, channel: str, action: Callable[[], None], scale_s: float = 0.01
+    ) -> None:
+        """`after`, done by that process."""
+        self.after(channel, lambda: self.let(process, action), scale_s)
+
+    # --- time -----------------------------------------------------------------------------------
 
     def run(self, until_s: float = LONGEST_S) -> None:
         """Until then, or until nothing happens any more."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 
+from cluster.preloads import Preloads
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
@@ -23,13 +26,16 @@ from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
 from kvpool.piece import Piece
 from kvpool.pool_map import KvFacts
+from kvpool.restores import Restores
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
 from kvpool.transfer_plan import Side
+from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
 from prefill_worker.scheduler import PrefillScheduler
-from tests.sim.model import LAYOUT, SLAB_BYTES, Content, Memory
+from tests.sim.model import LAYOUT, SLAB_BYTES, AnyWorth, Content, Memory
+from tests.sim.pool_side import PoolSide
 from tests.sim.simulation import LEASE_S
 
 MAX_RUNNING = 8
@@ -50,6 +56,13 @@ class Shape:
     slab_bytes: int = SLAB_BYTES
     layout: KvLayout = LAYOUT
     mode: HandoffMode = HandoffMode.PUSH
+    max_model_len: int | None = None  # None: all blocks
+    host: str = ""  # whose pool it uses
+    staging_blocks: int = 2
+
+    @property
+    def longest_tokens(self) -> int:
+        return self.max_model_len or self.blocks * self.layout.block_size
 
 
 @dataclass(slots=True)
@@ -58,19 +71,29 @@ class Worker:
 
     shape: Shape
     hello: WorkerHello
-    tables: BlockTables
+    openings: Openings
     prefill: PrefillScheduler
     decode: DecodeScheduler
     memory: Memory
+    preloads: Preloads
+    pool: PoolSide | None = None
     routes: dict[RequestKey, int] = field(default_factory=dict)
     streams: set[int] = field(default_factory=set)
     links: dict[Incarnation, int] = field(default_factory=dict)  # peer |-> connection
     regions: dict[str, Slab] = field(default_factory=dict)  # of its own slabs
-    busy: set[str] = field(default_factory=set)
+    stepping: PrefillScheduler | DecodeScheduler | None = None
+    turns: deque[PrefillScheduler | DecodeScheduler] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.turns = deque([self.decode, self.prefill])
 
     @property
     def incarnation(self) -> Incarnation:
         return self.hello.incarnation
+
+    @property
+    def tables(self) -> BlockTables:
+        return self.openings.tables
 
     @property
     def peer_hello(self) -> PeerHello:
@@ -122,6 +145,8 @@ class Worker:
         return SlabReplaced(slab_id=slab_id, region=region)
 
     def validate(self) -> None:
+        if self.openings.restores is not None:
+            self.openings.restores.validate()
         self.prefill.validate()
         self.decode.validate()
 
@@ -156,7 +181,7 @@ def fetched(job: FetchPiece, error: str | None = None) -> PieceFetched:
 def make_worker(name: str, life: int, shape: Shape) -> Worker:
     incarnation = Incarnation(f"{name}.{life}")
     tables = BlockTables(shape.layout, shape.blocks)
-    openings = Openings(tables=tables)
+    openings = _openings(tables, shape, life)
     regions = {SlabId(i): f"{incarnation}-{i}" for i in range(shape.slabs)}
     receiver = Receiver(
         tables=tables,
@@ -177,7 +202,7 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         architecture="Hash",
         block_size=shape.layout.block_size,
         total_blocks=shape.blocks,
-        max_model_len=shape.blocks * shape.layout.block_size,
+        max_model_len=shape.longest_tokens,
         max_running_requests=MAX_RUNNING,
         prefill_chunk_tokens=12,
         vocab_size=50,
@@ -185,7 +210,8 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
     return Worker(
         shape=shape,
         hello=hello,
-        tables=tables,
+        openings=openings,
+        preloads=Preloads(tables, shape.longest_tokens),
         prefill=PrefillScheduler(
             openings=openings, chunk_tokens=12, mode=shape.mode, canary_every=CANARY_EVERY
         ),
@@ -197,4 +223,16 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         ),
         memory=Memory(shape.layout),
         regions=dict.fromkeys(regions.values(), EMPTY),
+    )
+
+
+def _openings(tables: BlockTables, shape: Shape, life: int) -> Openings:
+    if not shape.host:
+        return Openings(tables=tables)
+    tables.cache.reports = True
+    cost = AnyWorth(tables.layout.block_size, rng=Random(life))
+    return Openings(
+        tables=tables,
+        restores=Restores(tables=tables, cost=cost),
+        write_behind=WriteBehind(tables),
     )

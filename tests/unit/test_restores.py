@@ -167,3 +167,20 @@ def test_what_a_window_has_passed_is_not_offered() -> None:
     offer = behind.offer(1.0)
     assert offer is not None
     assert [block.hash for block in offer.blocks] == list(names.full(20))[4:]
+
+
+def test_an_end_is_heard_also_of_blocks_that_are_all_passed_over() -> None:
+    """Or a prompt that waits for its blocks to be stored would wait for ever."""
+    tables = _tables(4)
+    tables.cache.reports = True
+    behind, names = WriteBehind(tables), _names(tables)
+    assert tables.try_open(A, 8, seen_from=7, leased=True, now_s=0) == 0
+    tables.activate(A)
+    tables.fill(A, names.full(4))
+    assert not behind.has_settled(names.full(4))
+    offer = behind.offer(1.0)
+    assert offer is not None
+    assert offer.blocks == ()
+    behind.settled(offer.offer)
+    assert behind.has_settled(names.full(4))
+    tables.validate()

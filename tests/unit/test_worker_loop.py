@@ -73,7 +73,7 @@ class Harness:
         prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.device = Device()
-        self.loop = WorkerLoop(self.device, openings, prefill, decode, self.inbox)
+        self.loop = WorkerLoop(self.device, openings, prefill, decode, self.inbox, max_model_len=16)
 
     @property
     def decode_tables(self) -> BlockTables:

@@ -1,0 +1,36 @@
+"""Who waits for whom: said when a simulated cluster stands still with requests in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.sim.cluster import Cluster
+from tests.sim.worker import Worker
+
+
+def who_waits(cluster: Cluster) -> str:
+    lines = [f"router: {key} {request}" for key, request in cluster.core.requests.items()]
+    for worker in cluster.workers.values():
+        lines += [f"{worker.incarnation}: {line}" for line in _of_worker(worker)]
+    for host in cluster.pools.hosts.values():
+        if host.node is not None:
+            lines.append(f"{host.node.incarnation}: {host.node.core.books.counts()}")
+    return "\n".join(["nothing happens any more, and these wait:", *lines])
+
+
+def _of_worker(worker: Worker) -> Iterator[str]:
+    tables, batch, receiver = worker.tables, worker.decode.batch, worker.decode.receiver
+    yield f"{tables.free_blocks} of {tables.blocks} blocks to be had"
+    yield from (f"{held.holder} holds {held.tables}" for held in tables.held())
+    for job in worker.prefill.queue.awaiting_prefill:
+        yield f"{job.key} waits for prefill, {_prefix(worker, job.holder)}"
+    for sequence in batch.awaiting_prefill:
+        yield f"{sequence.holder} waits to be computed, {_prefix(worker, sequence.holder)}"
+    yield f"slabs {receiver.slabs.counts()}, {receiver.reserved_choices} choices reserved"
+    if worker.pool is not None:
+        yield f"pool: link {worker.pool.link}, idle {worker.pool.client.idle}"
+
+
+def _prefix(worker: Worker, holder: object) -> str:
+    waits = worker.openings.waits(holder)  # type: ignore[arg-type]
+    return "with its prefix on its way" if waits else "with no prefix on its way"
