@@ -23,6 +23,31 @@ class Holding:
     chain: list[CachedBlock]
     twins: list[Part] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls,
+        layout: KvLayout,
+        chain: list[CachedBlock],
+        firsts: Sequence[int],
+        *,
+        seen_from: int,
+        leased: bool,
+        now_s: float,
+    ) -> Holding:
+        """Of a cached chain, in each group from the first block that is still seen."""
+        tables = [
+            [NO_BLOCK] * first + [block.place[group] for block in chain[first:]]
+            for group, first in enumerate(firsts)
+        ]
+        return cls(
+            layout=layout,
+            tables=tables,
+            since_s=now_s,
+            leased=leased,
+            seen_from=seen_from,
+            chain=chain,
+        )
+
     def copy(self, now_s: float) -> Holding:
         """Another's, over the same blocks."""
         tables = [list(table) for table in self.tables]

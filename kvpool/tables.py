@@ -115,17 +115,13 @@ class BlockTables:
         assert holder not in self._entries, f"{holder} is here already"
         chain = self.cache.find(hashes, seen_from)
         found = len(chain) * self.layout.block_size
-        firsts = self.cache.firsts(len(chain), seen_from)
-        entry = Holding(
-            layout=self.layout,
-            tables=[
-                [NO_BLOCK] * first + [block.place[group] for block in chain[first:]]
-                for group, first in enumerate(firsts)
-            ],
-            since_s=now_s,
-            leased=leased,
+        entry = Holding.of(
+            self.layout,
+            chain,
+            self.cache.firsts(len(chain), seen_from),
             seen_from=found if seen_from is None else seen_from,
-            chain=chain,
+            leased=leased,
+            now_s=now_s,
         )
         window_tokens = tokens if ahead_tokens is None else min(tokens, found + ahead_tokens)
         if not self._has_room(entry, tokens, window_tokens, opening=True):
@@ -185,6 +181,19 @@ class BlockTables:
         )
         self._hold(entry)
         self._entries[holder] = entry
+
+    def keep_prefix(
+        self, holder: Holder, hashes: Sequence[BlockHash], *, now_s: float
+    ) -> int:
+        """Hold the longest cached prefix as it is, until `release`; how many blocks it has."""
+        chain = self.cache.find(hashes, None)
+        firsts, end = self.cache.firsts(len(chain), None), len(chain) * self.layout.block_size
+        entry = Holding.of(
+            self.layout, chain, firsts, seen_from=end, leased=False, now_s=now_s
+        )
+        self._hold(entry)
+        self._entries[holder] = entry
+        return len(chain)
 
     def activate(self, holder: Holder) -> None:
         """The lease's peer delivered: the blocks now belong to the running request."""
