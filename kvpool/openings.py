@@ -38,9 +38,9 @@ class _Offer:
 
 @dataclass(slots=True, kw_only=True)
 class Openings:
-    """`restores` and `write_behind` None: there is no pool; `pulls` and `grants` None: peers neither
-    give nor get anything. Questions for the pool wait in an outbox. `origins` counts where the
-    prefixes came from."""
+    """`restores` and `write_behind` None: there is no pool; `pulls` and `grants` None: peers
+    neither give nor get anything. Questions for the pool wait in an outbox. `origins` counts where
+    the prefixes came from."""
 
     tables: BlockTables
     restores: Restores | None = None

@@ -15,7 +15,7 @@ silent for too long. Whatever goes wrong, the puller computes what it wanted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.hashes import BlockHash
 from kvpool.layout import KvLayout, Tables
@@ -93,12 +93,22 @@ class BlocksPulled:
 def pulled_writes(
     layout: KvLayout, skip: int, blocks: int, most_bytes: int = _ANY_SIZE_BYTES
 ) -> tuple[Write, ...]:
-    """Blocks `[skip, blocks)` of a chain, as far as the token after them sees them, in writes of
-    at most `most_bytes`; just one if it isn't given."""
+    """Blocks `[skip, blocks)` of a chain, all of each that the token after them sees anything of,
+    in writes of at most `most_bytes`; just one if it isn't given."""
     start, end = skip * layout.block_size, blocks * layout.block_size
     span = TokenSpan(start=start, tokens=end - start, next_position=end)
-    one = ShardLayout(model=layout, shard=Shard())
+    one = ShardLayout(model=_seen_by_block(layout, end), shard=Shard())
     return cut(one, one, span=span, staging_bytes=most_bytes)
+
+
+def _seen_by_block(layout: KvLayout, end: int) -> KvLayout:
+    """With windows from whose first block the token at `end` sees everything."""
+    size = layout.block_size
+    groups = (
+        replace(group, window=group.window and end - group.first_block(end, size) * size + 1)
+        for group in layout.groups
+    )
+    return replace(layout, groups=tuple(groups))
 
 
 def pull_blocks_most(layout: KvLayout) -> int:

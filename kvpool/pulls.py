@@ -1,7 +1,8 @@
 """Prefixes on their way from another worker's cache into this worker's blocks. Pure.
 
-    begin --PullWanted--> asked --PullGranted--> reading --PullRead--> read --PullSettled--> Restored
-                            `------- nothing there, peer lost or late -------------------------^
+    begin --PullWanted--> asked --PullGranted--> reading --PullRead--> read --PullSettled-.
+                            |                                                             v
+                            `------ nothing there, peer lost or late --------------> Restored
 
 Every `begin` ends in one Restored, with what is there then, however the peer behaves. Until then
 the sequence's blocks are the pull's: a read that is under way is always waited for.
@@ -231,7 +232,7 @@ class Pulls:
             return Restored.found_here(pull.holder, pull.here * size)
         self.tokens += (blocks - pull.here) * size
         self.tables.trim(pull.holder, blocks * size)
-        self.tables.fill(pull.holder, pull.hashes[:blocks])
+        self.tables.fill(pull.holder, pull.hashes[:blocks], edges_full=True)
         return Restored(holder=pull.holder, tokens=blocks * size, origin=PrefixOrigin.PEER)
 
     def _say(self, peer: Incarnation, message: PullMessage) -> None:
