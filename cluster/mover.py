@@ -30,6 +30,7 @@ from kvpool.handoff import (
 from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, write_slab
 from kvpool.memory_direct import fetch
+from kvpool.pull import BlocksPulled, PullBlocks
 from kvpool.slab import HEADER_BYTES
 from kvpool.slabs import SlabId
 from kvpool.transfer_plan import Side
@@ -38,8 +39,8 @@ from kvpool.transport.endpoints import SharedRegion
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
-Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab
-Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced
+Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
+Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled
 
 
 class Mover:
@@ -101,6 +102,8 @@ class Mover:
                     self._post(self._scatter(job))
                 case FetchPiece():
                     self._post(self._fetch(job))
+                case PullBlocks():
+                    self._post(self._pull(job))
                 case ReplaceSlab(slab_id=slab_id):
                     self._post(self._replace(slab_id))
 
@@ -186,18 +189,8 @@ class Mover:
         return region.memory if scheme is None else region.memory_on(scheme)
 
     def _fetch(self, job: FetchPiece) -> PieceFetched:
-        started_s, error = time.monotonic(), None
-        try:
-            fetch(
-                self._memory,
-                Side(tables=job.tables, block_size=self._memory.layout.block_size),
-                self._links.connection(job.peer),
-                job.kv,
-                job.source,
-                job.write,
-            )
-        except PeerError as failure:
-            error = str(failure)
+        started_s = time.monotonic()
+        error = self._read(job)
         return PieceFetched(
             key=job.key,
             piece=job.piece,
@@ -205,6 +198,22 @@ class Mover:
             seconds=time.monotonic() - started_s,
             error=error,
         )
+
+    def _pull(self, job: PullBlocks) -> BlocksPulled:
+        started_s = time.monotonic()
+        error = self._read(job)
+        seconds = time.monotonic() - started_s
+        return BlocksPulled(pull=job.pull, bytes=job.write.nbytes, seconds=seconds, error=error)
+
+    def _read(self, job: FetchPiece | PullBlocks) -> str | None:
+        """Why it failed, if it did."""
+        target = Side(tables=job.tables, block_size=self._memory.layout.block_size)
+        try:
+            connection = self._links.connection(job.peer)
+            fetch(self._memory, target, connection, job.kv, job.source, job.write)
+        except PeerError as failure:
+            return str(failure)
+        return None
 
     def _replace(self, slab_id: SlabId) -> SlabReplaced:
         self._links.endpoints.deregister(self.regions[slab_id])

@@ -8,6 +8,7 @@ from decode_worker.scheduler import DecodeScheduler
 from kvpool.blocks import BlockState
 from kvpool.openings import Openings
 from kvrelay.messages import Counters, LinkState
+from kvrelay.types import PrefixOrigin
 from prefill_worker.scheduler import PrefillScheduler
 
 
@@ -27,6 +28,7 @@ def count(
     totals: Totals,
     links: tuple[LinkState, ...],
 ) -> Counters:
+    origins = openings.origins
     tables, restores, receiver = openings.tables, openings.restores, decode.receiver
     blocks = tables.counts()
     return Counters(
@@ -41,6 +43,12 @@ def count(
         pool_host_tokens=restores.host_tokens if restores else 0,
         pool_disk_tokens=restores.disk_tokens if restores else 0,
         pool_declined_tokens=restores.declined_tokens if restores else 0,
+        peer_tokens=openings.pulls.tokens if openings.pulls else 0,
+        prefixes_device=origins[PrefixOrigin.DEVICE],
+        prefixes_host=origins[PrefixOrigin.HOST],
+        prefixes_disk=origins[PrefixOrigin.DISK],
+        prefixes_peer=origins[PrefixOrigin.PEER],
+        prefixes_computed=origins[PrefixOrigin.COMPUTED],
         running=decode.sequences + prefill.handing_over,
         waiting=len(decode.batch.awaiting_prefill) + prefill.waiting,
         prefill_waiting_tokens=prefill.waiting_tokens + decode.batch.waiting_tokens,

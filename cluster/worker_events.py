@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,13 +24,19 @@ from kvpool.pool_client_events import (
     PoolJoined,
     PoolLost,
 )
-from kvrelay.messages import Counters, ToWorker, WorkerEvent
+from kvpool.pull import BlocksPulled
+from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent
 
 
 class RouterStream(Protocol):
     """One router's open stream; `send` is thread safe and never blocks."""
 
-    def send(self, events: list[WorkerEvent], counters: Counters) -> None: ...
+    def send(
+        self,
+        events: Sequence[WorkerEvent],
+        counters: Counters,
+        blocks: Sequence[BlockChanges] = (),
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ Incoming = (
     | SlabScattered
     | SlabReplaced
     | PieceFetched
-    | LinkMeasured
+    | BlocksPulled
     | LayersWritten
     | PoolJoined
     | PoolLost

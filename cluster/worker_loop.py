@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
 
+from cluster.block_reports import BlockReports
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
+from cluster.pool_side import PoolNews
 from cluster.pool_turns import PoolOutcome, PoolTurns
 from cluster.preloads import Preloads
+from cluster.pull_turns import PullTurns
 from cluster.worker_counters import Totals, count
 from cluster.worker_events import (
     Call,
@@ -49,13 +52,7 @@ from kvpool.handoff import (
     WriteSlab,
 )
 from kvpool.openings import Openings
-from kvpool.pool_client_events import (
-    BlocksFetched,
-    BlocksStored,
-    FromNode,
-    PoolJoined,
-    PoolLost,
-)
+from kvpool.pull import BlocksPulled, PullBlocks, PullMessage
 from kvpool.restores import Restored
 from kvrelay.messages import (
     Abort,
@@ -105,6 +102,8 @@ class WorkerLoop:
         self.draining = False
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
+        self._pulls = PullTurns(openings)
+        self._reports = BlockReports(openings.tables.cache)
         self._routes: dict[RequestKey, RouterStream] = {}
         self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
         self._next_tick_s = 0.0
@@ -135,6 +134,7 @@ class WorkerLoop:
         self._start_step()
         while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
+        self._execute(self._pulls.take_commands())
         self._flush()
 
     # --- receive --------------------------------------------------------------------------------
@@ -154,6 +154,7 @@ class WorkerLoop:
         self._totals.orphaned_blocks = self._openings.tables.orphaned()
         if self._pool is not None:
             self._pooled(self._pool.tick())
+        self._pooled(self._pulls.tick())
         for stream in self._outbox:
             stream.send([], self.counters())
 
@@ -163,6 +164,11 @@ class WorkerLoop:
                 self._from_router(stream, message)
             case FromPeer(message=PeerHello()) | PeerLost():
                 self._both(event)
+                self._pooled(self._pulls.handle(event))
+            case BlocksPulled():
+                self._pooled(self._pulls.handle(event))
+            case FromPeer(message=message) if isinstance(message, PullMessage):
+                self._pooled(self._pulls.handle(event))
             case FromPeer(message=message) if isinstance(message, TO_PREFILL):
                 self._execute(self.prefill.handle(event, _now()))
             case SlabWritten():
@@ -176,12 +182,10 @@ class WorkerLoop:
             case LayersWritten():
                 if self._stepping is self.prefill:
                     self._execute(self.prefill.handle(event, _now()))
-            case PoolJoined() | PoolLost() | FromNode() | BlocksStored() | BlocksFetched():
-                assert self._pool is not None, "there is no pool"
-                self._pooled(self._pool.handle(event))
+            case _ if isinstance(event, PoolNews):
+                self._from_pool(event)
             case RouterJoined(stream=stream):
-                self._outbox[stream] = []
-                stream.send([], self.counters())
+                self._router_joined(stream)
             case RouterLost(stream=stream):
                 self._router_lost(stream)
             case Stepped(done=done):
@@ -193,7 +197,7 @@ class WorkerLoop:
             case Close():
                 self._closing = True
 
-    def _pooled(self, outcomes: list[PoolOutcome]) -> bool:
+    def _pooled(self, outcomes: Iterable[PoolOutcome]) -> bool:
         """Whether a step may be possible now that was not."""
         for event in outcomes:
             if isinstance(event, Restored) and event.holder.side != "prefill":
@@ -201,6 +205,11 @@ class WorkerLoop:
             else:
                 self._execute(self.prefill.handle(event, _now()))
         return any(isinstance(event, Restored) for event in outcomes)
+
+    def _from_pool(self, event: PoolNews) -> None:
+        assert self._pool is not None, "there is no pool"
+        self._reports.from_pool(event)
+        self._pooled(self._pool.handle(event))
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
         match message:
@@ -236,6 +245,14 @@ class WorkerLoop:
         self._execute(self.prefill.handle(event, _now()))
         self._execute(self.decode.handle(event, _now()))
 
+    def _router_joined(self, stream: RouterStream) -> None:
+        """It hears all that there is, the others what is new until now."""
+        self._flush()
+        self._outbox[stream] = []
+        stream.send([], self.counters())
+        for changes in self._reports.everything():
+            stream.send([], self.counters(), [changes])
+
     def _router_lost(self, stream: RouterStream) -> None:
         """Its requests have no one left to answer to."""
         self._outbox.pop(stream, None)
@@ -266,14 +283,14 @@ class WorkerLoop:
         self._totals.busy_s += done.seconds
         self._execute(scheduler.handle(done, _now()))
 
-    def _execute(self, commands: Iterable[Command]) -> None:
+    def _execute(self, commands: Iterable[Command | PullBlocks]) -> None:
         for command in commands:
             match command:
                 case Emit(events=events):
                     self._emit(events)
                 case SendPeer():
                     self._links.send(command)
-                case WriteSlab() | ScatterSlab() | FetchPiece() | ReplaceSlab():
+                case WriteSlab() | ScatterSlab() | FetchPiece() | ReplaceSlab() | PullBlocks():
                     self._mover.put(command)
                 case RunStep():
                     raise AssertionError("a step that was not offered")
@@ -292,9 +309,11 @@ class WorkerLoop:
                 self._outbox[stream].append(event)
 
     def _flush(self) -> None:
+        """Blocks before the events that made them."""
+        blocks = self._reports.take()
         for stream, events in self._outbox.items():
-            if events:
-                stream.send(events, self.counters())
+            if events or blocks:
+                stream.send(events, self.counters(), blocks)
                 self._outbox[stream] = []
 
     def counters(self) -> Counters:

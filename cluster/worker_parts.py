@@ -13,6 +13,7 @@ from cluster.peers import PeerLinks
 from cluster.pool_side import PoolSide
 from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
+from cluster.worker_caches import open_caches
 from cluster.worker_events import Crashed, Incoming
 from cluster.worker_formats import block_names, codec_offer
 from cluster.worker_loop import WorkerLoop
@@ -32,8 +33,6 @@ from kvpool.leases import LeaseTable
 from kvpool.memory_probe import measure_copies
 from kvpool.openings import Openings
 from kvpool.pool_map import KvFacts
-from kvpool.restore_cost import RestoreCost
-from kvpool.restores import Restores
 from kvpool.slabs import SlabPool
 from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables
@@ -41,7 +40,6 @@ from kvpool.transport import memfd
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.fabric import LinkKind
 from kvpool.transport.ucx_options import UcxOptions
-from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
 from kvrelay.types import WIRE_VERSION, Incarnation
 from prefill_worker.scheduler import PrefillScheduler
@@ -89,7 +87,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     links = _links(settings, engine, staging, offer, inbox)
     mover = _mover(engine, staging, links, inbox)
     device = Device(engine, settings.cpu_threads, inbox.put)
-    openings = _openings(settings, tables)
+    openings = open_caches(settings, tables, staging)
     bound = _canary_bound(settings, engine)
     prefill = PrefillScheduler(
         openings=openings,
@@ -133,18 +131,6 @@ def _canary_bound(settings: WorkerSettings, engine: Engine) -> float | None:
     return bound
 
 
-def _openings(settings: WorkerSettings, tables: BlockTables) -> Openings:
-    if settings.pool_address is None:
-        return Openings(tables=tables)
-    tables.cache.reports = True
-    cost = RestoreCost(tables.layout.block_size)
-    return Openings(
-        tables=tables,
-        restores=Restores(tables=tables, cost=cost),
-        write_behind=WriteBehind(tables),
-    )
-
-
 def _pool(
     settings: WorkerSettings,
     engine: Engine,
@@ -159,7 +145,7 @@ def _pool(
         address=settings.pool_address,
         incarnation=links.incarnation,
         fingerprint=engine.facts.fingerprint,
-        wants_changes=False,
+        wants_changes=settings.prefix_caching,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
         host=settings.host,
@@ -298,7 +284,7 @@ def _decode_scheduler(
 
 
 def _hello(settings: WorkerSettings, engine: Engine, links: PeerLinks) -> WorkerHello:
-    facts = engine.facts
+    facts, longrope = engine.facts, engine.model.longrope
     return WorkerHello(
         name=settings.name,
         incarnation=links.incarnation,
@@ -314,4 +300,6 @@ def _hello(settings: WorkerSettings, engine: Engine, links: PeerLinks) -> Worker
         max_running_requests=settings.max_running_requests,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         vocab_size=facts.vocab_size,
+        physical_format=engine.layout.physical_format(),
+        rope_border_tokens=longrope.border_tokens if longrope is not None else None,
     )

@@ -12,11 +12,12 @@ import grpc
 
 from cluster.worker_events import FromRouter, Incoming, RouterJoined, RouterLost
 from kvrelay.errors import PeerError
-from kvrelay.messages import Counters, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
+from kvrelay.report_wire import encode_batch
 from kvrelay.types import WIRE_VERSION
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from kvrelay.wire import decode_to_worker, encode_batch, encode_hello
+from kvrelay.wire import decode_to_worker, encode_hello
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,13 @@ class GrpcRouterStream:
         self._loop = asyncio.get_running_loop()
         self._batches: asyncio.Queue[pb.FromWorker | None] = asyncio.Queue()
 
-    def send(self, events: Sequence[WorkerEvent], counters: Counters) -> None:
-        batch = encode_batch(events, counters, time.monotonic())
+    def send(
+        self,
+        events: Sequence[WorkerEvent],
+        counters: Counters,
+        blocks: Sequence[BlockChanges] = (),
+    ) -> None:
+        batch = encode_batch(events, counters, time.monotonic(), blocks)
         self._loop.call_soon_threadsafe(self._batches.put_nowait, batch)
 
     def end(self) -> None:

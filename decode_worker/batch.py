@@ -23,7 +23,7 @@ from kvpool.block_names import HashChain
 from kvpool.openings import Openings
 from kvpool.restores import Restored
 from kvpool.tables import BlockTables, CopyPairs, Holder
-from kvrelay.types import RequestKey, RequestSpec
+from kvrelay.types import PrefixOrigin, RequestKey, RequestSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +81,7 @@ class Batch:
         if not self._try_open(sequence, len(spec.prompt_ids) + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
+        sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
         self._alive[spec.key] = [sequence]
         self.awaiting_prefill.append(sequence)
         return True
@@ -276,7 +277,7 @@ class Batch:
         (sequence,) = [s for s in self.awaiting_prefill if s.holder == event.holder]
         sequence.computed = event.tokens
         if not sequence.joined:
-            sequence.cached = event.tokens
+            sequence.cached, sequence.origin = event.tokens, event.origin
         self.tables.trim(sequence.holder, sequence.computed)
 
     def drop(self, sequence: Sequence) -> None:

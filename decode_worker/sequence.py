@@ -17,7 +17,7 @@ from kvpool.block_names import HashChain
 from kvpool.hashes import BlockHash
 from kvpool.tables import Holder
 from kvrelay.messages import Lifetime, Tokens
-from kvrelay.types import FinishReason, RequestKey, RequestSpec
+from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,6 +33,7 @@ class Sequence:
     arrival: int
     emitted: list[int] = field(default_factory=list)
     cached: int = 0
+    origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
     joined: bool = False
     dropped: bool = False
@@ -110,7 +111,13 @@ class Sequence:
         """It is in a step for the first time."""
         if self.emitted:
             return Lifetime(key=self.key, at_s=now_s, name="decode_joined")
-        return Lifetime(key=self.key, at_s=now_s, name="prefill_started", tokens=self.cached)
+        return Lifetime(
+            key=self.key,
+            at_s=now_s,
+            name="prefill_started",
+            tokens=self.cached,
+            source=self.origin,
+        )
 
     def tokens_event(self, choice: int, sampled: Sampled, now_s: float) -> Tokens:
         reason = self.finish_reason(sampled.token_id)

@@ -6,11 +6,18 @@ whether the prompt reached the model's border. All of that, and the tenant, is i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpool.codec import Codec
-from kvpool.hashes import BlockHash, CacheSalt, SupportsTokens, cache_salt, extend_chain
+from kvpool.hashes import (
+    BlockHash,
+    CacheSalt,
+    SupportsTokens,
+    block_hash,
+    cache_salt,
+    extend_chain,
+)
 from kvpool.layout import KvLayout
 
 
@@ -62,6 +69,14 @@ class HashChain:
         """The sequence has `tokens` tokens by now."""
         end = tokens if self.limit is None else min(tokens, self.limit)
         extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
+
+    def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
+        """The names of the blocks that the first `tokens` tokens fill, each made when asked for."""
+        parent, size = None, self.block_size
+        limit = tokens if self.limit is None else min(tokens, self.limit)
+        for end in range(size, limit + 1, size):
+            parent = block_hash(parent, token_ids[end - size : end], self.salt)
+            yield parent
 
     def copy(self) -> HashChain:
         return replace(self, _hashes=list(self._hashes))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from kvpool.block_news import BlockNews
 from kvpool.blocks import BlockPool
 from kvpool.cached_block import CachedBlock, Place
 from kvpool.eviction import EvictionPolicy
@@ -32,13 +33,15 @@ Part = tuple[int, BlockId]
 class DeviceCache:
     """`pools[group]` belong to this cache: blocks are taken, held and released through it.
 
-    `reports`: newly named blocks are kept for `take_news`.
+    `reports`: newly named blocks are kept for `take_news`. `changes`, if there is one, hears of
+    every block that comes or goes.
     """
 
     layout: KvLayout
     pools: list[BlockPool]
     policy: EvictionPolicy
     reports: bool = False
+    changes: BlockNews | None = None
     index: PrefixIndex = field(init=False)
     _news: list[CachedBlock] = field(init=False, default_factory=list)
     _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
@@ -106,6 +109,8 @@ class DeviceCache:
                 self._name(part, block)
             if self.reports:
                 self._news.append(block)
+            if self.changes is not None:
+                self.changes.stored(block_hash)
             self._bound()
             return block, []
         return block, self._join(block, place)
@@ -170,6 +175,8 @@ class DeviceCache:
             self._free(block)
 
     def _free(self, block: CachedBlock) -> None:
+        if self.changes is not None:
+            self.changes.removed(block.hash)
         for group, block_id in _parts(block.place):
             self._faded[group].pop(block_id, None)
             self._forget((group, block_id))

@@ -36,6 +36,7 @@ from kvpool.layout import Tables
 from kvpool.link_cost import LinkCost
 from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool_map import KvFacts
+from kvpool.pull import PullMessage
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transfer_plan import Side, Write
 from kvrelay.types import Incarnation, RequestKey
@@ -176,6 +177,7 @@ PeerMessage = (
     | Ping
     | Pong
     | LinkProbed
+    | PullMessage
 )
 
 TO_PREFILL = (SlabLent, PieceAwaited, PieceRead, Committed, CancelTransfer)

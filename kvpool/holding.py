@@ -23,6 +23,31 @@ class Holding:
     chain: list[CachedBlock]
     twins: list[Part] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls,
+        layout: KvLayout,
+        chain: list[CachedBlock],
+        firsts: Sequence[int],
+        *,
+        seen_from: int,
+        leased: bool,
+        now_s: float,
+    ) -> Holding:
+        """Of a cached chain, in each group from the first block that is still seen."""
+        tables = [
+            [NO_BLOCK] * first + [block.place[group] for block in chain[first:]]
+            for group, first in enumerate(firsts)
+        ]
+        return cls(
+            layout=layout,
+            tables=tables,
+            since_s=now_s,
+            leased=leased,
+            seen_from=seen_from,
+            chain=chain,
+        )
+
     def copy(self, now_s: float) -> Holding:
         """Another's, over the same blocks."""
         tables = [list(table) for table in self.tables]
@@ -32,11 +57,18 @@ class Holding:
     def real(self, group: int) -> list[BlockId]:
         return real(self.tables[group])
 
-    def whole(self, group: int, index: int) -> BlockId:
-        """The block, unless it may lack the KV of tokens that no query sees any more."""
+    def place(self, index: int, *, edges_full: bool) -> Place:
+        """The block's parts, less those that may lack the KV of tokens that no query sees any
+        more."""
+        parts = (table[index] for table in self.tables)
+        return tuple(
+            NO_BLOCK if self._on_edge(group, index) and not edges_full else part
+            for group, part in enumerate(parts)
+        )
+
+    def _on_edge(self, group: int, index: int) -> bool:
         window, start = self.layout.groups[group].window, index * self.layout.block_size
-        on_edge = window is not None and start < self.seen_from - window + 1
-        return NO_BLOCK if on_edge else self.tables[group][index]
+        return window is not None and start < self.seen_from - window + 1
 
     def lacks(self, group: int, tokens: int, window_tokens: int | None) -> tuple[int, int]:
         """For `tokens` tokens in all (in a group with a window: `window_tokens`): how many blocks

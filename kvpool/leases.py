@@ -5,6 +5,7 @@ Progress renews a lease; only the owner expires one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -23,6 +24,10 @@ class LeaseTable(Generic[K]):
 
     def __contains__(self, held: K) -> bool:
         return held in self._ends_s
+
+    def __iter__(self) -> Iterator[K]:
+        """Ending some on the way is fine."""
+        return iter(tuple(self._ends_s))
 
     def grant(self, held: K, now_s: float) -> None:
         assert held not in self._ends_s, f"{held} is leased already"

@@ -1,29 +1,54 @@
-"""Opens sequences with all of their KV that can be had: cached here, or in the pool. Pure.
+"""Opens sequences with all of their KV that can be had: here, in the pool, or at a peer. Pure.
 
-A sequence whose prefix is on its way from the pool holds its blocks and waits, until Restored.
+A sequence whose prefix is on its way holds its blocks and waits, until Restored.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.handoff import SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
+from kvpool.pull import PullBlocks
+from kvpool.pull_grants import PullGrants
+from kvpool.pulls import PullEvent, Pulls
 from kvpool.restores import Restored, Restores
 from kvpool.tables import BlockTables, Holder
 from kvpool.write_behind import WriteBehind
+from kvrelay.messages import PrefixSource
+from kvrelay.types import PrefixOrigin, RequestKey
+
+log = logging.getLogger(__name__)
 
 PoolQuestion = SeekPrefix | WantPrefix | DropPrefix
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a peer seems to have for one that asks the pool first."""
+
+    holder: Holder
+    hashes: tuple[BlockHash, ...]
+    source: PrefixSource
+
+
 @dataclass(slots=True, kw_only=True)
 class Openings:
-    """`restores` and `write_behind` None: there is no pool. Questions for it wait in an outbox."""
+    """`restores` and `write_behind` None: there is no pool; `pulls` and `grants` None: peers
+    neither give nor get anything. Questions for the pool wait in an outbox. `origins` counts where
+    the prefixes came from."""
 
     tables: BlockTables
     restores: Restores | None = None
     write_behind: WriteBehind | None = None
+    pulls: Pulls | None = None
+    grants: PullGrants | None = None
+    origins: Counter[PrefixOrigin] = field(default_factory=Counter)
+    _offers: dict[RequestKey, _Offer] = field(default_factory=dict)
     _outbox: list[PoolQuestion] = field(default_factory=list)
 
     def try_open(
@@ -34,21 +59,53 @@ class Openings:
         hashes: Sequence[BlockHash],
         ahead_tokens: int,
         now_s: float,
+        source: PrefixSource | None = None,
     ) -> int | None:
-        """Like `BlockTables.try_open`; then `waits` may be true."""
+        """Like `BlockTables.try_open`; then `waits` may be true. `source` may have more."""
         found = self.tables.try_open(
             holder, tokens, hashes=hashes, ahead_tokens=ahead_tokens, now_s=now_s
         )
-        if found is not None and self.restores is not None:
-            self._ask(self.restores.begin(holder, hashes, found))
+        if found is None:
+            return None
+        if not self._seek(holder, hashes, found, source, now_s):
+            self._opened(Restored.found_here(holder, found))
         return found
+
+    def _seek(
+        self,
+        holder: Holder,
+        hashes: Sequence[BlockHash],
+        found: int,
+        source: PrefixSource | None,
+        now_s: float,
+    ) -> bool:
+        """Whether there is anything to wait for. The pool is asked first."""
+        asked = self.restores.begin(holder, hashes, found) if self.restores is not None else None
+        self._ask(asked)
+        if source is None or self.pulls is None:
+            return asked is not None
+        offer = _Offer(holder, tuple(hashes), source)
+        if asked is not None:
+            self._offers[holder.key] = offer
+            return True
+        here = found // self.tables.layout.block_size
+        return self.pulls.prefers(hashes, source, here) and self._pull(offer, here, now_s)
+
+    def _pull(self, offer: _Offer, here: int, now_s: float) -> bool:
+        assert self.pulls is not None
+        self.pulls.begin(offer.holder, offer.hashes, here, offer.source, now_s)
+        return True
 
     def waits(self, holder: Holder) -> bool:
         """Its prefix is being fetched: nothing of it may run, or be freed."""
-        return self.restores is not None and holder in self.restores
+        from_pool = self.restores is not None and holder in self.restores
+        return from_pool or (self.pulls is not None and holder in self.pulls)
 
     def drop(self, holder: Holder) -> bool:
         """The sequence is over. True: its blocks must stay until Restored."""
+        self._offers.pop(holder.key, None)
+        if self.pulls is not None and holder in self.pulls:
+            return self.pulls.drop(holder)
         if self.restores is None or holder not in self.restores:
             return False
         self._ask(self.restores.drop(holder))
@@ -60,23 +117,59 @@ class Openings:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """How long a prefill took, to compare fetching with."""
-        if self.restores is not None:
-            self.restores.cost.computed(tokens, seconds)
+        waiting = self.restores or self.pulls
+        if waiting is not None:
+            waiting.cost.computed(tokens, seconds)
 
     def answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> Restored | None:
         """What the pool said, for the scheduler that waits."""
         assert self.restores is not None
         if isinstance(event, PrefixFetched):
-            return self.restores.fetched(event, now_s)
+            return self._opened(self.restores.fetched(event, now_s))
+        if self._pulled_instead(event, now_s):
+            return None
         found = self.restores.found(event, now_s)
         if isinstance(found, WantPrefix):
             self._ask(found)
             return None
-        return found
+        return self._opened(found)
+
+    def _pulled_instead(self, event: PrefixFound, now_s: float) -> bool:
+        """A peer has more than the pool, or is faster."""
+        offer = self._offers.pop(event.key, None)
+        if offer is None or self.pulls is None or self.restores is None:
+            return False
+        here = self.restores.here(event.key)
+        host = max(0, event.host_blocks - here)
+        disk = max(0, event.host_blocks + event.disk_blocks - here) - host
+        if not self.pulls.prefers(offer.hashes, offer.source, here, host, disk):
+            return False
+        self.restores.leave(event.key)
+        return self._pull(offer, here, now_s)
+
+    def pulled(self, event: PullEvent, now_s: float) -> list[Restored]:
+        """What a peer said of a pull, for the schedulers that wait."""
+        if self.pulls is None:
+            return []
+        return [*filter(self._opened, self.pulls.handle(event, now_s))]
+
+    def expire(self, now_s: float) -> list[Restored]:
+        return [] if self.pulls is None else [*filter(self._opened, self.pulls.expire(now_s))]
+
+    def _opened(self, restored: Restored | None) -> Restored | None:
+        """All that is to be had is in the holder's blocks now."""
+        if restored is not None:
+            self.origins[restored.origin] += 1
+            log.debug("%s: %d tokens, %s", restored.holder, restored.tokens, restored.origin)
+        return restored
 
     def take_outbox(self) -> list[PoolQuestion]:
         taken, self._outbox = self._outbox, []
         return taken
+
+    def take_pulls(self) -> list[SendPeer | PullBlocks]:
+        """To be executed, in order."""
+        return [] if self.pulls is None else self.pulls.take_outbox()
 
     def _ask(self, question: PoolQuestion | None) -> None:
         if question is not None:

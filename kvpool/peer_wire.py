@@ -27,7 +27,9 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.peer_wire_hello import CODECS, codec_of, decode_hello, encode_hello
-from kvpool.piece import Piece, PieceBlocks
+from kvpool.piece import Piece
+from kvpool.pull import PullGranted, PullRead, PullSettled, PullWanted
+from kvpool.pull_wire import decode_blocks, decode_pull, encode_blocks, encode_pull
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transfer_plan import TokenSpan
 from kvrelay.errors import PeerError
@@ -114,6 +116,8 @@ def _encode(message: PeerMessage) -> peer_pb2.PeerMessage:
             return pb.PeerMessage(ping=pb.Ping())
         case Pong():
             return pb.PeerMessage(pong=pb.Pong())
+        case PullWanted() | PullGranted() | PullRead() | PullSettled():
+            return encode_pull(message)
         case LinkProbed():
             return pb.PeerMessage(link_probed=pb.LinkProbed())
         case _:
@@ -186,6 +190,8 @@ def _decode(envelope: peer_pb2.PeerMessage) -> PeerMessage:
             return Ping()
         case "pong":
             return Pong()
+        case "pull_wanted" | "pull_granted" | "pull_read" | "pull_settled":
+            return decode_pull(envelope)
         case "link_probed":
             return LinkProbed()
         case _:
@@ -201,15 +207,7 @@ def _piece_ahead(message: PieceAhead) -> peer_pb2.PieceAhead:
         tokens=span.tokens,
         next_position=span.next_position,
         index=message.piece.index,
-        held=[
-            peer_pb2.PieceBlocks(
-                group=held.group,
-                first=held.first,
-                starts=[start for start, _ in held.runs],
-                counts=[count for _, count in held.runs],
-            )
-            for held in message.held
-        ],
+        held=map(encode_blocks, message.held),
     )
 
 
@@ -221,13 +219,5 @@ def _piece_ahead_of(message: peer_pb2.PieceAhead) -> PieceAhead:
         key=_key_of(message.key),
         number=message.number,
         piece=Piece(span=span, index=message.index),
-        held=tuple(_held_of(held) for held in message.held),
+        held=tuple(map(decode_blocks, message.held)),
     )
-
-
-def _held_of(held: peer_pb2.PieceBlocks) -> PieceBlocks:
-    """Raises PeerError."""
-    if len(held.starts) != len(held.counts):
-        raise PeerError(f"{len(held.starts)} runs of blocks with {len(held.counts)} lengths")
-    runs = tuple(zip(held.starts, held.counts, strict=True))
-    return PieceBlocks(group=held.group, first=held.first, runs=runs)

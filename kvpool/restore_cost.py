@@ -1,4 +1,4 @@
-"""Is a prefix that a pool holds brought here, or computed again? Pure.
+"""Is a prefix that a pool or a peer holds brought here, or computed again? Pure.
 
 Both are timed as they happen. What has not been timed yet is tried.
 """
@@ -30,12 +30,14 @@ class Rate:
 
 @dataclass(slots=True)
 class RestoreCost:
-    """`token` is a token's prefill, `host` and `disk` a block's way here from either tier."""
+    """`token` is a token's prefill; `host`, `disk` and `peer` a block's way here from either tier
+    of the pool, or from another worker."""
 
     block_size: int
     token: Rate = field(default_factory=Rate)
     host: Rate = field(default_factory=Rate)
     disk: Rate = field(default_factory=Rate)
+    peer: Rate = field(default_factory=Rate)
 
     def computed(self, tokens: int, seconds: float) -> None:
         self.token.observe(tokens, seconds)
@@ -46,6 +48,19 @@ class RestoreCost:
             self.disk.observe(disk_blocks, max(0.0, seconds - self.host.of(host_blocks)))
         else:
             self.host.observe(host_blocks, seconds)
+
+    def pulled(self, blocks: int, seconds: float) -> None:
+        self.peer.observe(blocks, seconds)
+
+    def prefers_peer(self, peer_blocks: int, host_blocks: int, disk_blocks: int) -> bool:
+        """Rather than fetching from the pool what that is worth, and computing all else."""
+        fetched = self.worth(host_blocks, disk_blocks)
+        if self.token.seconds is None:
+            return peer_blocks > fetched
+        host = min(fetched, host_blocks)
+        pool_s = self.host.of(host) + self.disk.of(fetched - host)
+        computed_s = self.token.of((peer_blocks - fetched) * self.block_size)
+        return self.peer.of(peer_blocks) < pool_s + computed_s
 
     def worth(self, host_blocks: int, disk_blocks: int) -> int:
         """How many of the chain's next blocks, those in memory before those on disk, to fetch."""

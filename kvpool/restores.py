@@ -17,15 +17,23 @@ from kvpool.holding import places
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.restore_cost import RestoreCost
 from kvpool.tables import BlockTables, Holder
-from kvrelay.types import RequestKey
+from kvrelay.types import PrefixOrigin, RequestKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """The KV of the first `tokens` tokens is in the holder's blocks."""
+    """The KV of the first `tokens` tokens is in the holder's blocks. `origin`: of what was fetched
+    last, if anything was."""
 
     holder: Holder
     tokens: int
+    origin: PrefixOrigin
+
+    @classmethod
+    def found_here(cls, holder: Holder, tokens: int) -> Restored:
+        """Nothing was fetched."""
+        origin = PrefixOrigin.DEVICE if tokens else PrefixOrigin.COMPUTED
+        return cls(holder=holder, tokens=tokens, origin=origin)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +81,14 @@ class Restores:
         self._by_key[holder.key].dropped = True
         return DropPrefix(key=holder.key)
 
+    def here(self, key: RequestKey) -> int:
+        """How many blocks one that waits had from the start."""
+        return self._by_key[key].here
+
+    def leave(self, key: RequestKey) -> None:
+        """It asked, and goes on without the pool."""
+        del self._by_key[key]
+
     def found(self, event: PrefixFound, now_s: float) -> WantPrefix | Restored | None:
         restore = self._by_key.get(event.key)
         if restore is None:
@@ -119,10 +135,12 @@ class Restores:
         size, host = self.tables.layout.block_size, min(blocks, restore.host)
         self.host_tokens += host * size
         self.disk_tokens += (blocks - host) * size
+        if not blocks:
+            return Restored.found_here(restore.holder, restore.here * size)
         end = restore.here + blocks
-        if blocks:
-            self.tables.fill(restore.holder, restore.hashes[:end])
-        return Restored(holder=restore.holder, tokens=end * size)
+        self.tables.fill(restore.holder, restore.hashes[:end])
+        origin = PrefixOrigin.DISK if blocks > host else PrefixOrigin.HOST
+        return Restored(holder=restore.holder, tokens=end * size, origin=origin)
 
     def validate(self) -> None:
         """Whoever waits for a prefix holds its blocks."""

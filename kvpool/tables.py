@@ -115,17 +115,13 @@ class BlockTables:
         assert holder not in self._entries, f"{holder} is here already"
         chain = self.cache.find(hashes, seen_from)
         found = len(chain) * self.layout.block_size
-        firsts = self.cache.firsts(len(chain), seen_from)
-        entry = Holding(
-            layout=self.layout,
-            tables=[
-                [NO_BLOCK] * first + [block.place[group] for block in chain[first:]]
-                for group, first in enumerate(firsts)
-            ],
-            since_s=now_s,
-            leased=leased,
+        entry = Holding.of(
+            self.layout,
+            chain,
+            self.cache.firsts(len(chain), seen_from),
             seen_from=found if seen_from is None else seen_from,
-            chain=chain,
+            leased=leased,
+            now_s=now_s,
         )
         window_tokens = tokens if ahead_tokens is None else min(tokens, found + ahead_tokens)
         if not self._has_room(entry, tokens, window_tokens, opening=True):
@@ -186,6 +182,15 @@ class BlockTables:
         self._hold(entry)
         self._entries[holder] = entry
 
+    def keep_prefix(self, holder: Holder, hashes: Sequence[BlockHash], *, now_s: float) -> int:
+        """Hold the longest cached prefix as it is, until `release`; how many blocks it has."""
+        chain = self.cache.find(hashes, None)
+        firsts = self.cache.firsts(len(chain), None)
+        entry = Holding.of(self.layout, chain, firsts, seen_from=0, leased=False, now_s=now_s)
+        self._hold(entry)
+        self._entries[holder] = entry
+        return len(chain)
+
     def activate(self, holder: Holder) -> None:
         """The lease's peer delivered: the blocks now belong to the running request."""
         entry = self._entries[holder]
@@ -234,15 +239,18 @@ class BlockTables:
 
     # --- naming and giving back -----------------------------------------------------------------
 
-    def fill(self, holder: Holder, hashes: Sequence[BlockHash]) -> None:
+    def fill(
+        self, holder: Holder, hashes: Sequence[BlockHash], *, edges_full: bool = False
+    ) -> None:
         """The holder's first `len(hashes)` blocks are full, and these are their names. In a group
-        with a window all but the one that lies on its edge: the tokens outside may be missing."""
+        with a window all but the one that lies on its edge, unless `edges_full`: the tokens outside
+        may be missing."""
         entry = self._entries[holder]
         assert not entry.leased
         if not self.caching:
             return
         for index in range(len(entry.chain), len(hashes)):
-            place = tuple(entry.whole(group, index) for group in range(len(self.pools)))
+            place = entry.place(index, edges_full=edges_full)
             parent = entry.chain[-1] if entry.chain else None
             block, twins = self.cache.insert(hashes[index], parent, place)
             entry.chain.append(block)

@@ -17,8 +17,8 @@ from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
 from kvpool.layout import Tables
 from kvpool.tables import Holder
-from kvrelay.messages import Prefill, Tokens
-from kvrelay.types import FinishReason, RequestKey, Sampling
+from kvrelay.messages import Lifetime, Prefill, Tokens
+from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
 from prefill_worker.sender import Sender
 
 
@@ -30,6 +30,7 @@ class Job:
     holder: Holder
     names: HashChain
     cached: int = 0
+    origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
     started: bool = False
     first: tuple[int, ...] = ()
@@ -87,6 +88,20 @@ class Job:
     def may_commit(self) -> bool:
         sent = self.sender.all_sent and self.sender.settled
         return sent and bool(self.first) and not self.committing
+
+    def opened(self, tokens: int, origin: PrefixOrigin) -> None:
+        """The KV of its first `tokens` tokens is there."""
+        self.cached = self.computed = tokens
+        self.origin = origin
+
+    def started_event(self, now_s: float) -> Lifetime:
+        return Lifetime(
+            key=self.key,
+            at_s=now_s,
+            name="prefill_started",
+            tokens=self.cached,
+            source=self.origin,
+        )
 
     def slice(self, take: int, tables: Tables) -> SequenceSlice:
         """The next `take` tokens; with the last ones, token 0 of each choice is drawn."""

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvpool.openings import Openings
+from kvrelay.types import PrefixOrigin
 from prefill_worker.job import Job
 
 
@@ -73,9 +74,14 @@ def _has_blocks(job: Job, openings: Openings, budget_tokens: int, now_s: float) 
         end = min(prompt_tokens, job.computed + budget_tokens)
         return tables.try_grow(job.holder, prompt_tokens, window_tokens=end, now_s=now_s)
     found = openings.try_open(
-        job.holder, prompt_tokens, hashes=job.reusable, ahead_tokens=budget_tokens, now_s=now_s
+        job.holder,
+        prompt_tokens,
+        hashes=job.reusable,
+        ahead_tokens=budget_tokens,
+        now_s=now_s,
+        source=job.message.prefix_source,
     )
     if found is None:
         return False
-    job.cached = job.computed = found
+    job.opened(found, PrefixOrigin.DEVICE if found else PrefixOrigin.COMPUTED)
     return True

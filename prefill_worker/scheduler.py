@@ -146,9 +146,9 @@ class PrefillScheduler:
         return [*self._started(fresh, now_s), *ahead, step]
 
     def _restored(self, event: Restored, now_s: float) -> list[Command]:
-        """Its prefix has come from the pool, or what there was of it."""
+        """Its prefix has come, or what there was of it."""
         job = self._jobs[event.holder.key]
-        job.cached = job.computed = event.tokens
+        job.opened(event.tokens, event.origin)
         self.tables.trim(job.holder, job.seen_from)
         return [] if job.cancelled is None else self._cancel(job.key, job.cancelled, now_s)
 
@@ -168,11 +168,7 @@ class PrefillScheduler:
     def _started(self, fresh: list[Job], now_s: float) -> list[Command]:
         for job in fresh:
             job.started = True
-        events = tuple(
-            Lifetime(key=job.key, at_s=now_s, name="prefill_started", tokens=job.cached)
-            for job in fresh
-        )
-        return [Emit(events=events)] if events else []
+        return [Emit(events=tuple(job.started_event(now_s) for job in fresh))] if fresh else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         ran = self.queue.take_ran()

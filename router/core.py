@@ -17,6 +17,7 @@ from math import inf
 
 from kvrelay.messages import (
     Lifetime,
+    PrefixSource,
     Released,
     RequestFailed,
     Reserved,
@@ -27,6 +28,7 @@ from kvrelay.messages import (
 from kvrelay.types import Incarnation, RequestSpec
 from router import orders
 from router.admission import NO_CAPACITY, Refusal, ReleaseClock, refused_by_worker
+from router.directory import Directory
 from router.events import (
     Aborted,
     Admit,
@@ -45,7 +47,8 @@ from router.events import (
 )
 from router.generation import GenerationRequest
 from router.ledger import Ledger
-from router.placement import WorkerView
+from router.placement import Placement, WorkerView
+from router.prefixes import prefix_source
 from router.quarantine import SUSPICIOUS, Quarantine
 from router.request import Request
 from router.waiting import WaitingRoom
@@ -63,6 +66,7 @@ class RouterCore:
     preloads: tuple[RequestSpec, ...] = ()
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
+    directory: Directory = field(default_factory=Directory)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     quarantine: Quarantine = field(default_factory=Quarantine)
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
@@ -136,6 +140,8 @@ class RouterCore:
         if view is None:
             return []
         view.counters = said.counters
+        for changes in said.blocks:
+            self.directory.changed(said.incarnation, changes)
         commands: list[Command] = []
         for event in said.events:
             commands += self._one_said(view, event, now_s)
@@ -170,11 +176,18 @@ class RouterCore:
         placement = request.placement
         assert placement is not None
         decode = self.workers[placement.decode].hello
-        begin = orders.begin(request, placement, decode, held_tokens)
+        source = self._prefix_source(request, placement)
+        begin = orders.begin(request, placement, decode, held_tokens, source)
         if request.admitted:
             return [*begin]
         request.admitted = True
         return [Admit(request_id=request.request_id), *begin]
+
+    def _prefix_source(self, request: Request, placement: Placement) -> PrefixSource | None:
+        if placement.prefill is None:
+            return None
+        prefill = self.workers[placement.prefill].hello
+        return prefix_source(self.directory, self.workers, request.spec, prefill)
 
     def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
         if event.first_index == 0:
@@ -274,6 +287,7 @@ class RouterCore:
 
     def _worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
         view = self.workers.pop(incarnation, None)
+        self.directory.lost(incarnation)
         if view is None:
             return []
         self.quarantine.forget(incarnation)

@@ -14,7 +14,7 @@ from secrets import randbits
 from uuid import uuid4
 
 from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
-from kvrelay.messages import Counters, LinkState, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from router import quarantine_told
@@ -138,9 +138,14 @@ class WorkerDispatcher:
         self._post(WorkerJoined(hello=hello))
 
     def said(
-        self, worker: Incarnation, events: tuple[WorkerEvent, ...], counters: Counters
+        self,
+        worker: Incarnation,
+        events: tuple[WorkerEvent, ...],
+        counters: Counters,
+        blocks: tuple[BlockChanges, ...],
     ) -> None:
-        self._post(WorkerSaid(incarnation=worker, events=events, counters=counters))
+        said = WorkerSaid(incarnation=worker, events=events, counters=counters, blocks=blocks)
+        self._post(said)
 
     def lost(self, worker: Incarnation, reason: str) -> None:
         link = self._attached.pop(worker, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.messages import Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation
 from router.admission import Refusal
 from router.generation import ChoiceTokens, GenerationRequest
@@ -43,6 +43,7 @@ class WorkerSaid:
     incarnation: Incarnation
     events: tuple[WorkerEvent, ...]
     counters: Counters
+    blocks: tuple[BlockChanges, ...] = ()
 
 
 Event = Submitted | ChoiceStopped | Aborted | WorkerJoined | WorkerLost | WorkerSaid

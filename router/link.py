@@ -11,11 +11,12 @@ from typing import Protocol
 import grpc
 
 from kvrelay.errors import PeerError
-from kvrelay.messages import Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.report_wire import decode_changes, decode_counters
 from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from kvrelay.wire import decode_counters, decode_event, decode_hello, encode_to_worker
+from kvrelay.wire import decode_event, decode_hello, encode_to_worker
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,11 @@ class LinkOwner(Protocol):
         """Raises PeerError to refuse the worker for good."""
 
     def said(
-        self, worker: Incarnation, events: tuple[WorkerEvent, ...], counters: Counters
+        self,
+        worker: Incarnation,
+        events: tuple[WorkerEvent, ...],
+        counters: Counters,
+        blocks: tuple[BlockChanges, ...],
     ) -> None: ...
 
     def lost(self, worker: Incarnation, reason: str) -> None: ...
@@ -103,7 +108,8 @@ class WorkerLink:
     def _said(self, worker: Incarnation, batch: pb.FromWorker) -> None:
         now_s = time.monotonic()
         events = tuple(decode_event(event, now_s) for event in batch.events)
-        self._owner.said(worker, events, decode_counters(batch.counters))
+        blocks = tuple(decode_changes(batch))
+        self._owner.said(worker, events, decode_counters(batch.counters), blocks)
 
     def _detached(self, reason: str) -> bool:
         """Whether there was a worker to lose."""

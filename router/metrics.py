@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.messages import Counters
+from kvrelay.types import PrefixOrigin
 from router.generation import Dispatcher, LinkStatus, WorkerStatus
 
 TTFT_BUCKETS_S = (
@@ -148,6 +149,7 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
     ("pool_host_hits", "Fetched from a host tier.", lambda w: w.counters.pool_host_tokens),
     ("pool_disk_hits", "Fetched from a disk tier.", lambda w: w.counters.pool_disk_tokens),
     ("pool_declined", "There, but faster computed.", lambda w: w.counters.pool_declined_tokens),
+    ("peer_hits", "Pulled out of another worker's cache.", lambda w: w.counters.peer_tokens),
     ("kv_transfers", "Slabs written or scattered.", lambda w: w.counters.transfers),
     ("kv_transfer_bytes", "KV bytes written or scattered.", lambda w: w.counters.transfer_bytes),
     ("kv_transfer_seconds", "Time in gather and scatter.", lambda w: w.counters.transfer_s),
@@ -193,6 +195,7 @@ class ClusterGauges(Collector):
         for name, text, value in WORKER_COUNTERS:
             counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
             yield self._per_worker(counter, value, workers)
+        yield self._prefix_sources(workers)
         yield from self._links(workers)
         yield self._pool_nodes()
 
@@ -205,6 +208,18 @@ class ClusterGauges(Collector):
             for result, count in CANARY_RESULTS:
                 checks.add_metric((*labels, result), float(count(worker.counters)))
         return checks
+
+    def _prefix_sources(self, workers: Sequence[WorkerStatus]) -> Metric:
+        counter = CounterMetricFamily(
+            "kvrelay:prefix_source",
+            "Sequences begun, by where the KV of their prefix came from.",
+            labels=(*LABELS, "source"),
+        )
+        for worker in workers:
+            for origin in PrefixOrigin:
+                labels = (self._model_name, worker.name, worker.role, origin)
+                counter.add_metric(labels, getattr(worker.counters, f"prefixes_{origin}"))
+        return counter
 
     def _links(self, workers: Sequence[WorkerStatus]) -> Iterable[Metric]:
         """One series per connection between two workers."""

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvrelay.messages import Abort, Generate, Prefill, Preload, Reserve, Stop, WorkerHello
+from kvrelay.messages import (
+    Abort,
+    Generate,
+    Prefill,
+    PrefixSource,
+    Preload,
+    Reserve,
+    Stop,
+    WorkerHello,
+)
 from kvrelay.types import Incarnation, RequestSpec, Role
 from router.events import Command, Send
 from router.placement import Placement
@@ -19,7 +28,11 @@ def ask(spec: RequestSpec, placement: Placement) -> Send:
 
 
 def begin(
-    request: Request, placement: Placement, target: WorkerHello, held_tokens: int
+    request: Request,
+    placement: Placement,
+    target: WorkerHello,
+    held_tokens: int,
+    source: PrefixSource | None,
 ) -> list[Send]:
     """The decode worker, `target`, has taken it, and holds the KV of the first `held_tokens`.
     Choices that ended in an earlier attempt need no decoding in this one."""
@@ -35,6 +48,7 @@ def begin(
         target_addresses=target.transfer_addresses,
         target=target.incarnation,
         held_tokens=held_tokens,
+        prefix_source=source,
     )
     return [*stops, Send(worker=placement.prefill, message=prefill)]
 

@@ -14,6 +14,7 @@ from kvrelay.types import (
     RequestKey,
     RequestSpec,
     Role,
+    Tier,
     TokenLogprobs,
 )
 
@@ -29,14 +30,25 @@ class Reserve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSource:
+    """A worker that seems to have the KV of the prompt's first `blocks` blocks."""
+
+    peer: Incarnation
+    addresses: tuple[str, ...]
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
     """To the prefill worker: compute the KV, sample token 0 of each choice, hand over all but the
-    first `held_tokens` tokens' KV, which the target has cached."""
+    first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more of the
+    prompt than the prefill worker itself."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
     target: Incarnation
     held_tokens: int = 0
+    prefix_source: PrefixSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,8 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
+    """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks."""
+
     name: str
     incarnation: Incarnation
     role: Role
@@ -90,6 +104,8 @@ class WorkerHello:
     max_running_requests: int
     prefill_chunk_tokens: int
     vocab_size: int
+    physical_format: str = ""
+    rope_border_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +126,15 @@ class ReserveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifetime:
-    """A named moment: prefill_received, prefill_started (`tokens` found cached), prefill_chunk
-    (`tokens` computed), handoff_committed, kv_checked (the canary passed), decode_joined
-    (DESIGN §6)."""
+    """A named moment: prefill_received, prefill_started (`tokens` found cached or fetched, of a
+    PrefixOrigin `source`), prefill_chunk (`tokens` computed), handoff_committed, kv_checked (the
+    canary passed), decode_joined (DESIGN §6)."""
 
     key: RequestKey
     at_s: float
     name: str
     tokens: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +173,21 @@ WorkerEvent = Reserved | ReserveRefused | Lifetime | Tokens | RequestFailed | Re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockChanges:
+    """For the directory: hashes that `holder`'s tier holds since now, and holds no more.
+
+    `holder` is the pool node of the worker's host, or empty: the worker itself. `gone`: the worker
+    has lost it, with all that it held.
+    """
+
+    holder: Incarnation
+    tier: Tier
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
     """A connection that the worker opened to `peer`; no speed (0) until it is measured."""
 
@@ -180,6 +212,12 @@ class Counters:
     pool_host_tokens: int = 0
     pool_disk_tokens: int = 0
     pool_declined_tokens: int = 0
+    peer_tokens: int = 0
+    prefixes_device: int = 0
+    prefixes_host: int = 0
+    prefixes_disk: int = 0
+    prefixes_peer: int = 0
+    prefixes_computed: int = 0
     running: int = 0
     waiting: int = 0
     prefill_waiting_tokens: int = 0

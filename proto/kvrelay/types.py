@@ -19,6 +19,24 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+class Tier(StrEnum):
+    """Of the memory that cached blocks lie in."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class PrefixOrigin(StrEnum):
+    """Where the KV of a sequence's first tokens came from; `device` is the worker's own cache."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    PEER = "peer"
+    COMPUTED = "computed"
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

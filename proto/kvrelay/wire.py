@@ -5,18 +5,16 @@ Pure: the caller passes its clock. What this module can't read raises PeerError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import assert_never
 
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     Abort,
-    Counters,
     Generate,
     Lifetime,
-    LinkState,
     Prefill,
+    PrefixSource,
     Preload,
     Released,
     RequestFailed,
@@ -112,6 +110,35 @@ def _decode_spec(message: pb.RequestSpec) -> RequestSpec:
     )
 
 
+def _encode_source(source: PrefixSource | None) -> pb.PrefixSource | None:
+    if source is None:
+        return None
+    return pb.PrefixSource(
+        incarnation=source.peer, addresses=source.addresses, blocks=source.blocks
+    )
+
+
+def _decode_prefill(message: pb.Prefill) -> Prefill:
+    return Prefill(
+        spec=_decode_spec(message.spec),
+        target_addresses=tuple(message.target_addresses),
+        target=Incarnation(message.target_incarnation),
+        held_tokens=message.held_tokens,
+        prefix_source=_decode_source(message),
+    )
+
+
+def _decode_source(message: pb.Prefill) -> PrefixSource | None:
+    source = message.prefix_source
+    if not message.HasField("prefix_source"):
+        return None
+    return PrefixSource(
+        peer=Incarnation(source.incarnation),
+        addresses=tuple(source.addresses),
+        blocks=source.blocks,
+    )
+
+
 def encode_to_worker(message: ToWorker) -> pb.ToWorker:
     match message:
         case Reserve(spec=spec, source=source):
@@ -123,6 +150,7 @@ def encode_to_worker(message: ToWorker) -> pb.ToWorker:
                 target_addresses=message.target_addresses,
                 target_incarnation=message.target,
                 held_tokens=message.held_tokens,
+                prefix_source=_encode_source(message.prefix_source),
             )
             return pb.ToWorker(prefill=prefill)
         case Generate(spec=spec):
@@ -150,12 +178,7 @@ def decode_to_worker(message: pb.ToWorker) -> ToWorker:
                 source=Incarnation(message.reserve.source_incarnation),
             )
         case "prefill":
-            return Prefill(
-                spec=_decode_spec(message.prefill.spec),
-                target_addresses=tuple(message.prefill.target_addresses),
-                target=Incarnation(message.prefill.target_incarnation),
-                held_tokens=message.prefill.held_tokens,
-            )
+            return _decode_prefill(message.prefill)
         case "generate":
             return Generate(spec=_decode_spec(message.generate.spec))
         case "preload":
@@ -189,6 +212,8 @@ def decode_hello(message: pb.WorkerHello) -> WorkerHello:
         raise PeerError(f"worker {message.name} has the unknown role {message.role!r}")
     fields["role"] = Role(message.role)
     fields["transfer_addresses"] = tuple(message.transfer_addresses)
+    if not message.HasField("rope_border_tokens"):
+        fields["rope_border_tokens"] = None
     return WorkerHello(**fields)
 
 
@@ -213,9 +238,8 @@ def encode_event(event: WorkerEvent, now_s: float) -> pb.Event:
             out.reserved.held_tokens = held_tokens
         case ReserveRefused(reason=reason):
             out.reserve_refused.reason = reason
-        case Lifetime(name=name, tokens=tokens):
-            out.lifetime.name = name
-            out.lifetime.tokens = tokens
+        case Lifetime(name=name, tokens=tokens, source=source):
+            out.lifetime.CopyFrom(pb.Lifetime(name=name, tokens=tokens, source=source))
         case Tokens():
             out.tokens.CopyFrom(_encode_tokens(event))
         case RequestFailed(reason=reason, message=message):
@@ -246,8 +270,10 @@ def decode_event(message: pb.Event, now_s: float) -> WorkerEvent:
         case "tokens":
             return _decode_tokens(message.tokens, key, at_s)
         case "lifetime":
-            lifetime = message.lifetime
-            return Lifetime(key=key, at_s=at_s, name=lifetime.name, tokens=lifetime.tokens)
+            said = message.lifetime
+            return Lifetime(
+                key=key, at_s=at_s, name=said.name, tokens=said.tokens, source=said.source
+            )
         case "reserved":
             return Reserved(key=key, at_s=at_s, held_tokens=message.reserved.held_tokens)
         case "reserve_refused":
@@ -278,27 +304,3 @@ def _decode_reason(text: str) -> FinishReason | None:
     if text and text not in tuple(FinishReason):
         raise PeerError(f"a worker sent the unknown finish reason {text!r}")
     return FinishReason(text) if text else None
-
-
-def encode_batch(events: Iterable[WorkerEvent], counters: Counters, now_s: float) -> pb.FromWorker:
-    """All that one engine step has to say to one router."""
-    return pb.FromWorker(
-        events=[encode_event(event, now_s) for event in events],
-        counters=pb.Counters(**asdict(counters)),
-    )
-
-
-def decode_counters(message: pb.Counters) -> Counters:
-    names = Counters.__dataclass_fields__
-    fields = {name: getattr(message, name) for name in names}
-    fields["links"] = tuple(_decode_link(link) for link in message.links)
-    return Counters(**fields)
-
-
-def _decode_link(message: pb.Link) -> LinkState:
-    return LinkState(
-        peer=Incarnation(message.peer),
-        transport=message.transport,
-        bytes_per_s=message.bytes_per_s,
-        latency_s=message.latency_s,
-    )

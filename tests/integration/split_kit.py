@@ -213,7 +213,8 @@ def running_cluster(
     finally:
         thread.close()
         for host, address in started:
-            host.stop(address)
+            if host.process.poll() is None:
+                host.stop(address)
 
 
 def _free(worker: dict[str, Any]) -> bool:

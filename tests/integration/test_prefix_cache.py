@@ -59,7 +59,9 @@ def test_turns_of_a_conversation_are_exact_and_find_what_came_before(
             assert_same_tokens(generate_reference(model, prompt, tokens=TOKENS), tokens)
             found.append(cached)
             prompt = [*prompt, *tokens, *_prompt(turn + 2, 30)]
-        assert found == [0, 144, 208]  # whole blocks of the last prompt: the answer is at decode
+        # Whole blocks: of prompt and answer, which is at decode, for pulling has not been timed
+        # yet; then of the last prompt, and of the answer if that has been found to be faster.
+        assert found[:2] == [0, 176] and found[2] in (208, 256)
         _assert_sent_less(cluster, computed=150 + 220 + 290)
         cluster.assert_clean()
 

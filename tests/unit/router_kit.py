@@ -38,6 +38,8 @@ def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) ->
         max_running_requests=places,
         prefill_chunk_tokens=8,
         vocab_size=50,
+        physical_format="float32/block4",
+        rope_border_tokens=4096,
     )
 
 

@@ -41,7 +41,7 @@ class Scene:
 
     def say(self, *events: WorkerEvent) -> None:
         mine = tuple(replace(event, key=self.key()) for event in events)
-        self.dispatcher.said(B, mine, Counters())
+        self.dispatcher.said(B, mine, Counters(), ())
 
     async def admitted(self, name: str = "r"):  # type: ignore[no-untyped-def]
         submitting = asyncio.ensure_future(self.dispatcher.submit(request(name)))

@@ -110,7 +110,7 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
         prompt_tokens=3,
     )
     assert started == [
-        Emit(events=(Lifetime(key=key("a"), at_s=2, name="prefill_started"),)),
+        Emit(events=(Lifetime(key=key("a"), at_s=2, name="prefill_started", source="computed"),)),
         SendPeer(peer=D, addresses=("sim:d",), message=ahead("a")),
         RunStep(batch=StepBatch(slices=(piece,))),
     ]

@@ -12,7 +12,7 @@ from kvpool.restore_cost import RestoreCost
 from kvpool.restores import Restored, Restores
 from kvpool.tables import BlockTables, Holder
 from kvpool.write_behind import WriteBehind
-from kvrelay.types import RequestKey
+from kvrelay.types import PrefixOrigin, RequestKey
 
 SIZE = 4
 A = Holder("prefill", RequestKey("a", 0))
@@ -56,7 +56,7 @@ def test_what_is_there_is_fetched_and_named() -> None:
     assert [place[0] for place in want.targets] == list(tables.tables(A)[0][:3])
     assert A in restores
     done = restores.fetched(PrefixFetched(key=A.key, blocks=3), 2.0)
-    assert done == Restored(holder=A, tokens=12)
+    assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.DISK)
     assert A not in restores
     assert (restores.host_tokens, restores.disk_tokens) == (8, 4)
     assert tables.try_open(B, 20, hashes=names.full(19), now_s=2) == 12
@@ -80,7 +80,7 @@ def test_nothing_more_there_ends_at_once() -> None:
     restores = _restores(tables)
     _begun(tables, restores)
     restored = restores.found(PrefixFound(key=A.key, host_blocks=0, disk_blocks=0), 1.0)
-    assert restored == Restored(holder=A, tokens=0)
+    assert restored == Restored.found_here(A, 0)
 
 
 def test_a_lost_node_leaves_what_was_fetched() -> None:
@@ -88,7 +88,8 @@ def test_a_lost_node_leaves_what_was_fetched() -> None:
     restores = _restores(tables)
     _begun(tables, restores)
     restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    assert restores.fetched(PrefixFetched(key=A.key, blocks=1), 2.0) == Restored(holder=A, tokens=4)
+    restored = restores.fetched(PrefixFetched(key=A.key, blocks=1), 2.0)
+    assert restored == Restored(holder=A, tokens=4, origin=PrefixOrigin.HOST)
     assert restores.cost.host.seconds is None, "a broken fetch says nothing about its speed"
 
 
@@ -98,7 +99,7 @@ def test_a_dropped_request_fetches_no_more_and_still_ends() -> None:
     _begun(tables, restores)
     assert restores.drop(A) is not None
     restored = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    assert restored == Restored(holder=A, tokens=0)
+    assert restored == Restored.found_here(A, 0)
     assert restores.drop(A) is None
 
 
@@ -121,7 +122,7 @@ def test_without_room_it_is_computed() -> None:
     _begun(tables, restores)
     tables.cache.take(1, 2, leased=False)
     restored = restores.found(PrefixFound(key=A.key, host_blocks=4, disk_blocks=0), 1.0)
-    assert restored == Restored(holder=A, tokens=0)
+    assert restored == Restored.found_here(A, 0)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool_map import KvFacts
 from kvpool.transfer_plan import TokenSpan
 from kvpool.transport.base import MAX_MESSAGE_BYTES
-from kvrelay import wire
+from kvrelay import report_wire, wire
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     Abort,
@@ -238,8 +238,8 @@ def test_a_batch_carries_counters() -> None:
     link = LinkState(peer=Incarnation("d"), transport="shm", bytes_per_s=1e10, latency_s=1e-5)
     counters = Counters(**{name: i + 1 for i, name in enumerate(names)}, links=(link,))
     event = Released(key=RequestKey("r", 1), at_s=3)
-    batch = wire.encode_batch([event], counters, 4)
-    assert wire.decode_counters(batch.counters) == counters
+    batch = report_wire.encode_batch([event], counters, 4)
+    assert report_wire.decode_counters(batch.counters) == counters
     assert [wire.decode_event(e, 4) for e in batch.events] == [event]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 
 from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
 from cluster.worker_loop import WorkerLoop
@@ -11,6 +12,7 @@ from kvpool.handoff import SendPeer
 from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
+    BlockChanges,
     Counters,
     Generate,
     Lifetime,
@@ -53,10 +55,17 @@ class Stream:
     def __init__(self) -> None:
         self.heard: list[WorkerEvent] = []
         self.counters = Counters()
+        self.blocks: list[BlockChanges] = []
 
-    def send(self, events: list[WorkerEvent], counters: Counters) -> None:
+    def send(
+        self,
+        events: Sequence[WorkerEvent],
+        counters: Counters,
+        blocks: Sequence[BlockChanges] = (),
+    ) -> None:
         self.heard += events
         self.counters = counters
+        self.blocks += blocks
 
     def about(self, name: str) -> list[str]:
         return [type(e).__name__ for e in self.heard if e.key == key(name) and _counts(e)]

@@ -18,7 +18,7 @@ CODEC_FP8: Codec
 CODEC_INT8: Codec
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "piece_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "piece_awaited", "piece_computed", "piece_read", "ping", "pong", "link_probed")
+    __slots__ = ("hello", "piece_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "piece_awaited", "piece_computed", "piece_read", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PIECE_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SLAB_LENT_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,10 @@ class PeerMessage(_message.Message):
     PING_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     LINK_PROBED_FIELD_NUMBER: _ClassVar[int]
+    PULL_WANTED_FIELD_NUMBER: _ClassVar[int]
+    PULL_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    PULL_READ_FIELD_NUMBER: _ClassVar[int]
+    PULL_SETTLED_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     piece_ahead: PieceAhead
     slab_lent: SlabLent
@@ -49,7 +53,11 @@ class PeerMessage(_message.Message):
     ping: Ping
     pong: Pong
     link_probed: LinkProbed
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., piece_ahead: _Optional[_Union[PieceAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., piece_awaited: _Optional[_Union[PieceAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ...) -> None: ...
+    pull_wanted: PullWanted
+    pull_granted: PullGranted
+    pull_read: PullRead
+    pull_settled: PullSettled
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., piece_ahead: _Optional[_Union[PieceAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., piece_awaited: _Optional[_Union[PieceAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("wire_version", "incarnation", "fingerprint", "kv", "name", "probe_region")
@@ -244,3 +252,37 @@ class Pong(_message.Message):
 class LinkProbed(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PullWanted(_message.Message):
+    __slots__ = ("pull", "hashes", "skip")
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    pull: int
+    hashes: bytes
+    skip: int
+    def __init__(self, pull: _Optional[int] = ..., hashes: _Optional[bytes] = ..., skip: _Optional[int] = ...) -> None: ...
+
+class PullGranted(_message.Message):
+    __slots__ = ("pull", "blocks", "held")
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    pull: int
+    blocks: int
+    held: _containers.RepeatedCompositeFieldContainer[PieceBlocks]
+    def __init__(self, pull: _Optional[int] = ..., blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ...) -> None: ...
+
+class PullRead(_message.Message):
+    __slots__ = ("pull",)
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    pull: int
+    def __init__(self, pull: _Optional[int] = ...) -> None: ...
+
+class PullSettled(_message.Message):
+    __slots__ = ("pull", "held")
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    pull: int
+    held: bool
+    def __init__(self, pull: _Optional[int] = ..., held: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,49 @@
+"""What a worker's loop does for reads between caches: its own of others', and others' of its own.
+
+Runs on the loop's thread.
+"""
+
+from __future__ import annotations
+
+import time
+
+from kvpool.handoff import FromPeer, PeerLost, SendPeer
+from kvpool.openings import Openings
+from kvpool.pull import BlocksPulled, PullBlocks, PullRead, PullWanted
+from kvpool.pull_grants import PullGrants
+from kvpool.restores import Restored
+
+
+class PullTurns:
+    def __init__(self, openings: Openings) -> None:
+        self._openings = openings
+        self._answers: list[SendPeer] = []
+
+    def handle(self, event: FromPeer | PeerLost | BlocksPulled) -> list[Restored]:
+        """What came of it for those that wait for a prefix."""
+        grants = self._openings.grants
+        if grants is not None:
+            self._answers += self._answer(grants, event)
+        return self._openings.pulled(event, time.monotonic())
+
+    @staticmethod
+    def _answer(grants: PullGrants, event: FromPeer | PeerLost | BlocksPulled) -> list[SendPeer]:
+        match event:
+            case FromPeer(peer=peer, message=PullWanted() as wanted):
+                granted = grants.wanted(peer, wanted, time.monotonic())
+                return [SendPeer(peer=peer, message=granted)]
+            case FromPeer(peer=peer, message=PullRead() as read):
+                return [SendPeer(peer=peer, message=grants.read(peer, read))]
+            case PeerLost(peer=peer):
+                grants.lost(peer)
+        return []
+
+    def tick(self) -> list[Restored]:
+        if self._openings.grants is not None:
+            self._openings.grants.expire(time.monotonic())
+        return self._openings.expire(time.monotonic())
+
+    def take_commands(self) -> list[SendPeer | PullBlocks]:
+        """To be executed, in order."""
+        answers, self._answers = self._answers, []
+        return [*answers, *self._openings.take_pulls()]

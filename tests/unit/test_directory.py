@@ -1,0 +1,213 @@
+"""The directory against a naive one, and what the router makes of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from kvpool.block_names import BlockNames
+from kvpool.block_news import BlockNews
+from kvpool.hashes import BlockHash
+from kvrelay.messages import BlockChanges, Counters, Prefill, PrefixSource
+from kvrelay.types import Incarnation, Role, Tier
+from router.core import RouterCore
+from router.directory import Directory
+from router.events import Send, Submitted, WorkerLost, WorkerSaid
+from tests.unit.router_kit import core_with, hello, key, request, reserved, says
+
+A, B, NODE = Incarnation("a"), Incarnation("b"), Incarnation("node")
+
+
+def _hash(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(32, "big"))
+
+
+def _stored(*numbers: int, holder: str = "", tier: Tier = Tier.DEVICE) -> BlockChanges:
+    stored = tuple(map(_hash, numbers))
+    return BlockChanges(holder=Incarnation(holder), tier=tier, stored=stored)
+
+
+def _removed(*numbers: int, holder: str = "", tier: Tier = Tier.DEVICE) -> BlockChanges:
+    removed = tuple(map(_hash, numbers))
+    return BlockChanges(holder=Incarnation(holder), tier=tier, removed=removed)
+
+
+def test_the_longest_prefix_of_every_holder() -> None:
+    directory = Directory()
+    directory.changed(A, _stored(1, 2, 3))
+    directory.changed(B, _stored(1, 3, 4))
+    chain = [_hash(n) for n in (1, 2, 3, 4)]
+    assert directory.longest(chain) == {A: 3, B: 1}
+    directory.changed(A, _removed(2))
+    assert directory.longest(chain) == {A: 1, B: 1}
+    assert directory.longest([_hash(9)]) == {}
+    directory.validate()
+
+
+def test_tiers_of_a_holder_complete_each_other() -> None:
+    directory = Directory()
+    directory.changed(A, _stored(1, 2, holder="node", tier=Tier.HOST))
+    directory.changed(A, _stored(2, 3, holder="node", tier=Tier.DISK))
+    chain = [_hash(n) for n in (1, 2, 3)]
+    assert directory.longest(chain) == {NODE: 3}
+    directory.changed(A, _removed(2, holder="node", tier=Tier.HOST))
+    assert directory.longest(chain) == {NODE: 3}
+    directory.validate()
+
+
+def test_a_pool_node_stays_as_long_as_any_worker_reports_it() -> None:
+    directory = Directory()
+    for worker in (A, B):
+        directory.changed(worker, _stored(1, holder="node", tier=Tier.HOST))
+    directory.changed(A, _stored(1))
+    directory.lost(A)
+    assert directory.longest([_hash(1)]) == {NODE: 1}
+    gone = BlockChanges(holder=NODE, tier=Tier.HOST, gone=True)
+    directory.changed(B, gone)
+    assert directory.longest([_hash(1)]) == {}
+    assert directory.entries == 0
+    directory.lost(B)
+    directory.validate()
+
+
+def test_it_keeps_no_more_than_it_may() -> None:
+    directory = Directory(most_entries=3)
+    directory.changed(A, _stored(1, 2))
+    directory.changed(B, _stored(1, 2, 3))
+    assert directory.entries == 3
+    assert directory.longest([_hash(1), _hash(2)]) == {A: 2, B: 1}
+    directory.changed(A, _removed(1, 2))
+    directory.changed(B, _stored(2, 3))
+    assert directory.longest([_hash(1), _hash(2), _hash(3)]) == {B: 3}
+    directory.validate()
+
+
+def test_random_changes_against_naive_sets() -> None:
+    draw, directory = random.Random(5), Directory()
+    naive: dict[Incarnation, set[int]] = {A: set(), B: set()}
+    for _ in range(2000):
+        worker = draw.choice([A, B])
+        numbers = draw.sample(range(30), draw.randint(0, 5))
+        match draw.randrange(5):
+            case 0 | 1:
+                directory.changed(worker, _stored(*numbers))
+                naive[worker] |= set(numbers)
+            case 2:
+                directory.changed(worker, _removed(*numbers))
+                naive[worker] -= set(numbers)
+            case 3 if draw.random() < 0.1:
+                directory.lost(worker)
+                naive[worker] = set()
+        chain = draw.sample(range(30), 6)
+        expected = {w: _prefix(chain, held) for w, held in naive.items() if _prefix(chain, held)}
+        assert directory.longest(map(_hash, chain)) == expected
+        directory.validate()
+
+
+def _prefix(chain: list[int], held: set[int]) -> int:
+    return next((i for i, n in enumerate(chain) if n not in held), len(chain))
+
+
+def test_news_are_coalesced() -> None:
+    news = BlockNews()
+    news.stored(_hash(1))
+    news.stored(_hash(2))
+    news.removed(_hash(1))
+    assert news.take() == ((_hash(2),), ())
+    news.removed(_hash(2))
+    news.stored(_hash(2))
+    news.removed(_hash(3))
+    assert news.take() == ((), (_hash(3),))
+    assert news.take() == ((), ())
+
+
+# --- what the router tells ----------------------------------------------------------------------
+
+
+def _chain(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
+    """As the workers of the kit name the prompt's blocks."""
+    worker = hello("p", Role.PREFILL)
+    names = BlockNames(
+        fingerprint=worker.fingerprint,
+        physical_format=worker.physical_format,
+        rope_border_tokens=worker.rope_border_tokens,
+    )
+    chain = names.chain("", len(tokens), worker.block_size)
+    chain.extend(tokens, len(tokens))
+    assert list(chain.walk(tokens, len(tokens))) == list(chain.full(len(tokens)))
+    return tuple(chain.full(len(tokens)))
+
+
+def _holds(core: RouterCore, worker: str, hashes: tuple[bytes, ...]) -> None:
+    blocks = (BlockChanges(holder=Incarnation(""), tier=Tier.DEVICE, stored=hashes),)
+    incarnation = Incarnation(worker)
+    said = WorkerSaid(incarnation=incarnation, events=(), counters=Counters(), blocks=blocks)
+    core.handle(said, 0)
+
+
+LONG = tuple(range(1, 12))  # two blocks and three tokens
+
+
+def _core() -> RouterCore:
+    """Two workers prefill, and the router sends prompts to `p`."""
+    core = core_with(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE)
+    core.workers[Incarnation("q")].prompt_tokens[key("elsewhere")] = 100
+    return core
+
+
+def _source(core: RouterCore) -> PrefixSource | None:
+    core.handle(Submitted(request=replace(request(), prompt_ids=LONG)), 1)
+    sends = [c.message for c in says(core, "d", reserved()) if isinstance(c, Send)]
+    (order,) = [message for message in sends if isinstance(message, Prefill)]
+    return order.prefix_source
+
+
+def _of(worker: str, blocks: int) -> PrefixSource:
+    return PrefixSource(peer=Incarnation(worker), addresses=(f"loopback:{worker}",), blocks=blocks)
+
+
+def test_the_order_names_who_has_more_of_the_prompt() -> None:
+    chain, core = _chain(LONG), _core()
+    _holds(core, "p", chain[:1])
+    _holds(core, "d", chain)
+    assert _source(core) == _of("d", 2)
+
+
+def test_the_less_busy_of_two_is_named() -> None:
+    chain, core = _chain(LONG), _core()
+    _holds(core, "q", chain)
+    _holds(core, "d", chain)
+    assert _source(core) == _of("d", 2)
+
+
+def test_nobody_is_named_who_has_no_more_or_is_gone() -> None:
+    chain, core = _chain(LONG), _core()
+    _holds(core, "p", chain[:1])
+    _holds(core, "d", chain[:1])
+    _holds(core, "q", chain)
+    core.handle(WorkerLost(incarnation=Incarnation("q")), 1)
+    assert _source(core) is None
+
+
+def test_a_pool_node_is_not_named() -> None:
+    """The prefill worker asks its host's own; others can't be read."""
+    core = _core()
+    changes = BlockChanges(holder=NODE, tier=Tier.HOST, stored=_chain(LONG))
+    said = WorkerSaid(
+        incarnation=Incarnation("q"), events=(), counters=Counters(), blocks=(changes,)
+    )
+    core.handle(said, 0)
+    assert core.directory.longest(_chain(LONG)) == {NODE: 2}
+    assert _source(core) is None
+
+
+def test_the_last_token_is_always_computed() -> None:
+    core, prompt = _core(), LONG[:8]
+    _holds(core, "d", _chain(prompt))
+    core.handle(Submitted(request=replace(request(), prompt_ids=prompt)), 1)
+    (order,) = [c.message for c in says(core, "d", reserved()) if _is_prefill(c)]
+    assert order.prefix_source == _of("d", 1)
+
+
+def _is_prefill(command: object) -> bool:
+    return isinstance(command, Send) and isinstance(command.message, Prefill)
