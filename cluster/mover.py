@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from cluster.peers import PeerLinks
 from engine.threads import use_threads
 from kvpool.handoff import (
@@ -37,7 +35,6 @@ from kvpool.transfer_plan import Side
 from kvpool.transport.base import RegionName
 from kvpool.transport.endpoints import SharedRegion
 from kvrelay.errors import PeerError
-from kvrelay.types import Incarnation
 
 Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
 Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled
@@ -168,7 +165,7 @@ class Mover:
                 job.write,
                 fingerprint=self._fingerprint,
                 lease_id=filled.lease_id,
-                window=self._slab(filled.slab_id, job.peer),
+                window=self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer)),
             )
         except PeerError as failure:
             error = str(failure)
@@ -181,12 +178,6 @@ class Mover:
             seconds=time.monotonic() - started_s,
             error=error,
         )
-
-    def _slab(self, slab_id: SlabId, peer: Incarnation) -> torch.Tensor:
-        """Where the peer wrote. A slab has two memories only where one of its links is between
-        devices; when the peer is gone the header tells whether it was this one."""
-        region, scheme = self.regions[slab_id], self._links.scheme(peer)
-        return region.memory if scheme is None else region.memory_on(scheme)
 
     def _fetch(self, job: FetchPiece) -> PieceFetched:
         started_s = time.monotonic()

@@ -40,9 +40,10 @@ class SharedRegion:
     memory: torch.Tensor  # uint8 [bytes]
     over: dict[str, Region]  # scheme |-> as registered there
 
-    def memory_on(self, scheme: str) -> torch.Tensor:
-        """Where a peer on that transport writes, uint8 `[bytes]`."""
-        return self.over[scheme].memory
+    def memory_on(self, scheme: str | None) -> torch.Tensor:
+        """Where a peer on that transport writes, uint8 `[bytes]`. Only with a link between devices
+        there are two such memories; of a peer that is gone (None) the header tells."""
+        return self.memory if scheme is None else self.over[scheme].memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
