@@ -91,7 +91,9 @@ class WorkerHost:
         return answer["address"]
 
     def stop(self, address: str) -> None:
-        self._ask({"stop": address})
+        """A host that has died has nothing to stop."""
+        if self.process.poll() is None:
+            self._ask({"stop": address})
 
     def damage(self, address: str, *, pieces: int) -> None:
         """The next pieces of KV that this worker receives end up wrong."""
@@ -213,8 +215,7 @@ def running_cluster(
     finally:
         thread.close()
         for host, address in started:
-            if host.process.poll() is None:
-                host.stop(address)
+            host.stop(address)
 
 
 def _free(worker: dict[str, Any]) -> bool:
