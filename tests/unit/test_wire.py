@@ -243,6 +243,12 @@ def test_a_batch_carries_counters() -> None:
     assert [wire.decode_event(e, 4) for e in batch.events] == [event]
 
 
+def test_a_commit_carries_a_sketch() -> None:
+    sketch = LogitSketch(token_ids=(7, 9), logits=(1.5, 1.25), log_sum_exp=2.5, spread=0.5)
+    commit = Commit(key=RequestKey("r", 1), pieces=2, first_token_ids=(7,), sketch=sketch)
+    assert peer_wire.decode(peer_wire.encode(commit)) == commit
+
+
 @given(st.binary(max_size=200))
 def test_garbage_from_a_peer_is_a_peer_error_or_a_message(payload: bytes) -> None:
     try:
