@@ -365,7 +365,7 @@ def _points(sender: Sender, cost: LinkCost, run_blocks: int, repeats: int) -> It
     sender.lay_out(run_blocks)
     for tokens in GRID_TOKENS:
         if tokens <= sender.shape.tokens:
-            move = {
+            move: dict[str, Callable[[], float]] = {
                 Way.COLLATED: partial(sender.collated, tokens),
                 Way.DIRECT: partial(sender.direct_pieces, tokens),
             }
@@ -374,8 +374,8 @@ def _points(sender: Sender, cost: LinkCost, run_blocks: int, repeats: int) -> It
             yield GridPoint(
                 tokens=tokens,
                 run_blocks=run_blocks,
-                seconds={way: min(found[way].values[1:]) for way in move},
-                expected_s={way: cost.seconds(way, transfer) for way in move},
+                seconds={way: min(found[way].values[1:]) for way in Way},
+                expected_s={way: cost.seconds(way, transfer) for way in Way},
             )
 
 

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from bench.report import Reading
-from bench.transfer import COLLATED, DIRECT, _hidden, _rows, link, rows_of, write_trace
+from bench.transfer import (
+    COLLATED,
+    DIRECT,
+    GridPoint,
+    _hidden,
+    _rows,
+    grid_row,
+    link,
+    rows_of,
+    write_trace,
+)
 from bench.transfer_end import Shape
 from kvpool.link_cost import Way
 
@@ -41,6 +51,31 @@ def test_the_chosen_way_is_measured_against_the_better_one() -> None:
 
 
 SPEEDS = {COLLATED: 2.0, DIRECT: 4.0, "one write": 8.0, "memcpy": 8.0}
+
+
+@pytest.mark.parametrize(("direct_s", "right"), [(1.04, True), (1.06, False), (0.5, True)])
+def test_a_choice_close_to_the_better_way_is_right(direct_s: float, right: bool) -> None:
+    point = GridPoint(
+        tokens=64,
+        run_blocks=1,
+        seconds={Way.COLLATED: 1.0, Way.DIRECT: direct_s},
+        expected_s={Way.COLLATED: 2.0, Way.DIRECT: 1.0},
+    )
+    assert point.right is right
+
+
+def test_the_grid_lays_the_sequence_out_at_both_ends() -> None:
+    with link("loopback", SMALL) as sender:
+        shapes = []
+        for run_blocks in (1, 4, SMALL.blocks):
+            sender.lay_out(run_blocks)
+            sender.check(lambda: sender.direct_pieces(SMALL.tokens))
+            shapes.append(sender.transfer_shape(SMALL.tokens))
+    assert shapes[0].nbytes == shapes[1].nbytes == SMALL.nbytes
+    assert shapes[0].source_runs > shapes[1].source_runs > shapes[2].source_runs
+    assert shapes[0].descriptors > shapes[2].descriptors
+    row = grid_row("loopback", Shape(layers=1, tokens=256), repeats=1)
+    assert 0 <= row.value <= 100 and row.method.startswith("8 transfers of up to 256 tokens")
 
 
 def test_the_hidden_share_is_what_the_spans_have_in_common() -> None:
