@@ -26,6 +26,7 @@ from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
+from kvpool.block_names import BlockNames
 from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer
 from kvpool.handoff import HandoffMode, PeerHello
@@ -109,7 +110,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         device=device,
         links=links,
         mover=mover,
-        hello=_hello(settings, engine, links),
+        hello=_hello(settings, engine, links, tables.names),
         tables=tables,
         pool=pool,
     )
@@ -283,8 +284,10 @@ def _decode_scheduler(
     )
 
 
-def _hello(settings: WorkerSettings, engine: Engine, links: PeerLinks) -> WorkerHello:
-    facts, longrope = engine.facts, engine.model.longrope
+def _hello(
+    settings: WorkerSettings, engine: Engine, links: PeerLinks, names: BlockNames
+) -> WorkerHello:
+    facts = engine.facts
     return WorkerHello(
         name=settings.name,
         incarnation=links.incarnation,
@@ -300,6 +303,6 @@ def _hello(settings: WorkerSettings, engine: Engine, links: PeerLinks) -> Worker
         max_running_requests=settings.max_running_requests,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         vocab_size=facts.vocab_size,
-        physical_format=engine.layout.physical_format(),
-        rope_border_tokens=longrope.border_tokens if longrope is not None else None,
+        physical_format=names.physical_format,
+        rope_border_tokens=names.rope_border_tokens,
     )

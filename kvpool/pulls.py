@@ -176,8 +176,10 @@ class Pulls:
     ) -> deque[PullBlocks]:
         """Raises PeerError when it can't be done."""
         facts, layout = self._facts.get(peer), self.tables.layout
-        if facts is None or not facts.region or facts.block_size != layout.block_size:
+        if facts is None or not facts.region:
             raise PeerError("the link can't read the peer's blocks")
+        if (facts.block_size, facts.dtype) != (layout.block_size, layout.dtype):
+            raise PeerError("the peer's blocks are of another format")
         if not pull.here < granted.blocks <= len(pull.hashes):
             raise PeerError(f"{granted.blocks} blocks of {len(pull.hashes)} are granted")
         (whole,) = pulled_writes(layout, pull.here, granted.blocks)

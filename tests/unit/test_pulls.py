@@ -65,14 +65,10 @@ class Worker:
 
     @property
     def hello(self) -> PeerHello:
-        facts = KvFacts(block_size=SIZE, blocks=self.blocks, slab_bytes=1, region="pool")
-        return PeerHello(
-            wire_version=1,
-            incarnation=self.name,
-            fingerprint="f",
-            physical_format="float32",
-            kv=facts,
+        facts = KvFacts(
+            block_size=SIZE, dtype="float32", blocks=self.blocks, slab_bytes=1, region="pool"
         )
+        return PeerHello(wire_version=1, incarnation=self.name, fingerprint="f", kv=facts)
 
     def holder(self) -> Holder:
         self.numbers += 1
