@@ -231,6 +231,19 @@ def test_most_requests_survive_the_pool() -> None:
         assert world.clients.finish() == {"done": world.requests}
 
 
+def test_what_a_stray_writer_leaves_is_never_served() -> None:
+    """Readers find it by its checksum, and compute the rest."""
+    damaged = 0
+    for seed in range(3):
+        world = World(seed=seed, roles="2p2d", layout="plain", places=(16,))
+        host = world.cluster.pools.hosts["h0"]
+        for i in range(200):
+            world.cluster.after(f"stray {i}", lambda w=world, h=host: w.stray_write(h), 4.0)
+        world.run_in_peace()
+        damaged += world.carried()["damaged"]
+    assert damaged > 3
+
+
 def test_prefixes_come_from_every_tier() -> None:
     carried: Counter[str] = Counter()
     for seed, mode in enumerate(HandoffMode):
