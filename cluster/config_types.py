@@ -1,0 +1,70 @@
+"""What single values of a cluster file may be: counts, names, devices; "auto" is None. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    WrapSerializer,
+)
+from pydantic_core import CoreSchema
+
+from cluster.quantities import Bytes
+
+Json = dict[str, Any]
+
+
+def _none_if_auto(given: object) -> object:
+    return None if given == "auto" else given
+
+
+def _auto_if_none(value: object, inner: SerializerFunctionWrapHandler) -> object:
+    return "auto" if value is None else inner(value)
+
+
+def _spelled(pattern: str, expected: str) -> tuple[AfterValidator, WithJsonSchema]:
+    """Text that matches the whole of `pattern`; `expected` says so in words."""
+
+    def check(given: str) -> str:
+        if not re.fullmatch(pattern, given):
+            raise ValueError(expected)
+        return given
+
+    return AfterValidator(check), WithJsonSchema({"type": "string", "pattern": f"^({pattern})$"})
+
+
+class _AutoInSchema:
+    """The JSON schema allows "auto" beside what the type allows."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        return {"anyOf": [*handler(core)["anyOf"], {"const": "auto"}]}
+
+
+_AUTO = (BeforeValidator(_none_if_auto), WrapSerializer(_auto_if_none), _AutoInSchema)
+
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+AutoCount = Annotated[Count | None, *_AUTO]
+AutoBytes = Annotated[Bytes | None, *_AUTO]
+AutoText = Annotated[str | None, *_AUTO]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
+Transport = Literal["shm", "nixl", "ucx", "cuda_ipc"]
+Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
+Quantity = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
