@@ -212,12 +212,15 @@ class Receiver:
 
     # --- endings --------------------------------------------------------------------------------
 
-    def commit(self, commit: Commit, now_s: float) -> None:
+    def commit(self, peer: Incarnation, commit: Commit, now_s: float) -> list[Command]:
         reservation = self._reservations.get(commit.key)
-        if reservation is not None and self.leases.renew(commit.key, now_s):
+        if reservation is None:  # it may be the first that is heard of it
+            return [self._cancel_at(peer, commit.key, "no such reservation")]
+        if self.leases.renew(commit.key, now_s):
             reservation.commit = commit
             if self.mode is not HandoffMode.POOL:
                 self._room.want(reservation)
+        return []
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""

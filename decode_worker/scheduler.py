@@ -175,8 +175,8 @@ class DecodeScheduler:
             case SlabFilled() as filled:
                 return self.receiver.filled(filled, now_s)
             case Commit() as commit:
-                self.receiver.commit(commit, now_s)
-                return self._join_if_complete(commit.key, now_s)
+                commands = self.receiver.commit(event.peer, commit, now_s)
+                return [*commands, *self._join_if_complete(commit.key, now_s)]
             case TransferCancelled(key=key):
                 return self.receiver.fenced(key, now_s)
             case RenewLeases(keys=keys):

@@ -202,7 +202,7 @@ def test_preemption_happens_and_is_harmless() -> None:
     assert preemptions > 0
 
 
-@pytest.mark.parametrize("mode", PIECEWISE)
+@pytest.mark.parametrize("mode", HandoffMode)
 @pytest.mark.parametrize("seed", range(24))
 def test_aborts_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> None:
     """A read may still be under way when the blocks it reads are another's."""
@@ -222,7 +222,7 @@ def test_aborts_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> Non
     assert_clean(fabric)
 
 
-@pytest.mark.parametrize("mode", PIECEWISE)
+@pytest.mark.parametrize("mode", HandoffMode)
 @pytest.mark.parametrize("seed", range(20))
 def test_broken_connections_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> None:
     """Each side learns of it late, and the reader goes on reading blocks that are another's by
@@ -255,7 +255,7 @@ def test_stopped_choices_end_early_and_leave_nothing(seed: int) -> None:
     assert released == {spec.key for spec in specs}
 
 
-@pytest.mark.parametrize("mode", PIECEWISE)
+@pytest.mark.parametrize("mode", HandoffMode)
 @pytest.mark.parametrize("silent_after", range(1, 12))
 def test_a_silent_prefill_worker_costs_its_requests_and_no_block(
     silent_after: int, mode: HandoffMode
