@@ -192,17 +192,14 @@ class Sender(End):
         self.say(say="ping")
         self.hear("pong")
 
-    def transfer_shape(self, tokens: int | None = None) -> TransferShape:
-        """Of all its pieces together."""
+    def pieces(self, tokens: int | None = None) -> list[TransferShape]:
         target = Side(tables=self.shape.tables(seed=2), block_size=self.side.block_size)
-        pieces = [transfer_shape(write, self.side, target) for write in self.shape.cut(tokens)]
-        return TransferShape(
-            nbytes=sum(piece.nbytes for piece in pieces),
-            descriptors=sum(piece.descriptors for piece in pieces),
-            source_runs=sum(piece.source_runs for piece in pieces),
-            target_runs=sum(piece.target_runs for piece in pieces),
-            slabs=len(pieces),
-        )
+        return [transfer_shape(write, self.side, target) for write in self.shape.cut(tokens)]
+
+    def expected_s(self, cost: LinkCost, tokens: int | None = None) -> dict[Way, float]:
+        """Piece by piece, as workers choose."""
+        pieces = self.pieces(tokens)
+        return {way: sum(cost.seconds(way, piece) for piece in pieces) for way in Way}
 
     def rss_bytes(self) -> int:
         """Of both ends."""
@@ -263,7 +260,8 @@ def rows_of(scheme: str, shape: Shape, repeats: int) -> list[Row]:
     with link(scheme, shape) as sender:
         sender.check(sender.collated)
         sender.check(sender.direct)
-        way = sender.cost().choose(sender.transfer_shape())
+        expected_s = sender.expected_s(sender.cost())
+        way = min(expected_s, key=expected_s.__getitem__)
         times = interleave(
             {
                 COLLATED: sender.collated,
@@ -370,12 +368,11 @@ def _points(sender: Sender, cost: LinkCost, run_blocks: int, repeats: int) -> It
                 Way.DIRECT: partial(sender.direct_pieces, tokens),
             }
             found = interleave(move, repeats=repeats + 1)
-            transfer = sender.transfer_shape(tokens)
             yield GridPoint(
                 tokens=tokens,
                 run_blocks=run_blocks,
                 seconds={way: min(found[way].values[1:]) for way in Way},
-                expected_s={way: cost.seconds(way, transfer) for way in Way},
+                expected_s=sender.expected_s(cost, tokens),
             )
 
 

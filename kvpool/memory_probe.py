@@ -18,6 +18,7 @@ from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.plan import token_runs
 from kvpool.shard import Shard, ShardLayout
+from kvpool.slab import checksum
 from kvpool.transfer_plan import Side, TokenSpan, Write, cut
 
 _MOST_BYTES = 32 * 2**20
@@ -61,11 +62,24 @@ def _samples(memory: KvMemory, blocks: int) -> Iterator[Sample]:
         side = Side(tables=_tables(memory, table), block_size=size)
         runs = len(token_runs(table, 0, blocks * size, size)) * len(memory.layout.groups)
         for step, run in (
-            (Step.GATHER, partial(gather_write, memory, side, write, slab)),
-            (Step.SCATTER, partial(scatter_write, memory, side, write, slab)),
+            (Step.GATHER, partial(_checked, gather_write, memory, side, write, slab)),
+            (Step.SCATTER, partial(_checked, scatter_write, memory, side, write, slab)),
         ):
             seconds = _least(run, memory.device)
             yield Sample(step=step, nbytes=write.nbytes, pieces=runs, seconds=seconds)
+
+
+def _checked(
+    copy: Callable[[KvMemory, Side, Write, torch.Tensor], None],
+    memory: KvMemory,
+    side: Side,
+    write: Write,
+    slab: torch.Tensor,
+) -> None:
+    """With the checksum, as in a transfer."""
+    copy(memory, side, write, slab)
+    memory.settle()
+    checksum(slab.numpy().data)
 
 
 def _write(layout: KvLayout, tokens: int) -> Write:

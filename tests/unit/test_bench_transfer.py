@@ -70,10 +70,11 @@ def test_the_grid_lays_the_sequence_out_at_both_ends() -> None:
         for run_blocks in (1, 4, SMALL.blocks):
             sender.lay_out(run_blocks)
             sender.check(lambda: sender.direct_pieces(SMALL.tokens))
-            shapes.append(sender.transfer_shape(SMALL.tokens))
-    assert shapes[0].nbytes == shapes[1].nbytes == SMALL.nbytes
-    assert shapes[0].source_runs > shapes[1].source_runs > shapes[2].source_runs
-    assert shapes[0].descriptors > shapes[2].descriptors
+            shapes.append(sender.pieces(SMALL.tokens))
+    assert all(sum(piece.nbytes for piece in pieces) == SMALL.nbytes for pieces in shapes)
+    runs = [sum(piece.source_runs for piece in pieces) for pieces in shapes]
+    assert runs[0] > runs[1] > runs[2]
+    assert shapes[0][0].descriptors > shapes[2][0].descriptors
     row = grid_row("loopback", Shape(layers=1, tokens=256), repeats=1)
     assert 0 <= row.value <= 100 and row.method.startswith("8 transfers of up to 256 tokens")
 
