@@ -20,6 +20,7 @@ from cluster.pool_side import PoolNews
 from cluster.pool_turns import PoolOutcome, PoolTurns
 from cluster.preloads import Preloads
 from cluster.pull_turns import PullTurns
+from cluster.router_streams import RouterStreams
 from cluster.worker_counters import Totals, count
 from cluster.worker_events import (
     Call,
@@ -104,8 +105,7 @@ class WorkerLoop:
         self._pool: PoolTurns | None = None
         self._pulls = PullTurns(openings)
         self._reports = BlockReports(openings.tables.cache)
-        self._routes: dict[RequestKey, RouterStream] = {}
-        self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
+        self._streams = RouterStreams(self._reports, self.counters)
         self._next_tick_s = 0.0
         self._closing = False
         self._stepping: DecodeScheduler | PrefillScheduler | None = None
@@ -121,7 +121,7 @@ class WorkerLoop:
 
     @property
     def idle(self) -> bool:
-        return not self._routes
+        return self._streams.idle
 
     def run(self) -> None:
         """Until Close; raises what a thread beside it raised."""
@@ -135,7 +135,7 @@ class WorkerLoop:
         while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
         self._execute(self._pulls.take_commands())
-        self._flush()
+        self._streams.flush()
 
     # --- receive --------------------------------------------------------------------------------
 
@@ -155,8 +155,7 @@ class WorkerLoop:
         if self._pool is not None:
             self._pooled(self._pool.tick())
         self._pooled(self._pulls.tick())
-        for stream in self._outbox:
-            stream.send([], self.counters())
+        self._streams.tick()
 
     def _settle(self, event: Incoming) -> None:
         match event:
@@ -185,9 +184,10 @@ class WorkerLoop:
             case _ if isinstance(event, PoolNews):
                 self._from_pool(event)
             case RouterJoined(stream=stream):
-                self._router_joined(stream)
+                self._streams.join(stream)
             case RouterLost(stream=stream):
-                self._router_lost(stream)
+                for key in self._streams.leave(stream):
+                    self._both(Abort(key=key))
             case Stepped(done=done):
                 self._stepped(done)
             case Call(function=function):
@@ -217,47 +217,32 @@ class WorkerLoop:
                 if not self.draining and self._preloads.begin(spec):
                     self._start(stream, Generate(spec=spec))
             case Reserve(spec=spec) | Generate(spec=spec) | Prefill(spec=spec):
-                if spec.key in self._routes:
+                if spec.key in self._streams:
                     self._refuse(stream, spec.key, "duplicate_request")
                 elif self.draining and not isinstance(message, Prefill):
                     self._refuse(stream, spec.key, "draining")
                 else:
                     self._start(stream, message)
-            case Stop(key=key) if self._routes.get(key) is stream:
+            case Stop(key=key) if self._streams.is_from(stream, key):
                 self._execute(self.decode.handle(message, _now()))
-            case Abort(key=key) if self._routes.get(key) is stream:
+            case Abort(key=key) if self._streams.is_from(stream, key):
                 self._both(message)
             case Stop() | Abort():
                 pass  # nothing of it is held for this router
 
     def _start(self, stream: RouterStream, message: Reserve | Generate | Prefill) -> None:
-        self._routes[message.spec.key] = stream
+        self._streams.begin(stream, message.spec.key)
         if isinstance(message, Prefill):
             self._execute(self.prefill.handle(message, _now()))
         else:
             self._execute(self.decode.handle(message, _now()))
 
     def _refuse(self, stream: RouterStream, key: RequestKey, reason: str) -> None:
-        if stream in self._outbox:
-            self._outbox[stream].append(ReserveRefused(key=key, at_s=_now(), reason=reason))
+        self._streams.answer(stream, ReserveRefused(key=key, at_s=_now(), reason=reason))
 
     def _both(self, event: Abort | FromPeer | PeerLost | Tick) -> None:
         self._execute(self.prefill.handle(event, _now()))
         self._execute(self.decode.handle(event, _now()))
-
-    def _router_joined(self, stream: RouterStream) -> None:
-        """It hears all that there is, the others what is new until now."""
-        self._flush()
-        self._outbox[stream] = []
-        stream.send([], self.counters())
-        for changes in self._reports.everything():
-            stream.send([], self.counters(), [changes])
-
-    def _router_lost(self, stream: RouterStream) -> None:
-        """Its requests have no one left to answer to."""
-        self._outbox.pop(stream, None)
-        for key in [key for key, owner in self._routes.items() if owner is stream]:
-            self._both(Abort(key=key))
 
     # --- decide and run -------------------------------------------------------------------------
 
@@ -299,22 +284,12 @@ class WorkerLoop:
 
     def _emit(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:
-            stream = self._routes.get(event.key)
+            self._streams.tell(event)
             if isinstance(event, RequestFailed):
                 log.warning("%s failed: %s: %s", event.key, event.reason, event.message)
             if isinstance(event, Released | ReserveRefused):
-                self._routes.pop(event.key, None)
+                self._streams.end(event.key)
                 self._preloads.ended(event, _now())
-            if stream in self._outbox:
-                self._outbox[stream].append(event)
-
-    def _flush(self) -> None:
-        """Blocks before the events that made them."""
-        blocks = self._reports.take()
-        for stream, events in self._outbox.items():
-            if events or blocks:
-                stream.send(events, self.counters(), blocks)
-                self._outbox[stream] = []
 
     def counters(self) -> Counters:
         links = self._link_states()

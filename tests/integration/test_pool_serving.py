@@ -17,6 +17,7 @@ from cluster.pool_names import host_pool_address
 from cluster.settings import WorkerSettings
 from engine.checkpoint import open_checkpoint
 from engine.model import load_model
+from kvpool.block_names import BlockNames
 from kvrelay.types import Role
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
@@ -135,13 +136,25 @@ def test_without_its_node_a_worker_serves_all_the_same(
         with _node(tmp_path, "coming") as node:
             wait_until(lambda: _joined(node, 2), "both workers use the pool", 20.0)
             exact(11)
+            wait_until(lambda: _known_in_pools(cluster, _prompt(11, 90)) == 5, "routers know it")
             node.kill()
+            wait_until(lambda: _known_in_pools(cluster, _prompt(11, 90)) == 0, "it is forgotten")
             exact(12)
         (tmp_path / "coming.log").unlink()
         with _node(tmp_path, "coming") as node:
             wait_until(lambda: _joined(node, 2), "both workers use the new pool", 30.0)
             exact(13)
             cluster.assert_clean()
+
+
+def _known_in_pools(cluster: Cluster, prompt: list[int]) -> int:
+    """Blocks of the prompt that the router knows a pool node to hold."""
+    core = cluster.router.process.dispatcher.core
+    hello = next(iter(core.workers.values())).hello
+    names = BlockNames(fingerprint=hello.fingerprint, physical_format=hello.physical_format)
+    chain = names.chain("", len(prompt), hello.block_size)
+    held = core.directory.longest(chain.walk(prompt, len(prompt)))
+    return max((blocks for holder, blocks in held.items() if holder not in core.workers), default=0)
 
 
 def test_preempted_requests_come_back_from_the_pool(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
 from cluster.worker_loop import WorkerLoop
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
+from kvpool.block_news import BlockNews
 from kvpool.handoff import SendPeer
 from kvpool.tables import BlockTables
 from kvrelay.messages import (
@@ -134,6 +135,28 @@ def test_events_go_to_the_router_that_asked() -> None:
         assert stream.about(name) == ["Reserved", "Tokens", "Released"]
         assert {event.key for event in stream.heard} == {key(name)}
     assert worker.loop.idle
+
+
+def test_routers_hear_of_all_blocks_then_of_new_ones() -> None:
+    worker = Harness()
+    worker.decode_tables.cache.changes = BlockNews()
+    early = worker.router()
+    worker.say(early, Generate(spec=spec("a", 9, max_tokens=1)))
+    worker.run()
+    worker.run()
+    assert early.about("a") == ["Reserved", "Tokens", "Released"]
+    late = worker.router()
+    worker.run()
+    assert len(_stored(early)) == 2
+    assert _stored(late) == _stored(early)
+    worker.say(late, Generate(spec=spec("b", 13, max_tokens=1)))
+    worker.run()
+    assert len(_stored(late)) == 3
+    assert _stored(late) == _stored(early)
+
+
+def _stored(stream: Stream) -> list[bytes]:
+    return [block_hash for changes in stream.blocks for block_hash in changes.stored]
 
 
 def test_a_repeated_key_is_refused_and_the_first_goes_on() -> None:

@@ -1,0 +1,78 @@
+"""Which router a worker's requests came from, and what each router is told next.
+
+Runs on the worker loop's thread. Losing a router's stream loses what was to be told to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.block_reports import BlockReports
+from cluster.worker_events import RouterStream
+from kvrelay.messages import Counters, WorkerEvent
+from kvrelay.types import RequestKey
+
+
+class RouterStreams:
+    """`counters` ride on every batch."""
+
+    def __init__(self, reports: BlockReports, counters: Callable[[], Counters]) -> None:
+        self._reports = reports
+        self._counters = counters
+        self._routes: dict[RequestKey, RouterStream] = {}
+        self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
+
+    def __contains__(self, key: RequestKey) -> bool:
+        """Whether something is held of the request, or was a moment ago."""
+        return key in self._routes
+
+    @property
+    def idle(self) -> bool:
+        return not self._routes
+
+    def is_from(self, stream: RouterStream, key: RequestKey) -> bool:
+        return self._routes.get(key) is stream
+
+    def begin(self, stream: RouterStream, key: RequestKey) -> None:
+        self._routes[key] = stream
+
+    def end(self, key: RequestKey) -> None:
+        self._routes.pop(key, None)
+
+    def join(self, stream: RouterStream) -> None:
+        """It hears of all blocks that there are, the others what is new until now."""
+        self.flush()
+        self._outbox[stream] = []
+        stream.send([], self._counters())
+        for changes in self._reports.everything():
+            stream.send([], self._counters(), [changes])
+
+    def leave(self, stream: RouterStream) -> list[RequestKey]:
+        """Its requests, which have no one left to answer to."""
+        self._outbox.pop(stream, None)
+        return [key for key, owner in self._routes.items() if owner is stream]
+
+    def tell(self, event: WorkerEvent) -> None:
+        """To the router that the request came from."""
+        stream = self._routes.get(event.key)
+        if stream is not None:
+            self.answer(stream, event)
+
+    def answer(self, stream: RouterStream, event: WorkerEvent) -> None:
+        """To this one, whoever the request is from."""
+        if stream in self._outbox:
+            self._outbox[stream].append(event)
+
+    def tick(self) -> None:
+        for stream in self._outbox:
+            stream.send([], self._counters())
+
+    def flush(self) -> None:
+        """Blocks before the events that made them, each batch of blocks in its own message."""
+        blocks = self._reports.take()
+        for stream, events in self._outbox.items():
+            for changes in blocks[:-1]:
+                stream.send([], self._counters(), [changes])
+            if events or blocks:
+                stream.send(events, self._counters(), blocks[-1:])
+                self._outbox[stream] = []
