@@ -231,6 +231,20 @@ def test_most_requests_survive_the_pool() -> None:
         assert world.clients.finish() == {"done": world.requests}
 
 
+def test_a_node_that_hangs_is_not_waited_for() -> None:
+    for seed in range(3):
+        world = World(seed=seed, roles="1p1d")
+        (host,) = world.cluster.pools.hosts.values()
+        assert host.node is not None
+        name = host.node.incarnation
+        world.cluster.after("hang", lambda w=world, n=name: w.cluster.stop(n), 2.0)
+        world.cluster.run()
+        world.cluster.settle()
+        assert not world.cluster.core.requests, who_waits(world.cluster)
+        world.cluster.resume(name)
+        assert world.clients.finish()["done"] > world.requests // 2
+
+
 def test_what_a_stray_writer_leaves_is_never_served() -> None:
     """Readers find it by its checksum, and compute the rest."""
     damaged = 0
