@@ -251,8 +251,7 @@ def test_a_lost_peer_at_every_state(state: str) -> None:
     if state in ("scattering", "committed"):
         heard += names(scheduler.handle(scattered(lent[0]), 2))
     assert heard == ["RequestFailed", "Released"]
-    for message in (fence("a"), Commit(key=key("a"), pieces=1, first_token_ids=(9,))):
-        assert scheduler.handle(from_p(message), 3) == []
+    assert scheduler.handle(from_p(fence("a")), 3) == []
     assert_free(scheduler)
 
 
@@ -291,10 +290,18 @@ def test_a_slab_filled_under_a_foreign_name_or_lease_is_ignored() -> None:
 
 def test_messages_for_the_unknown_change_nothing() -> None:
     scheduler = decode_scheduler()
-    commit = Commit(key=key("a"), pieces=1, first_token_ids=(9,))
-    for message in (commit, fence("a"), RenewLeases(keys=(key("a"),))):
+    for message in (fence("a"), RenewLeases(keys=(key("a"),))):
         assert scheduler.handle(from_p(message), 0) == []
     assert scheduler.handle(PeerLost(peer=Incarnation("x"), reason="gone"), 0) == []
+    assert_free(scheduler)
+
+
+def test_a_commit_for_the_unknown_is_refused_so_that_its_sender_frees_it() -> None:
+    """A request that was aborted here before anything of it came; with `pool` no piece does."""
+    scheduler = decode_scheduler()
+    commit = Commit(key=key("a"), pieces=0, first_token_ids=(9,))
+    (refusal,) = to_peer(scheduler.handle(from_p(commit), 0))
+    assert refusal == CancelTransfer(key=key("a"), reason="no such reservation")
     assert_free(scheduler)
 
 
