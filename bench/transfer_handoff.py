@@ -11,10 +11,13 @@ import torch
 
 from bench.http_load import Sent, closed_loop
 from bench.models import SMOLLM_135M, write_random_llama
-from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
+from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster, pool_node
 from bench.report import Reading, Row
 
-MODES = ("push", "pull")
+MODES = {"shm": ("push", "pull", "pool")}
+"""`pool` moves KV by way of the host's pool node, over shared memory whatever the link."""
+OTHER_MODES = ("push", "pull")
+POOL = "bench-handoff"
 PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
 PLANS = (WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores=(1,)))
 SETTINGS = (
@@ -33,18 +36,22 @@ def handoff_rows(transports: Sequence[str], repeats: int) -> list[Row]:
 
 
 def _rows(folder: Path, transport: str, repeats: int) -> list[Row]:
-    sent: dict[str, list[Sent]] = {mode: [] for mode in MODES}
+    modes = MODES.get(transport, OTHER_MODES)
+    sent: dict[str, list[Sent]] = {mode: [] for mode in modes}
     with ExitStack() as stack:
-        clusters = {mode: stack.enter_context(_cluster(folder, transport, mode)) for mode in MODES}
+        if "pool" in modes:
+            stack.enter_context(pool_node(POOL))
+        clusters = {mode: stack.enter_context(_cluster(folder, transport, mode)) for mode in modes}
         for number in range(repeats + 1):
             for mode, cluster in clusters.items():
                 sent[mode] += closed_loop(cluster.http_port, [_prompt(number)], OUTPUT_TOKENS)
-    return [_row(transport, mode, sent[mode][1:]) for mode in MODES]
+    return [_row(transport, mode, sent[mode][1:]) for mode in modes]
 
 
 def _cluster(folder: Path, transport: str, mode: str) -> AbstractContextManager[PlainCluster]:
     link = (f"transfer.transports=[{transport}]", f"transfer.handoff={mode}")
-    return plain_cluster(folder, PLANS, (*SETTINGS, *link))
+    pool = POOL if mode == "pool" else None
+    return plain_cluster(folder, PLANS, (*SETTINGS, *link), pool=pool)
 
 
 def _prompt(number: int) -> list[int]:
