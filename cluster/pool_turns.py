@@ -17,16 +17,22 @@ from kvpool.pool_client_events import (
     PrefixFetched,
     PrefixFound,
     PrefixPinned,
+    SeekPrefix,
 )
 from kvpool.restores import Restored
+from kvrelay.types import RequestKey
 
 PoolOutcome = Restored | OfferSettled
 """What the schedulers hear of it."""
 
 
 class PoolTurns:
+    """An offer is settled for the schedulers once the node can be asked for it: it hears what one
+    worker says in order, so the answer to an empty question behind the store tells."""
+
     def __init__(self, side: PoolSide, openings: Openings) -> None:
         assert openings.write_behind is not None
+        self._confirming: dict[RequestKey, int] = {}
         self._side = side
         self._openings = openings
         self._write_behind = openings.write_behind
@@ -50,7 +56,11 @@ class PoolTurns:
                 match answer:
                     case OfferSettled(offer=offer):
                         self._write_behind.settled(offer)
-                        outcomes.append(answer)
+                        events.append(self._question(offer))
+                    case PrefixFound(key=key) if key in self._confirming:
+                        offer = self._confirming.pop(key)
+                        self._write_behind.confirmed(offer)
+                        outcomes.append(OfferSettled(offer=offer))
                     case PrefixFound() | PrefixFetched():
                         ended = self._openings.answer(answer, time.monotonic())
                         outcomes += [] if ended is None else [ended]
@@ -58,6 +68,11 @@ class PoolTurns:
                         pass
             events.extend(self._openings.take_outbox())
         return outcomes
+
+    def _question(self, offer: int) -> SeekPrefix:
+        key = RequestKey(f"offer-{offer}", 0)
+        self._confirming[key] = offer
+        return SeekPrefix(key=key, hashes=())
 
     def close(self) -> None:
         self._side.close()

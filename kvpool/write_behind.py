@@ -41,8 +41,12 @@ class WriteBehind:
         return OfferBlocks(offer=self._offers, blocks=tuple(map(_offered, fresh)))
 
     def settled(self, offer: int) -> None:
-        del self._pending[offer]
+        """Its blocks are not read any more."""
         self.tables.release(_holder(offer))
+
+    def confirmed(self, offer: int) -> None:
+        """What the node took of it can be found there."""
+        del self._pending[offer]
 
 
 def _holder(offer: int) -> Holder:

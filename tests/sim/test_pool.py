@@ -264,7 +264,7 @@ def test_prefixes_come_from_every_tier() -> None:
         world = World(seed=seed, roles="2p2d", mode=mode, places=(8,), disk_slots=(40,))
         world.run_in_peace()
         carried += world.carried()
-    assert carried["host_tokens"] > 50 and carried["disk_tokens"] > 20, carried
+    assert carried["host_tokens"] > 20 and carried["disk_tokens"] > 20, carried
     assert carried["preemptions"] > 0, carried
 
 
