@@ -27,11 +27,13 @@ PoolOutcome = Restored | OfferSettled
 
 
 class PoolTurns:
-    """An offer is settled for the schedulers once the node can be asked for it: it hears what one
-    worker says in order, so the answer to an empty question behind the store tells."""
+    """`confirms`: the schedulers hear that an offer is settled once the node can be asked for it.
+    It hears what one worker says in order, so the answer to an empty question behind the store
+    tells."""
 
-    def __init__(self, side: PoolSide, openings: Openings) -> None:
+    def __init__(self, side: PoolSide, openings: Openings, *, confirms: bool) -> None:
         assert openings.write_behind is not None
+        self._confirms = confirms
         self._confirming: dict[RequestKey, int] = {}
         self._side = side
         self._openings = openings
@@ -56,7 +58,10 @@ class PoolTurns:
                 match answer:
                     case OfferSettled(offer=offer):
                         self._write_behind.settled(offer)
-                        events.append(self._question(offer))
+                        if self._confirms:
+                            events.append(self._question(offer))
+                        else:
+                            self._write_behind.confirmed(offer)
                     case PrefixFound(key=key) if key in self._confirming:
                         offer = self._confirming.pop(key)
                         self._write_behind.confirmed(offer)

@@ -152,7 +152,8 @@ def _pool(
         host=settings.host,
     )
     side.start()
-    return PoolTurns(side, openings)
+    confirms = settings.handoff == HandoffMode.POOL
+    return PoolTurns(side, openings, confirms=confirms)
 
 
 def _tables(settings: WorkerSettings, engine: Engine) -> BlockTables:

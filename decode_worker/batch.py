@@ -264,8 +264,11 @@ class Batch:
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """The KV of `tokens` more tokens is in its blocks."""
+        size = self.tables.layout.block_size
+        full_before = sequence.computed // size
         sequence.computed += tokens
-        self.tables.fill(sequence.holder, sequence.filled)
+        if sequence.computed // size > full_before:
+            self.tables.fill(sequence.holder, sequence.filled)
         self.tables.trim(sequence.holder, sequence.computed)
 
     def restored(self, event: Restored) -> None:

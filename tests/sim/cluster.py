@@ -17,6 +17,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.handoff import (
     FetchPiece,
+    HandoffMode,
     LayersWritten,
     ReplaceSlab,
     ScatterSlab,
@@ -96,6 +97,7 @@ class Cluster(PeerFabric):
             incarnation=worker.incarnation,
             host=host,
             staging=worker.shape.staging_blocks,
+            confirms=worker.shape.mode is HandoffMode.POOL,
             on_news=lambda news: self._pool_news(worker, news),
             send=self.pools.send,
         )

@@ -66,6 +66,7 @@ class PoolSide:
         incarnation: Incarnation,
         host: str,
         staging: int,
+        confirms: bool,
         on_news: Callable[[PoolNews], None],
         send: Callable[[Link, ToPool], None],
     ) -> None:
@@ -80,7 +81,7 @@ class PoolSide:
         self.client = PoolClient(
             max_waiting_blocks=16, batch_blocks=4, max_stores=2, patience_s=PATIENCE_S
         )
-        self.turns = PoolTurns(self, openings)  # type: ignore[arg-type]
+        self.turns = PoolTurns(self, openings, confirms=confirms)  # type: ignore[arg-type]
         self.counts = Counts()
         self._offered: dict[Place, BlockHash] = {}
         self._wants: dict[RequestKey, WantPrefix] = {}
