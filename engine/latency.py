@@ -1,0 +1,56 @@
+"""How long a step of the engine takes, as a function of what it computes. Pure.
+
+The router predicts with it, workers order their queues by it, and the simulator runs on it: it is
+the same object everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What one step computes, summed over its sequences, so that works add up.
+
+    `attended_tokens` counts the query-key pairs of the prompts' new tokens: a chunk of n tokens
+    after p others has n * p + n * (n + 1) / 2. `kv_tokens` is the context of those that decode.
+    """
+
+    prefill_tokens: int = 0
+    prefill_sequences: int = 0
+    attended_tokens: int = 0
+    decode_sequences: int = 0
+    kv_tokens: int = 0
+
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(
+            prefill_tokens=self.prefill_tokens + other.prefill_tokens,
+            prefill_sequences=self.prefill_sequences + other.prefill_sequences,
+            attended_tokens=self.attended_tokens + other.attended_tokens,
+            decode_sequences=self.decode_sequences + other.decode_sequences,
+            kv_tokens=self.kv_tokens + other.kv_tokens,
+        )
+
+
+def prefill_work(new_tokens: int, context_tokens: int = 0) -> StepWork:
+    """A chunk of one prompt, after `context_tokens` whose KV is there."""
+    pairs = new_tokens * context_tokens + new_tokens * (new_tokens + 1) // 2
+    return StepWork(prefill_tokens=new_tokens, prefill_sequences=1, attended_tokens=pairs)
+
+
+def decode_work(sequences: int, kv_tokens: int) -> StepWork:
+    """One token for each of `sequences`, whose contexts sum to `kv_tokens`."""
+    return StepWork(decode_sequences=sequences, kv_tokens=kv_tokens)
+
+
+class StepTimes(Protocol):
+    """Of one device, or of the devices that share a model copy."""
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of a step. Raises NotCovered where nothing is known of such a step."""
+
+
+class NotCovered(Exception):
+    """The measurements that the times come from say nothing of this work."""
