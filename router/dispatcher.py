@@ -47,9 +47,9 @@ from router.generation import (
 )
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
-from router.placement import WorkerView
 from router.pool_nodes import PoolNodes
 from router.request import Request
+from router.view import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +277,8 @@ class WorkerDispatcher:
                 self._generation(request_id, done=done).put(command)
             case Admit(request_id=request_id):
                 self._settle_admission(self._generations[request_id], None)
-            case Refuse(request_id=request_id, refusal=refusal, retry_after_s=retry_after_s):
+            case Refuse(request_id=request_id, refusal=refusal):
+                retry_after_s = refusal.retry_after_s
                 error = Refused(refusal.reason, refusal.message, retry_after_s=retry_after_s)
                 self._settle_admission(self._generation(request_id, done=True), error)
             case Fail(request_id=request_id):

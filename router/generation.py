@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, Sampling, TokenLogprobs
+from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, Sampling, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
 
 
@@ -23,6 +23,8 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     tenant: str = ""
+    qos_tier: str = ""
+    objectives: Objectives = NO_OBJECTIVES
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """# phase before submission (for example tokenize) |-> seconds, in order"""
 

@@ -38,6 +38,10 @@ class Ledger:
         if moment in PHASES and (moment not in self._moments or moment.startswith("last_")):
             self._moments[moment] = at_s
 
+    def age_s(self, now_s: float) -> float:
+        """Since the face received it."""
+        return sum(self.before_s.values()) + now_s - self.submitted_s
+
     def phases(self) -> dict[str, float]:
         """# phase |-> seconds, in order"""
         phases = dict(self.before_s)

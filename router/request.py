@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.messages import Lifetime
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
+from router.admitting.policy import Admitted
 from router.generation import GenerationRequest
 from router.ledger import Ledger
 from router.placement import Pair, Placement
@@ -21,7 +22,7 @@ class Request:
     ledger: Ledger
     attempt: int
     tries: int = 1
-    placement: Placement | None = None
+    placed: Admitted | None = None
     placed_s: float = 0.0
     tried: set[Incarnation] = field(default_factory=set)
     avoided: set[Pair] = field(default_factory=set)
@@ -42,6 +43,10 @@ class Request:
         return RequestKey(self.request_id, self.attempt)
 
     @property
+    def placement(self) -> Placement | None:
+        return None if self.placed is None else self.placed.candidate.placement
+
+    @property
     def spec(self) -> RequestSpec:
         asked = self.submitted
         return RequestSpec(
@@ -49,6 +54,8 @@ class Request:
             prompt_ids=asked.prompt_ids,
             sampling=asked.sampling,
             tenant=asked.tenant,
+            qos_tier=asked.qos_tier,
+            tpot_s=asked.objectives.tpot_s,
         )
 
     @property
@@ -70,10 +77,11 @@ class Request:
             return (self.placement.decode,)
         return (self.placement.decode, prefill)
 
-    def place(self, placement: Placement, now_s: float) -> None:
-        self.placement = placement
+    def place(self, admitted: Admitted, now_s: float) -> None:
+        self.placed = admitted
         self.placed_s = now_s
-        self.tried.add(placement.decode)
+        self.tried.add(admitted.candidate.decode.incarnation)
+        self.ledger.mark("placed", now_s)
 
     def lived(self, moment: Lifetime) -> None:
         """A worker has got so far with it."""
@@ -86,7 +94,7 @@ class Request:
         """What the old attempt still says is dropped; tokens delivered already stay delivered."""
         self.tries += 1
         self.attempt = attempt
-        self.placement = None
+        self.placed = None
         self.committed = False
         self.tried.clear()
         for choice in self.choices:

@@ -42,20 +42,22 @@ class PrefixSource:
 class Prefill:
     """To the prefill worker: compute the KV, sample token 0 of each choice, hand over all but the
     first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more of the
-    prompt than the prefill worker itself."""
+    prompt than the prefill worker itself. Its first token is due `within_s` of now."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
     target: Incarnation
     held_tokens: int = 0
     prefix_source: PrefixSource | None = None
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """To a worker of role both: prefill and decode here."""
+    """To a worker that decodes: prefill here too. Its first token is due `within_s` of now."""
 
     spec: RequestSpec
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,8 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
-    """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks."""
+    """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
+    `kv_token_bytes` is the KV of one token."""
 
     name: str
     incarnation: Incarnation
@@ -106,6 +109,7 @@ class WorkerHello:
     vocab_size: int
     physical_format: str = ""
     rope_border_tokens: int | None = None
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

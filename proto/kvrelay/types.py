@@ -80,16 +80,35 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """What a request is to be served within; None: any time will do.
+
+    `ttft_s` to its first token and `deadline_s` to its last, both from when it was received;
+    `tpot_s` is the mean time per token after the first.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+
+
+NO_OBJECTIVES = Objectives()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """What a worker is told about a request: token ids in, sampling parameters, nothing of text.
 
-    Requests of different `tenant`s share no cached KV.
+    Requests of different `tenant`s share no cached KV. `qos_tier` names the tier that it belongs
+    to; while it decodes, the mean time per token is to stay within `tpot_s`.
     """
 
     key: RequestKey
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     tenant: str = ""
+    qos_tier: str = ""
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from kvrelay.types import Incarnation, Role, Tier
 from router.core import RouterCore
 from router.directory import Directory
 from router.events import Send, Submitted, WorkerLost, WorkerSaid
+from router.forecast.prefill_queue import Ahead
 from tests.unit.router_kit import core_with, hello, key, request, reserved, says
 
 A, B, NODE = Incarnation("a"), Incarnation("b"), Incarnation("node")
@@ -151,7 +152,8 @@ LONG = tuple(range(1, 12))  # two blocks and three tokens
 def _core() -> RouterCore:
     """Two workers prefill, and the router sends prompts to `p`."""
     core = core_with(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE)
-    core.workers[Incarnation("q")].prompt_tokens[key("elsewhere")] = 100
+    ahead = Ahead(seconds=1, tokens=100)
+    core.workers[Incarnation("q")].queue.add(key("elsewhere"), ahead, 0)
     return core
 
 

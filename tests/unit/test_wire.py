@@ -96,11 +96,26 @@ samplings = st.builds(
     logprobs=st.none() | uint32,
     logit_bias=st.dictionaries(uint32, finite, max_size=5).map(lambda d: tuple(sorted(d.items()))),
 )
-specs = st.builds(RequestSpec, key=keys, prompt_ids=ids, sampling=samplings)
+perhaps_seconds = st.none() | st.floats(min_value=0, max_value=1e6)
+specs = st.builds(
+    RequestSpec,
+    key=keys,
+    prompt_ids=ids,
+    sampling=samplings,
+    tenant=text,
+    qos_tier=text,
+    tpot_s=perhaps_seconds,
+)
 to_worker = st.one_of(
     st.builds(Reserve, spec=specs, source=text),
-    st.builds(Prefill, spec=specs, target_addresses=st.lists(text).map(tuple), target=text),
-    st.builds(Generate, spec=specs),
+    st.builds(
+        Prefill,
+        spec=specs,
+        target_addresses=st.lists(text).map(tuple),
+        target=text,
+        within_s=perhaps_seconds,
+    ),
+    st.builds(Generate, spec=specs, within_s=perhaps_seconds),
     st.builds(Abort, key=keys),
     st.builds(Stop, key=keys, choice=uint32, valid_tokens=uint32),
 )
