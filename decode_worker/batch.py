@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -50,6 +51,7 @@ class Batch:
     awaiting_prefill: deque[Sequence] = field(default_factory=deque)  # preempted ones first
     on_device: tuple[tuple[Sequence, int], ...] = ()  # sequence, its tokens in the step
     preemptions: int = 0
+    _room_ahead: bool = False  # more than the step on the device needs
     _fetching: set[Holder] = field(default_factory=set)  # dropped while their prefix comes
     _starved: bool = False
     _alive: dict[RequestKey, list[Sequence]] = field(default_factory=dict)
@@ -69,6 +71,12 @@ class Batch:
         return sum(sequence.needed for sequence in self.awaiting_prefill)
 
     @property
+    def is_settled(self) -> bool:
+        """What is on the device is still all that there is to run."""
+        here = len(self.running) == len(self.on_device) and not self.awaiting_prefill
+        return here and not any(sequence.dropped for sequence, _ in self.on_device)
+
+    @property
     def lacks_blocks(self) -> bool:
         """A sequence that waits found none in the last step."""
         return self._starved and any(s.holder not in self.tables for s in self.awaiting_prefill)
@@ -77,7 +85,9 @@ class Batch:
 
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
-        sequence = self._sequence(spec, self.tables.chain(spec.tenant, len(spec.prompt_ids)))
+        names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
+        names.extend(spec.prompt_ids, len(spec.prompt_ids))
+        sequence = self._sequence(spec, names)
         if not self._try_open(sequence, len(spec.prompt_ids) + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
@@ -139,8 +149,10 @@ class Batch:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def next_step(self, now_s: float) -> RunStep | None:
+    def next_step(self, now_s: float, most_steps: int = 1) -> RunStep | None:
+        """With `most_steps` above 1 the step may be one that can be run so often."""
         assert not self.on_device, "a step is on the device"
+        self._room_ahead = False
         step = _Pass(now_s=now_s, budget=self._chunk_budget())
         preempted_before = self.preemptions
         for sequence in list(self.running):
@@ -152,8 +164,36 @@ class Batch:
         if not step.chosen:
             return None
         self.on_device = tuple(step.chosen)
+        steps = self._steps_of(step, most_steps)
         slices = tuple(self._slice(sequence, take) for sequence, take in step.chosen)
-        return RunStep(batch=StepBatch(slices=slices), copies=tuple(step.copies))
+        return RunStep(batch=StepBatch(slices=slices), copies=tuple(step.copies), steps=steps)
+
+    def _steps_of(self, step: _Pass, most_steps: int) -> int:
+        """How often all of it may be run in a row; blocks for that are taken."""
+        steady = not self.awaiting_prefill and all(
+            s.needed == len(s.choices) == 1 for s, _ in step.chosen
+        )
+        if most_steps == 1 or not steady:
+            return 1
+        steps = min(most_steps, *(self._steps_left(s) for s, _ in step.chosen))
+        self._room_ahead = steps > 1
+        while steps > 1 and not self._try_room_ahead(steps, step):
+            steps //= 2
+        return steps
+
+    def _steps_left(self, sequence: Sequence) -> int:
+        """Until it ends; the step at the border is a single one."""
+        border = self.rope_border_tokens
+        if border is None or border < sequence.computed:
+            return sequence.tokens_left
+        return min(sequence.tokens_left, max(1, border - sequence.computed))
+
+    def _try_room_ahead(self, steps: int, step: _Pass) -> bool:
+        """Where one gets none the others keep theirs until the step is over."""
+        return all(
+            self.tables.try_grow(s.holder, s.computed + steps, now_s=step.now_s)
+            for s, _ in step.chosen
+        )
 
     def _chunk_budget(self) -> int:
         decoding = sum(sequence.needed == 1 for sequence in self.running)
@@ -270,6 +310,12 @@ class Batch:
         if sequence.computed // size > full_before:
             self.tables.fill(sequence.holder, sequence.filled)
         self.tables.trim(sequence.holder, sequence.computed)
+
+    def give_back_ahead(self, ran: Iterable[tuple[Sequence, int]]) -> None:
+        """Room that was taken for steps that did not come."""
+        for sequence, _ in ran if self._room_ahead else ():
+            if not sequence.dropped:
+                self.tables.shrink(sequence.holder, sequence.computed)
 
     def restored(self, event: Restored) -> None:
         """A prefix has come from the pool, or what there was of it."""

@@ -87,8 +87,8 @@ class DecodeScheduler:
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
-            case StepWanted():
-                return self._next_step(now_s)
+            case StepWanted(most_steps=most_steps):
+                return self._next_step(most_steps, now_s)
             case Restored(holder=holder):
                 self.batch.restored(event)
                 ended = self._released_if_done(holder.key, now_s)
@@ -218,10 +218,10 @@ class DecodeScheduler:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _next_step(self, now_s: float) -> list[Command]:
+    def _next_step(self, most_steps: int, now_s: float) -> list[Command]:
         if (check := self.canary.next_step()) is not None:
             return [check]
-        step = self.batch.next_step(now_s)
+        step = self.batch.next_step(now_s, most_steps)
         return [] if step is None else [*self._joined(now_s), step]
 
     def _joined(self, now_s: float) -> list[Command]:
@@ -235,17 +235,20 @@ class DecodeScheduler:
         if self.canary.runs:
             return self._checked(done.outcome, now_s)
         events: list[WorkerEvent] = []
-        for (sequence, take), sampled in zip(
-            self.batch.take_ran(), done.outcome.sampled, strict=True
-        ):
+        ran = self.batch.take_ran()
+        for (sequence, take), sampled in zip(ran, done.outcome.sampled, strict=True):
             if sequence.dropped:
                 events += self._released_if_done(sequence.key, now_s)
+                continue
+            if done.steps > 1:
+                events += self._advance_run(sequence, sampled, now_s)
                 continue
             if sequence.needed > 1:
                 self.prompt_tokens += take
             self.batch.advance(sequence, take)
             if sampled:
                 events += self._advance(sequence, sampled, now_s)
+        self.batch.give_back_ahead(ran)
         return [Emit(events=tuple(events))] if events else []
 
     def _advance(
@@ -253,7 +256,7 @@ class DecodeScheduler:
     ) -> list[WorkerEvent]:
         self.generated_tokens += len(sampled)
         tokens = [
-            sequence.tokens_event(choice, one, now_s)
+            sequence.tokens_event(choice, (one,), now_s)
             for choice, one in zip(sequence.choices, sampled, strict=True)
         ]
         finished = frozenset(event.choice for event in tokens if event.finish_reason is not None)
@@ -265,6 +268,20 @@ class DecodeScheduler:
         else:
             sequence.emitted.append(sampled[0].token_id)
         return [*tokens, *self._released_if_done(sequence.key, now_s)]
+
+    def _advance_run(
+        self, sequence: Sequence, drawn: tuple[Sampled, ...], now_s: float
+    ) -> list[WorkerEvent]:
+        """One token of one choice for each step; only the last can end it."""
+        self.generated_tokens += len(drawn)
+        tokens = sequence.tokens_event(sequence.choices[0], drawn, now_s)
+        sequence.emitted += tokens.token_ids[:-1]
+        self.batch.advance(sequence, len(drawn))
+        if tokens.finish_reason is not None:
+            self.batch.drop(sequence)
+            return [tokens, *self._released_if_done(sequence.key, now_s)]
+        sequence.emitted.append(tokens.token_ids[-1])
+        return [tokens]
 
     # --- endings --------------------------------------------------------------------------------
 
