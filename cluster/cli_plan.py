@@ -39,13 +39,7 @@ def plan(
     context: ContextOption = 4096,
     weights: WeightsOption = None,
     kv: KvOption = None,
-    memory_fraction: WeightsOption = Annotated[
-    str | None, typer.Option("--weights", help="Their format, such as float8 [default: as stored]")
-]
-KvOption = Annotated[
-    str | None, typer.Option("--kv", help="The KV cache's format [default: float16]")
-]
-FractionOption = 0.9,
+    memory_fraction: FractionOption = 0.9,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Print a model's weights and KV, what of it fits on devices, and how fast they could be."""

@@ -137,16 +137,20 @@ def test_every_known_device_is_complete() -> None:
 # --- formulas -----------------------------------------------------------------------------------
 
 
+LINEAR = (
+    "{kind: linear, prefill_overhead_s: 0.001, prefill_token_s: 1.0e-5, prefill_pair_s: 1.0e-8,"
+    " decode_kv_token_s: 1.0e-6, decode_knots: [[1, 0.002], [5, 0.004]]}"
+)
+
+
 def test_linear_coefficients_add_up(tmp_path: Path) -> None:
-    times = profile(
-        tmp_path,
-        "{kind: linear, prefill_overhead_s: 0.001, prefill_token_s: 1.0e-5, prefill_pair_s: 1.0e-8,"
-        " decode_knots: [[1, 0.002], [5, 0.004]], decode_kv_token_s: 1.0e-6}",
-    ).times
+    times = profile(tmp_path, LINEAR).times
     assert times.step_s(prefill_work(100)) == pytest.approx(0.001 + 0.001 + 5050e-8)
     assert times.step_s(decode_work(3, 1000)) == pytest.approx(0.003 + 0.001)
     with pytest.raises(NotCovered, match=r"6\b"):
         times.step_s(decode_work(6, 1))
+    with pytest.raises(ConfigError, match="decode_knots: ascending"):
+        profile(tmp_path, LINEAR.replace("[5,", "[1,"))
 
 
 def test_distserve_squares_lengths_and_pays_for_its_pipeline(tmp_path: Path) -> None:

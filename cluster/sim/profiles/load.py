@@ -14,7 +14,6 @@ from cluster.config_load import Node, describe, read_yaml
 from cluster.sim.profiles.distserve import distserve_times
 from cluster.sim.profiles.dynamo import dynamo_times
 from cluster.sim.profiles.known_names import known_device, shape_of
-from cluster.sim.profiles.linear import linear_times
 from cluster.sim.profiles.roofline import Parallel, Precision, RooflineTimes, roofline_times
 from cluster.sim.profiles.schema import (
     KINDS,
@@ -32,6 +31,7 @@ from cluster.sim.profiles.schema import (
 from cluster.sim.profiles.silicon import silicon_times
 from cluster.sim.profiles.table import table_times
 from engine.latency import StepTimes
+from engine.latency_fit import LinearTimes
 from kvrelay.errors import ConfigError
 
 
@@ -103,7 +103,7 @@ def _power_of(device: Device, count: int) -> Power:
 def _times(profile: Profile, device: Device | None, data: Path) -> StepTimes:
     match profile:
         case LinearProfile():
-            return linear_times(profile)
+            return _linear(profile)
         case TableProfile():
             return table_times(profile, data)
         case SiliconProfile():
@@ -116,6 +116,20 @@ def _times(profile: Profile, device: Device | None, data: Path) -> StepTimes:
             return _roofline(profile, device, data)
         case _:
             assert_never(profile)
+
+
+def _linear(profile: LinearProfile) -> LinearTimes:
+    try:
+        return LinearTimes(
+            prefill_overhead_s=profile.prefill_overhead_s,
+            prefill_token_s=profile.prefill_token_s,
+            prefill_pair_s=profile.prefill_pair_s,
+            prefill_sequence_s=profile.prefill_sequence_s,
+            decode_knots=profile.decode_knots,
+            decode_kv_token_s=profile.decode_kv_token_s,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{profile.name}: expected {error}") from None
 
 
 def _parallel(profile: RooflineProfile) -> Parallel:
