@@ -141,7 +141,7 @@ class Batch:
 
     def next_step(self, now_s: float) -> RunStep | None:
         assert not self.on_device, "a step is on the device"
-        step = _Pass(now_s=now_s, budget=self._chunk_budget())
+        step = _Pass(now_s=now_s, budget=self.chunk_tokens)
         preempted_before = self.preemptions
         for sequence in list(self.running):
             if sequence.holder not in self.tables:
@@ -154,10 +154,6 @@ class Batch:
         self.on_device = tuple(step.chosen)
         slices = tuple(self._slice(sequence, take) for sequence, take in step.chosen)
         return RunStep(batch=StepBatch(slices=slices), copies=tuple(step.copies))
-
-    def _chunk_budget(self) -> int:
-        decoding = sum(sequence.needed == 1 for sequence in self.running)
-        return max(self.chunk_tokens - decoding, self.tables.layout.block_size)
 
     def _choose(self, sequence: Sequence, step: _Pass) -> None:
         prefills = sequence.needed > 1

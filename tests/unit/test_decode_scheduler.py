@@ -154,11 +154,12 @@ def test_prefill_here_emits_the_first_token_too() -> None:
 
 
 def test_prefill_chunks_are_mixed_into_the_decode_batch() -> None:
+    """Whole ones, whatever is decoded beside them."""
     scheduler = decode_scheduler(chunk=8)
     arrive(scheduler, spec("a", 3))
     scheduler.handle(Generate(spec=spec("b", 12)), 0)
     batch = the_step(scheduler.handle(StepWanted(), 0)).batch
-    assert [(s.key.request_id, len(s.token_ids)) for s in batch.slices] == [("a", 1), ("b", 7)]
+    assert [(s.key.request_id, len(s.token_ids)) for s in batch.slices] == [("a", 1), ("b", 8)]
 
 
 def test_choices_share_the_prompt_and_copy_what_they_write() -> None:
