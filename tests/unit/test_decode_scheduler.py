@@ -269,8 +269,8 @@ def test_the_newest_is_preempted() -> None:
     scheduler = preempting()
     (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert only.key == key("old")
-    assert scheduler.batch.preemptions == 1
-    assert [s.key for s in scheduler.batch.awaiting_prefill] == [key("new")]
+    assert scheduler.batch.roster.preemptions == 1
+    assert [s.key for s in scheduler.batch.roster.awaiting_prefill] == [key("new")]
 
 
 def test_nobody_new_is_taken_while_a_preempted_one_waits_for_blocks() -> None:
