@@ -141,6 +141,6 @@ def test_what_comes_ends_a_run() -> None:
     scheduler = decode_scheduler()
     arrive(scheduler, a_spec("1", 3, max_tokens=30))
     the_step(scheduler.handle(StepWanted(most_steps=20), 0))
-    assert scheduler.batch.is_settled
+    assert scheduler.batch.roster.is_settled
     arrive(scheduler, a_spec("2", 3, max_tokens=30))
-    assert not scheduler.batch.is_settled
+    assert not scheduler.batch.roster.is_settled
