@@ -1,35 +1,58 @@
-"""How long a simulated worker's steps take."""
+"""Which hardware profile a simulated worker has, and what it tells routers of its step times."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.sim.config import ProfileSource
-from engine.latency import StepTimes, StepWork
-from kvrelay.errors import ConfigError
+from cluster.sim.profiles.load import HardwareProfile, build_profile, load_profile, parse_profile
+from engine.fit_times import Timed, fit_times
+from engine.latency import NotCovered, StepTimes
+from engine.latency_fit import LinearTimes
+from engine.time_design import Shape, design
+
+BUILT_IN: dict[str, object] = {
+    "name": "built-in",
+    "kind": "linear",
+    "prefill_overhead_s": 0.012,
+    "prefill_token_s": 2.5e-5,
+    "prefill_pair_s": 6e-10,
+    "decode_knots": [[1, 0.0075], [64, 0.009], [256, 0.014], [4096, 0.12]],
+    "decode_kv_token_s": 3e-8,
+}
+"""An 8B model on a GPU like H100, from its data sheet: for first tries."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
-    name: str
-    times: StepTimes
-    price_per_hour: float | None = None
-    peak_w: float | None = None
-    idle_w: float | None = None
+def read_profile(source: ProfileSource, key: str) -> HardwareProfile:
+    """`key` is where the cluster file has it. Raises ConfigError or ModelError."""
+    match source:
+        case None:
+            return build_profile(parse_profile(dict(BUILT_IN), key), Path())
+        case str():
+            return load_profile(Path(source).expanduser())
+        case dict():
+            raw = {"name": str(source.get("kind"))} | source
+            return build_profile(parse_profile(raw, key), Path())
 
 
-@dataclass(frozen=True, slots=True)
-class PlainTimes:
-    """Of an 8B model on a GPU of 2022, roughly: for first tries."""
+def told_times(
+    times: StepTimes, *, chunk_tokens: int, most_sequences: int, max_model_len: int, tokens: int
+) -> LinearTimes:
+    """What a worker that measured these times at its start would have fitted to them."""
+    if isinstance(times, LinearTimes):
+        return times
+    shapes = design(
+        chunk_tokens=chunk_tokens,
+        most_sequences=most_sequences,
+        max_model_len=max_model_len,
+        pool_tokens=tokens,
+    )
+    timed = [_timed(times, shape) for shape, _ in shapes]
+    return fit_times([one for one in timed if one is not None])
 
-    def step_s(self, work: StepWork) -> float:
-        prefill_s = 0.0165 + 1.5e-5 * work.prefill_tokens + 2e-10 * work.attended_tokens
-        decode_s = 0.006 + 1e-5 * work.decode_sequences + 4e-8 * work.kv_tokens
-        return prefill_s * bool(work.prefill_tokens) + decode_s * bool(work.decode_sequences)
 
-
-def read_profile(source: ProfileSource) -> Profile:
-    """Raises ConfigError."""
-    if source is not None:
-        raise ConfigError("simulation.profile: not supported yet")
-    return Profile(name="built-in", times=PlainTimes())
+def _timed(times: StepTimes, shape: Shape) -> Timed | None:
+    try:
+        return Timed(shape.work, times.step_s(shape.work))
+    except NotCovered:
+        return None

@@ -13,11 +13,12 @@ from cluster.resolve import Site, resolve, worker_names
 from cluster.sim.answers import Answers
 from cluster.sim.arrivals import arrivals
 from cluster.sim.clock import Clock
-from cluster.sim.config import Simulation
+from cluster.sim.config import SimulatedPool, Simulation
 from cluster.sim.fabric import Fabric
 from cluster.sim.ledgers import Outcome
 from cluster.sim.links import Post
-from cluster.sim.profile import Profile, read_profile
+from cluster.sim.profile import read_profile, told_times
+from cluster.sim.profiles.load import HardwareProfile
 from cluster.sim.router import Clients, SimRouter
 from cluster.sim.trace import TraceRequest
 from cluster.sim.worker import Hardware, SimWorker, Surroundings
@@ -42,7 +43,7 @@ class Fleet:
     """# worker |-> its hardware profile"""
 
     workers: Mapping[Incarnation, SimWorker]
-    profiles: Mapping[Incarnation, Profile]
+    profiles: Mapping[Incarnation, HardwareProfile]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class ClusterSimulation:
 
     def _fleet(self) -> Fleet:
         workers: dict[Incarnation, SimWorker] = {}
-        profiles: dict[Incarnation, Profile] = {}
+        profiles: dict[Incarnation, HardwareProfile] = {}
         names = worker_names(self._config.workers)
         for index, pool in enumerate(self._config.workers):
             profile, hardware = self._hardware(index)
@@ -101,19 +102,30 @@ class ClusterSimulation:
                 self.router.attach(worker)
         return Fleet(workers=workers, profiles=profiles)
 
-    def _hardware(self, index: int) -> tuple[Profile, Hardware]:
-        simulation = self._config.simulation
-        own = simulation.pools[index] if index < len(simulation.pools) else None
-        source = own.profile if own is not None and own.profile is not None else simulation.profile
-        profile = read_profile(source)
-        hardware = Hardware(
+    def _hardware(self, index: int) -> tuple[HardwareProfile, Hardware]:
+        simulation, scheduler = self._config.simulation, self._config.scheduler
+        pools = simulation.pools
+        own = pools[index] if index < len(pools) else SimulatedPool()
+        key = "simulation.profile" if own.profile is None else f"simulation.pools.{index}.profile"
+        profile = read_profile(own.profile or simulation.profile, key)
+        layout = kv_layout(simulation, self._config.engine.block_size)
+        blocks = own.blocks or simulation.blocks
+        max_model_len = self._config.model.max_model_len or simulation.max_model_len
+        told = told_times(
+            profile.times,
+            chunk_tokens=scheduler.prefill_chunk_tokens,
+            most_sequences=scheduler.max_running_requests,
+            max_model_len=max_model_len,
+            tokens=blocks * layout.block_size,
+        )
+        return profile, Hardware(
             times=profile.times,
-            layout=kv_layout(simulation, self._config.engine.block_size),
-            blocks=own.blocks if own is not None and own.blocks is not None else simulation.blocks,
-            max_model_len=self._config.model.max_model_len or simulation.max_model_len,
+            told=told,
+            layout=layout,
+            blocks=blocks,
+            max_model_len=max_model_len,
             most_steps=simulation.most_steps,
         )
-        return profile, hardware
 
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""

@@ -31,6 +31,7 @@ from kvpool.slabs import SlabId, SlabPool, SlabState
 from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables
 from kvrelay.messages import WorkerHello
+from kvrelay.step_times import StepCoefficients
 from kvrelay.types import WIRE_VERSION, Incarnation
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -39,9 +40,10 @@ FINGERPRINT = "simulated"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a simulated worker runs on."""
+    """What a simulated worker runs on. Its steps take `times`, and it tells of `told`."""
 
     times: StepTimes
+    told: StepCoefficients
     layout: KvLayout
     blocks: int
     max_model_len: int
@@ -184,6 +186,7 @@ class SimWorker:
             max_running_requests=settings.max_running_requests,
             prefill_chunk_tokens=settings.prefill_chunk_tokens,
             vocab_size=2**32,
+            step_times=self.hardware.told,
             physical_format=self.hardware.layout.physical_format(),
         )
 
