@@ -22,10 +22,12 @@ from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
+from engine.latency_fit import LinearTimes
 from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
+from engine.time_profile import guess_times
 from kvpool.block_names import BlockNames
 from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer
@@ -90,6 +92,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     device = Device(engine, settings.cpu_threads, inbox.put)
     openings = open_caches(settings, tables, staging)
     bound = _canary_bound(settings, engine)
+    times = guess_times(engine, most_sequences=settings.max_running_requests)
     prefill = PrefillScheduler(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
@@ -110,7 +113,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         device=device,
         links=links,
         mover=mover,
-        hello=_hello(settings, engine, links, tables.names),
+        hello=_hello(settings, engine, links, tables.names, times),
         tables=tables,
         pool=pool,
     )
@@ -286,7 +289,11 @@ def _decode_scheduler(
 
 
 def _hello(
-    settings: WorkerSettings, engine: Engine, links: PeerLinks, names: BlockNames
+    settings: WorkerSettings,
+    engine: Engine,
+    links: PeerLinks,
+    names: BlockNames,
+    times: LinearTimes,
 ) -> WorkerHello:
     facts = engine.facts
     return WorkerHello(
@@ -304,6 +311,7 @@ def _hello(
         max_running_requests=settings.max_running_requests,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         vocab_size=facts.vocab_size,
+        step_times=times,
         physical_format=names.physical_format,
         rope_border_tokens=names.rope_border_tokens,
     )

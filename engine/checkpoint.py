@@ -60,6 +60,12 @@ def open_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Checkpo
     return _open_folder(folder, path_or_hub_id, revision)
 
 
+def find_config(path_or_hub_id: str, revision: str | None = None) -> dict[str, object]:
+    """The configuration alone: of a hub id nothing else is fetched. Raises ModelError as
+    `open_checkpoint` does."""
+    return read_config(_find(path_or_hub_id, revision, ("config.json",)))
+
+
 def find_text_files(path_or_hub_id: str, revision: str | None = None) -> Path:
     """The folder with a checkpoint's configuration and tokenizer, all that a router needs: weights
     are neither fetched nor opened. Raises ModelError as `open_checkpoint` does."""
@@ -132,13 +138,14 @@ def _check_text_files(folder: Path) -> tuple[dict[str, object], str]:
     """The configuration and the architecture it names."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder: give the folder that holds config.json")
-    config = _read_config(folder)
+    config = read_config(folder)
     architecture = _causal_architecture(folder, config)
     _check_tokenizer(folder)
     return config, architecture
 
 
-def _read_config(folder: Path) -> dict[str, object]:
+def read_config(folder: Path) -> dict[str, object]:
+    """A checkpoint's configuration, unchecked. Raises ModelError when it can't be read."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json: it is not a checkpoint")

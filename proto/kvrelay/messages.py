@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     FinishReason,
     Incarnation,
@@ -107,6 +108,7 @@ class WorkerHello:
     max_running_requests: int
     prefill_chunk_tokens: int
     vocab_size: int
+    step_times: StepCoefficients
     physical_format: str = ""
     rope_border_tokens: int | None = None
     kv_token_bytes: int = 0
@@ -203,7 +205,12 @@ class LinkState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
-    """A worker's own state, sent with every batch of events, so routers agree unprompted."""
+    """A worker's own state, sent with every batch of events, so routers agree unprompted.
+
+    Steps take the hello's times multiplied by the corrections, as the worker finds. Of `running`
+    decode steps take `decode_sequences` now, whose contexts sum to `decode_kv_tokens`, and
+    `reserved_sequences` are on their way.
+    """
 
     free_blocks: int = 0
     leased_blocks: int = 0
@@ -224,6 +231,11 @@ class Counters:
     prefixes_computed: int = 0
     running: int = 0
     waiting: int = 0
+    decode_sequences: int = 0
+    decode_kv_tokens: int = 0
+    reserved_sequences: int = 0
+    prefill_correction: float = 1.0
+    decode_correction: float = 1.0
     prefill_waiting_tokens: int = 0
     steps: int = 0
     prompt_tokens: int = 0

@@ -27,6 +27,8 @@ from kvrelay.messages import (
     WorkerEvent,
     WorkerHello,
 )
+from kvrelay.step_times import StepCoefficients
+from kvrelay.times_wire import decode_step_times, encode_step_times
 from kvrelay.types import (
     WIRE_VERSION,
     FinishReason,
@@ -209,7 +211,8 @@ def decode_to_worker(message: pb.ToWorker) -> ToWorker:
 
 
 def encode_hello(hello: WorkerHello) -> pb.WorkerHello:
-    return pb.WorkerHello(wire_version=WIRE_VERSION, **asdict(hello))
+    fields = asdict(hello) | {"step_times": encode_step_times(hello.step_times)}
+    return pb.WorkerHello(wire_version=WIRE_VERSION, **fields)
 
 
 def decode_hello(message: pb.WorkerHello) -> WorkerHello:
@@ -224,9 +227,17 @@ def decode_hello(message: pb.WorkerHello) -> WorkerHello:
         raise PeerError(f"worker {message.name} has the unknown role {message.role!r}")
     fields["role"] = Role(message.role)
     fields["transfer_addresses"] = tuple(message.transfer_addresses)
+    fields["step_times"] = _told_times(message)
     if not message.HasField("rope_border_tokens"):
         fields["rope_border_tokens"] = None
     return WorkerHello(**fields)
+
+
+def _told_times(message: pb.WorkerHello) -> StepCoefficients:
+    try:
+        return decode_step_times(message.step_times)
+    except ValueError as error:
+        raise PeerError(f"worker {message.name} sent step_times with {error}") from None
 
 
 def encode_logprobs(logprobs: TokenLogprobs) -> public_pb.TokenLogprobs:

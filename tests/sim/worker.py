@@ -32,6 +32,7 @@ from kvpool.tables import BlockTables
 from kvpool.transfer_plan import Side
 from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
+from kvrelay.step_times import StepCoefficients
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import LAYOUT, SLAB_BYTES, AnyWorth, Content, Memory
@@ -206,6 +207,7 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         max_running_requests=MAX_RUNNING,
         prefill_chunk_tokens=12,
         vocab_size=50,
+        step_times=StepCoefficients(),
     )
     return Worker(
         shape=shape,

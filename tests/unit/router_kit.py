@@ -16,6 +16,7 @@ from kvrelay.messages import (
     WorkerEvent,
     WorkerHello,
 )
+from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     FinishReason,
     Incarnation,
@@ -35,6 +36,15 @@ from router.view import WorkerView
 from router.workers import Workers
 
 PROMPT = (1, 2, 3)
+STEP_TIMES = StepCoefficients(
+    prefill_overhead_s=0.01,
+    prefill_token_s=0.001,
+    prefill_pair_s=1e-6,
+    prefill_sequence_s=0.002,
+    decode_knots=((1, 0.01), (4, 0.02)),
+    decode_kv_token_s=1e-5,
+    error=0.05,
+)
 
 
 def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) -> WorkerHello:
@@ -53,6 +63,7 @@ def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) ->
         max_running_requests=places,
         prefill_chunk_tokens=8,
         vocab_size=50,
+        step_times=STEP_TIMES,
         physical_format="float32/block4",
         rope_border_tokens=4096,
         kv_token_bytes=1_000_000,

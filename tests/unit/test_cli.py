@@ -23,7 +23,7 @@ from cluster.resolve import Site, resolve
 from kvrelay.errors import ConfigError, KvrelayError
 
 COMMANDS = [
-    *("serve", "stop", "demo", "status", "doctor"),
+    *("serve", "stop", "demo", "status", "doctor", "plan"),
     *("router", "worker", "pool-node", "config", "config show"),
 ]
 

@@ -313,6 +313,13 @@ def test_facts_that_can_not_be_used_are_refused(changes: dict[str, Any], message
         peer_wire.decode(payload)
 
 
+def test_step_times_that_no_step_takes_are_refused() -> None:
+    greeting = wire.encode_hello(hello("w", Role.BOTH))
+    greeting.step_times.prefill_token_s = -1
+    with pytest.raises(PeerError, match="worker w sent step_times with prefill_token_s: a number"):
+        wire.decode_hello(greeting)
+
+
 def test_unknown_names_are_refused() -> None:
     greeting = wire.encode_hello(hello("w", Role.BOTH))
     greeting.role = "oracle"

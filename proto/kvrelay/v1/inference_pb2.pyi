@@ -216,7 +216,7 @@ class QuarantinedPair(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., reason: _Optional[str] = ..., failures: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "address", "incarnation", "role", "device", "transport", "total_blocks", "free_blocks", "block_size", "running", "waiting", "cached_blocks", "links")
+    __slots__ = ("name", "address", "incarnation", "role", "device", "transport", "total_blocks", "free_blocks", "block_size", "running", "waiting", "cached_blocks", "links", "step_times", "prefill_correction", "decode_correction")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +230,9 @@ class WorkerInfo(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CORRECTION_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CORRECTION_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     incarnation: str
@@ -243,7 +246,36 @@ class WorkerInfo(_message.Message):
     waiting: int
     cached_blocks: int
     links: _containers.RepeatedCompositeFieldContainer[LinkInfo]
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ...) -> None: ...
+    step_times: StepTimes
+    prefill_correction: float
+    decode_correction: float
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ...) -> None: ...
+
+class StepTimes(_message.Message):
+    __slots__ = ("prefill_overhead_s", "prefill_token_s", "prefill_pair_s", "prefill_sequence_s", "decode_knots", "decode_kv_token_s", "error")
+    PREFILL_OVERHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_KNOTS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_KV_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    prefill_overhead_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    prefill_sequence_s: float
+    decode_knots: _containers.RepeatedCompositeFieldContainer[DecodeKnot]
+    decode_kv_token_s: float
+    error: float
+    def __init__(self, prefill_overhead_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_pair_s: _Optional[float] = ..., prefill_sequence_s: _Optional[float] = ..., decode_knots: _Optional[_Iterable[_Union[DecodeKnot, _Mapping]]] = ..., decode_kv_token_s: _Optional[float] = ..., error: _Optional[float] = ...) -> None: ...
+
+class DecodeKnot(_message.Message):
+    __slots__ = ("sequences", "seconds")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    sequences: int
+    seconds: float
+    def __init__(self, sequences: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class LinkInfo(_message.Message):
     __slots__ = ("peer", "transport", "bytes_per_s", "latency_s")

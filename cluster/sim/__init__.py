@@ -1,0 +1,1 @@
+"""The second composition root: the same cores on a virtual clock."""

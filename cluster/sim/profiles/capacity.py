@@ -1,0 +1,124 @@
+"""What of a model fits on devices, and how fast they could serve it at the very best. Pure.
+
+The bounds take the data sheet at its word: no overheads, no latencies, every rate reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cluster.sim.profiles.roofline import Parallel, Precision, roofline_times, weight_bytes
+from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Efficiency
+from engine.latency import decode_work, prefill_work
+from engine.model_shape import ModelShape
+
+IDEAL = Efficiency(memory=1.0, compute=1.0, overhead_s=0.0, all_reduce_latency_s=0.0)
+_DEGREES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """`weight_bytes` are the checkpoint's own where it is here, else computed."""
+
+    shape: ModelShape
+    precision: Precision
+    weight_bytes: float
+
+    @staticmethod
+    def of(shape: ModelShape, precision: Precision) -> ModelFacts:
+        size_bytes = weight_bytes(shape, precision)
+        return ModelFacts(shape=shape, precision=precision, weight_bytes=size_bytes)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        return self.shape.kv_bytes_per_token(BYTES_PER_PARAMETER[self.precision.kv])
+
+    def kv_bytes(self, tokens: float, parallel: Parallel) -> float:
+        """On each device, of a sequence of `tokens` with its state."""
+        element_bytes = BYTES_PER_PARAMETER[self.precision.kv]
+        kept = sum(
+            kind.layers
+            * kind.kv_elements
+            * kind.kept_tokens(tokens)
+            * element_bytes
+            / min(parallel.tensor, kind.kv_heads)
+            for kind in self.shape.attentions
+        )
+        state = self.shape.state_bytes_per_sequence / parallel.tensor
+        return (kept + state) / parallel.pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Of `devices` that share one copy. `kv_tokens` are those of one endless sequence; `batch`
+    sequences of the context asked for fit; the decode bounds are at that context, of one sequence
+    and of the batch; the prefill bound is of one prompt of it."""
+
+    device: str
+    devices: int
+    weight_bytes_per_device: float
+    kv_tokens: int
+    batch: int
+    least_tpot_s: float
+    batch_tpot_s: float
+    decode_tokens_per_s: float
+    prefill_s: float
+    prefill_tokens_per_s: float
+
+
+def smallest_copy(
+    facts: ModelFacts, name: str, device: Device, context_tokens: int, memory_fraction: float
+) -> Capacity | None:
+    """With the fewest devices (a power of two, by tensor parallelism) that hold the weights and
+    one sequence. None: not even 16 do."""
+    for ways in _DEGREES:
+        found = capacity(
+            facts, name, device, Parallel(tensor=ways), context_tokens, memory_fraction
+        )
+        if found.batch:
+            return found
+    return None
+
+
+def capacity(
+    facts: ModelFacts,
+    name: str,
+    device: Device,
+    parallel: Parallel,
+    context_tokens: int,
+    memory_fraction: float,
+) -> Capacity:
+    """`batch` is 0 where the weights, or one sequence beside them, don't fit."""
+    held = facts.weight_bytes / parallel.devices
+    free = max(0.0, memory_fraction * device.memory_bytes - held)
+    batch = int(free / facts.kv_bytes(context_tokens, parallel))
+    times = roofline_times(
+        device,
+        facts.shape,
+        precision=facts.precision,
+        parallel=parallel,
+        efficiency=IDEAL,
+    )
+    batch_tpot_s = times.step_s(decode_work(max(1, batch), max(1, batch) * context_tokens))
+    prefill_s = times.step_s(prefill_work(context_tokens))
+    return Capacity(
+        device=name,
+        devices=parallel.devices,
+        weight_bytes_per_device=held,
+        kv_tokens=_endless_tokens(facts, parallel, free),
+        batch=batch,
+        least_tpot_s=times.step_s(decode_work(1, context_tokens)),
+        batch_tpot_s=batch_tpot_s,
+        decode_tokens_per_s=batch / batch_tpot_s,
+        prefill_s=prefill_s,
+        prefill_tokens_per_s=context_tokens / prefill_s,
+    )
+
+
+def _endless_tokens(facts: ModelFacts, parallel: Parallel, free_bytes: float) -> int:
+    """Tokens that keep all their KV: those of layers without a window."""
+    endless = tuple(replace(kind, window=None) for kind in facts.shape.attentions)
+    shape = replace(facts.shape, attentions=endless)
+    per_token = replace(facts, shape=shape).kv_bytes(1, parallel)
+    per_token -= shape.state_bytes_per_sequence / parallel.devices
+    return int(free_bytes / per_token) if per_token else 0

@@ -1,0 +1,1 @@
+"""The bundled library of devices and models, as YAML."""

@@ -1,0 +1,165 @@
+"""Step times from a device's data sheet and a model's shape. Pure.
+
+    step = overhead + per sequence + max(weights / bandwidth, operations / FLOP/s) of the linear
+           layers + the same of attention (KV / bandwidth) + all-reduces, two per layer
+
+Tensor parallelism divides all of it but the latency of the all-reduces. Pipeline parallelism is
+charged as a full pipeline: a batch is cut into as many micro-batches as there are stages, so each
+stage reads its weights for every one of them when it decodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Dtype, Efficiency, Link
+from engine.attention_shape import Attention
+from engine.latency import StepWork
+from engine.model_shape import ModelShape
+from kvrelay.errors import ConfigError
+
+_ACTIVATION_BYTES = 2
+_ALL_REDUCES_PER_LAYER = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Of weights, of routed experts' weights, and of the KV cache."""
+
+    weights: Dtype = "float16"
+    experts: Dtype = "float16"
+    kv: Dtype = "float16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineTimes:
+    """`link` joins the devices that share the model, `hop` the stages of the pipeline."""
+
+    shape: ModelShape
+    memory_bytes_per_s: float
+    flops_per_s: float
+    expert_flops_per_s: float
+    link: Link
+    hop: Link
+    precision: Precision
+    parallel: Parallel
+    efficiency: Efficiency
+
+    def step_s(self, work: StepWork) -> float:
+        sampled = work.prefill_sequences + work.decode_sequences
+        fixed_s = self.efficiency.overhead_s + self.efficiency.per_sequence_s * sampled
+        tokens = work.prefill_tokens + work.decode_sequences
+        attention_s = sum(self._attention_s(kind, work) for kind in self.shape.attentions)
+        moved_s = self._all_reduces_s(tokens, work) + self._hops_s(tokens)
+        return fixed_s + self._linear_s(work, tokens, sampled) + attention_s + moved_s
+
+    # --- linear layers --------------------------------------------------------------------------
+
+    def _linear_s(self, work: StepWork, tokens: int, sampled: int) -> float:
+        shape = self.shape
+        routed = shape.active_parameters - shape.dense_parameters
+        dense = shape.dense_parameters * tokens + shape.head_parameters * sampled
+        ideal_s = 2 * dense / self.flops_per_s + 2 * routed * tokens / self.expert_flops_per_s
+        compute_s = ideal_s / (self.efficiency.compute * self.parallel.devices)
+        return max(compute_s, self._weights_s(work, tokens))
+
+    def _weights_s(self, work: StepWork, tokens: int) -> float:
+        shape, each = self.shape, BYTES_PER_PARAMETER
+        dense = (shape.dense_parameters + shape.head_parameters) * each[self.precision.weights]
+        experts = shape.touched_expert_parameters(tokens) * each[self.precision.experts]
+        readers = self.parallel.tensor if work.decode_sequences else self.parallel.devices
+        return self._read_s(dense + experts) / readers
+
+    def _read_s(self, size_bytes: float) -> float:
+        return size_bytes / (self.memory_bytes_per_s * self.efficiency.memory)
+
+    # --- attention ------------------------------------------------------------------------------
+
+    def _attention_s(self, kind: Attention, work: StepWork) -> float:
+        """Prefill's KV is read from caches and left out; decode reads all that it sees."""
+        mean_context = work.kv_tokens / max(1, work.decode_sequences)
+        seen = kind.seen_tokens(mean_context) * work.decode_sequences
+        new = work.prefill_tokens
+        pairs = new * kind.seen_tokens(work.attended_tokens / new) if new else 0.0
+        flops = pairs * kind.prefill_flops_per_pair + seen * kind.decode_flops_per_pair
+        rate = self.flops_per_s * self.efficiency.compute * self.parallel.devices
+        compute_s = flops * kind.layers / rate
+        return max(compute_s, self._kv_s(kind, seen, work.decode_sequences))
+
+    def _kv_s(self, kind: Attention, seen: float, sequences: int) -> float:
+        """KV heads are split among devices as far as there are any; a state is read and written."""
+        kv_bytes = seen * kind.kv_elements * BYTES_PER_PARAMETER[self.precision.kv]
+        split = min(self.parallel.tensor, kind.kv_heads) * self.parallel.pipeline
+        states_bytes = 2 * sequences * kind.state_bytes / self.parallel.devices
+        return self._read_s(kind.layers * (kv_bytes / split + states_bytes))
+
+    # --- between devices ------------------------------------------------------------------------
+
+    def _all_reduces_s(self, tokens: int, work: StepWork) -> float:
+        """A ring moves 2 (n - 1) / n of the activations over each device's link."""
+        ways = self.parallel.tensor
+        if ways == 1:
+            return 0.0
+        size_bytes = tokens * self.shape.hidden * _ACTIVATION_BYTES / self.parallel.pipeline
+        each_s = 2 * (ways - 1) / ways * size_bytes / self.link.bandwidth_bytes_per_s
+        latency_s = self.efficiency.all_reduce_latency_s + self.link.latency_s
+        if not work.decode_sequences:
+            latency_s /= self.parallel.pipeline
+        return _ALL_REDUCES_PER_LAYER * self.shape.layers * (latency_s + each_s)
+
+    def _hops_s(self, tokens: int) -> float:
+        stages = self.parallel.pipeline
+        if stages == 1:
+            return 0.0
+        size_bytes = tokens / stages * self.shape.hidden * _ACTIVATION_BYTES / self.parallel.tensor
+        return stages * (self.hop.latency_s + size_bytes / self.hop.bandwidth_bytes_per_s)
+
+
+def roofline_times(
+    device: Device,
+    shape: ModelShape,
+    *,
+    precision: Precision,
+    parallel: Parallel,
+    efficiency: Efficiency,
+    devices_per_node: int = 8,
+) -> RooflineTimes:
+    """Raises ConfigError where the device can't compute in the precision, or wider."""
+    near, far = device.links.intra_node, device.links.inter_node
+    return RooflineTimes(
+        shape=shape,
+        memory_bytes_per_s=device.memory_bandwidth_bytes_per_s,
+        flops_per_s=_flops_per_s(device, precision.weights),
+        expert_flops_per_s=_flops_per_s(device, precision.experts),
+        link=near if parallel.tensor <= devices_per_node else far,
+        hop=near if parallel.devices <= devices_per_node else far,
+        precision=precision,
+        parallel=parallel,
+        efficiency=efficiency,
+    )
+
+
+def _flops_per_s(device: Device, dtype: Dtype) -> float:
+    """Weights that the device can't multiply as they are, are widened to float16 first."""
+    found = device.flops_per_s.get(dtype) or device.flops_per_s.get("float16")
+    if found is None:
+        raise ConfigError(f"flops_per_s has neither {dtype} nor float16")
+    return found
+
+
+def weight_bytes(shape: ModelShape, precision: Precision) -> float:
+    """Embeddings stay in float16 whatever the rest is in."""
+    each = BYTES_PER_PARAMETER
+    layers = shape.dense_parameters * each[precision.weights]
+    outside = shape.parameters - shape.dense_parameters - shape.expert_parameters
+    return layers + outside * each["float16"] + shape.expert_parameters * each[precision.experts]

@@ -1,0 +1,99 @@
+"""How much longer steps take than predicted, learnt as they run. Pure; one per worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, log
+
+from engine.latency import NotCovered, StepTimes, StepWork
+
+_NEW_SHARE = 0.05
+"""Weight of the newest step: after 14 the older ones count for half."""
+_MOST_SURPRISE = log(4)
+"""One step that was held up says no more than this."""
+_MOST = log(32)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectedTimes:
+    """Implements `engine.latency.StepTimes`: `times`, multiplied by what was learnt since."""
+
+    times: StepTimes
+    prefill: float
+    decode: float
+
+    def step_s(self, work: StepWork) -> float:
+        if not work.decode_sequences:
+            return self.times.step_s(work) * self.prefill
+        if not work.prefill_tokens:
+            return self.times.step_s(work) * self.decode
+        prefill_s = self.times.step_s(_prompts_of(work))
+        return prefill_s * self.prefill + (self.times.step_s(work) - prefill_s) * self.decode
+
+
+def _prompts_of(work: StepWork) -> StepWork:
+    return StepWork(
+        prefill_tokens=work.prefill_tokens,
+        prefill_sequences=work.prefill_sequences,
+        attended_tokens=work.attended_tokens,
+    )
+
+
+@dataclass(slots=True)
+class Correction:
+    """The geometric, exponentially weighted mean of actual by predicted seconds."""
+
+    log_factor: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        return exp(self.log_factor)
+
+    def observe(self, surprise: float) -> None:
+        """`surprise`: the logarithm of actual by corrected seconds."""
+        bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
+        learnt = self.log_factor + _NEW_SHARE * bounded
+        self.log_factor = max(-_MOST, min(_MOST, learnt))
+
+
+@dataclass(slots=True)
+class StepPace:
+    """Compares each step with `times`. A step begins when the device is free for it: what a worker
+    does between two steps belongs to the second."""
+
+    times: StepTimes
+    prefill: Correction = field(default_factory=Correction)
+    decode: Correction = field(default_factory=Correction)
+    _work: StepWork | None = None
+    _begun_s: float = 0.0
+    _free_s: float | None = None
+
+    @property
+    def corrected(self) -> CorrectedTimes:
+        return CorrectedTimes(self.times, self.prefill.factor, self.decode.factor)
+
+    def begun(self, work: StepWork, now_s: float) -> None:
+        self._work = work
+        self._begun_s = now_s if self._free_s is None else self._free_s
+
+    def ended(self, now_s: float) -> None:
+        assert self._work is not None, "a step ended that was not begun"
+        self._learn(self._work, now_s - self._begun_s)
+        self._work, self._free_s = None, now_s
+
+    def idle(self) -> None:
+        """There is no step to run now."""
+        self._free_s = None
+
+    def _learn(self, work: StepWork, seconds: float) -> None:
+        try:
+            predicted_s = self.corrected.step_s(work)
+        except NotCovered:
+            return
+        if seconds <= 0 or predicted_s <= 0:
+            return
+        surprise = log(seconds / predicted_s)
+        if work.prefill_tokens:
+            self.prefill.observe(surprise)
+        if work.decode_sequences:
+            self.decode.observe(surprise)

@@ -1,0 +1,101 @@
+"""Step times as linear in what a step computes, and runs of steps in closed form. Pure.
+
+    prefill   overhead + tokens + pairs (of a new token and one that it sees) + sequences
+    decode    a function of the sequences, linear between measured knots, + tokens of context
+    both      their sum, with the larger of the two overheads once
+
+`least_squares` finds the coefficients.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, fields
+from math import ceil, sqrt
+
+from engine.latency import NotCovered, StepWork
+from kvrelay.step_times import StepCoefficients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTimes(StepCoefficients):
+    """Implements `engine.latency.StepTimes`. Decode beyond the last knot is NotCovered."""
+
+    @staticmethod
+    def of(told: StepCoefficients) -> LinearTimes:
+        names = (field.name for field in fields(StepCoefficients))
+        return LinearTimes(**{name: getattr(told, name) for name in names})
+
+    def step_s(self, work: StepWork) -> float:
+        if not work.prefill_tokens:
+            return self.decode_s(work.decode_sequences, work.kv_tokens)
+        prefill_s = self.prefill_s(work)
+        if not work.decode_sequences:
+            return prefill_s
+        shared_s = min(self.prefill_overhead_s, self.decode_overhead_s)
+        return prefill_s + self.decode_s(work.decode_sequences, work.kv_tokens) - shared_s
+
+    # --- prefill --------------------------------------------------------------------------------
+
+    def prefill_s(self, work: StepWork, steps: int = 1) -> float:
+        """All prompts of `work`, in so many steps."""
+        return (
+            self.prefill_overhead_s * steps
+            + self.prefill_token_s * work.prefill_tokens
+            + self.prefill_pair_s * work.attended_tokens
+            + self.prefill_sequence_s * work.prefill_sequences
+        )
+
+    def chunked_s(self, work: StepWork, chunk_tokens: int) -> float:
+        """All prompts of `work`, packed into steps of `chunk_tokens`."""
+        return self.prefill_s(work, ceil(work.prefill_tokens / chunk_tokens))
+
+    # --- decode ---------------------------------------------------------------------------------
+
+    @property
+    def decode_overhead_s(self) -> float:
+        """What a step takes whatever its sequences: the first two knots' line at none."""
+        if len(self.decode_knots) < 2:
+            return sum(seconds for _, seconds in self.decode_knots)
+        (few, few_s), (more, more_s) = self.decode_knots[:2]
+        return min(few_s, max(0.0, few_s - few * (more_s - few_s) / (more - few)))
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        """One token for each. Below the first knot it takes what that takes."""
+        return self._batch_s(sequences) + self.decode_kv_token_s * kv_tokens
+
+    def _batch_s(self, sequences: int) -> float:
+        knots = self.decode_knots
+        at = bisect_left(knots, (sequences,))
+        if at == len(knots):
+            most = knots[-1][0] if knots else 0
+            raise NotCovered(f"{sequences} sequences: decode was measured up to {most}")
+        more, more_s = knots[at]
+        if at == 0 or more == sequences:
+            return more_s
+        few, few_s = knots[at - 1]
+        return few_s + (more_s - few_s) * (sequences - few) / (more - few)
+
+    def decode_run_s(self, sequences: int, kv_tokens: int, steps: int) -> float:
+        """Steps in a row: each adds a token to each context, from `kv_tokens` in all."""
+        grown = sequences * (steps * (steps - 1) // 2)
+        kv = self.decode_kv_token_s * (steps * kv_tokens + grown)
+        return self._batch_s(sequences) * steps + kv
+
+    def decode_steps_within(self, sequences: int, kv_tokens: int, span_s: float) -> int:
+        """The most steps in a row that end within `span_s`."""
+        first_s = self.decode_s(sequences, kv_tokens)
+        assert first_s > 0, "a step that takes no time"
+        steps = self._steps_estimate(sequences, first_s, max(0.0, span_s))
+        while steps and self.decode_run_s(sequences, kv_tokens, steps) > span_s:
+            steps -= 1
+        while self.decode_run_s(sequences, kv_tokens, steps + 1) <= span_s:
+            steps += 1
+        return steps
+
+    def _steps_estimate(self, sequences: int, first_s: float, span_s: float) -> int:
+        """Solves k * first + growth * k * (k - 1) / 2 = span for k, but for rounding."""
+        growth = self.decode_kv_token_s * sequences
+        linear = first_s - growth / 2
+        root = linear + sqrt(linear * linear + 2 * growth * span_s)
+        return int(2 * span_s / root) if root > 0 else 0
