@@ -39,7 +39,7 @@ class Override:
 
 def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config:
     """Raises ConfigError: the file, the path of the key, what was given and what was expected."""
-    raw = {} if path is None else _read(path)
+    raw = {} if path is None else read_mapping(path)
     where = "" if path is None else f"{path}: "
     raw.setdefault(
         "workers", [pool.model_dump(mode="json", exclude_unset=True) for pool in DEFAULT_POOLS]
@@ -52,18 +52,18 @@ def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config
         raise ConfigError(where + describe(error)) from None
 
 
-def describe(error: ValidationError) -> str:
+def describe(error: ValidationError, root: type[BaseModel] = Config) -> str:
     """The first thing that is wrong, in one line, and how many more there are."""
     first, *others = error.errors()
     more = f" (and {len(others)} more)" if others else ""
-    return _describe_one(first) + more
+    return _describe_one(first, root) + more
 
 
-def _describe_one(error: ErrorDetails) -> str:
+def _describe_one(error: ErrorDetails, root: type[BaseModel]) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "the cluster file"
     match error["type"]:
         case "extra_forbidden":
-            return f"{path}: unknown key, {_nearest(error['loc'])}"
+            return f"{path}: unknown key, {_nearest(error['loc'], root)}"
         case "missing":
             return f"{path}: missing, it is required"
         case _:
@@ -84,15 +84,15 @@ def _shown(given: object) -> str:
             return json.dumps(given)
 
 
-def _nearest(location: tuple[int | str, ...]) -> str:
-    known = list(_keys_at(location[:-1]))
+def _nearest(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
+    known = list(_keys_at(location[:-1], root))
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(known))}"
 
 
-def _keys_at(location: tuple[int | str, ...]) -> Iterable[str]:
+def _keys_at(location: tuple[int | str, ...], root: type[BaseModel]) -> Iterable[str]:
     """The keys that the section at `location` knows."""
-    section: type[BaseModel] = Config
+    section = root
     for part in location:
         if isinstance(part, str):
             section = _section_of(section.model_fields[part].annotation)
@@ -104,7 +104,8 @@ def _section_of(annotation: Any) -> type[BaseModel]:
     return annotation if isinstance(annotation, type) else annotation.__args__[0]
 
 
-def _read(path: Path) -> dict[str, Node]:
+def read_mapping(path: Path) -> dict[str, Node]:
+    """A YAML file of keys. Raises ConfigError, with the line."""
     try:
         raw = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
 from kvpool.blocks import BlockState
 from kvpool.openings import Openings
 from kvrelay.messages import Counters, LinkState
@@ -26,6 +27,7 @@ def count(
     prefill: PrefillScheduler,
     decode: DecodeScheduler,
     totals: Totals,
+    pace: StepPace,
     links: tuple[LinkState, ...],
 ) -> Counters:
     origins = openings.origins
@@ -51,6 +53,11 @@ def count(
         prefixes_computed=origins[PrefixOrigin.COMPUTED],
         running=decode.sequences + prefill.handing_over,
         waiting=len(decode.batch.awaiting_prefill) + prefill.waiting,
+        decode_sequences=len(decode.batch.running),
+        decode_kv_tokens=sum(sequence.computed for sequence in decode.batch.running),
+        reserved_sequences=receiver.reserved_choices,
+        prefill_correction=pace.prefill.factor,
+        decode_correction=pace.decode.factor,
         prefill_waiting_tokens=prefill.waiting_tokens + decode.batch.waiting_tokens,
         steps=totals.steps,
         prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,

@@ -34,6 +34,7 @@ from cluster.worker_events import (
     Stepped,
 )
 from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
 from kvpool.handoff import (
     TO_PREFILL,
@@ -94,8 +95,10 @@ class WorkerLoop:
         inbox: queue.SimpleQueue[Incoming],
         *,
         max_model_len: int,
+        pace: StepPace,
     ) -> None:
         self._device = device
+        self._pace = pace
         self._openings = openings
         self.prefill = prefill
         self.decode = decode
@@ -134,6 +137,8 @@ class WorkerLoop:
         self._start_step()
         while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
+        if self._stepping is None:
+            self._pace.idle()
         self._execute(self._pulls.take_commands())
         self._streams.flush()
 
@@ -257,6 +262,7 @@ class WorkerLoop:
         for command in scheduler.handle(StepWanted(), _now()):
             if isinstance(command, RunStep):
                 self._stepping = scheduler
+                self._pace.begun(command.batch.work, _now())
                 self._device.submit(command)
             else:
                 self._execute([command])
@@ -264,6 +270,7 @@ class WorkerLoop:
     def _stepped(self, done: StepDone) -> None:
         scheduler, self._stepping = self._stepping, None
         assert scheduler is not None, "a step ended that was not begun"
+        self._pace.ended(_now())
         self._totals.steps += 1
         self._totals.busy_s += done.seconds
         self._execute(scheduler.handle(done, _now()))
@@ -293,7 +300,7 @@ class WorkerLoop:
 
     def counters(self) -> Counters:
         links = self._link_states()
-        return count(self._openings, self.prefill, self.decode, self._totals, links)
+        return count(self._openings, self.prefill, self.decode, self._totals, self._pace, links)
 
 
 def _now() -> float:
