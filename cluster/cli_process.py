@@ -30,6 +30,7 @@ WORKER_KEYS = (
     "engine.kv_memory",
     "engine.prefix_caching",
     "engine.eviction",
+    "engine.profile",
     "scheduler.prefill_chunk_tokens",
     "scheduler.max_running_requests",
     "transfer.transports",

@@ -20,6 +20,7 @@ from cluster.config_types import (
     Dtype,
     Name,
     Port,
+    Profile,
     Quantity,
     Section,
     Transport,
@@ -58,6 +59,9 @@ class Engine(Section):
     eviction: Literal["lru", "lfu", "reuse"] = "lru"
     """Which cached block goes first: the longest unused, the least used, or the one least likely
     to be used again as learnt from the pool's history. Never one that others continue."""
+    profile: Profile = "auto"
+    """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
+    some; else a YAML file of step times, on the worker's machine."""
 
 
 class Scheduler(Section):

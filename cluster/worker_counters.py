@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
 from kvpool.blocks import BlockState
 from kvpool.openings import Openings
 from kvrelay.messages import Counters, LinkState
@@ -26,6 +27,7 @@ def count(
     prefill: PrefillScheduler,
     decode: DecodeScheduler,
     totals: Totals,
+    pace: StepPace,
     links: tuple[LinkState, ...],
 ) -> Counters:
     origins = openings.origins
@@ -52,6 +54,11 @@ def count(
         running=decode.sequences + prefill.handing_over,
         waiting=len(decode.batch.roster.awaiting_prefill) + prefill.waiting,
         prefill_waiting_tokens=prefill.waiting_tokens + decode.batch.roster.waiting_tokens,
+        decode_sequences=len(decode.batch.roster.running),
+        decode_kv_tokens=sum(sequence.computed for sequence in decode.batch.roster.running),
+        reserved_sequences=receiver.reserved_choices,
+        prefill_correction=pace.prefill.factor,
+        decode_correction=pace.decode.factor,
         steps=totals.steps,
         prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
         generated_tokens=decode.generated_tokens,

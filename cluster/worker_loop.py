@@ -31,6 +31,7 @@ from cluster.worker_events import (
     Stepped,
 )
 from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
 from kvpool.handoff import (
     TO_PREFILL,
@@ -112,6 +113,7 @@ class WorkerLoop:
         inbox: queue.SimpleQueue[Incoming],
         *,
         max_model_len: int,
+        pace: StepPace,
         most_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,6 +121,7 @@ class WorkerLoop:
         self._now = clock
         self._most_steps = most_steps
         self._device = device
+        self._pace = pace
         self._openings = openings
         self.prefill = prefill
         self.decode = decode
@@ -161,6 +164,8 @@ class WorkerLoop:
         self._start_step()
         while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
+        if self._stepping is None:
+            self._pace.idle()
         self._execute(self._pulls.take_commands())
         self._streams.flush()
 
@@ -285,6 +290,7 @@ class WorkerLoop:
         for command in scheduler.handle(StepWanted(most_steps=most_steps), self._now()):
             if isinstance(command, RunStep):
                 self._stepping = scheduler
+                self._pace.begun(command.batch.work, self._now())
                 self._device.submit(command)
             else:
                 self._execute([command])
@@ -292,6 +298,7 @@ class WorkerLoop:
     def _stepped(self, done: StepDone) -> None:
         scheduler, self._stepping = self._stepping, None
         assert scheduler is not None, "a step ended that was not begun"
+        self._pace.ended(self._now(), done.steps)
         self._totals.steps += 1
         self._totals.busy_s += done.seconds
         self._execute(scheduler.handle(done, self._now()))
@@ -321,4 +328,4 @@ class WorkerLoop:
 
     def counters(self) -> Counters:
         links = self._link_states()
-        return count(self._openings, self.prefill, self.decode, self._totals, links)
+        return count(self._openings, self.prefill, self.decode, self._totals, self._pace, links)

@@ -17,17 +17,18 @@ from cluster.worker_caches import open_caches
 from cluster.worker_events import Crashed, Incoming
 from cluster.worker_formats import block_names, codec_offer
 from cluster.worker_loop import WorkerLoop
+from cluster.worker_times import step_times
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
+from engine.correction import StepPace
 from engine.latency_fit import LinearTimes
 from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
-from engine.time_profile import guess_times
 from kvpool.block_names import BlockNames
 from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer
@@ -92,7 +93,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     device = Device(engine, settings.cpu_threads, inbox.put)
     openings = open_caches(settings, tables, staging)
     bound = _canary_bound(settings, engine)
-    times = guess_times(engine, most_sequences=settings.max_running_requests)
+    times = step_times(settings, engine)
     prefill = PrefillScheduler(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
@@ -101,7 +102,15 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     )
     decode = _decode_scheduler(settings, engine, staging, offer, openings, mover, bound)
     max_model_len = engine.facts.max_model_len
-    loop = WorkerLoop(device, openings, prefill, decode, inbox, max_model_len=max_model_len)
+    loop = WorkerLoop(
+        device,
+        openings,
+        prefill,
+        decode,
+        inbox,
+        max_model_len=max_model_len,
+        pace=StepPace(times),
+    )
     pool = _pool(settings, engine, openings, links, inbox)
     loop.attach(links, mover, pool)
     mover.start()
@@ -314,4 +323,5 @@ def _hello(
         step_times=times,
         physical_format=names.physical_format,
         rope_border_tokens=names.rope_border_tokens,
+        kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
     )

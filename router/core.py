@@ -185,7 +185,7 @@ class RouterCore:
         view = self.workers.get(said.incarnation)
         if view is None:
             return []
-        view.counters = said.counters
+        view.said(said.counters)
         for changes in said.blocks:
             self.directory.changed(said.incarnation, changes)
         commands: list[Command] = []

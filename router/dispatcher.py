@@ -90,6 +90,9 @@ class WorkerGeneration:
     def ledger(self) -> dict[str, float]:
         return self.request.ledger.phases() if self.request is not None else {}
 
+    def prediction_errors(self) -> dict[str, float]:
+        return self.request.prediction_errors() if self.request is not None else {}
+
     @property
     def cached_tokens(self) -> int:
         return self.request.cached_tokens if self.request is not None else 0
@@ -229,6 +232,7 @@ class WorkerDispatcher:
             total_blocks=hello.total_blocks,
             block_size=hello.block_size,
             counters=view.counters,
+            step_times=hello.step_times,
             links=tuple(self._link_status(state) for state in view.counters.links),
         )
 

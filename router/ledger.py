@@ -42,6 +42,11 @@ class Ledger:
         """Since the face received it."""
         return sum(self.before_s.values()) + now_s - self.submitted_s
 
+    def after_s(self, moment: str) -> float | None:
+        """Since submission, on the router's clock; None before it."""
+        at_s = self._moments.get(moment)
+        return None if at_s is None else at_s - self.submitted_s
+
     def phases(self) -> dict[str, float]:
         """# phase |-> seconds, in order"""
         phases = dict(self.before_s)

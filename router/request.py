@@ -8,6 +8,7 @@ from kvrelay.messages import Lifetime
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from router.admitting.policy import Admitted
 from router.generation import GenerationRequest
+from router.latency.errors import Predicted, prediction_errors
 from router.ledger import Ledger
 from router.placement import Pair, Placement
 from router.token_order import TokenOrder
@@ -28,6 +29,7 @@ class Request:
     avoided: set[Pair] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False  # this attempt's KV is at the decode worker
+    predicted: Predicted | None = None  # when its first attempt was placed
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     choices: tuple[TokenOrder, ...] = field(init=False)
 
@@ -61,6 +63,13 @@ class Request:
     @property
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)
+
+    def prediction_errors(self) -> dict[str, float]:
+        """# ttft, tpot |-> predicted by actual seconds; none once it had to be run again"""
+        if self.predicted is None or self.tries > 1:
+            return {}
+        tokens = max(choice.next_index for choice in self.choices)
+        return prediction_errors(self.predicted, self.ledger, tokens)
 
     @property
     def handed_over(self) -> bool:

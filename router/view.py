@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
-from engine.latency import StepTimes, StepWork
+from engine.latency import NotCovered, StepTimes, StepWork
 from kvrelay.messages import Counters, WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
+from router.latency.worker_times import WorkerTimes
 
 
 class _NoTimes:
@@ -29,6 +31,22 @@ class WorkerView:
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     draining: bool = False
+
+    @staticmethod
+    def of(hello: WorkerHello) -> WorkerView:
+        return WorkerView(hello=hello, times=WorkerTimes.of(hello))
+
+    def said(self, counters: Counters) -> None:
+        self.counters = counters
+        if isinstance(self.times, WorkerTimes):
+            self.times = self.times.corrected(counters)
+
+    def step_s(self, work: StepWork) -> float:
+        """Infinite for what the worker's times don't cover."""
+        try:
+            return self.times.step_s(work)
+        except NotCovered:
+            return inf
 
     @property
     def incarnation(self) -> Incarnation:

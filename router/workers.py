@@ -54,7 +54,7 @@ class Workers(dict[Incarnation, WorkerView]):
         return view.hello.name if view is not None else worker
 
     def join(self, hello: WorkerHello) -> None:
-        self[hello.incarnation] = WorkerView(hello=hello)
+        self[hello.incarnation] = WorkerView.of(hello)
 
     def choice(
         self, demand: Demand, tried: Collection[Incarnation], objections: Objections

@@ -159,8 +159,9 @@ class Clients:
 
     def _refused(self, command: Refuse, outcome: Outcome) -> None:
         outcome.refusals += 1
-        if outcome.refusals <= self._retries:
-            self._clock.after(command.retry_after_s, self._submit, int(command.request_id))
+        retry_after_s = command.refusal.retry_after_s
+        if outcome.refusals <= self._retries and retry_after_s is not None:
+            self._clock.after(retry_after_s, self._submit, int(command.request_id))
         else:
             outcome.refused = command.refusal.reason
             self._open -= 1

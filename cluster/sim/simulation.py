@@ -160,7 +160,7 @@ class ClusterSimulation:
         for worker in self.fleet.workers.values():
             worker.assert_nothing_held()
             view = core.workers[worker.incarnation]
-            assert not view.sequences and not view.prompt_tokens, worker.incarnation
+            assert not view.outlook.sequences and not len(view.queue), worker.incarnation
 
 
 def check(config: Config) -> None:

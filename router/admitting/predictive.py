@@ -94,7 +94,7 @@ class Predictive:
         bound_s = min(bounds)
 
         def fits(batch: BatchThen) -> bool:
-            return worker.times.step_s(with_it(demand, batch)) <= bound_s
+            return worker.step_s(with_it(demand, batch, worker)) <= bound_s
 
         return Refusal(
             reason="tpot_unreachable",

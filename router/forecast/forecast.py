@@ -108,7 +108,7 @@ class Forecast:
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
-            step_s=worker.times.step_s(with_it(demand, batch)),
+            step_s=worker.step_s(with_it(demand, batch, worker)),
             needed_blocks=needed_blocks(demand, worker),
             free_blocks=worker.hello.total_blocks
             - blocks_of(worker, batch.kv_tokens)
@@ -123,10 +123,11 @@ class Forecast:
         return BatchThen(others, max(0, used - worker.outlook.kv_tokens) if others else 0)
 
 
-def with_it(demand: Demand, batch: BatchThen) -> StepWork:
-    """A decode step that the request is in."""
+def with_it(demand: Demand, batch: BatchThen, worker: WorkerView) -> StepWork:
+    """A decode step that the request is in; the worker runs no more than its places."""
     tokens = demand.choices * mean_tokens(demand)
-    return decode_work(batch.sequences + demand.choices, batch.kv_tokens + tokens)
+    sequences = min(batch.sequences + demand.choices, worker.hello.max_running_requests)
+    return decode_work(sequences, batch.kv_tokens + tokens)
 
 
 def mean_tokens(demand: Demand) -> int:
@@ -151,6 +152,6 @@ def prompt_s(
     chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
     while done < prompt_tokens:
         take = min(chunk, prompt_tokens - done)
-        seconds += worker.times.step_s(prefill_work(take, done) + beside)
+        seconds += worker.step_s(prefill_work(take, done) + beside)
         done += take
     return seconds

@@ -256,6 +256,7 @@ CHANGES = {
     "preload": [{"system": "You are kind.", "tenant": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "reuse",
+    "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.max_running_requests": 5,
     "workers.0.role": "prefill",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
 from cluster.worker_loop import WorkerLoop
+from engine.correction import StepPace
+from engine.latency_fit import LinearTimes
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from kvpool.block_news import BlockNews
 from kvpool.handoff import SendPeer
@@ -29,6 +31,7 @@ from kvrelay.messages import (
 )
 from kvrelay.types import RequestSpec
 from prefill_worker.scheduler import PrefillScheduler
+from tests.unit.router_kit import STEP_TIMES
 from tests.unit.worker_kit import BLOCK, D, decode_scheduler, key, spec
 
 
@@ -83,7 +86,16 @@ class Harness:
         prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.device = Device()
-        self.loop = WorkerLoop(self.device, openings, prefill, decode, self.inbox, max_model_len=16)
+        self.pace = StepPace(LinearTimes.of(STEP_TIMES))
+        self.loop = WorkerLoop(
+            self.device,
+            openings,
+            prefill,
+            decode,
+            self.inbox,
+            max_model_len=16,
+            pace=self.pace,
+        )
 
     @property
     def decode_tables(self) -> BlockTables:
