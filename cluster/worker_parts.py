@@ -48,7 +48,7 @@ from prefill_worker.scheduler import PrefillScheduler
 log = logging.getLogger(__name__)
 
 UNMAPPED = ("nixl", "ucx")
-"""Transports that send from memory of their own."""
+"""Transports between hosts, which send from memory of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,9 @@ def _pool(
         wants_changes=settings.prefix_caching,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
-        host=settings.host,
+        far_transports=[scheme for scheme in settings.transports if scheme in UNMAPPED],
+        options=_endpoint_options(settings),
+        require=[LinkKind(kind) for kind in settings.require],
     )
     side.start()
     confirms = settings.handoff == HandoffMode.POOL

@@ -20,6 +20,8 @@ from kvpool.hashes import (
 )
 from kvpool.layout import KvLayout
 
+_MIXED = "mixed"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockNames:
@@ -48,8 +50,21 @@ def named_format(layout: KvLayout, *, codec: str, mixed_precision: bool) -> str:
     if codec != Codec.NONE:
         parts.append(f"codec-{codec}")
     if mixed_precision:
-        parts.append("mixed")
+        parts.append(_MIXED)
     return "/".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFormat:
+    """What `named_format` says, read again."""
+
+    dtype: str
+    mixed_precision: bool
+
+    @classmethod
+    def of(cls, named: str) -> NamedFormat:
+        dtype, *rest = named.split("/")
+        return cls(dtype=dtype, mixed_precision=_MIXED in rest)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -93,6 +93,7 @@ def _encode(message: PoolMessage) -> pb.PoolMessage:
                 incarnation=message.incarnation,
                 region=message.region,
                 lease_ttl_s=message.lease_ttl_s,
+                addresses=message.addresses,
             )
             return pb.PoolMessage(welcome=welcome)
         case PoolRefused(reason=reason):
@@ -171,6 +172,7 @@ def _decode(whole: bytes) -> PoolMessage:
                 incarnation=Incarnation(envelope.welcome.incarnation),
                 region=envelope.welcome.region,
                 lease_ttl_s=envelope.welcome.lease_ttl_s,
+                addresses=tuple(envelope.welcome.addresses),
             )
         case "refused":
             return PoolRefused(reason=envelope.refused.reason)

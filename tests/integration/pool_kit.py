@@ -37,6 +37,7 @@ from kvpool.pool_client_events import (
     SeekPrefix,
     WantPrefix,
 )
+from kvpool.transport.endpoints import EndpointOptions
 from kvrelay.types import Incarnation, RequestKey
 from tests.integration.ray_head import until
 
@@ -70,6 +71,7 @@ class PoolWorker:
         seed: int = 0,
         kv: KvLayout | None = None,
         fingerprint: str = "5a" * 16,
+        secret: bytes = b"",
     ) -> None:
         self.memory = KvMemory(kv or layout(), BLOCKS, "cpu")
         generator = torch.Generator().manual_seed(seed)
@@ -86,6 +88,7 @@ class PoolWorker:
             wants_changes=True,
             post=self.inbox.put,
             crashed=self.inbox.put,
+            options=EndpointOptions(secret=secret),
         )
         self.side.start()
 

@@ -274,3 +274,18 @@ def test_workers_of_other_hosts_come_over_nixl(start: Start) -> None:
         assert writer.fetch(chain(2, 8), first_block=30) == 8
         assert _same(reader.blocks(30, 8), writer.blocks(30, 8))
     node.stop()
+
+
+def test_only_workers_that_know_the_secret_come_over_nixl(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = start(*_host(16), "--transport", "nixl", "--set", "network.secret=right")
+    until(lambda: len(node.addresses()) == 2)
+    _, far = node.addresses()
+    caplog.set_level("INFO")
+    with pool_worker(far, secret=b"wrong") as stranger, pool_worker(far, secret=b"right") as friend:
+        friend.await_connected()
+        refusal = "refused: its cluster has another secret"
+        until(lambda: refusal in caplog.text)
+        assert not stranger.side.client.connected
+    node.stop()

@@ -238,8 +238,29 @@ def test_model_and_network_defaults() -> None:
     assert hub.router.served_model_name == "org/some-llama"
 
 
+def test_workers_of_two_dtypes_need_permission() -> None:
+    with pytest.raises(ConfigError, match="allow_mixed_precision: true for workers of bf.* and fl"):
+        set_("workers.0.dtype=float32", "workers.1.dtype=bfloat16")
+    set_("workers.0.dtype=float32")  # whether the checkpoint's own differs only a worker can tell
+
+
+def test_a_pools_transports_are_those_between_hosts_unless_they_are_named() -> None:
+    def transports(*options: str) -> tuple[str, ...]:
+        plan = plan_cluster(resolve(set_("pool.enabled=true", *options), SITE))
+        assert plan.pool is not None
+        return plan.pool.settings.transports
+
+    some = "transfer.transports=[shm, ucx, cuda_ipc, nixl]"
+    assert transports() == ()
+    assert transports(some) == ("ucx", "nixl")
+    assert transports(some, "pool.transports=[nixl]") == ("nixl",)
+    assert transports(some, "pool.transports=[]") == ()
+
+
 def test_pool_dtype_overrides_the_model() -> None:
-    plan = plan_cluster(resolve(set_("model.dtype=float16", "workers.0.dtype=float32"), SITE))
+    mixed = "transfer.allow_mixed_precision=true"
+    config = set_("model.dtype=float16", "workers.0.dtype=float32", mixed)
+    plan = plan_cluster(resolve(config, SITE))
     assert [worker.settings.dtype for worker in plan.workers] == ["float32", "float16"]
 
 

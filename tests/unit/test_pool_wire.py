@@ -44,6 +44,13 @@ _PLACES = (PoolPlace(3), PoolPlace(2**40))
 MESSAGES: list[PoolMessage] = [
     PoolHello(wire_version=1, incarnation=Incarnation("w"), format=_FORMAT, wants_changes=True),
     PoolWelcome(wire_version=1, incarnation=Incarnation("n"), region="r", lease_ttl_s=0.5),
+    PoolWelcome(
+        wire_version=1,
+        incarnation=Incarnation("n"),
+        region="r",
+        lease_ttl_s=0.5,
+        addresses=("nixl:h:1/n", "ucx:h:2/n"),
+    ),
     PoolRefused(reason="another model"),
     StoreWanted(request_no=1, blocks=(ChainBlock(_A, None), ChainBlock(_B, _A))),
     StoreGranted(request_no=2, indices=(0, 7), places=_PLACES),

@@ -69,16 +69,18 @@ class PoolHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., wants_changes: _Optional[bool] = ...) -> None: ...
 
 class PoolWelcome(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "region", "lease_ttl_s")
+    __slots__ = ("wire_version", "incarnation", "region", "lease_ttl_s", "addresses")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     region: str
     lease_ttl_s: float
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., region: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., region: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PoolRefused(_message.Message):
     __slots__ = ("reason",)
