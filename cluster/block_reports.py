@@ -7,6 +7,7 @@ worker loop's thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ class BlockReports:
         self._node: PoolWelcome | None = None
         self._in_node: dict[PoolTier, dict[bytes, None]] = {tier: {} for tier in PoolTier}
         self._of_node: list[BlockChanges] = []
+        self._since_s: dict[bytes, float] = {}
 
     def everything(self) -> list[BlockChanges]:
         """For a router that attaches, after `take`."""
@@ -56,7 +58,17 @@ class BlockReports:
             stored, removed = self._cache.changes.take()
             changes += _stored(ITSELF, Tier.DEVICE, stored)
             changes += _removed(ITSELF, Tier.DEVICE, removed)
+            self._date(stored, removed)
         return changes
+
+    def _date(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        self._since_s.update(dict.fromkeys(stored, time.monotonic()))
+        for block_hash in removed:
+            self._since_s.pop(block_hash, None)
+
+    def age_s(self, block_hash: bytes, now_s: float) -> float:
+        """Since it was named here; 0 for what is newer than the last `take`."""
+        return now_s - self._since_s.get(block_hash, now_s)
 
     def from_pool(self, event: PoolNews) -> None:
         match event:

@@ -104,8 +104,8 @@ class WorkerLoop:
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
         self._pulls = PullTurns(openings)
-        self._reports = BlockReports(openings.tables.cache)
-        self._streams = RouterStreams(self._reports, self.counters)
+        self.reports = BlockReports(openings.tables.cache)
+        self._streams = RouterStreams(self.reports, self.counters)
         self._next_tick_s = 0.0
         self._closing = False
         self._stepping: DecodeScheduler | PrefillScheduler | None = None
@@ -208,7 +208,7 @@ class WorkerLoop:
 
     def _from_pool(self, event: PoolNews) -> None:
         assert self._pool is not None, "there is no pool"
-        self._reports.from_pool(event)
+        self.reports.from_pool(event)
         self._pooled(self._pool.handle(event))
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:

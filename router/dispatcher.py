@@ -13,6 +13,7 @@ from itertools import count
 from secrets import randbits
 from uuid import uuid4
 
+from kvpool.tenants import tenant_label
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
@@ -255,7 +256,7 @@ class WorkerDispatcher:
 
     def _tenant_of(self, request_id: str) -> str:
         request = self.core.requests.get(request_id)
-        return request.submitted.tenant if request is not None else ""
+        return tenant_label(request.submitted.tenant) if request is not None else ""
 
     # --- commands -------------------------------------------------------------------------------
 

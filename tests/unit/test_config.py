@@ -239,7 +239,7 @@ def test_model_and_network_defaults() -> None:
 
 
 def test_workers_of_two_dtypes_need_permission() -> None:
-    with pytest.raises(ConfigError, match="allow_mixed_precision: true for workers of bf.* and fl"):
+    with pytest.raises(ConfigError, match=r"mixed_precision: true for workers of bf.* and fl"):
         set_("workers.0.dtype=float32", "workers.1.dtype=bfloat16")
     set_("workers.0.dtype=float32")  # whether the checkpoint's own differs only a worker can tell
 

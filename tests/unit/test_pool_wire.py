@@ -82,7 +82,7 @@ def test_there_and_back(message: PoolMessage) -> None:
 
 def test_a_part_is_what_a_transport_takes() -> None:
     assert MAX_PART_BYTES == MAX_MESSAGE_BYTES
-    assert len(encode(MESSAGES[11])) == 5
+    assert len(encode(MESSAGES[12])) == 5
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\2", b"\0\xff", b"\0", b"\0\x22\x03\x12\x01a"])

@@ -399,7 +399,7 @@ class DebugKvRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DebugKvResponse(_message.Message):
-    __slots__ = ("worker", "incarnation", "total_blocks", "free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "orphaned_blocks", "held", "slabs", "total_slabs")
+    __slots__ = ("worker", "incarnation", "total_blocks", "free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "orphaned_blocks", "held", "slabs", "total_slabs", "cached")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +411,7 @@ class DebugKvResponse(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     SLABS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SLABS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: str
     total_blocks: int
@@ -422,7 +423,20 @@ class DebugKvResponse(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[HeldBlocks]
     slabs: _containers.RepeatedCompositeFieldContainer[HeldSlab]
     total_slabs: int
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ...) -> None: ...
+    cached: _containers.RepeatedCompositeFieldContainer[CachedBlocks]
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[CachedBlocks, _Mapping]]] = ...) -> None: ...
+
+class CachedBlocks(_message.Message):
+    __slots__ = ("tenant", "blocks", "oldest_s", "newest_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    blocks: int
+    oldest_s: float
+    newest_s: float
+    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., oldest_s: _Optional[float] = ..., newest_s: _Optional[float] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
     __slots__ = ("holder", "state", "block_ids", "age_s", "request_id", "tenant")
