@@ -15,7 +15,7 @@ from kvpool.tenants import tenant_label
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
-from kvrelay.v1.pool_node_pb2 import PoolReport
+from kvrelay.v1.pool_node_pb2 import CachedBlocks, PoolReport
 from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 
@@ -129,16 +129,7 @@ def _held_rows(worker: DebugKvResponse) -> Iterator[HeldRow]:
             count=f"{len(held.block_ids)} blocks",
             age=_age(held.age_s),
         )
-    for cached in worker.cached:
-        yield HeldRow(
-            where=worker.worker,
-            tier="device",
-            state="cached",
-            holder="-",
-            tenant=cached.tenant or "-",
-            count=f"{cached.blocks} blocks",
-            age=_ages(cached.newest_s, cached.oldest_s),
-        )
+    yield from _cached_rows(worker.worker, "device", worker.cached)
     for slab in worker.slabs:
         yield HeldRow(
             where=worker.worker,
@@ -161,6 +152,21 @@ def _held_for_workers(node: PoolReport) -> Iterator[HeldRow]:
             tenant="-",
             count=f"{held.blocks} blocks",
             age=_age(held.age_s),
+        )
+    for tier in node.tiers:
+        yield from _cached_rows(node.name, tier.tier, tier.cached)
+
+
+def _cached_rows(where: str, tier: str, cached: Iterable[CachedBlocks]) -> Iterator[HeldRow]:
+    for of_tenant in cached:
+        yield HeldRow(
+            where=where,
+            tier=tier,
+            state="cached",
+            holder="-",
+            tenant=of_tenant.tenant or "-",
+            count=f"{of_tenant.blocks} blocks",
+            age=_ages(of_tenant.newest_s, of_tenant.oldest_s),
         )
 
 

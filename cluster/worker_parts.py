@@ -15,7 +15,7 @@ from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
 from cluster.worker_caches import open_caches
 from cluster.worker_events import Crashed, Incoming
-from cluster.worker_formats import block_names, codec_offer
+from cluster.worker_formats import block_names, codec_offer, codecs_of
 from cluster.worker_loop import WorkerLoop
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
@@ -27,7 +27,6 @@ from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
 from kvpool.block_names import BlockNames
-from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer
 from kvpool.handoff import HandoffMode, PeerHello
 from kvpool.leases import LeaseTable
@@ -119,16 +118,13 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
 def _canary_bound(settings: WorkerSettings, engine: Engine) -> float | None:
     if settings.canary_every == 0:
         return None
-    if settings.codec != Codec.NONE or settings.allow_mixed_precision:
-        log.warning("transfer.canary_every: no KV is checked, as it may change on its way")
-        return None
-    bound = canary_bound(engine)
+    mixed = settings.allow_mixed_precision
+    bound = canary_bound(engine, codecs_of(settings), mixed_precision=mixed)
     if bound is None:
-        log.warning(
-            "transfer.canary_every: no KV is checked, experts vary in %s", engine.facts.dtype
-        )
-    else:
-        log.info("canary: logits may differ by %.2g of their spread", bound)
+        log.warning("transfer.canary_every: no KV is checked, experts vary with their input")
+        return None
+    log.info("canary: logits may differ by %.2g of their spread", bound)
+    engine.canary_bound = bound
     return bound
 
 

@@ -152,7 +152,7 @@ def _later_s(old: float, new: float) -> float:
 
 
 def _later_speed(old: float, new: float) -> float:
-    return 1 / _later_s(1 / old, 1 / new)
+    return new if new > old else 2 / (1 / old + 1 / new)
 
 
 def _copy_row(sample: Sample) -> tuple[float, ...]:

@@ -72,8 +72,11 @@ class PoolRefused:
 
 @dataclass(frozen=True, slots=True)
 class ChainBlock:
+    """`tenant` is a label for reports."""
+
     hash: BlockHash
     parent: BlockHash | None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Who knows a tenant's name (over HTTP: `cache_salt`) finds its cache, so reports 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -13,6 +14,9 @@ from kvpool.hashes import BlockHash
 
 _ROOTS_MOST = 16_384
 """Of sequences whose first block is computed or cached."""
+_SHOWN_MOST = 100
+"""Tenants of one tier of one process."""
+OTHERS = "others"
 
 
 def tenant_label(tenant: str) -> str:
@@ -20,6 +24,31 @@ def tenant_label(tenant: str) -> str:
     if not tenant:
         return ""
     return blake2b(tenant.encode(), digest_size=4, person=b"kvrelay-tenant").hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantBlocks:
+    """Cached blocks under one label, with the ages of the first and the last that came."""
+
+    tenant: str
+    blocks: int
+    oldest_s: float
+    newest_s: float
+
+
+def most_of(found: Iterable[TenantBlocks]) -> list[TenantBlocks]:
+    """Those with the most blocks, the others together as `others`."""
+    ordered = sorted(found, key=lambda one: (-one.blocks, one.tenant))
+    shown, rest = ordered[:_SHOWN_MOST], ordered[_SHOWN_MOST:]
+    if not rest:
+        return shown
+    others = TenantBlocks(
+        tenant=OTHERS,
+        blocks=sum(one.blocks for one in rest),
+        oldest_s=max(one.oldest_s for one in rest),
+        newest_s=min(one.newest_s for one in rest),
+    )
+    return [*shown, others]
 
 
 @dataclass(slots=True)

@@ -143,6 +143,28 @@ def assert_cached_blocks_are_the_tenants(
         ["prefill-0", "device", "cached", "-", ACME]
     ]
     assert all(row[4] == ACME for row in rows)
+    (node,) = kv(cluster).pool_nodes
+    assert [tier.tier for tier in node.tiers] == ["host", "disk"]
+    for tier in node.tiers:
+        wait_until(
+            lambda tier=tier: whose(cluster, tier.tier) == {"": 2, ACME: acme_blocks(cluster)},
+            "it is stored",
+        )
+
+
+def whose(cluster: Cluster, tier: str) -> dict[str, int]:
+    """# label |-> the pool node's blocks"""
+    (node,) = kv(cluster).pool_nodes
+    (one,) = (t for t in node.tiers if t.tier == tier)
+    assert all(c.oldest_s >= c.newest_s >= 0 for c in one.cached)
+    assert sum(c.blocks for c in one.cached) == {s.state: s.blocks for s in one.states}["cached"]
+    return {c.tenant: c.blocks for c in one.cached}
+
+
+def acme_blocks(cluster: Cluster) -> int:
+    """The decode worker's: those of the prompt and of the answer."""
+    (worker,) = (w for w in kv(cluster).workers if w.worker == "decode-0")
+    return {c.tenant: c.blocks for c in worker.cached}[ACME]
 
 
 def tenants(found: GetKvResponse) -> set[str]:

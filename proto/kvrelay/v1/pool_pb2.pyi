@@ -89,14 +89,16 @@ class PoolRefused(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class StoreWanted(_message.Message):
-    __slots__ = ("request_no", "hashes", "parents")
+    __slots__ = ("request_no", "hashes", "parents", "tenants")
     REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     request_no: int
     hashes: bytes
     parents: bytes
-    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
+    tenants: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tenants: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoreGranted(_message.Message):
     __slots__ = ("request_no", "indices", "places")

@@ -1,4 +1,5 @@
 from kvrelay.v1 import inference_pb2 as _inference_pb2
+from kvrelay.v1 import pool_node_pb2 as _pool_node_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -423,20 +424,8 @@ class DebugKvResponse(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[HeldBlocks]
     slabs: _containers.RepeatedCompositeFieldContainer[HeldSlab]
     total_slabs: int
-    cached: _containers.RepeatedCompositeFieldContainer[CachedBlocks]
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[CachedBlocks, _Mapping]]] = ...) -> None: ...
-
-class CachedBlocks(_message.Message):
-    __slots__ = ("tenant", "blocks", "oldest_s", "newest_s")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
-    NEWEST_S_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    blocks: int
-    oldest_s: float
-    newest_s: float
-    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., oldest_s: _Optional[float] = ..., newest_s: _Optional[float] = ...) -> None: ...
+    cached: _containers.RepeatedCompositeFieldContainer[_pool_node_pb2.CachedBlocks]
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[_pool_node_pb2.CachedBlocks, _Mapping]]] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
     __slots__ = ("holder", "state", "block_ids", "age_s", "request_id", "tenant")
