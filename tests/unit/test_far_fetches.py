@@ -23,13 +23,13 @@ PROMPT = list(range(20))
 
 
 class Scene:
-    """A worker with room for `blocks`, whose host's pool has nothing unless it is told."""
+    """A worker whose host's pool has nothing unless it is told."""
 
-    def __init__(self, blocks: int = 16) -> None:
+    def __init__(self) -> None:
         planes = (Plane(name="k", heads=1, dim=2),)
         group = LayerGroup(layers=(0,), planes=planes)
         layout = KvLayout(groups=(group,), dtype="float32", block_size=SIZE)
-        self.tables = BlockTables(layout, blocks)
+        self.tables = BlockTables(layout, 16)
         self.tables.cache.reports = True
         self.cost = RestoreCost(SIZE)
         self.far = FarFetches(tables=self.tables, cost=self.cost)
@@ -124,15 +124,6 @@ def test_the_first_fetch_waits_for_the_link_and_is_not_timed() -> None:
     assert cost.remote(NODE).seconds is None
     cost.fetched(NODE, 2, 1.0)
     assert cost.remote(NODE).seconds == 0.5
-
-
-def test_without_room_the_own_pool_is_used() -> None:
-    scene = Scene(blocks=5)
-    scene.open(A, 4)
-    assert scene.tables.try_grow(B, 4, now_s=0) is False
-    scene.tables.release(A)
-    scene.openings.drop(A)
-    assert scene.tables.free_blocks == 5
 
 
 def test_a_dropped_request_keeps_its_blocks_until_the_node_has_answered() -> None:
