@@ -71,6 +71,11 @@ POOL_KEYS = (
     "pool.disk_size",
     "pool.policy",
     "pool.transports",
+    "transfer.transports",
+    "transfer.ucx.tls",
+    "transfer.ucx.net_devices",
+    "transfer.ucx.rndv_threshold_bytes",
+    "transfer.ucx.max_eager_rails",
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
@@ -167,7 +172,7 @@ def pool_node(
     ] = None,
     transport: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl."),
+        typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl or ucx."),
     ] = None,
     join: Annotated[
         str | None,

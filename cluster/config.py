@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from cluster.config_types import (
     AutoBytes,
     AutoCount,
+    AutoFarTransports,
     AutoText,
     Count,
     Device,
@@ -183,8 +184,6 @@ class Transfer(Section):
     def _canary_compares_like_with_like(self) -> Transfer:
         if self.canary_every and self.handoff == "pool":
             raise ValueError("canary_every 0 with handoff pool, which checks each block it fetches")
-        if self.canary_every and (self.codec != "none" or self.allow_mixed_precision):
-            raise ValueError("canary_every 0 where a codec or mixed precision changes the KV")
         return self
 
 
@@ -220,8 +219,9 @@ class Pool(Section):
     """Which blocks go first when a tier is full, leaves before what they continue. lru: those idle
     longest; lfu: those least used; reuse: those that the tier's history says are least likely to be
     used again."""
-    transports: tuple[Literal["nixl"], ...] = ()
-    """Links for workers of other hosts; those of its own find it over shared memory."""
+    transports: AutoFarTransports = None
+    """Links for workers of other hosts; those of its own find it over shared memory. auto: nixl and
+    ucx, where transfer.transports has them."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each pool node."""
 
@@ -279,6 +279,16 @@ class Config(Section):
     def _has_its_pool(self) -> Config:
         if self.transfer.handoff == "pool" and not self.pool.enabled:
             raise ValueError("pool.enabled: true for transfer.handoff: pool")
+        return self
+
+    @model_validator(mode="after")
+    def _hands_over_one_dtype(self) -> Config:
+        """As far as the file alone can tell."""
+        given = {pool.dtype or self.model.dtype for pool in self.workers if pool.role != Role.BOTH}
+        dtypes = sorted(given - {"auto"})
+        if len(dtypes) > 1 and not self.transfer.allow_mixed_precision:
+            both = " and ".join(dtypes)
+            raise ValueError(f"transfer.allow_mixed_precision: true for workers of {both}")
         return self
 
     @field_validator("workers")

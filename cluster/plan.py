@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from cluster.config import Config, Preload, Ucx, WorkerPool
+from cluster.config_types import FarTransport
 from cluster.pool_names import host_pool_address
 from cluster.resolve import device_share, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
@@ -185,11 +187,18 @@ def pool_node_settings(config: Config) -> PoolNodeSettings:
         disk_bytes=config.pool.disk_size,
         policy=config.pool.policy,
         lease_ttl_s=config.transfer.lease_ttl,
-        transports=config.pool.transports,
+        transports=_far_transports(config),
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
+        ucx=ucx_options(config.transfer.ucx),
         secret=config.network.secret or "",
     )
+
+
+def _far_transports(config: Config) -> tuple[str, ...]:
+    if config.pool.transports is not None:
+        return config.pool.transports
+    return tuple(one for one in config.transfer.transports if one in get_args(FarTransport))
 
 
 def ucx_options(ucx: Ucx) -> tuple[tuple[str, str | int], ...]:

@@ -74,7 +74,7 @@ class RouterSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodeSettings:
     """`name` is the cluster's; `transports` are links for workers of other hosts, on `host`, which
-    take only those that know the same `secret`."""
+    take only those that know the same `secret`; `ucx` are fields of UcxOptions."""
 
     name: str
     host_bytes: int
@@ -85,4 +85,5 @@ class PoolNodeSettings:
     transports: tuple[str, ...]
     host: str
     port_range: tuple[int, int] | None
+    ucx: tuple[tuple[str, str | int], ...] = ()
     secret: str = field(default="", repr=False)

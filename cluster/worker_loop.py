@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.block_reports import BlockReports
+from cluster.pool_news import PoolNews
 from cluster.preloads import Preloads
 from cluster.pull_turns import PullTurns
 from cluster.router_streams import RouterStreams
@@ -51,7 +52,6 @@ from kvpool.handoff import (
     WriteSlab,
 )
 from kvpool.openings import Openings
-from kvpool.pool_client_events import PoolNews
 from kvpool.pull import BlocksPulled, PullBlocks, PullMessage
 from kvpool.restores import Restored
 from kvrelay.messages import (
@@ -130,8 +130,8 @@ class WorkerLoop:
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
         self._pulls = PullTurns(openings, clock)
-        self._reports = BlockReports(openings.tables.cache)
-        self._streams = RouterStreams(self._reports, self.counters)
+        self.reports = BlockReports(openings.tables.cache)
+        self._streams = RouterStreams(self.reports, self.counters)
         self._next_tick_s = 0.0
         self._closing = False
         self._stepping: DecodeScheduler | PrefillScheduler | None = None
@@ -240,7 +240,7 @@ class WorkerLoop:
 
     def _from_pool(self, event: PoolNews) -> None:
         assert self._pool is not None, "there is no pool"
-        self._reports.from_pool(event)
+        self.reports.from_pool(event)
         self._pooled(self._pool.handle(event))
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:

@@ -15,7 +15,7 @@ from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
 from cluster.worker_caches import open_caches
 from cluster.worker_events import Crashed, Incoming
-from cluster.worker_formats import block_names, codec_offer
+from cluster.worker_formats import block_names, codec_offer, codecs_of
 from cluster.worker_loop import WorkerLoop
 from cluster.worker_times import step_times
 from decode_worker.batch import Batch
@@ -30,7 +30,6 @@ from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
 from kvpool.block_names import BlockNames
-from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer
 from kvpool.handoff import HandoffMode, PeerHello
 from kvpool.leases import LeaseTable
@@ -51,7 +50,7 @@ from prefill_worker.scheduler import PrefillScheduler
 log = logging.getLogger(__name__)
 
 UNMAPPED = ("nixl", "ucx")
-"""Transports that send from memory of their own."""
+"""Transports between hosts, which send from memory of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +130,13 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
 def _canary_bound(settings: WorkerSettings, engine: Engine) -> float | None:
     if settings.canary_every == 0:
         return None
-    if settings.codec != Codec.NONE or settings.allow_mixed_precision:
-        log.warning("transfer.canary_every: no KV is checked, as it may change on its way")
-        return None
-    bound = canary_bound(engine)
+    mixed = settings.allow_mixed_precision
+    bound = canary_bound(engine, codecs_of(settings), mixed_precision=mixed)
     if bound is None:
-        log.warning(
-            "transfer.canary_every: no KV is checked, experts vary in %s", engine.facts.dtype
-        )
-    else:
-        log.info("canary: logits may differ by %.2g of their spread", bound)
+        log.warning("transfer.canary_every: no KV is checked, experts vary with their input")
+        return None
+    log.info("canary: logits may differ by %.2g of their spread", bound)
+    engine.canary_bound = bound
     return bound
 
 
@@ -161,7 +157,9 @@ def _pool(
         wants_changes=settings.prefix_caching,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
-        host=settings.host,
+        far_transports=[scheme for scheme in settings.transports if scheme in UNMAPPED],
+        options=_endpoint_options(settings),
+        require=[LinkKind(kind) for kind in settings.require],
     )
     side.start()
     confirms = settings.handoff == HandoffMode.POOL

@@ -49,6 +49,8 @@ class Engine:
         self.memory = memory
         self.facts = facts
         self.sizing = sizing
+        self.canary_bound = 0.0
+        """What sketches tell of this worker's own noise; 0: not measured."""
         self._planner = Planner(memory.layout, model.device, model.dtype, needs_masks)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
         self._places = {
@@ -75,7 +77,7 @@ class Engine:
             self._watch.drain()
         return StepOutcome(
             sampled=tuple(next(tokens) if s else () for s in wanted),
-            sketches=sketches(logits, batch.slices),
+            sketches=sketches(logits, batch.slices, self.canary_bound),
         )
 
     def logits(self, batch: StepBatch, marks: LayerMarks | None = None) -> torch.Tensor:

@@ -20,6 +20,9 @@ from kvpool.hashes import (
     extend_chain,
 )
 from kvpool.layout import KvLayout
+from kvpool.tenants import TenantRoots
+
+_MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +52,33 @@ def named_format(layout: KvLayout, *, codec: str, mixed_precision: bool) -> str:
     if codec != Codec.NONE:
         parts.append(f"codec-{codec}")
     if mixed_precision:
-        parts.append("mixed")
+        parts.append(_MIXED)
     return "/".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFormat:
+    """What `named_format` says, read again."""
+
+    dtype: str
+    mixed_precision: bool
+
+    @classmethod
+    def of(cls, named: str) -> NamedFormat:
+        dtype, *rest = named.split("/")
+        return cls(dtype=dtype, mixed_precision=_MIXED in rest)
 
 
 @dataclass(slots=True, kw_only=True)
 class HashChain:
-    """`limit`: blocks that end behind this token have no name."""
+    """`limit`: blocks that end behind this token have no name. `roots` hears under which `label`
+    the first block is known."""
 
     salt: CacheSalt
     block_size: int
     limit: int | None = None
+    roots: TenantRoots | None = None
+    label: str = ""
     _hashes: list[BlockHash] = field(default_factory=list)
 
     def full(self, tokens: int) -> Sequence[BlockHash]:
@@ -70,6 +89,11 @@ class HashChain:
         """The sequence has `tokens` tokens by now."""
         end = tokens if self.limit is None else min(tokens, self.limit)
         extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
+        if self.roots is not None and self._hashes:
+            self.roots.note(self._hashes[0], self.label)
+
+    def told_to(self, roots: TenantRoots, label: str) -> HashChain:
+        return replace(self, roots=roots, label=label)
 
     def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
         """The names of the blocks that the first `tokens` tokens fill, each made when asked for."""

@@ -24,6 +24,7 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.hashes import BlockHash
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout
 from kvpool.prefix_index import PrefixIndex
+from kvpool.tenants import TenantRoots
 
 Part = tuple[int, BlockId]
 """layer group, block"""
@@ -42,6 +43,7 @@ class DeviceCache:
     policy: EvictionPolicy
     reports: bool = False
     changes: BlockNews | None = None
+    roots: TenantRoots = field(default_factory=TenantRoots)
     index: PrefixIndex = field(init=False)
     _news: list[CachedBlock] = field(init=False, default_factory=list)
     _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
@@ -105,6 +107,7 @@ class DeviceCache:
         """
         block = self.index.insert(block_hash, parent=parent, place=place)
         if block.place is place:
+            block.tenant = parent.tenant if parent is not None else self.roots.label(block_hash)
             for part in _parts(place):
                 self._name(part, block)
             if self.reports:

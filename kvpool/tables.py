@@ -19,6 +19,7 @@ from kvpool.eviction import DEFAULT_POLICY, open_policy
 from kvpool.hashes import BlockHash
 from kvpool.holding import Holding, real
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
+from kvpool.tenants import tenant_label
 from kvrelay.types import RequestKey
 
 CopyPairs = tuple[tuple[tuple[BlockId, BlockId], ...], ...]
@@ -91,7 +92,8 @@ class BlockTables:
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
         """Names for the blocks of a new sequence."""
-        return self.names.chain(tenant, prompt_tokens, self.layout.block_size)
+        chain = self.names.chain(tenant, prompt_tokens, self.layout.block_size)
+        return chain.told_to(self.cache.roots, tenant_label(tenant)) if tenant else chain
 
     # --- taking ---------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class Directory:
     entries: int = 0
     _held: dict[Incarnation, Tiers] = field(default_factory=dict)
     _reporters: dict[Incarnation, set[Incarnation]] = field(default_factory=dict)
+    _addresses: dict[Incarnation, tuple[str, ...]] = field(default_factory=dict)
 
     def changed(self, reporter: Incarnation, changes: BlockChanges) -> None:
         holder = changes.holder or reporter
@@ -33,6 +34,8 @@ class Directory:
             self._forget(reporter, holder)
             return
         self._reporters.setdefault(holder, set()).add(reporter)
+        if changes.addresses:
+            self._addresses[holder] = changes.addresses
         blocks = self._held.setdefault(holder, {}).setdefault(changes.tier, set())
         before = len(blocks)
         room = self.most_entries - self.entries
@@ -50,7 +53,16 @@ class Directory:
         reporters.discard(reporter)
         if not reporters:
             self._reporters.pop(holder, None)
+            self._addresses.pop(holder, None)
             self.entries -= sum(map(len, self._held.pop(holder, {}).values()))
+
+    def addresses(self, holder: Incarnation) -> tuple[str, ...]:
+        """Where workers of other hosts find a pool node; empty: they can't."""
+        return self._addresses.get(holder, ())
+
+    def is_reported(self, holder: Incarnation, reporter: Incarnation) -> bool:
+        """Whether this worker uses the pool node `holder`."""
+        return reporter in self._reporters.get(holder, ())
 
     def longest(self, hashes: Iterable[bytes]) -> dict[Incarnation, int]:
         """# holder |-> how many of the chain's first blocks it has, in any tier; only those with
@@ -69,4 +81,5 @@ class Directory:
         held = sum(len(blocks) for tiers in self._held.values() for blocks in tiers.values())
         assert held == self.entries <= self.most_entries
         assert self._held.keys() == self._reporters.keys()
+        assert self._addresses.keys() <= self._held.keys()
         assert all(self._reporters.values()), "a holder that no one reports"

@@ -13,7 +13,8 @@ from itertools import count
 from secrets import randbits
 from uuid import uuid4
 
-from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
+from kvpool.tenants import tenant_label
+from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.v1.admin_pb2 import GetKvResponse
@@ -45,6 +46,7 @@ from router.generation import (
     QuarantinedPair,
     WorkerStatus,
 )
+from router.joining import check_joins
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.pool_nodes import PoolNodes
@@ -130,12 +132,7 @@ class WorkerDispatcher:
         await self.pools.close()
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
-        for view in self.core.workers.values():
-            if view.hello.fingerprint != hello.fingerprint:
-                raise PeerError(
-                    f"worker {hello.name} serves another model than {view.hello.name} "
-                    f"(fingerprint {hello.fingerprint}, not {view.hello.fingerprint})"
-                )
+        check_joins(hello, (view.hello for view in self.core.workers.values()))
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         self._attached[hello.incarnation] = link
         self._post(WorkerJoined(hello=hello))
@@ -263,7 +260,7 @@ class WorkerDispatcher:
 
     def _tenant_of(self, request_id: str) -> str:
         request = self.core.requests.get(request_id)
-        return request.submitted.tenant if request is not None else ""
+        return tenant_label(request.submitted.tenant) if request is not None else ""
 
     # --- commands -------------------------------------------------------------------------------
 

@@ -165,6 +165,11 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
     ("pool_queries", "Prompt tokens sought in a pool.", lambda w: w.counters.pool_queried_tokens),
     ("pool_host_hits", "Fetched from a host tier.", lambda w: w.counters.pool_host_tokens),
     ("pool_disk_hits", "Fetched from a disk tier.", lambda w: w.counters.pool_disk_tokens),
+    (
+        "pool_remote_hits",
+        "Fetched from another host's pool.",
+        lambda w: w.counters.pool_remote_tokens,
+    ),
     ("pool_declined", "There, but faster computed.", lambda w: w.counters.pool_declined_tokens),
     ("peer_hits", "Pulled out of another worker's cache.", lambda w: w.counters.peer_tokens),
     ("kv_transfers", "Slabs written or scattered.", lambda w: w.counters.transfers),

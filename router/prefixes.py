@@ -1,4 +1,4 @@
-"""Which workers have a prompt's first blocks, and from which another one could pull them. Pure.
+"""Who has a prompt's first blocks, and where a prefill worker could get them from. Pure.
 
 The prefill worker decides whether pulling is worth it, and asks its host's pool node by itself. So
 prefixes that are asked for at several workers end up at all of them, and in their pool nodes.
@@ -6,7 +6,7 @@ prefixes that are asked for at several workers end up at all of them, and in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvpool.block_names import BlockNames
@@ -16,6 +16,9 @@ from router.directory import Directory
 from router.view import WorkerView
 
 Format = tuple[str, str, int | None, int]
+Workers = Mapping[Incarnation, WorkerView]
+Held = Mapping[Incarnation, int]
+"""# holder |-> how many of the prompt's first blocks it has"""
 
 
 @dataclass(slots=True)
@@ -25,17 +28,17 @@ class HeldPrefixes:
 
     spec: RequestSpec
     directory: Directory
-    _found: dict[Format, Mapping[Incarnation, int]] = field(default_factory=dict)
-    _sources: dict[Format, PrefixSource | None] = field(default_factory=dict)
+    _found: dict[Format, Held] = field(default_factory=dict)
+    _best: dict[Format, PrefixSource | None] = field(default_factory=dict)
 
-    def blocks(self, hello: WorkerHello) -> Mapping[Incarnation, int]:
-        """# holder of blocks that `hello`'s worker can use |-> how many of the first ones"""
+    def blocks(self, hello: WorkerHello) -> Held:
+        """By those whose blocks `hello`'s worker can use."""
         kind = _format(hello)
         if kind not in self._found:
             self._found[kind] = self._look(hello)
         return self._found[kind]
 
-    def _look(self, hello: WorkerHello) -> Mapping[Incarnation, int]:
+    def _look(self, hello: WorkerHello) -> Held:
         """At least the prompt's last token is computed, so it counts for nothing."""
         if not self.directory.entries:
             return {}
@@ -49,30 +52,54 @@ class HeldPrefixes:
         return self.directory.longest(chain.walk(prompt, len(prompt) - 1))
 
     def tokens(self, hello: WorkerHello) -> int:
-        """What the worker has itself."""
-        return self.blocks(hello).get(hello.incarnation, 0) * hello.block_size
+        """What the worker has itself, or its host's pool node."""
+        held = self.blocks(hello)
+        if not held:
+            return 0
+        return max(held.get(hello.incarnation, 0), self._near(hello)) * hello.block_size
 
-    def source(
-        self, workers: Mapping[Incarnation, WorkerView], prefill: WorkerHello
-    ) -> PrefixSource | None:
-        """The worker with most of the prompt, the least busy of several; None if `prefill` has as
-        much itself."""
-        best = self._best(workers, prefill)
-        own = self.blocks(prefill).get(prefill.incarnation, 0)
+    def source(self, workers: Workers, prefill: WorkerHello) -> PrefixSource | None:
+        """The worker, or pool node of another host, with most of the prompt: of several a worker,
+        and of these the least busy. None if `prefill` has as much itself."""
+        held = self.blocks(prefill)
+        if not held:
+            return None
+        sources = [*self._worker(workers, prefill), *self._far(workers, prefill)]
+        best = max(sources, key=lambda source: source.blocks, default=None)
+        own = held.get(prefill.incarnation, 0)
         return best if best is not None and best.blocks > own else None
 
-    def _best(
-        self, workers: Mapping[Incarnation, WorkerView], hello: WorkerHello
-    ) -> PrefixSource | None:
-        kind = _format(hello)
-        if kind not in self._sources:
-            self._sources[kind] = _most(self.blocks(hello), workers)
-        return self._sources[kind]
+    def _worker(self, workers: Workers, prefill: WorkerHello) -> Iterator[PrefixSource]:
+        kind = _format(prefill)
+        if kind not in self._best:
+            self._best[kind] = _most(self.blocks(prefill), workers)
+        if (best := self._best[kind]) is not None:
+            yield best
+
+    def _near(self, hello: WorkerHello) -> int:
+        """What its host's pool node has."""
+        reported = self.directory.is_reported
+        held = self.blocks(hello).items()
+        return max(
+            (
+                n
+                for node, n in held
+                if node != hello.incarnation and reported(node, hello.incarnation)
+            ),
+            default=0,
+        )
+
+    def _far(self, workers: Workers, prefill: WorkerHello) -> Iterator[PrefixSource]:
+        """Pool nodes that have more than the one of its own host."""
+        near = self._near(prefill)
+        for node, blocks in self.blocks(prefill).items():
+            if node in workers or blocks <= near:
+                continue
+            if addresses := self.directory.addresses(node):
+                yield PrefixSource(peer=node, addresses=addresses, blocks=blocks, is_pool_node=True)
 
 
-def _most(
-    held: Mapping[Incarnation, int], workers: Mapping[Incarnation, WorkerView]
-) -> PrefixSource | None:
+def _most(held: Held, workers: Workers) -> PrefixSource | None:
     holders = [
         (blocks, -workers[holder].prefill_load, holder)
         for holder, blocks in held.items()

@@ -32,11 +32,13 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """A worker that seems to have the KV of the prompt's first `blocks` blocks."""
+    """A worker, or the pool node of another host, that seems to have the KV of the prompt's first
+    `blocks` blocks."""
 
     peer: Incarnation
     addresses: tuple[str, ...]
     blocks: int
+    is_pool_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,7 @@ class BlockChanges:
     """For the directory: hashes that `holder`'s tier holds since now, and holds no more.
 
     `holder` is the pool node of the worker's host, or empty: the worker itself. `gone`: the worker
-    has lost it, with all that it held.
+    has lost it, with all that it held. `addresses`: where workers of other hosts find the holder.
     """
 
     holder: Incarnation
@@ -191,6 +193,7 @@ class BlockChanges:
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
     gone: bool = False
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,11 +226,13 @@ class Counters:
     pool_host_tokens: int = 0
     pool_disk_tokens: int = 0
     pool_declined_tokens: int = 0
+    pool_remote_tokens: int = 0
     peer_tokens: int = 0
     prefixes_device: int = 0
     prefixes_host: int = 0
     prefixes_disk: int = 0
     prefixes_peer: int = 0
+    prefixes_remote: int = 0
     prefixes_computed: int = 0
     running: int = 0
     waiting: int = 0

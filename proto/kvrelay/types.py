@@ -10,8 +10,8 @@ from typing import NewType
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 1
-"""1: first."""
+WIRE_VERSION = 2
+"""1: first. 2: pool nodes have addresses for workers of other hosts."""
 
 
 class Role(StrEnum):
@@ -29,12 +29,14 @@ class Tier(StrEnum):
 
 
 class PrefixOrigin(StrEnum):
-    """Where the KV of a sequence's first tokens came from; `device` is the worker's own cache."""
+    """Where the KV of a sequence's first tokens came from; `device` is the worker's own cache,
+    `remote` another host's pool node."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
     PEER = "peer"
+    REMOTE = "remote"
     COMPUTED = "computed"
 
 

@@ -120,7 +120,10 @@ def _encode_source(source: PrefixSource | None) -> pb.PrefixSource | None:
     if source is None:
         return None
     return pb.PrefixSource(
-        incarnation=source.peer, addresses=source.addresses, blocks=source.blocks
+        incarnation=source.peer,
+        addresses=source.addresses,
+        blocks=source.blocks,
+        is_pool_node=source.is_pool_node,
     )
 
 
@@ -147,6 +150,7 @@ def _decode_source(message: pb.Prefill) -> PrefixSource | None:
         peer=Incarnation(source.incarnation),
         addresses=tuple(source.addresses),
         blocks=source.blocks,
+        is_pool_node=source.is_pool_node,
     )
 
 

@@ -83,7 +83,7 @@ ERRORS = {
     "pool-node --host-memory 4": 'pool.host_memory: got "4", expected a size with its unit',
     "pool-node --host-memory 900TiB --name cli-test": "pool.host_memory: 900TiB, but this ",
     "pool-node --policy fifo": "pool.policy: got \"fifo\", expected 'lru', 'lfu' or 'reuse'",
-    "pool-node --transport tcp": "pool.transports.0: got \"tcp\", expected 'nixl'",
+    "pool-node --transport tcp": "pool.transports.0: got \"tcp\", expected 'nixl' or 'ucx'",
     "pool-node --disk /proc/x --name cli-test": "pool.disk: /proc/x: No such file or directory",
     "pool-node --set router.host=x": "--set router.host: not used here, only name, pool.",
     "router --model /nowhere/at/all --http-port 0 --grpc-port 0": "/nowhere/at/all",
