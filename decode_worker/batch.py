@@ -20,9 +20,10 @@ from decode_worker.reservation import Arrived
 from decode_worker.sequence import Sequence
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
 from kvpool.block_names import HashChain
+from kvpool.copies import CopyPairs
 from kvpool.openings import Openings
 from kvpool.restores import Restored
-from kvpool.tables import BlockTables, CopyPairs, Holder
+from kvpool.tables import BlockTables, Holder
 from kvrelay.types import PrefixOrigin, RequestKey, RequestSpec
 
 
@@ -268,7 +269,7 @@ class Batch:
         full_before = sequence.computed // size
         sequence.computed += tokens
         if sequence.computed // size > full_before:
-            self.tables.fill(sequence.holder, sequence.filled)
+            self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
         self.tables.trim(sequence.holder, sequence.computed)
 
     def restored(self, event: Restored) -> None:

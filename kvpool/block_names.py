@@ -17,8 +17,10 @@ from kvpool.hashes import (
     block_hash,
     cache_salt,
     extend_chain,
+    token_bytes,
 )
 from kvpool.layout import KvLayout
+from kvpool.siblings import Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class HashChain:
     block_size: int
     limit: int | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
+    _contents: list[bytes] = field(default_factory=list)
 
     def full(self, tokens: int) -> Sequence[BlockHash]:
         """Of the blocks that the first `tokens` tokens fill, as far as they have been named."""
@@ -69,6 +72,23 @@ class HashChain:
         """The sequence has `tokens` tokens by now."""
         end = tokens if self.limit is None else min(tokens, self.limit)
         extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
+        for start in range(len(self._contents), len(self._hashes)):
+            at = start * self.block_size
+            self._contents.append(token_bytes(token_ids[at : at + self.block_size]))
+
+    def content(self, index: int) -> Content:
+        """Of a block that has been named."""
+        return Content(self._above(index), self._contents[index])
+
+    def partial(self, index: int, token_ids: Sequence[int]) -> BlockHash:
+        """The name of a block that has only these `token_ids`, behind `index` full ones."""
+        return block_hash(self._hashes[index - 1] if index else None, token_ids, self.salt)
+
+    def partial_content(self, index: int, token_ids: Sequence[int]) -> Content:
+        return Content(self._above(index), token_bytes(token_ids))
+
+    def _above(self, index: int) -> bytes:
+        return self._hashes[index - 1] if index else self.salt
 
     def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
         """The names of the blocks that the first `tokens` tokens fill, each made when asked for."""
@@ -79,4 +99,4 @@ class HashChain:
             yield parent
 
     def copy(self) -> HashChain:
-        return replace(self, _hashes=list(self._hashes))
+        return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))

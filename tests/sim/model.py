@@ -12,10 +12,10 @@ from typing import NewType
 
 from engine.step import RunStep, Sampled, SequenceSlice
 from kvpool.canary import LogitSketch
+from kvpool.copies import CopyPairs
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
 from kvpool.link_cost import TransferShape, Way
 from kvpool.restore_cost import RestoreCost
-from kvpool.tables import CopyPairs
 from kvpool.transfer_plan import Side, Write
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 
