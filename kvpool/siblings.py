@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from kvpool.hashes import TOKEN_BYTES, BlockHash
 
-_MOST_TRIED = 8
-"""On either side of the place."""
+_MOST_FOUND = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,12 @@ class Siblings:
             del self._families[content.above]
 
     def nearest(self, content: Content) -> list[tuple[int, BlockHash]]:
-        """(tokens in common from the start, block) of those that share most, the most first."""
+        """(tokens in common from the start, block) of the few that share most, the most first."""
         family = self._families.get(content.above, [])
         at = bisect_left(family, (content.tokens,))
-        near = family[max(0, at - _MOST_TRIED) : at + _MOST_TRIED]
+        near = family[max(0, at - _MOST_FOUND) : at + _MOST_FOUND]
         found = [(common_tokens(content.tokens, tokens), block) for tokens, block in near]
-        return sorted(found, key=lambda pair: pair[0], reverse=True)
+        return sorted(found, key=lambda pair: pair[0], reverse=True)[:_MOST_FOUND]
 
     def validate(self, here: set[BlockHash]) -> None:
         """Each is a block that is `here`, and stands once where it is searched for."""

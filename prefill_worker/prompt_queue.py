@@ -82,8 +82,10 @@ def _copy(job: Job, tables: BlockTables) -> tuple[CopyPairs, ...]:
     tokens, pairs = tables.begin_like_another(
         job.holder, job.names, job.prompt, end=len(job.prompt) - 1
     )
+    if not tokens:
+        return ()
     job.begins_like_another(tokens)
-    return (pairs,) if tokens else ()
+    return (pairs,)
 
 
 def _has_blocks(job: Job, openings: Openings, budget_tokens: int, now_s: float) -> bool:

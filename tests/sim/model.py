@@ -110,8 +110,13 @@ def right_token(prompt: tuple[int, ...], choice: int, emitted: tuple[int, ...]) 
     return (state >> 33) % VOCABULARY
 
 
+_BEGINNING = tuple(random.Random(0).randrange(VOCABULARY) for _ in range(30))
+
+
 def make_spec(rng: random.Random, number: int, longest: int = 40) -> RequestSpec:
+    """Prompts share some of their beginnings, blocks and parts of blocks."""
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest)))
+    prompt = (*_BEGINNING[: min(number * 7 % 30, len(prompt))], *prompt[number * 7 % 30 :])
     sampling = Sampling(
         max_tokens=rng.randint(1, 12),
         seed=number,
