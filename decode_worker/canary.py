@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from decode_worker.reservation import Arrived
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch, StepOutcome
 from kvpool.canary import LogitSketch
-from kvpool.tables import BlockTables, CopyPairs, Holder
+from kvpool.copies import CopyPairs
+from kvpool.tables import BlockTables, Holder
 from kvrelay.types import RequestKey, Sampling
 
 

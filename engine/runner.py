@@ -16,9 +16,9 @@ from engine.sampler import sample
 from engine.sizing import KvSizing
 from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
+from kvpool.copies import CopyPairs
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
-from kvpool.tables import CopyPairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

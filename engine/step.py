@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from engine.latency import StepWork, decode_work, prefill_work
 from kvpool.canary import LogitSketch
+from kvpool.copies import CopyPairs
 from kvpool.handoff import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
-from kvpool.tables import CopyPairs
 from kvrelay.messages import WorkerEvent
 from kvrelay.types import RequestKey, Sampling, TokenLogprobs
 

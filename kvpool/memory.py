@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from kvpool.copies import CopyPairs
 from kvpool.layout import KvLayout
 from kvpool.pool_map import PoolMap
-from kvpool.tables import CopyPairs
 
 Allocate = Callable[[int], torch.Tensor]
 """Zeros, uint8 `[bytes]`, on the device that the KV is to be on."""
