@@ -1,4 +1,4 @@
-"""bench/transfer.py on a small shape: its figures are of transfers that arrive."""
+"""bench/transfer on a small shape: its figures are of transfers that arrive."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 
 from bench.report import Reading
-from bench.transfer import (
-    COLLATED,
-    DIRECT,
-    GridPoint,
-    _hidden,
-    _rows,
-    grid_row,
-    link,
-    rows_of,
-    write_trace,
-)
-from bench.transfer_end import Shape
+from bench.transfer.grid import GridPoint, grid_row
+from bench.transfer.link import link
+from bench.transfer.shape import Shape
+from bench.transfer.speed import COLLATED, DIRECT, _rows, rows_of
+from bench.transfer.trace import _hidden, write_trace
 from kvpool.link_cost import Way
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,0 +1,93 @@
+"""KV between two processes over every link of this machine: collated, direct, and their limits.
+
+7,500 tokens of Llama-3.1-8B's layout in scattered 16-token blocks; the code is the workers' own.
+
+What is measured, one thread at each end:
+
+collated   gather into a slab, checksum, write, check, scatter, in pieces as the workers cut them,
+           SLABS at most on their way; until the receiver has scattered the last one.
+direct     the receiver reads every run of blocks, of each layer and plane, as one descriptor. Over
+           nixl and ucx it makes and posts all 30,000 of a transfer as one batch, the kindest case
+           for many descriptors; where memory is mapped it copies piece by piece, as workers do.
+one write  the same bytes in one piece, contiguous and registered at both ends.
+memcpy     the same bytes within the sender, pages touched before.
+
+All are timed in turn, and medians compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+from bench.report import Row, print_table, write_json
+from bench.transfer.apart import apart, usable
+from bench.transfer.grid import grid_row
+from bench.transfer.handoff import handoff_rows
+from bench.transfer.sender import MESSAGE_LINKS
+from bench.transfer.shape import Shape
+from bench.transfer.speed import rows_of
+from bench.transfer.steady import steady_row
+from bench.transfer.trace import write_trace
+
+WORKER_LINKS = ("shm", *MESSAGE_LINKS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--format", choices=["table", "json"], default="table")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=7500)
+    parser.add_argument("--layers", type=int, default=32, help="of 32; fewer need less memory")
+    parser.add_argument("--only", nargs="+", metavar="TRANSPORT", help="measure these alone")
+    parser.add_argument("--steady", type=int, metavar="N", help="N small transfers instead")
+    parser.add_argument("--grid", action="store_true", help="how often the right way is chosen")
+    parser.add_argument("--handoff", action="store_true", help="two real workers instead")
+    parser.add_argument("--profile", type=Path, help="write a Chrome trace to this file instead")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    shape = Shape(layers=args.layers, tokens=args.tokens)
+    _check_room(shape)
+    names = args.only or usable()
+    if args.profile:
+        write_trace(args.profile, names, shape)
+        return
+    rows: list[Row] = []
+    if args.handoff:
+        rows = handoff_rows([name for name in names if name in WORKER_LINKS], args.repeats)
+        names = []
+    for scheme in names:
+        if args.steady:
+            rows.append(apart(steady_row, scheme, args.steady))
+        elif args.grid:
+            rows.append(apart(grid_row, scheme, shape, args.repeats))
+        else:
+            rows += apart(rows_of, scheme, shape, args.repeats)
+    if args.format == "json":
+        print(json.dumps([row.as_json() for row in rows], indent=2))
+    else:
+        print_table("Transfer", rows)
+    if args.json:
+        write_json(args.json, rows)
+
+
+def _check_room(shape: Shape) -> None:
+    needed = 3 * shape.nbytes + 2**30
+    room = psutil.virtual_memory().available
+    if needed > room:
+        fewer = int(shape.layers * (room - 2**30) / (3 * shape.nbytes))
+        sys.exit(
+            f"{needed / 2**30:.1f} GiB are needed and {room / 2**30:.1f} are free: --layers {fewer}"
+        )
+
+
+if __name__ == "__main__":
+    main()
