@@ -14,7 +14,6 @@ from bench.transfer.grid import GridPoint, grid_row
 from bench.transfer.link import link
 from bench.transfer.shape import Shape
 from bench.transfer.speed import COLLATED, DIRECT, _rows, rows_of
-from bench.transfer.trace import _hidden, write_trace
 from kvpool.link_cost import Way
 
 REPOSITORY = Path(__file__).parents[2]
@@ -70,21 +69,6 @@ def test_the_grid_lays_the_sequence_out_at_both_ends() -> None:
     assert shapes[0][0].descriptors > shapes[2][0].descriptors
     row = grid_row("loopback", Shape(layers=1, tokens=256), repeats=1)
     assert 0 <= row.value <= 100 and row.method.startswith("8 transfers of up to 256 tokens")
-
-
-def test_the_hidden_share_is_what_the_spans_have_in_common() -> None:
-    outer = [("gather", 0.0, 1.0), ("write", 1.0, 2.0)]
-    assert _hidden([("scatter", 0.5, 1.5)], outer) == pytest.approx(1.0)
-    assert _hidden([("scatter", 1.5, 3.5)], outer) == pytest.approx(0.25)
-    assert _hidden([], outer) == 0.0
-
-
-def test_a_trace_has_the_spans_of_both_processes(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_trace(path, ["nixl"], SMALL)
-    events = json.loads(path.read_text())["traceEvents"]
-    spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
-    assert spans == {(0, "gather"), (0, "write"), (1, "scatter")}
 
 
 def test_the_command_prints_json() -> None:
