@@ -90,7 +90,8 @@ class Mover:
     def _run(self) -> None:
         use_threads(1)
         try:
-            self._work()
+            with self._memory.beside():
+                self._work()
         except Exception as error:
             self._crashed(error)
 

@@ -80,6 +80,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _rows(args: argparse.Namespace, shape: Shape, names: list[str]) -> list[Row]:
+    if not names:
+        sys.exit(f"KV on {args.device} can't be moved here")
     pair = PAIRS[args.device]
     between_workers = [name for name in names if name in WORKER_LINKS]
     if args.profile:

@@ -30,6 +30,7 @@ def merged(folder: Path) -> list[Event]:
 
 def write(path: Path, events: Iterable[Event]) -> None:
     """For Perfetto (ui.perfetto.dev) and chrome://tracing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": [*events]}) + "\n")
 
 
