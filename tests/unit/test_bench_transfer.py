@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,8 +93,7 @@ def test_the_command_prints_json() -> None:
 def test_kv_on_a_device_goes_in_whole_chunks_and_both_passes_count() -> None:
     shape = Shape(layers=32, tokens=1100, device="cuda")
     assert shape.staging.payload_bytes == 512 * shape.layout.bytes_per_token
-    assert Shape(layers=32, tokens=1100).staging.payload_bytes < shape.staging.payload_bytes
-    assert shape.cut()[0].nbytes == shape.staging.payload_bytes
+    assert len(shape.cut()) == 3 < len(replace(shape, device="cpu").cut())
     speeds = {name: Reading(values=(speed,)) for name, speed in SPEEDS.items()}
     (row,) = [r for r in _rows("cuda_ipc", speeds, Way.DIRECT, "") if r.goal == 0.8]
     assert (row.value, row.against, row.against_value) == (4.0, "memcpy", 8.0)
