@@ -21,6 +21,7 @@ class WorkerSettings:
     "off" or a file of step times, `handoff` a HandoffMode, `codec` a Codec or "auto", `ucx` are
     fields of UcxOptions. Links between hosts take only peers that know the same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
+    `trace_dir` None: nothing is traced.
     """
 
     name: str
@@ -54,6 +55,7 @@ class WorkerSettings:
     port_range: tuple[int, int] | None
     pool_address: str | None
     secret: str = field(default="", repr=False)
+    trace_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

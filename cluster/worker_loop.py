@@ -19,6 +19,7 @@ from cluster.pool_news import PoolNews
 from cluster.preloads import Preloads
 from cluster.pull_turns import PullTurns
 from cluster.router_streams import RouterStreams
+from cluster.trace import NO_TRACE, Trace
 from cluster.worker_counters import Totals, count
 from cluster.worker_events import (
     Call,
@@ -36,6 +37,7 @@ from engine.correction import StepPace
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
 from kvpool.handoff import (
     TO_PREFILL,
+    Commit,
     FetchPiece,
     FromPeer,
     LayersWritten,
@@ -116,6 +118,7 @@ class WorkerLoop:
         pace: StepPace,
         most_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        trace: Trace = NO_TRACE,
     ) -> None:
         """`most_steps`: so many the device may run in a row, while no prompt waits."""
         self._now = clock
@@ -127,6 +130,7 @@ class WorkerLoop:
         self.decode = decode
         self.inbox = inbox
         self.draining = False
+        self._trace = trace
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
         self._pulls = PullTurns(openings, clock)
@@ -208,6 +212,9 @@ class WorkerLoop:
                 self._execute(self.decode.handle(event, self._now()))
                 if choice := self.decode.receiver.pools.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
+            case FromPeer(message=Commit(key=key)):
+                with self._trace.span("commit", request=key.request_id):
+                    self._execute(self.decode.handle(event, self._now()))
             case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched():
                 self._execute(self.decode.handle(event, self._now()))
             case LayersWritten():

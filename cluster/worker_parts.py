@@ -13,6 +13,8 @@ from cluster.peers import PeerLinks
 from cluster.pool_side import PoolSide
 from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
+from cluster.trace import NO_TRACE, Trace, open_trace
+from cluster.traced_engine import TracedEngine
 from cluster.worker_caches import open_caches
 from cluster.worker_events import Crashed, Incoming
 from cluster.worker_formats import block_names, codec_offer, codecs_of
@@ -26,6 +28,7 @@ from engine.checkpoint import open_checkpoint
 from engine.correction import StepPace
 from engine.latency_fit import LinearTimes
 from engine.load import load_engine
+from engine.nvtx import nvtx
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
@@ -64,6 +67,7 @@ class WorkerParts:
     hello: WorkerHello
     tables: BlockTables
     pool: PoolTurns | None
+    trace: Trace
 
     def close(self) -> None:
         self.device.close()
@@ -71,12 +75,14 @@ class WorkerParts:
             self.pool.close()
         self.mover.close()
         self.links.close()
+        self.trace.close()
 
 
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
     """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
     if settings.cpu_threads is not None:
         use_threads(settings.cpu_threads)
+    trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
     engine = _load(settings)
     tables = _tables(settings, engine)
     staging = plan_staging(
@@ -88,8 +94,9 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     )
     offer = codec_offer(settings, engine)
     links = _links(settings, engine, staging, offer, inbox)
-    mover = _mover(engine, staging, links, inbox)
-    device = Device(engine, settings.cpu_threads, inbox.put)
+    mover = _mover(engine, staging, links, inbox, trace)
+    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
+    device = Device(stepping, settings.cpu_threads, inbox.put)
     openings = open_caches(settings, tables, staging)
     bound = _canary_bound(settings, engine)
     times = step_times(settings, engine)
@@ -109,6 +116,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         inbox,
         max_model_len=max_model_len,
         pace=StepPace(times),
+        trace=trace,
     )
     pool = _pool(settings, engine, openings, links, inbox)
     loop.attach(links, mover, pool)
@@ -124,6 +132,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         hello=_hello(settings, engine, links, tables.names, times),
         tables=tables,
         pool=pool,
+        trace=trace,
     )
 
 
@@ -251,6 +260,7 @@ def _mover(
     staging: Staging,
     links: PeerLinks,
     inbox: queue.SimpleQueue[Incoming],
+    trace: Trace,
 ) -> Mover:
     return Mover(
         engine.memory,
@@ -260,6 +270,7 @@ def _mover(
         slab_bytes=staging.slab_bytes,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
+        trace=trace,
     )
 
 
