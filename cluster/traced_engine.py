@@ -8,7 +8,7 @@ from cluster.device import StepEngine
 from cluster.trace import Trace, Value
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice, StepBatch, StepOutcome
-from kvpool.tables import CopyPairs
+from kvpool.copies import CopyPairs
 
 
 class TracedEngine:
