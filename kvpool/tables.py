@@ -33,6 +33,9 @@ class Holder:
     key: RequestKey
     choice: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def __str__(self) -> str:
         return f"{self.side} {self.key}/{self.choice}"
 
