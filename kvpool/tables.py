@@ -34,6 +34,9 @@ class Holder:
     key: RequestKey
     choice: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def __str__(self) -> str:
         return f"{self.side} {self.key}/{self.choice}"
 
@@ -281,8 +284,14 @@ class BlockTables:
             )
 
     def counts(self) -> dict[BlockState, int]:
+        return self.scarcest.counts()
+
+    @property
+    def scarcest(self) -> BlockPool:
         """Of the group with the fewest blocks to be had."""
-        return min(self.pools, key=lambda pool: pool.available).counts()
+        if len(self.pools) == 1:
+            return self.pools[0]
+        return min(self.pools, key=lambda pool: pool.available)
 
     def orphaned(self) -> int:
         """Blocks that are held in a pool but stand in no holder's table: always 0."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.sim.answers import Answers
 from cluster.sim.clock import Clock
 from cluster.sim.step_runs import run_s, steps_begun
-from cluster.worker_events import Stepped
+from cluster.worker_events import Incoming, Stepped
 from engine.latency import StepTimes, StepWork, decode_work, prefill_work
 from engine.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
 from kvpool.handoff import LayersWritten
@@ -34,7 +34,7 @@ class SimDevice:
         times: StepTimes,
         answers: Answers,
         layers: int,
-        post: Callable[[Stepped | LayersWritten], None],
+        post: Callable[[Sequence[Incoming]], None],
     ) -> None:
         self._clock = clock
         self._times = times
@@ -53,7 +53,7 @@ class SimDevice:
         self._running = _Running(step, work, steps, self._clock.now_s, seconds)
         for layer in sorted(step.layer_marks):
             share = (layer + 1) / self._layers
-            self._clock.after(seconds * share, self._post, LayersWritten(layer))
+            self._clock.after(seconds * share, self._post, (LayersWritten(layer),))
         self._clock.after(seconds, self._end, self._running)
 
     def _seconds(self, work: StepWork, steps: int) -> float:
@@ -90,7 +90,8 @@ class SimDevice:
             self.decode_busy_s += running.seconds
         drawn = (self._answers.drawn(one, running.steps) for one in running.step.batch.slices)
         outcome = StepOutcome(sampled=tuple(drawn))
-        self._post(Stepped(StepDone(outcome=outcome, seconds=running.seconds, steps=running.steps)))
+        done = StepDone(outcome=outcome, seconds=running.seconds, steps=running.steps)
+        self._post((Stepped(done),))
 
 
 def _work_of(batch: StepBatch) -> StepWork:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from cluster.sim.clock import Clock
@@ -28,11 +28,12 @@ from kvpool.pull import BlocksPulled, PullBlocks
 from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
 
-Post = Callable[[Incoming], None]
+Post = Callable[[Sequence[Incoming]], None]
 
 
 class SimLinks:
-    """`posts` are the workers' own inboxes; messages between two arrive in order."""
+    """`posts` are the workers' own inboxes; messages between two arrive in order, those of one
+    turn together."""
 
     def __init__(
         self, clock: Clock, fabric: Fabric, hello: PeerHello, posts: Mapping[Incarnation, Post]
@@ -42,24 +43,33 @@ class SimLinks:
         self._fabric = fabric
         self._posts = posts
         self._met: set[Incarnation] = set()
+        self._outbox: dict[Incarnation, list[Incoming]] = {}
 
     def states(self) -> tuple[LinkState, ...]:
         return ()
 
     def send(self, command: SendPeer) -> None:
         self.meet(command.peer)
-        event = FromPeer(peer=self.hello.incarnation, message=command.message)
-        self._clock.after(self._fabric.config.latency, self._posts[command.peer], event)
+        self._put(command.peer, FromPeer(peer=self.hello.incarnation, message=command.message))
+
+    def _put(self, peer: Incarnation, event: Incoming) -> None:
+        self._outbox.setdefault(peer, []).append(event)
+
+    def flush(self) -> None:
+        """At the end of a turn."""
+        if self._outbox:
+            for peer, events in self._outbox.items():
+                self._clock.after(self._fabric.config.latency, self._posts[peer], events)
+            self._outbox = {}
 
     def meet(self, peer: Incarnation) -> None:
         """Each side says hello once; the other knows what the link costs as soon as it hears it."""
         if peer in self._met:
             return
         self._met.add(peer)
-        me, latency_s = self.hello.incarnation, self._fabric.config.latency
-        self._clock.after(latency_s, self._posts[peer], FromPeer(peer=me, message=self.hello))
-        measured = LinkMeasured(peer=me, cost=self._fabric.cost())
-        self._clock.after(latency_s, self._posts[peer], measured)
+        me = self.hello.incarnation
+        self._put(peer, FromPeer(peer=me, message=self.hello))
+        self._put(peer, LinkMeasured(peer=me, cost=self._fabric.cost()))
 
 
 class SimMover:
@@ -87,7 +97,7 @@ class SimMover:
                 assert_never(job)
 
     def _later(self, at_s: float, event: Incoming) -> None:
-        self._clock.at(max(at_s, self._clock.now_s), self._posts[self._me], event)
+        self._clock.at(max(at_s, self._clock.now_s), self._posts[self._me], (event,))
 
     def _write(self, job: WriteSlab) -> None:
         now_s, nbytes, lent = self._clock.now_s, job.write.nbytes, job.lent
@@ -97,7 +107,7 @@ class SimMover:
             key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
         )
         event = FromPeer(peer=self._me, message=filled)
-        self._clock.at(there_s + self._fabric.config.latency, self._posts[job.peer], event)
+        self._clock.at(there_s + self._fabric.config.latency, self._posts[job.peer], (event,))
         written = SlabWritten(key=lent.key, piece=lent.piece, bytes=nbytes, seconds=there_s - now_s)
         self._later(there_s, written)
 

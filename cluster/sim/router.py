@@ -70,7 +70,7 @@ class SimRouter:
         self._workers[worker.incarnation] = worker
         self._streams[worker.incarnation] = stream
         self.hear(WorkerJoined(hello=worker.hello))
-        worker.hear(RouterJoined(stream))
+        worker.hear((RouterJoined(stream),))
 
     def serve(self, clients: Clients) -> None:
         self._clients = clients
@@ -85,8 +85,8 @@ class SimRouter:
     def _execute(self, command: Command) -> None:
         match command:
             case Send(worker=worker, message=message):
-                event = FromRouter(self._streams[worker], message)
-                self._clock.after(self._latency_s, self._workers[worker].hear, event)
+                events = (FromRouter(self._streams[worker], message),)
+                self._clock.after(self._latency_s, self._workers[worker].hear, events)
             case PairQuarantined() | PairTrusted():
                 pass  # for the log
             case _:

@@ -4,7 +4,7 @@ their time."""
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.settings import WorkerSettings
@@ -87,14 +87,17 @@ class SimWorker:
 
     # --- what happens ---------------------------------------------------------------------------
 
-    def hear(self, event: Incoming) -> None:
-        if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
-            self.links.meet(event.peer)
-        self.loop.settle(event)
+    def hear(self, events: Sequence[Incoming]) -> None:
+        """All that comes at once: one turn of the loop."""
+        for event in events:
+            if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
+                self.links.meet(event.peer)
+            self.loop.settle(event)
         self._act()
 
     def _act(self) -> None:
         self.loop.act()
+        self.links.flush()
         if self.device.runs_ahead and self._is_wanted_otherwise:
             self.device.cut()
         if not self._ticking and not self.loop.idle:

@@ -53,6 +53,9 @@ class RequestKey:
     request_id: str
     attempt: int
 
+    def __hash__(self) -> int:
+        return hash(self.request_id)
+
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}"
 
