@@ -53,8 +53,9 @@ def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config
 
 
 def describe(error: ValidationError, root: type[BaseModel] = Config) -> str:
-    """The first thing that is wrong, in one line, and how many more there are."""
-    first, *others = error.errors()
+    """The first thing that is wrong, in one line, and how many more there are. A misspelt key also
+    leaves the right one missing: that comes later."""
+    first, *others = sorted(error.errors(), key=lambda one: one["type"] == "missing")
     more = f" (and {len(others)} more)" if others else ""
     return _describe_one(first, root) + more
 
