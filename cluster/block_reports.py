@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cluster.pool_side import PoolNews
 from kvpool.device_cache import DeviceCache
-from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost
+from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost, PoolNews
 from kvpool.pool_messages import BlocksChanged, PoolTier
 from kvrelay.messages import BlockChanges
 from kvrelay.types import Incarnation, Tier

@@ -25,6 +25,7 @@ from cluster.config_types import (
     Transport,
 )
 from cluster.quantities import Bytes, Seconds
+from cluster.sim.config import Simulation
 from kvrelay.types import Role
 
 
@@ -265,6 +266,8 @@ class Config(Section):
     pool: Pool = Pool()
     network: Network = Network()
     ray: RaySection = RaySection()
+    simulation: Simulation = Simulation()
+    """What `kvrelay simulate` has instead of machines."""
     drain_timeout: Seconds = 30.0
     """How long running requests may take to finish when the cluster stops."""
 

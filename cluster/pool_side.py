@@ -15,14 +15,10 @@ from cluster.pool_mover import PoolMover
 from kvpool.memory import KvMemory
 from kvpool.pool_client import PoolClient
 from kvpool.pool_client_events import (
-    BlocksFetched,
-    BlocksStored,
     ClientEvent,
     FetchBlocks,
-    FromNode,
     OfferSettled,
-    PoolJoined,
-    PoolLost,
+    PoolNews,
     PrefixFetched,
     PrefixFound,
     PrefixPinned,
@@ -32,9 +28,6 @@ from kvpool.pool_client_events import (
 from kvpool.pool_messages import PoolFormat, PoolHello
 from kvpool.transport.registry import LOOPBACK_HOST
 from kvrelay.types import WIRE_VERSION, Incarnation
-
-PoolNews = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
-"""What its other threads tell the loop."""
 
 PoolAnswer = OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
 

@@ -5,7 +5,7 @@ Runs on the loop's thread.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 from kvpool.handoff import FromPeer, PeerLost, SendPeer
 from kvpool.openings import Openings
@@ -15,7 +15,8 @@ from kvpool.restores import Restored
 
 
 class PullTurns:
-    def __init__(self, openings: Openings) -> None:
+    def __init__(self, openings: Openings, clock: Callable[[], float]) -> None:
+        self._now = clock
         self._openings = openings
         self._answers: list[SendPeer] = []
 
@@ -24,13 +25,14 @@ class PullTurns:
         grants = self._openings.grants
         if grants is not None:
             self._answers += self._answer(grants, event)
-        return self._openings.pulled(event, time.monotonic())
+        return self._openings.pulled(event, self._now())
 
-    @staticmethod
-    def _answer(grants: PullGrants, event: FromPeer | PeerLost | BlocksPulled) -> list[SendPeer]:
+    def _answer(
+        self, grants: PullGrants, event: FromPeer | PeerLost | BlocksPulled
+    ) -> list[SendPeer]:
         match event:
             case FromPeer(peer=peer, message=PullWanted() as wanted):
-                granted = grants.wanted(peer, wanted, time.monotonic())
+                granted = grants.wanted(peer, wanted, self._now())
                 return [SendPeer(peer=peer, message=granted)]
             case FromPeer(peer=peer, message=PullRead() as read):
                 return [SendPeer(peer=peer, message=grants.read(peer, read))]
@@ -40,8 +42,8 @@ class PullTurns:
 
     def tick(self) -> list[Restored]:
         if self._openings.grants is not None:
-            self._openings.grants.expire(time.monotonic())
-        return self._openings.expire(time.monotonic())
+            self._openings.grants.expire(self._now())
+        return self._openings.expire(self._now())
 
     def take_commands(self) -> list[SendPeer | PullBlocks]:
         """To be executed, in order."""

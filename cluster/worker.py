@@ -20,6 +20,7 @@ from cluster.settings import WorkerSettings
 from cluster.worker_events import Call, Close, Incoming
 from cluster.worker_parts import WorkerParts, build_worker
 from cluster.worker_service import WorkerService
+from engine.threads import run_apart, use_threads
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 
@@ -76,12 +77,13 @@ class WorkerProcess:
 
     def _run(self) -> None:
         try:
-            parts = build_worker(self._settings, self._inbox)
+            parts = run_apart(lambda: build_worker(self._settings, self._inbox))
         except BaseException as error:
             self._started.set_exception(error)
             self._closed.set_result(None)
             return
         self._started.set_result(parts)
+        use_threads(1)  # the device's thread has the cores
         try:
             parts.loop.run()
             self._closed.set_result(None)

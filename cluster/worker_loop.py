@@ -1,6 +1,7 @@
 """The loop of a worker: receive, decide, keep the device busy, tell. One thread owns all state.
 
 Both schedulers live here over one set of block tables; the role only tells routers what to send.
+The simulator drives the same loop on a clock of its own, without the inbox.
 """
 
 from __future__ import annotations
@@ -11,13 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.block_reports import BlockReports
-from cluster.mover import Mover
-from cluster.peers import PeerLinks
-from cluster.pool_side import PoolNews
-from cluster.pool_turns import PoolOutcome, PoolTurns
 from cluster.preloads import Preloads
 from cluster.pull_turns import PullTurns
 from cluster.router_streams import RouterStreams
@@ -53,6 +50,7 @@ from kvpool.handoff import (
     WriteSlab,
 )
 from kvpool.openings import Openings
+from kvpool.pool_client_events import PoolNews
 from kvpool.pull import BlocksPulled, PullBlocks, PullMessage
 from kvpool.restores import Restored
 from kvrelay.messages import (
@@ -73,15 +71,35 @@ from kvrelay.messages import (
 from kvrelay.types import RequestKey
 from prefill_worker.scheduler import PrefillScheduler
 
+if TYPE_CHECKING:
+    from cluster.pool_turns import PoolOutcome, PoolTurns
+
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+
+
+MoveJob = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
 
 
 class StepDevice(Protocol):
     """Runs one step at a time; its end comes back as Stepped."""
 
     def submit(self, step: RunStep) -> None: ...
+
+
+class Links(Protocol):
+    """To peers."""
+
+    def send(self, command: SendPeer) -> None: ...
+
+    def states(self) -> tuple[LinkState, ...]: ...
+
+
+class Moves(Protocol):
+    """Moves KV, in order; the outcome of each job comes back."""
+
+    def put(self, job: MoveJob) -> None: ...
 
 
 class WorkerLoop:
@@ -94,7 +112,12 @@ class WorkerLoop:
         inbox: queue.SimpleQueue[Incoming],
         *,
         max_model_len: int,
+        most_steps: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`most_steps`: so many the device may run in a row, while no prompt waits."""
+        self._now = clock
+        self._most_steps = most_steps
         self._device = device
         self._openings = openings
         self.prefill = prefill
@@ -103,7 +126,7 @@ class WorkerLoop:
         self.draining = False
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
-        self._pulls = PullTurns(openings)
+        self._pulls = PullTurns(openings, clock)
         self._reports = BlockReports(openings.tables.cache)
         self._streams = RouterStreams(self._reports, self.counters)
         self._next_tick_s = 0.0
@@ -113,7 +136,7 @@ class WorkerLoop:
         self._totals = Totals()
         self._link_states: Callable[[], tuple[LinkState, ...]] = tuple
 
-    def attach(self, links: PeerLinks, mover: Mover, pool: PoolTurns | None) -> None:
+    def attach(self, links: Links, mover: Moves, pool: PoolTurns | None) -> None:
         self._links = links
         self._link_states = links.states
         self._mover = mover
@@ -131,6 +154,10 @@ class WorkerLoop:
     def turn(self) -> None:
         """Wait for something to happen, settle all that has, keep the device busy, tell."""
         self._receive()
+        self.act()
+
+    def act(self) -> None:
+        """Keep the device busy, tell."""
         self._start_step()
         while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
@@ -140,16 +167,16 @@ class WorkerLoop:
     # --- receive --------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        timeout_s = max(0.0, self._next_tick_s - time.monotonic())
+        timeout_s = max(0.0, self._next_tick_s - self._now())
         with suppress(queue.Empty):
-            self._settle(self.inbox.get(timeout=timeout_s))
+            self.settle(self.inbox.get(timeout=timeout_s))
         while not self.inbox.empty():
-            self._settle(self.inbox.get_nowait())
-        if time.monotonic() >= self._next_tick_s:
-            self._tick()
+            self.settle(self.inbox.get_nowait())
+        if self._now() >= self._next_tick_s:
+            self.tick()
 
-    def _tick(self) -> None:
-        self._next_tick_s = time.monotonic() + TICK_S
+    def tick(self) -> None:
+        self._next_tick_s = self._now() + TICK_S
         self._both(Tick())
         self._totals.orphaned_blocks = self._openings.tables.orphaned()
         if self._pool is not None:
@@ -157,7 +184,7 @@ class WorkerLoop:
         self._pooled(self._pulls.tick())
         self._streams.tick()
 
-    def _settle(self, event: Incoming) -> None:
+    def settle(self, event: Incoming) -> None:
         match event:
             case FromRouter(stream=stream, message=message):
                 self._from_router(stream, message)
@@ -169,18 +196,18 @@ class WorkerLoop:
             case FromPeer(message=message) if isinstance(message, PullMessage):
                 self._pooled(self._pulls.handle(event))
             case FromPeer(message=message) if isinstance(message, TO_PREFILL):
-                self._execute(self.prefill.handle(event, _now()))
+                self._execute(self.prefill.handle(event, self._now()))
             case SlabWritten():
-                self._execute(self.prefill.handle(event, _now()))
+                self._execute(self.prefill.handle(event, self._now()))
             case LinkMeasured(peer=peer, name=name):
-                self._execute(self.decode.handle(event, _now()))
+                self._execute(self.decode.handle(event, self._now()))
                 if choice := self.decode.receiver.pools.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
             case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched():
-                self._execute(self.decode.handle(event, _now()))
+                self._execute(self.decode.handle(event, self._now()))
             case LayersWritten():
                 if self._stepping is self.prefill:
-                    self._execute(self.prefill.handle(event, _now()))
+                    self._execute(self.prefill.handle(event, self._now()))
             case _ if isinstance(event, PoolNews):
                 self._from_pool(event)
             case RouterJoined(stream=stream):
@@ -201,9 +228,9 @@ class WorkerLoop:
         """Whether a step may be possible now that was not."""
         for event in outcomes:
             if isinstance(event, Restored) and event.holder.side != "prefill":
-                self._execute(self.decode.handle(event, _now()))
+                self._execute(self.decode.handle(event, self._now()))
             else:
-                self._execute(self.prefill.handle(event, _now()))
+                self._execute(self.prefill.handle(event, self._now()))
         return any(isinstance(event, Restored) for event in outcomes)
 
     def _from_pool(self, event: PoolNews) -> None:
@@ -224,7 +251,7 @@ class WorkerLoop:
                 else:
                     self._start(stream, message)
             case Stop(key=key) if self._streams.is_from(stream, key):
-                self._execute(self.decode.handle(message, _now()))
+                self._execute(self.decode.handle(message, self._now()))
             case Abort(key=key) if self._streams.is_from(stream, key):
                 self._both(message)
             case Stop() | Abort():
@@ -233,16 +260,16 @@ class WorkerLoop:
     def _start(self, stream: RouterStream, message: Reserve | Generate | Prefill) -> None:
         self._streams.begin(stream, message.spec.key)
         if isinstance(message, Prefill):
-            self._execute(self.prefill.handle(message, _now()))
+            self._execute(self.prefill.handle(message, self._now()))
         else:
-            self._execute(self.decode.handle(message, _now()))
+            self._execute(self.decode.handle(message, self._now()))
 
     def _refuse(self, stream: RouterStream, key: RequestKey, reason: str) -> None:
-        self._streams.answer(stream, ReserveRefused(key=key, at_s=_now(), reason=reason))
+        self._streams.answer(stream, ReserveRefused(key=key, at_s=self._now(), reason=reason))
 
     def _both(self, event: Abort | FromPeer | PeerLost | Tick) -> None:
-        self._execute(self.prefill.handle(event, _now()))
-        self._execute(self.decode.handle(event, _now()))
+        self._execute(self.prefill.handle(event, self._now()))
+        self._execute(self.decode.handle(event, self._now()))
 
     # --- decide and run -------------------------------------------------------------------------
 
@@ -254,7 +281,8 @@ class WorkerLoop:
                 self._offer(scheduler)
 
     def _offer(self, scheduler: DecodeScheduler | PrefillScheduler) -> None:
-        for command in scheduler.handle(StepWanted(), _now()):
+        most_steps = 1 if self.prefill.waiting else self._most_steps
+        for command in scheduler.handle(StepWanted(most_steps=most_steps), self._now()):
             if isinstance(command, RunStep):
                 self._stepping = scheduler
                 self._device.submit(command)
@@ -266,7 +294,7 @@ class WorkerLoop:
         assert scheduler is not None, "a step ended that was not begun"
         self._totals.steps += 1
         self._totals.busy_s += done.seconds
-        self._execute(scheduler.handle(done, _now()))
+        self._execute(scheduler.handle(done, self._now()))
 
     def _execute(self, commands: Iterable[Command | PullBlocks]) -> None:
         for command in commands:
@@ -289,12 +317,8 @@ class WorkerLoop:
                 log.warning("%s failed: %s: %s", event.key, event.reason, event.message)
             if isinstance(event, Released | ReserveRefused):
                 self._streams.end(event.key)
-                self._preloads.ended(event, _now())
+                self._preloads.ended(event, self._now())
 
     def counters(self) -> Counters:
         links = self._link_states()
         return count(self._openings, self.prefill, self.decode, self._totals, links)
-
-
-def _now() -> float:
-    return time.monotonic()

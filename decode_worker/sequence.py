@@ -70,7 +70,7 @@ class Sequence:
         start, end, _ = positions.indices(self.length)
         if start >= len(prompt):
             return tuple(self.emitted[start - len(prompt) : end - len(prompt)])
-        return prompt[start:end] + tuple(self.emitted[: max(0, end - len(prompt))])
+        return (*prompt[start:end], *self.emitted[: max(0, end - len(prompt))])
 
     @property
     def reusable(self) -> abc.Sequence[BlockHash]:
@@ -103,9 +103,10 @@ class Sequence:
             for choice in self.choices
         )
 
-    def finish_reason(self, token_id: int) -> FinishReason | None:
-        """Were `token_id` the next token."""
-        return finish_reason(self.spec.sampling, token_id=token_id, emitted=len(self.emitted) + 1)
+    @property
+    def tokens_left(self) -> int:
+        """The most that it may still yield."""
+        return self.spec.sampling.max_tokens - len(self.emitted)
 
     def joined_event(self, now_s: float) -> Lifetime:
         """It is in a step for the first time."""
@@ -119,15 +120,20 @@ class Sequence:
             source=self.origin,
         )
 
-    def tokens_event(self, choice: int, sampled: Sampled, now_s: float) -> Tokens:
-        reason = self.finish_reason(sampled.token_id)
+    def tokens_event(self, choice: int, drawn: tuple[Sampled, ...], now_s: float) -> Tokens:
+        """Of one step or of several, the last of which may end it. The emitted ones are as before
+        the first."""
+        last = drawn[-1]
+        reason = finish_reason(
+            self.spec.sampling, token_id=last.token_id, emitted=len(self.emitted) + len(drawn)
+        )
         return Tokens(
             key=self.key,
             at_s=now_s,
             choice=choice,
             first_index=len(self.emitted),
-            token_ids=(sampled.token_id,),
-            logprobs=() if sampled.logprobs is None else (sampled.logprobs,),
+            token_ids=tuple([one.token_id for one in drawn]),
+            logprobs=tuple([one.logprobs for one in drawn if one.logprobs is not None]),
             finish_reason=reason,
-            stop_token_id=sampled.token_id if reason is FinishReason.STOP else None,
+            stop_token_id=last.token_id if reason is FinishReason.STOP else None,
         )

@@ -5,7 +5,7 @@ The batch is ragged: one call serves prefill chunks and decode tokens of many se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.canary import LogitSketch
@@ -27,7 +27,7 @@ class SampleRequest:
     sampling: Sampling
     choice: int
     index: int
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     emitted_ids: tuple[int, ...]
 
 
@@ -46,7 +46,7 @@ class SequenceSlice:
 
     key: RequestKey
     choice: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     start: int
     tables: Tables
     samples: tuple[SampleRequest, ...] = ()
@@ -71,7 +71,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """# slice of the batch |-> one Sampled for each of its samples; and its sketch if wanted"""
+    """# slice of the batch |-> one Sampled for each of its samples; and its sketch if wanted
+
+    After several steps: one Sampled for each step.
+    """
 
     sampled: tuple[tuple[Sampled, ...], ...]
     sketches: Mapping[int, LogitSketch] = field(default_factory=dict)
@@ -80,15 +83,20 @@ class StepOutcome:
 # --- between a scheduler and its worker ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepWanted:
-    """The device is free: is there a step to run?"""
+    """The device is free: is there a step to run? Up to `most_steps` may be run in a row."""
+
+    most_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
+    """`steps` of those that RunStep allowed have run; `seconds` is what they took together."""
+
     outcome: StepOutcome
     seconds: float
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +108,13 @@ class Tick:
 class RunStep:
     """Make the copies, then run the batch; its outcome comes back as StepDone.
 
-    LayersWritten comes for each layer of `layer_marks` once its KV is written.
+    LayersWritten comes for each layer of `layer_marks` once its KV is written. With `steps` above 1
+    every slice is one token of one choice, and its tables have room for so many: the batch may be
+    run so often, each time with the tokens just drawn, up to the step that ends a sequence.
     """
 
     batch: StepBatch
+    steps: int = 1
     copies: tuple[CopyPairs, ...] = ()
     layer_marks: frozenset[int] = frozenset()
 

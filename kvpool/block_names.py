@@ -13,6 +13,7 @@ from kvpool.codec import Codec
 from kvpool.hashes import (
     BlockHash,
     CacheSalt,
+    NamedTokens,
     SupportsTokens,
     block_hash,
     cache_salt,
@@ -74,6 +75,9 @@ class HashChain:
         """The names of the blocks that the first `tokens` tokens fill, each made when asked for."""
         parent, size = None, self.block_size
         limit = tokens if self.limit is None else min(tokens, self.limit)
+        if isinstance(token_ids, NamedTokens):
+            yield from token_ids.names(range(limit // size), size, self.salt)
+            return
         for end in range(size, limit + 1, size):
             parent = block_hash(parent, token_ids[end - size : end], self.salt)
             yield parent

@@ -7,6 +7,7 @@ worker and in every tier; a hash tells nothing about the tokens of another salt.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -27,6 +28,16 @@ class SupportsTokens(Protocol):
     """Token ids of a sequence, from its start; a sequence of them is one."""
 
     def __getitem__(self, positions: slice, /) -> Sequence[int]: ...
+
+
+class NamedTokens(Sequence[int]):
+    """Token ids of a whole prompt that know their blocks' names, such as a trace's: it says which
+    blocks are equal, not what stands in them."""
+
+    @abstractmethod
+    def names(self, blocks: range, block_size: int, salt: CacheSalt) -> Sequence[BlockHash]:
+        """Of these blocks, which are full. Equal names under one salt: equal up to the block's
+        end."""
 
 
 def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
@@ -62,6 +73,9 @@ def extend_chain(
 
     Called again as the sequence grows, it hashes only what is new; a partial block has no hash.
     """
+    if isinstance(token_ids, NamedTokens):
+        chain += token_ids.names(range(len(chain), tokens // block_size), block_size, salt)
+        return
     for end in range((len(chain) + 1) * block_size, tokens + 1, block_size):
         parent = chain[-1] if chain else None
         chain.append(block_hash(parent, token_ids[end - block_size : end], salt))

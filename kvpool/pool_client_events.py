@@ -201,6 +201,9 @@ class PrefixPinned:
     pinned: bool
 
 
+PoolNews = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
+"""What other threads of a worker tell its loop."""
+
 ClientCommand = (
     SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
 )

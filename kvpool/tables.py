@@ -263,6 +263,14 @@ class BlockTables:
             self.cache.release(group, entry.pass_over(group, position))
         entry.seen_from = position
 
+    def shrink(self, holder: Holder, tokens: int) -> None:
+        """Give back the room behind the first `tokens` tokens, none of which is named."""
+        entry, kept = self._entries[holder], self.layout.blocks_for(tokens)
+        assert kept >= len(entry.chain), "a named block is not given back alone"
+        for group, table in enumerate(entry.tables):
+            self.cache.release(group, real(table[kept:]))
+            del table[kept:]
+
     def release(self, holder: Holder, *, distrusted: bool = False) -> None:
         """Give everything back; releasing what isn't held is fine. If `distrusted`, its named
         blocks aren't found again, but for those that others need."""

@@ -47,7 +47,7 @@ class Job:
         return self.message.spec.key
 
     @property
-    def prompt(self) -> tuple[int, ...]:
+    def prompt(self) -> Sequence[int]:
         return self.message.spec.prompt_ids
 
     @property

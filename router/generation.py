@@ -6,7 +6,7 @@ index order, without duplicates, and never takes one back.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +20,7 @@ class GenerationRequest:
     """A validated request. Those of different `tenant`s share no cached KV."""
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     sampling: Sampling
     tenant: str = ""
     phases_s: Mapping[str, float] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
@@ -87,7 +88,7 @@ class RequestSpec:
     """
 
     key: RequestKey
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int]
     sampling: Sampling
     tenant: str = ""
 

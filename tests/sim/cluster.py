@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-from cluster.pool_side import PoolNews
 from cluster.pool_turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
@@ -24,6 +23,7 @@ from kvpool.handoff import (
     SendPeer,
     WriteSlab,
 )
+from kvpool.pool_client_events import PoolNews
 from kvpool.restores import Restored
 from kvrelay.messages import (
     Abort,

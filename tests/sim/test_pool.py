@@ -111,7 +111,7 @@ class World:
             restores = worker.openings.restores
             assert restores is not None
             found.update(host_tokens=restores.host_tokens, disk_tokens=restores.disk_tokens)
-            found.update(preemptions=worker.decode.batch.preemptions)
+            found.update(preemptions=worker.decode.batch.roster.preemptions)
         for side in self.cluster.pools.sides.values():
             found.update(stored=side.counts.stored, damaged=side.counts.damaged)
         return found

@@ -198,7 +198,7 @@ def test_preemption_happens_and_is_harmless() -> None:
         for spec in specs:
             assert_right(fabric, spec)
         assert_clean(fabric)
-        preemptions += fabric.d.decode.batch.preemptions
+        preemptions += fabric.d.decode.batch.roster.preemptions
     assert preemptions > 0
 
 

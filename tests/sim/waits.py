@@ -24,7 +24,7 @@ def _of_worker(worker: Worker) -> Iterator[str]:
     yield from (f"{held.holder} holds {held.tables}" for held in tables.held())
     for job in worker.prefill.queue.awaiting_prefill:
         yield f"{job.key} waits for prefill, {_prefix(worker, job.holder)}"
-    for sequence in batch.awaiting_prefill:
+    for sequence in batch.roster.awaiting_prefill:
         yield f"{sequence.holder} waits to be computed, {_prefix(worker, sequence.holder)}"
     yield f"slabs {receiver.slabs.counts()}, {receiver.reserved_choices} choices reserved"
     if worker.pool is not None:

@@ -154,11 +154,12 @@ def test_prefill_here_emits_the_first_token_too() -> None:
 
 
 def test_prefill_chunks_are_mixed_into_the_decode_batch() -> None:
+    """Whole ones, whatever is decoded beside them."""
     scheduler = decode_scheduler(chunk=8)
     arrive(scheduler, spec("a", 3))
     scheduler.handle(Generate(spec=spec("b", 12)), 0)
     batch = the_step(scheduler.handle(StepWanted(), 0)).batch
-    assert [(s.key.request_id, len(s.token_ids)) for s in batch.slices] == [("a", 1), ("b", 7)]
+    assert [(s.key.request_id, len(s.token_ids)) for s in batch.slices] == [("a", 1), ("b", 8)]
 
 
 def test_choices_share_the_prompt_and_copy_what_they_write() -> None:
@@ -268,8 +269,8 @@ def test_the_newest_is_preempted() -> None:
     scheduler = preempting()
     (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert only.key == key("old")
-    assert scheduler.batch.preemptions == 1
-    assert [s.key for s in scheduler.batch.awaiting_prefill] == [key("new")]
+    assert scheduler.batch.roster.preemptions == 1
+    assert [s.key for s in scheduler.batch.roster.awaiting_prefill] == [key("new")]
 
 
 def test_nobody_new_is_taken_while_a_preempted_one_waits_for_blocks() -> None:

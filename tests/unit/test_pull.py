@@ -110,7 +110,7 @@ def test_one_that_is_preempted_comes_before_those_that_wait() -> None:
     run(scheduler, (9,), (9,))
     run(scheduler, (9,), (9,))
     scheduler.handle(StepWanted(), 0)  # y makes room for x
-    assert scheduler.batch.lacks_blocks
+    assert scheduler.batch.roster.lacks_blocks
     assert free(scheduler) > 0
     assert to_peer(scheduler.handle(from_p(ahead("a", 3)), 0)) == []
     assert scheduler.receiver.awaits_blocks

@@ -1,0 +1,109 @@
+"""What runs a worker's steps in the simulator: they take as long as its hardware profile says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.sim.answers import Answers
+from cluster.sim.clock import Clock
+from cluster.sim.step_runs import run_s, steps_begun
+from cluster.worker_events import Stepped
+from engine.latency import StepTimes, StepWork, decode_work, prefill_work
+from engine.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
+from kvpool.handoff import LayersWritten
+
+
+@dataclass(slots=True)
+class _Running:
+    """`work` is that of the first of `steps` in a row."""
+
+    step: RunStep
+    work: StepWork
+    steps: int
+    began_s: float
+    seconds: float
+
+
+class SimDevice:
+    """Implements cluster.worker_loop.StepDevice; `post` gets the outcomes."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        times: StepTimes,
+        answers: Answers,
+        layers: int,
+        post: Callable[[Stepped | LayersWritten], None],
+    ) -> None:
+        self._clock = clock
+        self._times = times
+        self._answers = answers
+        self._layers = layers
+        self._post = post
+        self._running: _Running | None = None
+        self.prefill_busy_s = 0.0
+        self.decode_busy_s = 0.0
+
+    def submit(self, step: RunStep) -> None:
+        assert self._running is None, "one step at a time"
+        work = _work_of(step.batch)
+        steps = min(step.steps, *map(self._answers.steps_left, step.batch.slices))
+        seconds = self._seconds(work, steps)
+        self._running = _Running(step, work, steps, self._clock.now_s, seconds)
+        for layer in sorted(step.layer_marks):
+            share = (layer + 1) / self._layers
+            self._clock.after(seconds * share, self._post, LayersWritten(layer))
+        self._clock.after(seconds, self._end, self._running)
+
+    def _seconds(self, work: StepWork, steps: int) -> float:
+        if steps == 1:
+            return self._times.step_s(work)
+        return run_s(self._times, work.decode_sequences, work.kv_tokens, steps)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """More than the step that runs just now."""
+        return self._running is not None and self._running.steps > 1
+
+    def cut(self) -> None:
+        """The step that runs just now is the last one of its run."""
+        running = self._running
+        assert running is not None
+        elapsed_s = self._clock.now_s - running.began_s
+        sequences, kv = running.work.decode_sequences, running.work.kv_tokens
+        steps = steps_begun(self._times, sequences, kv, running.steps, elapsed_s)
+        if steps == running.steps:
+            return
+        seconds = self._seconds(running.work, steps)
+        shorter = _Running(running.step, running.work, steps, running.began_s, seconds)
+        self._running = shorter
+        self._clock.at(max(self._clock.now_s, running.began_s + seconds), self._end, shorter)
+
+    def _end(self, running: _Running) -> None:
+        if running is not self._running:
+            return  # it was cut
+        self._running = None
+        if running.work.prefill_tokens:
+            self.prefill_busy_s += running.seconds
+        else:
+            self.decode_busy_s += running.seconds
+        drawn = (self._answers.drawn(one, running.steps) for one in running.step.batch.slices)
+        outcome = StepOutcome(sampled=tuple(drawn))
+        self._post(Stepped(StepDone(outcome=outcome, seconds=running.seconds, steps=running.steps)))
+
+
+def _work_of(batch: StepBatch) -> StepWork:
+    sequences = kv_tokens = 0
+    work = StepWork()
+    for one in batch.slices:
+        if _decodes(one):
+            sequences += 1
+            kv_tokens += one.start + 1
+        else:
+            work += prefill_work(len(one.token_ids), one.start)
+    return work + decode_work(sequences, kv_tokens) if sequences else work
+
+
+def _decodes(one: SequenceSlice) -> bool:
+    return len(one.token_ids) == 1 and one.start >= one.prompt_tokens

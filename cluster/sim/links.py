@@ -1,0 +1,128 @@
+"""What a simulated worker has in place of connections to its peers and of its transfer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import assert_never
+
+from cluster.sim.clock import Clock
+from cluster.sim.fabric import Fabric
+from cluster.worker_events import Incoming
+from cluster.worker_loop import MoveJob
+from kvpool.handoff import (
+    FetchPiece,
+    FromPeer,
+    LinkMeasured,
+    PeerHello,
+    PieceFetched,
+    ReplaceSlab,
+    ScatterSlab,
+    SendPeer,
+    SlabFilled,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+    WriteSlab,
+)
+from kvpool.pull import BlocksPulled, PullBlocks
+from kvrelay.messages import LinkState
+from kvrelay.types import Incarnation
+
+Post = Callable[[Incoming], None]
+
+
+class SimLinks:
+    """`posts` are the workers' own inboxes; messages between two arrive in order."""
+
+    def __init__(
+        self, clock: Clock, fabric: Fabric, hello: PeerHello, posts: Mapping[Incarnation, Post]
+    ) -> None:
+        self.hello = hello
+        self._clock = clock
+        self._fabric = fabric
+        self._posts = posts
+        self._met: set[Incarnation] = set()
+
+    def states(self) -> tuple[LinkState, ...]:
+        return ()
+
+    def send(self, command: SendPeer) -> None:
+        self.meet(command.peer)
+        event = FromPeer(peer=self.hello.incarnation, message=command.message)
+        self._clock.after(self._fabric.config.latency, self._posts[command.peer], event)
+
+    def meet(self, peer: Incarnation) -> None:
+        """Each side says hello once; the other knows what the link costs as soon as it hears it."""
+        if peer in self._met:
+            return
+        self._met.add(peer)
+        me, latency_s = self.hello.incarnation, self._fabric.config.latency
+        self._clock.after(latency_s, self._posts[peer], FromPeer(peer=me, message=self.hello))
+        measured = LinkMeasured(peer=me, cost=self._fabric.cost())
+        self._clock.after(latency_s, self._posts[peer], measured)
+
+
+class SimMover:
+    """Gathers, sends, scatters and reads, in no time but that of the fabric."""
+
+    def __init__(
+        self, clock: Clock, fabric: Fabric, me: Incarnation, posts: Mapping[Incarnation, Post]
+    ) -> None:
+        self._clock = clock
+        self._fabric = fabric
+        self._me = me
+        self._posts = posts
+
+    def put(self, job: MoveJob) -> None:
+        match job:
+            case WriteSlab():
+                self._write(job)
+            case ScatterSlab():
+                self._scatter(job)
+            case FetchPiece() | PullBlocks():
+                self._read(job)
+            case ReplaceSlab(slab_id=slab_id):
+                self._later(0.0, SlabReplaced(slab_id=slab_id, region=f"{self._me}-{slab_id}"))
+            case _:
+                assert_never(job)
+
+    def _later(self, at_s: float, event: Incoming) -> None:
+        self._clock.at(max(at_s, self._clock.now_s), self._posts[self._me], event)
+
+    def _write(self, job: WriteSlab) -> None:
+        now_s, nbytes, lent = self._clock.now_s, job.write.nbytes, job.lent
+        gathered_s = self._fabric.copy(self._me, nbytes, now_s)
+        there_s = self._fabric.move(self._me, job.peer, nbytes, gathered_s)
+        filled = SlabFilled(
+            key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
+        )
+        event = FromPeer(peer=self._me, message=filled)
+        self._clock.at(there_s + self._fabric.config.latency, self._posts[job.peer], event)
+        written = SlabWritten(key=lent.key, piece=lent.piece, bytes=nbytes, seconds=there_s - now_s)
+        self._later(there_s, written)
+
+    def _scatter(self, job: ScatterSlab) -> None:
+        now_s, filled = self._clock.now_s, job.filled
+        done_s = self._fabric.copy(self._me, job.write.nbytes, now_s)
+        scattered = SlabScattered(
+            key=filled.key,
+            piece=filled.piece,
+            slab_id=filled.slab_id,
+            lease_id=filled.lease_id,
+            bytes=job.write.nbytes,
+            seconds=done_s - now_s,
+        )
+        self._later(done_s, scattered)
+
+    def _read(self, job: FetchPiece | PullBlocks) -> None:
+        now_s, nbytes = self._clock.now_s, job.write.nbytes
+        asked_s = now_s + self._fabric.config.latency
+        done_s = self._fabric.move(job.peer, self._me, nbytes, asked_s)
+        seconds = done_s - now_s
+        if isinstance(job, FetchPiece):
+            self._later(
+                done_s,
+                PieceFetched(key=job.key, piece=job.piece, bytes=nbytes, seconds=seconds),
+            )
+        else:
+            self._later(done_s, BlocksPulled(pull=job.pull, bytes=nbytes, seconds=seconds))

@@ -1,0 +1,169 @@
+"""A simulated router: the core of a real one, streams to simulated workers, and the clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from cluster.sim.answers import Answers
+from cluster.sim.arrivals import Arrival
+from cluster.sim.clock import Clock
+from cluster.sim.ledgers import Outcome
+from cluster.sim.worker import SimWorker
+from cluster.worker_events import FromRouter, RouterJoined
+from kvrelay.messages import BlockChanges, Counters, WorkerEvent
+from kvrelay.types import Incarnation
+from router.core import RouterCore
+from router.events import (
+    Admit,
+    Command,
+    Deliver,
+    Event,
+    Fail,
+    PairQuarantined,
+    PairTrusted,
+    Refuse,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerSaid,
+)
+from router.generation import GenerationRequest
+
+
+class _Stream:
+    """Implements cluster.worker_events.RouterStream: from one worker."""
+
+    def __init__(self, router: SimRouter, worker: Incarnation) -> None:
+        self._router = router
+        self._worker = worker
+
+    def send(
+        self,
+        events: Sequence[WorkerEvent],
+        counters: Counters,
+        blocks: Sequence[BlockChanges] = (),
+    ) -> None:
+        said = WorkerSaid(
+            incarnation=self._worker,
+            events=tuple(events),
+            counters=counters,
+            blocks=tuple(blocks),
+        )
+        self._router.later(said)
+
+
+class SimRouter:
+    """`latency_s` is that of a message to a worker, or back."""
+
+    def __init__(self, core: RouterCore, clock: Clock, latency_s: float) -> None:
+        self.core = core
+        self._clock = clock
+        self._latency_s = latency_s
+        self._workers: dict[Incarnation, SimWorker] = {}
+        self._streams: dict[Incarnation, _Stream] = {}
+        self._clients: Clients | None = None
+
+    def attach(self, worker: SimWorker) -> None:
+        """It may come at any time."""
+        stream = _Stream(self, worker.incarnation)
+        self._workers[worker.incarnation] = worker
+        self._streams[worker.incarnation] = stream
+        self.hear(WorkerJoined(hello=worker.hello))
+        worker.hear(RouterJoined(stream))
+
+    def serve(self, clients: Clients) -> None:
+        self._clients = clients
+
+    def later(self, said: WorkerSaid) -> None:
+        self._clock.after(self._latency_s, self.hear, said)
+
+    def hear(self, event: Event) -> None:
+        for command in self.core.handle(event, self._clock.now_s):
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Send(worker=worker, message=message):
+                event = FromRouter(self._streams[worker], message)
+                self._clock.after(self._latency_s, self._workers[worker].hear, event)
+            case PairQuarantined() | PairTrusted():
+                pass  # for the log
+            case _:
+                assert self._clients is not None
+                self._clients.hear(command)
+
+
+class Clients:
+    """Open loop: each request comes when the trace says so, whatever became of the others.
+
+    One that is refused comes back as often as `retries` says, when it was told to.
+    """
+
+    def __init__(
+        self,
+        router: SimRouter,
+        clock: Clock,
+        arrivals: Sequence[Arrival],
+        answers: Answers,
+        retries: int,
+    ) -> None:
+        self._router = router
+        self._clock = clock
+        self._arrivals = arrivals
+        self._answers = answers
+        self._retries = retries
+        self.outcomes = [Outcome(request=one.request) for one in arrivals]
+
+    def begin(self) -> None:
+        """One arrival waits on the clock at a time."""
+        self._next(0)
+
+    def _next(self, number: int) -> None:
+        if number < len(self._arrivals):
+            self._clock.at(self._arrivals[number].request.arrival_s, self._arrive, number)
+
+    def _arrive(self, number: int) -> None:
+        self._next(number + 1)
+        self._submit(number)
+
+    def _submit(self, number: int) -> None:
+        arrival = self._arrivals[number]
+        request = GenerationRequest(
+            request_id=str(number),
+            prompt_ids=arrival.prompt,
+            sampling=self._answers.sampling(number),
+            tenant=arrival.request.tenant,
+        )
+        self._router.hear(Submitted(request=request))
+
+    def hear(self, command: Admit | Refuse | Deliver | Fail) -> None:
+        outcome, now_s = self.outcomes[int(command.request_id)], self._clock.now_s
+        match command:
+            case Admit():
+                outcome.admitted_s = now_s
+            case Refuse():
+                self._refused(command, outcome)
+            case Deliver():
+                self._delivered(command, outcome)
+            case Fail(reason=reason):
+                outcome.failed = reason
+            case _:
+                assert_never(command)
+
+    def _refused(self, command: Refuse, outcome: Outcome) -> None:
+        outcome.refusals += 1
+        if outcome.refusals <= self._retries:
+            self._clock.after(command.retry_after_s, self._submit, int(command.request_id))
+        else:
+            outcome.refused = command.refusal.reason
+
+    def _delivered(self, command: Deliver, outcome: Outcome) -> None:
+        now_s = self._clock.now_s
+        if outcome.first_token_s is None:
+            outcome.first_token_s = now_s
+            request = self._router.core.requests.get(command.request_id)
+            outcome.cached_tokens = request.cached_tokens if request is not None else 0
+        outcome.last_token_s = now_s
+        outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
+        outcome.done = command.done

@@ -1,0 +1,180 @@
+"""A whole cluster on a virtual clock: the cluster file's pools, a router, and a trace's clients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from cluster.config import Config
+from cluster.plan import worker_settings
+from cluster.resolve import Site, resolve, worker_names
+from cluster.sim.answers import Answers
+from cluster.sim.arrivals import arrivals
+from cluster.sim.clock import Clock
+from cluster.sim.config import SimulatedPool, Simulation
+from cluster.sim.fabric import Fabric
+from cluster.sim.ledgers import Outcome
+from cluster.sim.links import Post
+from cluster.sim.profile import read_profile, told_times
+from cluster.sim.profiles.load import HardwareProfile
+from cluster.sim.router import Clients, SimRouter
+from cluster.sim.trace import TraceRequest
+from cluster.sim.worker import Hardware, SimWorker, Surroundings
+from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvrelay.errors import ConfigError
+from kvrelay.types import Incarnation
+from router.core import RouterCore
+
+NOWHERE = Site(total_cpus=0, node_cpus=1, host="simulated", bundled_path="simulated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Of a trace: its rate, and how often each request comes."""
+
+    rate: float = 1.0
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """# worker |-> its hardware profile"""
+
+    workers: Mapping[Incarnation, SimWorker]
+    profiles: Mapping[Incarnation, HardwareProfile]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What happened, to be reported. `wall_s` is real time."""
+
+    config: Config
+    scale: Scale
+    outcomes: Sequence[Outcome]
+    fleet: Fleet
+    ended_s: float
+    events: int
+    moved_bytes: int
+    wall_s: float
+
+
+class ClusterSimulation:
+    """Every core is that of production; only what takes time differs."""
+
+    def __init__(self, config: Config, requests: Sequence[TraceRequest], scale: Scale) -> None:
+        """Raises ConfigError."""
+        check(config)
+        self._config = resolve(config, NOWHERE)
+        self._scale = scale
+        simulation = config.simulation
+        self.clock = Clock()
+        timed = arrivals(
+            requests,
+            rate_scale=scale.rate,
+            replicas=scale.replicas,
+            rng=Random(simulation.seed),
+        )
+        answers = Answers(timed, simulation.max_tokens)
+        self._fabric = Fabric(simulation.fabric)
+        self._posts: dict[Incarnation, Post] = {}
+        self._around = Surroundings(
+            clock=self.clock, fabric=self._fabric, answers=answers, posts=self._posts
+        )
+        self.router = SimRouter(RouterCore(), self.clock, simulation.fabric.router_latency)
+        self.fleet = self._fleet()
+        self.clients = Clients(self.router, self.clock, timed, answers, simulation.retries)
+        self.router.serve(self.clients)
+
+    def _fleet(self) -> Fleet:
+        workers: dict[Incarnation, SimWorker] = {}
+        profiles: dict[Incarnation, HardwareProfile] = {}
+        names = worker_names(self._config.workers)
+        for index, pool in enumerate(self._config.workers):
+            profile, hardware = self._hardware(index)
+            for name in names[index]:
+                settings = worker_settings(self._config, pool, name)
+                worker = SimWorker(settings, hardware, self._around)
+                workers[worker.incarnation] = worker
+                profiles[worker.incarnation] = profile
+                self._posts[worker.incarnation] = worker.hear
+                self.router.attach(worker)
+        return Fleet(workers=workers, profiles=profiles)
+
+    def _hardware(self, index: int) -> tuple[HardwareProfile, Hardware]:
+        simulation, scheduler = self._config.simulation, self._config.scheduler
+        pools = simulation.pools
+        own = pools[index] if index < len(pools) else SimulatedPool()
+        key = "simulation.profile" if own.profile is None else f"simulation.pools.{index}.profile"
+        profile = read_profile(own.profile or simulation.profile, key)
+        layout = kv_layout(simulation, self._config.engine.block_size)
+        blocks = own.blocks or simulation.blocks
+        max_model_len = self._config.model.max_model_len or simulation.max_model_len
+        told = told_times(
+            profile.times,
+            chunk_tokens=scheduler.prefill_chunk_tokens,
+            most_sequences=scheduler.max_running_requests,
+            max_model_len=max_model_len,
+            tokens=blocks * layout.block_size,
+        )
+        return profile, Hardware(
+            times=profile.times,
+            told=told,
+            layout=layout,
+            blocks=blocks,
+            max_model_len=max_model_len,
+            most_steps=simulation.most_steps,
+        )
+
+    def run(self) -> Simulated:
+        """Until every request has ended and nothing is held."""
+        began_s = time.perf_counter()
+        self.clients.begin()
+        events = self.clock.run()
+        self._check_end()
+        return Simulated(
+            config=self._config,
+            scale=self._scale,
+            outcomes=self.clients.outcomes,
+            fleet=self.fleet,
+            ended_s=self.clock.now_s,
+            events=events,
+            moved_bytes=self._fabric.moved_bytes,
+            wall_s=time.perf_counter() - began_s,
+        )
+
+    def _check_end(self) -> None:
+        """The conservation laws."""
+        core = self.router.core
+        core.validate()
+        assert not core.requests, f"{len(core.requests)} requests never ended"
+        for worker in self.fleet.workers.values():
+            worker.assert_nothing_held()
+            view = core.workers[worker.incarnation]
+            assert not view.sequences and not view.prompt_tokens, worker.incarnation
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for what can't be simulated."""
+    simulation = config.simulation
+    if config.pool.enabled:
+        raise ConfigError("pool.enabled: pool nodes can't be simulated yet")
+    if len(simulation.pools) > len(config.workers):
+        raise ConfigError(
+            f"simulation.pools: got {len(simulation.pools)}, but workers has {len(config.workers)}"
+        )
+    if 512 % (simulation.block_size or config.engine.block_size):
+        raise ConfigError(
+            f"engine.block_size: got {config.engine.block_size}, expected a divisor of 512"
+        )
+
+
+def kv_layout(simulation: Simulation, block_size: int) -> KvLayout:
+    kv = simulation.kv
+    planes = tuple(Plane(name=name, heads=kv.heads, dim=kv.head_dim) for name in ("k", "v"))
+    return KvLayout(
+        groups=(LayerGroup(layers=tuple(range(kv.layers)), planes=planes),),
+        dtype=kv.dtype,
+        block_size=simulation.block_size or block_size,
+    )

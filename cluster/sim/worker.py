@@ -1,0 +1,211 @@
+"""A simulated worker: the loop, schedulers and blocks of a real one, over executors that only take
+their time."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.settings import WorkerSettings
+from cluster.sim.answers import Answers
+from cluster.sim.clock import Clock
+from cluster.sim.device import SimDevice
+from cluster.sim.fabric import Fabric
+from cluster.sim.links import Post, SimLinks, SimMover
+from cluster.worker_caches import open_caches
+from cluster.worker_events import Incoming
+from cluster.worker_loop import WorkerLoop
+from decode_worker.batch import Batch
+from decode_worker.receiver import Receiver
+from decode_worker.scheduler import DecodeScheduler
+from engine.latency import StepTimes
+from kvpool.block_names import BlockNames
+from kvpool.blocks import BlockState
+from kvpool.handoff import FromPeer, HandoffMode, PeerHello
+from kvpool.layout import KvLayout
+from kvpool.leases import LeaseTable
+from kvpool.openings import Openings
+from kvpool.pool_map import KvFacts
+from kvpool.slabs import SlabId, SlabPool, SlabState
+from kvpool.staging import Staging, plan_staging
+from kvpool.tables import BlockTables
+from kvrelay.messages import WorkerHello
+from kvrelay.step_times import StepCoefficients
+from kvrelay.types import WIRE_VERSION, Incarnation
+from prefill_worker.scheduler import PrefillScheduler
+
+FINGERPRINT = "simulated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a simulated worker runs on. Its steps take `times`, and it tells of `told`."""
+
+    times: StepTimes
+    told: StepCoefficients
+    layout: KvLayout
+    blocks: int
+    max_model_len: int
+    most_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all workers share; `posts` lead to each."""
+
+    clock: Clock
+    fabric: Fabric
+    answers: Answers
+    posts: Mapping[Incarnation, Post]
+
+
+class SimWorker:
+    def __init__(self, settings: WorkerSettings, hardware: Hardware, around: Surroundings) -> None:
+        self.incarnation = Incarnation(settings.name)
+        self.hardware = hardware
+        self._clock = around.clock
+        self._lease_ttl_s = settings.lease_ttl_s
+        self._ticking = False
+        self.device = SimDevice(
+            around.clock, hardware.times, around.answers, _layers(hardware.layout), self.hear
+        )
+        staging = plan_staging(
+            hardware.layout,
+            slabs=settings.staging_slabs,
+            chunk_tokens=settings.prefill_chunk_tokens,
+            total_bytes=settings.staging_bytes,
+            on_cpu=False,
+        )
+        self.loop = self._loop(settings, staging)
+        self.links = SimLinks(around.clock, around.fabric, self._peer_hello(staging), around.posts)
+        mover = SimMover(around.clock, around.fabric, self.incarnation, around.posts)
+        self.loop.attach(self.links, mover, None)
+        self.hello = self._hello(settings)
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def hear(self, event: Incoming) -> None:
+        if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
+            self.links.meet(event.peer)
+        self.loop.settle(event)
+        self._act()
+
+    def _act(self) -> None:
+        self.loop.act()
+        if self.device.runs_ahead and self._is_wanted_otherwise:
+            self.device.cut()
+        if not self._ticking and not self.loop.idle:
+            self._ticking = True
+            self._clock.after(self._lease_ttl_s / 3, self._tick)
+
+    @property
+    def _is_wanted_otherwise(self) -> bool:
+        """The next step is not to be as the one that runs."""
+        return not self.loop.decode.batch.roster.is_settled or self.loop.prefill.waiting > 0
+
+    def _tick(self, _: None) -> None:
+        """Only while there is something that could end by itself."""
+        self._ticking = False
+        self.loop.tick()
+        self._act()
+
+    # --- what it is made of ---------------------------------------------------------------------
+
+    def _loop(self, settings: WorkerSettings, staging: Staging) -> WorkerLoop:
+        layout = self.hardware.layout
+        names = BlockNames(fingerprint=FINGERPRINT, physical_format=layout.physical_format())
+        tables = BlockTables(
+            layout,
+            self.hardware.blocks,
+            names=names,
+            caching=settings.prefix_caching,
+            policy=settings.eviction,
+        )
+        openings = open_caches(settings, tables, staging)
+        prefill = PrefillScheduler(
+            openings=openings,
+            chunk_tokens=settings.prefill_chunk_tokens,
+            mode=HandoffMode(settings.handoff),
+        )
+        return WorkerLoop(
+            self.device,
+            openings,
+            prefill,
+            self._decode(settings, staging, openings),
+            queue.SimpleQueue(),
+            max_model_len=self.hardware.max_model_len,
+            most_steps=self.hardware.most_steps,
+            clock=lambda: self._clock.now_s,
+        )
+
+    def _decode(
+        self, settings: WorkerSettings, staging: Staging, openings: Openings
+    ) -> DecodeScheduler:
+        receiver = Receiver(
+            tables=openings.tables,
+            slabs=SlabPool(staging.payload_bytes, staging.slabs),
+            regions={SlabId(i): f"{self.incarnation}-{i}" for i in range(staging.slabs)},
+            leases=LeaseTable(settings.lease_ttl_s),
+            mode=HandoffMode(settings.handoff),
+        )
+        batch = Batch(openings=openings, chunk_tokens=settings.prefill_chunk_tokens)
+        return DecodeScheduler(
+            receiver=receiver, batch=batch, max_running=settings.max_running_requests
+        )
+
+    def _peer_hello(self, staging: Staging) -> PeerHello:
+        layout = self.hardware.layout
+        return PeerHello(
+            wire_version=WIRE_VERSION,
+            incarnation=self.incarnation,
+            fingerprint=FINGERPRINT,
+            kv=KvFacts(
+                dtype=layout.dtype,
+                block_size=layout.block_size,
+                blocks=self.hardware.blocks,
+                slab_bytes=staging.payload_bytes,
+                region=f"{self.incarnation}-pool",
+            ),
+            name=self.incarnation,
+        )
+
+    def _hello(self, settings: WorkerSettings) -> WorkerHello:
+        return WorkerHello(
+            name=settings.name,
+            incarnation=self.incarnation,
+            role=settings.role,
+            device="simulated",
+            transport="simulated",
+            transfer_addresses=(f"simulated:{self.incarnation}",),
+            fingerprint=FINGERPRINT,
+            architecture="simulated",
+            block_size=self.hardware.layout.block_size,
+            total_blocks=self.hardware.blocks,
+            max_model_len=self.hardware.max_model_len,
+            max_running_requests=settings.max_running_requests,
+            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            vocab_size=2**32,
+            step_times=self.hardware.told,
+            physical_format=self.hardware.layout.physical_format(),
+        )
+
+    # --- at the end -----------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        self.loop.prefill.validate()
+        self.loop.decode.validate()
+
+    def assert_nothing_held(self) -> None:
+        self.validate()
+        tables, slabs = self.loop.decode.batch.tables, self.loop.decode.receiver.slabs
+        held = [str(one.holder) for one in tables.held()]
+        assert not held, f"{self.incarnation} holds {held}"
+        counts = tables.counts()
+        assert counts[BlockState.FREE] + counts[BlockState.CACHED] == tables.blocks
+        assert slabs.counts()[SlabState.FREE] == slabs.count, "a slab is lent"
+        assert self.loop.idle, f"{self.incarnation} has requests"
+
+
+def _layers(layout: KvLayout) -> int:
+    return sum(len(group.layers) for group in layout.groups)

@@ -1,0 +1,95 @@
+"""One step being put together: which sequences run, and how many tokens of each. Pure.
+
+The next token of each decoding sequence, and chunks of those to be computed yet. When blocks run
+out the newest sequence is preempted and later recomputed, so the oldest always advances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+
+from decode_worker.roster import Roster
+from decode_worker.sequence import Sequence
+from kvpool.tables import CopyPairs
+
+
+@dataclass(slots=True, kw_only=True)
+class Packing:
+    """`budget` is what prefill chunks may still take, in tokens."""
+
+    roster: Roster
+    now_s: float
+    budget: int
+    chosen: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: list[CopyPairs] = field(default_factory=list)
+
+    def pack(self) -> None:
+        preempted_before = self.roster.preemptions
+        for sequence in list(self.roster.running):
+            if sequence.holder not in self.roster.tables:
+                break  # preempted just now, as are all newer ones
+            self._choose(sequence)
+        if self.roster.preemptions == preempted_before or not self.chosen:
+            self._start_waiting(list(self.roster.awaiting_prefill))
+
+    # --- those that run -------------------------------------------------------------------------
+
+    def _choose(self, sequence: Sequence) -> None:
+        prefills = sequence.needed > 1
+        take = min(sequence.needed, self.budget) if prefills else 1
+        if take and self._make_room(sequence, take):
+            self.budget -= take if prefills else 0
+            self.chosen.append((sequence, take))
+
+    def _make_room(self, sequence: Sequence, take: int) -> bool:
+        """Blocks for `take` more tokens, at the cost of newer sequences; False if it had to go."""
+        while not self._try_room(sequence, take):
+            if self.roster.preempt_newest() is sequence:
+                return False
+        return True
+
+    def _try_room(self, sequence: Sequence, take: int) -> bool:
+        tables, end = self.roster.tables, sequence.computed + take
+        if not tables.try_grow(sequence.holder, end, now_s=self.now_s):
+            return False
+        if sequence.spec.sampling.n == 1:
+            return True
+        pairs = tables.try_own(sequence.holder, sequence.computed)
+        if pairs is None:
+            return False
+        if any(pairs):
+            self.copies.append(pairs)
+        return True
+
+    # --- those that wait ------------------------------------------------------------------------
+
+    def _start_waiting(self, waiting: Ordered[Sequence]) -> None:
+        """In order; where the head lacks blocks, those behind it that hold theirs still go on."""
+        may_allocate = True
+        for sequence in waiting:
+            if self.budget == 0:
+                return
+            if sequence.holder not in self.roster.tables and not may_allocate:
+                continue
+            self.roster.starved = not self._try_resume(sequence)
+            if self.roster.starved:
+                may_allocate = False
+            elif not self.roster.openings.waits(sequence.holder):
+                self._start(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        self.roster.run(sequence)
+        take = min(sequence.needed, self.budget)
+        self.budget -= take
+        self.chosen.append((sequence, take))
+
+    def _try_resume(self, sequence: Sequence) -> bool:
+        """Blocks for all of it; one that was preempted finds again what is still cached."""
+        tables = self.roster.tables
+        if sequence.holder not in tables:
+            return self.roster.try_open(sequence, sequence.length, self.budget, self.now_s)
+        end = min(sequence.length, sequence.computed + self.budget)
+        return tables.try_grow(
+            sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
+        )
