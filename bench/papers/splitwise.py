@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.papers.goodput import simulate
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.sim.profiles.known_names import known_shape
+from cluster.sim.profiles.load import parse_profile
 from cluster.sim.profiles.schema import TableProfile
 from cluster.sim.profiles.table import table_times
+from cluster.sim.trace import TraceRequest
 from engine.latency import StepTimes, decode_work, prefill_work
 
 LINK_BYTES_PER_S = 200 * 2**30
@@ -59,13 +62,8 @@ SPLIT_HA = (
 
 def machine(table: Path, hardware: str) -> StepTimes:
     """A DGX of `hardware` that serves BLOOM-176B."""
-    profile = TableProfile(
-        kind="table",
-        name=hardware,
-        file=table.name,
-        where={"model": "bloom-176b", "hardware": hardware, "tensor_parallel": "8"},
-        extrapolate=True,
-    )
+    profile = parse_profile({"name": hardware} | _profile(table, hardware), hardware)
+    assert isinstance(profile, TableProfile)
     return table_times(profile, table.parent)
 
 
@@ -111,15 +109,81 @@ def _claims(
             )
 
 
+# --- the same three requests through the simulator ----------------------------------------------
+
+
+def simulated(table: Path) -> Iterator[Claim]:
+    """By the router, schedulers and handoff that serve. Once a link's speed is known, slabs travel
+    while later layers are computed; the paper's serial transfer begins when prefill has ended."""
+    yield from _simulated("one DGX-H100", ONE_H100, table, [("both", "h100-80gb")])
+    split = [("prefill", "h100-80gb"), ("decode", "a100-80gb")]
+    yield from _simulated("Splitwise-HA", SPLIT_HA, table, split)
+
+
+def _simulated(
+    name: str, published: tuple[Served, ...], table: Path, machines: list[tuple[str, str]]
+) -> Iterator[Claim]:
+    outcomes = simulate(_cluster(table, machines), _trace())
+    for number, (outcome, paper) in enumerate(zip(outcomes, published, strict=True)):
+        for field, ours in (("response", outcome.e2e_s), ("ttft", outcome.ttft_s)):
+            assert ours is not None, f"request {number} failed: {outcome.failed}"
+            yield Claim(
+                what=f"{name}, request {number}: {field}",
+                unit="s",
+                paper=getattr(paper, f"{field}_s"),
+                ours=ours,
+                source=SOURCE,
+                digits=6,
+            )
+
+
+def _trace() -> list[TraceRequest]:
+    return [
+        TraceRequest(
+            arrival_s=at_s, input_tokens=one.prompt_tokens, output_tokens=one.output_tokens
+        )
+        for at_s, one in zip((1.0, 3.0, 4.0), REQUESTS, strict=True)
+    ]
+
+
+def _cluster(table: Path, machines: list[tuple[str, str]]) -> dict[str, object]:
+    """Whole prompts in one step, as splitwise-sim has them; messages take next to no time."""
+    return {
+        "workers": [{"role": role} for role, _ in machines],
+        "scheduler": {"prefill_chunk_tokens": 4096},
+        "simulation": {
+            "pools": [{"profile": _profile(table, hardware)} for _, hardware in machines],
+            "kv": {"layers": 70, "heads": 112, "head_dim": 128, "dtype": "float16"},
+            "fabric": {
+                "bandwidth": f"{LINK_BYTES_PER_S}B",
+                "copy_bandwidth": "1000TB",
+                "latency": "0.000001ms",
+                "router_latency": "0.000001ms",
+            },
+        },
+    }
+
+
+def _profile(table: Path, hardware: str) -> dict[str, object]:
+    return {
+        "kind": "table",
+        "file": str(table.absolute()),
+        "where": {"model": "bloom-176b", "hardware": hardware, "tensor_parallel": "8"},
+        "extrapolate": True,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("table", type=Path, help="perf_model.csv of Mutinifni/splitwise-sim")
     parser.add_argument("--json", type=Path, help="also write the claims to this file")
     args = parser.parse_args()
     claims = list(golden(args.table))
-    print_claims("Splitwise: its simulator's example", claims)
+    print_claims("Splitwise: its simulator's example, from the table of measured steps", claims)
+    through = list(simulated(args.table))
+    print_claims("The same through kvrelay's simulator", through)
     if args.json:
-        write_claims(args.json, claims)
+        write_claims(args.json, [*claims, *through])
 
 
 if __name__ == "__main__":
