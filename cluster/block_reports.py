@@ -45,7 +45,7 @@ class BlockReports:
     def take(self) -> list[BlockChanges]:
         """What is new since the last call."""
         changes, self._of_node = self._of_node, []
-        if self._cache.changes is not None:
+        if self._cache.changes:
             stored, removed = self._cache.changes.take()
             changes += _stored(ITSELF, Tier.DEVICE, stored)
             changes += _removed(ITSELF, Tier.DEVICE, removed)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cluster import cli_cluster, cli_config, cli_doctor, cli_plan, cli_process
+from cluster import cli_cluster, cli_config, cli_doctor, cli_plan, cli_process, cli_simulate
 from kvrelay.errors import KvrelayError
 
 CLICK_ERROR = typer.BadParameter.__mro__[2]
@@ -47,6 +47,7 @@ app.command("stop")(cli_cluster.stop)
 app.command("demo")(cli_cluster.demo)
 app.command("status")(cli_cluster.status)
 app.command("doctor")(cli_doctor.doctor)
+app.command("simulate")(cli_simulate.simulate)
 app.command("plan")(cli_plan.plan)
 app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)
 app.command("worker", rich_help_panel="Single processes, without Ray")(cli_process.worker)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.scheduler import DecodeScheduler
-from kvpool.blocks import BlockState
 from kvpool.openings import Openings
 from kvrelay.messages import Counters, LinkState
 from kvrelay.types import PrefixOrigin
@@ -30,12 +29,12 @@ def count(
 ) -> Counters:
     origins = openings.origins
     tables, restores, receiver = openings.tables, openings.restores, decode.receiver
-    blocks = tables.counts()
+    pool = tables.scarcest
     return Counters(
-        free_blocks=blocks[BlockState.FREE],
-        leased_blocks=blocks[BlockState.LEASED],
-        active_blocks=blocks[BlockState.ACTIVE],
-        cached_blocks=blocks[BlockState.CACHED],
+        free_blocks=pool.free,
+        leased_blocks=pool.leased,
+        active_blocks=pool.active,
+        cached_blocks=pool.cached,
         orphaned_blocks=totals.orphaned_blocks,
         prefix_queried_tokens=tables.queried_tokens,
         prefix_hit_tokens=tables.hit_tokens,

@@ -275,6 +275,8 @@ class WorkerLoop:
 
     def _start_step(self) -> None:
         """The schedulers take turns at the device."""
+        if self._stepping is not None:
+            return
         for scheduler in list(self._turns):
             if self._stepping is None:
                 self._turns.rotate(-1)

@@ -96,6 +96,8 @@ class Batch:
     def next_step(self, now_s: float, most_steps: int = 1) -> RunStep | None:
         """With `most_steps` above 1 the step may be one that can be run so often."""
         assert not self.roster.on_device, "a step is on the device"
+        if self.roster.is_empty:
+            return None
         step = Packing(roster=self.roster, now_s=now_s, budget=self.chunk_tokens)
         step.pack()
         if not step.chosen:

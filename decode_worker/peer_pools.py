@@ -58,7 +58,8 @@ class PeerPools:
     def _wire_layout(self, peer: Incarnation) -> KvLayout:
         """Both sides make the same cut of it."""
         facts, own = self._facts.get(peer), self.layout.dtype
-        return replace(self.layout, dtype=wire_dtype(facts.dtype, own) if facts else own)
+        dtype = wire_dtype(facts.dtype, own) if facts else own
+        return self.layout if dtype == own else replace(self.layout, dtype=dtype)
 
     def way(
         self, peer: Incarnation, ahead: PieceAhead, write: Write, tables: Tables

@@ -50,6 +50,10 @@ class Roster:
         return sum(sequence.needed for sequence in self.awaiting_prefill)
 
     @property
+    def is_empty(self) -> bool:
+        return not self.running and not self.awaiting_prefill
+
+    @property
     def is_settled(self) -> bool:
         """What is on the device is still all that there is to run."""
         here = len(self.running) == len(self.on_device) and not self.awaiting_prefill

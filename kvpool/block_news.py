@@ -18,6 +18,10 @@ class BlockNews:
     _stored: dict[BlockHash, None] = field(default_factory=dict)
     _removed: dict[BlockHash, None] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._stored or self._removed)
+
     def stored(self, block_hash: BlockHash) -> None:
         if block_hash in self._removed:
             del self._removed[block_hash]

@@ -49,14 +49,26 @@ class BlockPool:
         """Free, or cached and held by no one: what can be had."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def leased(self) -> int:
+        return len(self._leased)
+
+    @property
+    def active(self) -> int:
+        return len(self._holders) - len(self._leased)
+
+    @property
+    def cached(self) -> int:
+        """Held by no one, but named."""
+        return len(self._cached)
+
     def counts(self) -> dict[BlockState, int]:
         """# state |-> blocks; the four always add up to `count`"""
-        leased = len(self._leased)
         return {
-            BlockState.FREE: len(self._free),
-            BlockState.LEASED: leased,
-            BlockState.ACTIVE: len(self._holders) - leased,
-            BlockState.CACHED: len(self._cached),
+            BlockState.FREE: self.free,
+            BlockState.LEASED: self.leased,
+            BlockState.ACTIVE: self.active,
+            BlockState.CACHED: self.cached,
         }
 
     def try_allocate(self, blocks: int, *, leased: bool = False) -> tuple[BlockId, ...] | None:

@@ -72,6 +72,10 @@ class KvLayout:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def has_windows(self) -> bool:
+        return any(group.window is not None for group in self.groups)
+
+    @property
     def bytes_per_token(self) -> int:
         elements = sum(group.elements_per_token for group in self.groups)
         return elements * self.element_bytes

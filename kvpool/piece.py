@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvpool.link_cost import TransferShape
+from kvpool.plan import TokenRun
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import Section, Side, TokenSpan, Write, cut
 from kvrelay.errors import PeerError
@@ -144,7 +145,11 @@ class PairedRun:
 
 def paired_runs(section: Section, source: Side, target: Side) -> Iterator[PairedRun]:
     """The copies of a section from pool to pool, adjacent slots merged on both sides."""
-    theirs, ours = iter(source.runs(section)), iter(target.runs(section))
+    yield from _paired(source.runs(section), target.runs(section))
+
+
+def _paired(sources: Sequence[TokenRun], targets: Sequence[TokenRun]) -> Iterator[PairedRun]:
+    theirs, ours = iter(sources), iter(targets)
     left, right = next(theirs, None), next(ours, None)
     at = 0
     while left is not None and right is not None:
@@ -158,14 +163,18 @@ def paired_runs(section: Section, source: Side, target: Side) -> Iterator[Paired
 
 
 def transfer_shape(write: Write, source: Side, target: Side) -> TransferShape:
+    descriptors = source_runs = target_runs = 0
+    for section in write.sections:
+        theirs, ours = source.runs(section), target.runs(section)
+        pairs = sum(1 for _ in _paired(theirs, ours))
+        descriptors += section.part.layers * len(section.part.planes) * pairs
+        source_runs += len(theirs)
+        target_runs += len(ours)
     return TransferShape(
         nbytes=write.nbytes,
-        descriptors=sum(
-            s.part.layers * len(s.part.planes) * len(tuple(paired_runs(s, source, target)))
-            for s in write.sections
-        ),
-        source_runs=sum(len(source.runs(section)) for section in write.sections),
-        target_runs=sum(len(target.runs(section)) for section in write.sections),
+        descriptors=descriptors,
+        source_runs=source_runs,
+        target_runs=target_runs,
     )
 
 

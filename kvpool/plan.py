@@ -29,16 +29,7 @@ def token_runs(
     In slab order, each token exactly once; adjacent blocks merge into one run.
     """
     assert 0 <= start <= start + tokens <= len(table) * block_size, (start, tokens, len(table))
-    runs: list[TokenRun] = []
-    for run in _per_block(table, start, tokens, block_size):
-        last = runs[-1] if runs else None
-        if last is not None and last.slot + last.tokens == run.slot:
-            runs[-1] = TokenRun(
-                slot=last.slot, position=last.position, tokens=last.tokens + run.tokens
-            )
-        else:
-            runs.append(run)
-    return tuple(runs)
+    return tuple(_merged(table, start, start + tokens, block_size)) if tokens else ()
 
 
 def chunk_bytes(layout: KvLayout, tokens: int) -> int:
@@ -46,14 +37,19 @@ def chunk_bytes(layout: KvLayout, tokens: int) -> int:
     return layout.bytes_per_token * tokens
 
 
-def _per_block(
-    table: Sequence[BlockId], start: int, tokens: int, block_size: int
-) -> Iterator[TokenRun]:
-    token, end = start, start + tokens
-    while token < end:
-        block, within = divmod(token, block_size)
-        count = min(block_size - within, end - token)
-        yield TokenRun(
-            slot=table[block] * block_size + within, position=token - start, tokens=count
-        )
-        token += count
+def _merged(table: Sequence[BlockId], start: int, end: int, block_size: int) -> Iterator[TokenRun]:
+    """A run goes on while each block is the one behind the last."""
+    first, begin = start // block_size, start
+    previous = table[first]
+    for index in range(first + 1, -(-end // block_size)):
+        if table[index] != previous + 1:
+            yield _run(table, begin, index * block_size, start, block_size)
+            begin = index * block_size
+        previous = table[index]
+    yield _run(table, begin, end, start, block_size)
+
+
+def _run(table: Sequence[BlockId], begin: int, end: int, start: int, block_size: int) -> TokenRun:
+    block, within = divmod(begin, block_size)
+    slot = table[block] * block_size + within
+    return TokenRun(slot=slot, position=begin - start, tokens=end - begin)

@@ -297,8 +297,14 @@ class BlockTables:
             )
 
     def counts(self) -> dict[BlockState, int]:
+        return self.scarcest.counts()
+
+    @property
+    def scarcest(self) -> BlockPool:
         """Of the group with the fewest blocks to be had."""
-        return min(self.pools, key=lambda pool: pool.available).counts()
+        if len(self.pools) == 1:
+            return self.pools[0]
+        return min(self.pools, key=lambda pool: pool.available)
 
     def orphaned(self) -> int:
         """Blocks that are held in a pool but stand in no holder's table: always 0."""

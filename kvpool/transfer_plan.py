@@ -257,7 +257,7 @@ def _packed(sections: Iterable[Section], wire: WireFormat, staging_bytes: int) -
         if used_bytes + section.nbytes > staging_bytes:
             yield Write(sections=tuple(placed), wire=wire)
             placed, used_bytes = [], 0
-        placed.append(replace(section, offset_bytes=used_bytes))
+        placed.append(replace(section, offset_bytes=used_bytes) if used_bytes else section)
         used_bytes += section.nbytes
     if placed:
         yield Write(sections=tuple(placed), wire=wire)
@@ -270,6 +270,8 @@ def _least_tokens(tokens: int) -> int:
 
 def _most(count: int, room_bytes: int, nbytes: Callable[[int], int]) -> int:
     """The largest of 1..count whose `nbytes`, which never falls, fits; 0 if none does."""
+    if nbytes(count) <= room_bytes:
+        return count
     return bisect_right(range(1, count + 1), room_bytes, key=nbytes)
 
 

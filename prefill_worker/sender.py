@@ -118,6 +118,8 @@ class Sender:
         if self.peer is None or waits:
             return []
         spans, self._planned = self._planned, []
+        if not spans:
+            return []
         wire = replace(self.layout, dtype=wire_dtype(self.layout.dtype, self.peer.dtype))
         return [
             self._ahead(Piece(span=span, index=index), write, tables)

@@ -113,7 +113,12 @@ class Clients:
         self._arrivals = arrivals
         self._answers = answers
         self._retries = retries
+        self._open = len(arrivals)
         self.outcomes = [Outcome(request=one.request) for one in arrivals]
+
+    def is_waiting(self) -> bool:
+        """For a request to come, or to end."""
+        return self._open > 0
 
     def begin(self) -> None:
         """One arrival waits on the clock at a time."""
@@ -148,6 +153,7 @@ class Clients:
                 self._delivered(command, outcome)
             case Fail(reason=reason):
                 outcome.failed = reason
+                self._open -= 1
             case _:
                 assert_never(command)
 
@@ -157,6 +163,7 @@ class Clients:
             self._clock.after(command.retry_after_s, self._submit, int(command.request_id))
         else:
             outcome.refused = command.refusal.reason
+            self._open -= 1
 
     def _delivered(self, command: Deliver, outcome: Outcome) -> None:
         now_s = self._clock.now_s
@@ -167,3 +174,4 @@ class Clients:
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done
+        self._open -= command.done

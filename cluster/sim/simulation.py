@@ -20,6 +20,7 @@ from cluster.sim.links import Post
 from cluster.sim.profile import read_profile, told_times
 from cluster.sim.profiles.load import HardwareProfile
 from cluster.sim.router import Clients, SimRouter
+from cluster.sim.timeline import LOOKS, Look, Timeline
 from cluster.sim.trace import TraceRequest
 from cluster.sim.worker import Hardware, SimWorker, Surroundings
 from kvpool.layout import KvLayout, LayerGroup, Plane
@@ -54,6 +55,7 @@ class Simulated:
     scale: Scale
     outcomes: Sequence[Outcome]
     fleet: Fleet
+    timeline: Sequence[Look]
     ended_s: float
     events: int
     moved_bytes: int
@@ -86,6 +88,10 @@ class ClusterSimulation:
         self.fleet = self._fleet()
         self.clients = Clients(self.router, self.clock, timed, answers, simulation.retries)
         self.router.serve(self.clients)
+        span_s = timed[-1].request.arrival_s or 1.0
+        self._timeline = Timeline(
+            self.clock, self.fleet.workers.values(), span_s / LOOKS, self.clients.is_waiting
+        )
 
     def _fleet(self) -> Fleet:
         workers: dict[Incarnation, SimWorker] = {}
@@ -131,6 +137,7 @@ class ClusterSimulation:
         """Until every request has ended and nothing is held."""
         began_s = time.perf_counter()
         self.clients.begin()
+        self._timeline.begin()
         events = self.clock.run()
         self._check_end()
         return Simulated(
@@ -138,6 +145,7 @@ class ClusterSimulation:
             scale=self._scale,
             outcomes=self.clients.outcomes,
             fleet=self.fleet,
+            timeline=self._timeline.looks,
             ended_s=self.clock.now_s,
             events=events,
             moved_bytes=self._fabric.moved_bytes,

@@ -53,6 +53,13 @@ class TracePrompt(NamedTokens):
         position = range(self._length)[at]
         return (self._id(position) * _MIX + position) % _IDS
 
+    def iterate(self, positions: range) -> Iterator[int]:
+        """The token ids there."""
+        for block in range(positions.start // HASH_TOKENS, -(-positions.stop // HASH_TOKENS)):
+            mixed, first = self._id(block * HASH_TOKENS) * _MIX, block * HASH_TOKENS
+            start, stop = max(first, positions.start), min(first + HASH_TOKENS, positions.stop)
+            yield from [(mixed + position) % _IDS for position in range(start, stop)]
+
     def _id(self, position: int) -> int:
         if self._hash_ids is None:
             return _IDS + self._number
@@ -87,7 +94,7 @@ class _Part(Sequence[int]):
         return len(self._positions)
 
     def __iter__(self) -> Iterator[int]:
-        return map(self._prompt.__getitem__, self._positions)
+        return self._prompt.iterate(self._positions)
 
     @overload
     def __getitem__(self, at: int) -> int: ...

@@ -1,0 +1,149 @@
+"""What a simulation amounts to, in numbers. Pure: the same simulation, the same report.
+
+Attainment and goodput count every request that was offered: one that is refused, fails or comes
+late is a miss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.sim.config import Slo
+from cluster.sim.ledgers import Outcome
+from cluster.sim.pool_use import Cost, PoolUse, cost_of, pool_uses
+from cluster.sim.simulation import Simulated
+from cluster.sim.timeline import Look
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Of the requests that have it."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`attainment` and `goodput_per_s` are over what was offered, `admitted_attainment` over what
+    was admitted. `hit_rate` is of prompt tokens whose KV a prefill found, `reuse_rate` of those
+    that it found on its own device."""
+
+    name: str
+    rate_scale: float
+    replicas: int
+    seed: int
+    ttft_slo_s: float
+    tpot_slo_s: float
+    offered: int
+    completed: int
+    good: int
+    refused: dict[str, int]
+    failed: dict[str, int]
+    refusals: int
+    duration_s: float
+    offered_per_s: float
+    completed_per_s: float
+    goodput_per_s: float
+    attainment: float
+    admitted_attainment: float
+    ttft_s: Spread | None
+    tpot_s: Spread | None
+    e2e_s: Spread | None
+    prompt_tokens: int
+    output_tokens: int
+    output_tokens_per_s: float
+    hit_rate: float
+    reuse_rate: float
+    moved_bytes: int
+    preemptions: int
+    pools: tuple[PoolUse, ...]
+    cost: Cost
+    timeline: tuple[Look, ...]
+
+
+def report(simulated: Simulated) -> Report:
+    outcomes, simulation = simulated.outcomes, simulated.config.simulation
+    slo = simulation.slo
+    good = sum(is_good(one, slo) for one in outcomes)
+    completed = [one for one in outcomes if one.done]
+    admitted = sum(one.admitted_s is not None for one in outcomes)
+    duration_s = max(_ends(outcomes), default=0.0) or 1.0
+    pools = pool_uses(simulated, duration_s)
+    prompts = sum(one.request.input_tokens for one in completed)
+    output = sum(one.tokens for one in outcomes)
+    return Report(
+        name=simulated.config.name,
+        rate_scale=simulated.scale.rate,
+        replicas=simulated.scale.replicas,
+        seed=simulation.seed,
+        ttft_slo_s=slo.ttft,
+        tpot_slo_s=slo.tpot,
+        offered=len(outcomes),
+        completed=len(completed),
+        good=good,
+        refused=_counted(one.refused for one in outcomes),
+        failed=_counted(one.failed for one in outcomes),
+        refusals=sum(one.refusals for one in outcomes),
+        duration_s=duration_s,
+        offered_per_s=len(outcomes) / (outcomes[-1].request.arrival_s or 1.0),
+        completed_per_s=len(completed) / duration_s,
+        goodput_per_s=good / duration_s,
+        attainment=good / len(outcomes),
+        admitted_attainment=good / admitted if admitted else 0.0,
+        ttft_s=spread(one.ttft_s for one in outcomes),
+        tpot_s=spread(one.tpot_s for one in outcomes),
+        e2e_s=spread(one.e2e_s for one in outcomes),
+        prompt_tokens=sum(one.request.input_tokens for one in outcomes),
+        output_tokens=output,
+        output_tokens_per_s=output / duration_s,
+        hit_rate=sum(one.cached_tokens for one in completed) / max(1, prompts),
+        reuse_rate=_reuse_rate(simulated),
+        moved_bytes=simulated.moved_bytes,
+        preemptions=sum(pool.preemptions for pool in pools),
+        pools=pools,
+        cost=cost_of(pools, output),
+        timeline=tuple(simulated.timeline),
+    )
+
+
+def is_good(outcome: Outcome, slo: Slo) -> bool:
+    """It met its objectives."""
+    if not outcome.done or outcome.ttft_s is None or outcome.ttft_s > slo.ttft:
+        return False
+    return outcome.tpot_s is None or outcome.tpot_s <= slo.tpot
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    p50, p90, p99 = (known[min(len(known) - 1, int(q * len(known)))] for q in QUANTILES)
+    mean = sum(known) / len(known)
+    return Spread(count=len(known), mean=mean, p50=p50, p90=p90, p99=p99, most=known[-1])
+
+
+def _ends(outcomes: Sequence[Outcome]) -> Iterable[float]:
+    for one in outcomes:
+        yield one.request.arrival_s
+        if one.last_token_s is not None:
+            yield one.last_token_s
+
+
+def _counted(reasons: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(reason for reason in reasons if reason).items()))
+
+
+def _reuse_rate(simulated: Simulated) -> float:
+    loops = [worker.loop for worker in simulated.fleet.workers.values()]
+    tables = [loop.decode.batch.tables for loop in loops if loop.prefill.prompt_tokens]
+    queried = sum(one.queried_tokens for one in tables)
+    return sum(one.hit_tokens for one in tables) / queried if queried else 0.0

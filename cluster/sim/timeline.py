@@ -1,0 +1,53 @@
+"""Queues over time: looked at now and then while a simulation runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from cluster.sim.clock import Clock
+from cluster.sim.worker import SimWorker
+
+LOOKS = 240
+"""Over the time in which requests arrive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    at_s: float
+    awaiting_prefill: int
+    prefill_tokens: int
+    decoding: int
+    awaiting_decode: int
+    free_blocks: int
+
+
+@dataclass(slots=True)
+class Timeline:
+    """`goes_on`: there is still something to see."""
+
+    clock: Clock
+    workers: Iterable[SimWorker]
+    every_s: float
+    goes_on: Callable[[], bool]
+    looks: list[Look] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.clock.at(0.0, self._look)
+
+    def _look(self, _: None) -> None:
+        self.looks.append(self._now())
+        if self.goes_on():
+            self.clock.after(self.every_s, self._look)
+
+    def _now(self) -> Look:
+        loops = [worker.loop for worker in self.workers]
+        rosters = [loop.decode.batch.roster for loop in loops]
+        return Look(
+            at_s=self.clock.now_s,
+            awaiting_prefill=sum(loop.prefill.waiting for loop in loops),
+            prefill_tokens=sum(loop.prefill.waiting_tokens for loop in loops),
+            decoding=sum(len(roster.running) for roster in rosters),
+            awaiting_decode=sum(len(roster.awaiting_prefill) for roster in rosters),
+            free_blocks=sum(roster.tables.free_blocks for roster in rosters),
+        )
