@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cluster.config_qos import Qos
+from cluster.config_router import Router
 from cluster.config_types import (
     AutoBytes,
     AutoCount,
@@ -100,34 +102,6 @@ class WorkerPool(Section):
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
     """None: as model.dtype says."""
-
-
-class Router(Section):
-    replicas: int = 1
-    """Only 1 works so far."""
-    host: str = "127.0.0.1"
-    """The address that clients connect to; 0.0.0.0 for every interface."""
-    http_port: Port = 8000
-    """0: the system chooses."""
-    grpc_port: Port = 50051
-    """0: the system chooses."""
-    max_body: Bytes = 4 * 2**20
-    """The largest HTTP body or gRPC message that is read."""
-    resources: dict[str, Quantity] = Field(default_factory=dict)
-    """What Ray sets aside for the router."""
-
-    @field_validator("replicas")
-    @classmethod
-    def _only_one(cls, given: int) -> int:
-        if given != 1:
-            raise ValueError("1: several routers aren't supported yet")
-        return given
-
-    @model_validator(mode="after")
-    def _two_ports(self) -> Router:
-        if self.http_port == self.grpc_port != 0:
-            raise ValueError("two different ports for http_port and grpc_port")
-        return self
 
 
 class Ucx(Section):
@@ -270,6 +244,7 @@ class Config(Section):
     scheduler: Scheduler = Scheduler()
     workers: tuple[WorkerPool, ...] = DEFAULT_POOLS
     router: Router = Router()
+    qos: Qos = Qos()
     transfer: Transfer = Transfer()
     preload: tuple[Preload, ...] = ()
     """Prompts that many requests begin with."""

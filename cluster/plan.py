@@ -10,9 +10,11 @@ from typing import get_args
 from cluster.config import Config, Preload, Ucx, WorkerPool
 from cluster.config_types import FarTransport
 from cluster.pool_names import host_pool_address
+from cluster.qos import qos_tiers, tier_match
 from cluster.resolve import device_share, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
+from router.policies import Policies
 from router.preload import PreloadText
 
 NODE_HOST = "auto"
@@ -149,6 +151,8 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         pool_address=host_pool_address(config.name) if config.pool.enabled else None,
         secret=config.network.secret or "",
         trace_dir=config.observability.trace_dir,
+        qos=qos_tiers(config.qos),
+        tenant_weights=tuple(config.qos.tenant_weights.items()),
     )
 
 
@@ -165,6 +169,13 @@ def router_settings(config: Config) -> RouterSettings:
         grpc_port=config.router.grpc_port,
         max_body_bytes=config.router.max_body,
         preload=tuple(_preload(one) for one in config.preload),
+        policies=Policies(
+            placement=config.router.placement.policy,
+            admission=config.router.admission.policy,
+            queue_limit=config.router.admission.queue_limit,
+        ),
+        qos=qos_tiers(config.qos),
+        tier_match=tier_match(config.qos),
     )
 
 

@@ -94,7 +94,9 @@ class RouterProcess:
         settings = self._settings
         folder = await asyncio.to_thread(find_text_files, settings.model, settings.revision)
         tokenizer = TextTokenizer.load(folder)
-        self.dispatcher = WorkerDispatcher(_preloads(settings, tokenizer))
+        self.dispatcher = WorkerDispatcher(
+            _preloads(settings, tokenizer), settings.policies, settings.qos
+        )
         self._registry = RegistryService(self.dispatcher)
         options = FaceOptions(
             host=settings.host,

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
+from router.policies import DEFAULT_POLICIES, Policies
 from router.preload import PreloadText
+from router.tier_match import NO_MATCH, TierMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class WorkerSettings:
     pool_address: str | None
     secret: str = field(default="", repr=False)
     trace_dir: str | None = None
+    qos: QosTiers = ONE_TIER
+    tenant_weights: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,9 @@ class RouterSettings:
     grpc_port: int
     max_body_bytes: int
     preload: tuple[PreloadText, ...]
+    policies: Policies = DEFAULT_POLICIES
+    qos: QosTiers = ONE_TIER
+    tier_match: TierMatch = NO_MATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from kvrelay.messages import (
     Tokens,
     WorkerEvent,
 )
-from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.qos import ONE_TIER, QosTiers
+from kvrelay.types import FinishReason, Incarnation, RequestSpec
 from router import orders
 from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
@@ -49,6 +50,7 @@ from router.events import (
 )
 from router.forecast.forecast import Forecast
 from router.generation import GenerationRequest
+from router.latency.output_lengths import OutputLengths
 from router.ledger import Ledger
 from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
@@ -62,6 +64,8 @@ from router.waiting import PATIENCE_S, WaitingRoom
 from router.workers import Workers
 
 MAX_ATTEMPTS = 3
+EXPECTED = 0.5
+"""The quantile of its tier's output lengths that a request is expected to have."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class RouterCore:
     preloads: tuple[RequestSpec, ...] = ()
     placing: PlacementPolicy = field(default_factory=KvAware)
     admitting: AdmissionPolicy = field(default_factory=Predictive)
+    tiers: QosTiers = ONE_TIER
+    lengths: OutputLengths = field(default_factory=OutputLengths)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
@@ -104,7 +110,10 @@ class RouterCore:
     def _submitted(self, submitted: GenerationRequest, now_s: float) -> list[Command]:
         assert submitted.request_id not in self.requests, f"{submitted.request_id} runs already"
         ledger = Ledger(before_s=submitted.phases_s, submitted_s=now_s)
-        request = Request(submitted=submitted, ledger=ledger, attempt=next(self.attempts))
+        tier = self.tiers[submitted.qos_tier]
+        request = Request(
+            submitted=submitted, tier=tier, ledger=ledger, attempt=next(self.attempts)
+        )
         self.requests[request.request_id] = request
         return self._place(request, NO_CAPACITY, now_s)
 
@@ -131,12 +140,13 @@ class RouterCore:
         return policy.judge(demand, candidates, otherwise, Forecast(self.workers), now_s)
 
     def _demand(self, request: Request, now_s: float) -> Demand:
-        spec = request.spec
+        spec, most = request.spec, request.submitted.sampling.max_tokens
         return Demand(
             spec=spec,
-            output_tokens=spec.sampling.max_tokens,
+            output_tokens=self.lengths.quantile(request.tier.name, EXPECTED, max_tokens=most),
             held=HeldPrefixes(spec, self.directory),
-            objectives=request.submitted.objectives,
+            objectives=request.objectives,
+            priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
         )
 
@@ -239,9 +249,16 @@ class RouterCore:
         ready = request.choices[event.choice].take(event)
         if not ready:
             return []
+        self._learn_length(request, event)
         if request.done:
             self._ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
+
+    def _learn_length(self, request: Request, event: Tokens) -> None:
+        if event.finish_reason is not None:
+            tokens = request.choices[event.choice].next_index
+            was_cut = event.finish_reason is not FinishReason.STOP
+            self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
 
     # --- pairs ----------------------------------------------------------------------------------
 

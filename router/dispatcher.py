@@ -10,12 +10,14 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from itertools import count
+from random import Random
 from secrets import randbits
 from uuid import uuid4
 
 from kvpool.tenants import tenant_label
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent, WorkerHello
+from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from router import quarantine_told
@@ -49,6 +51,7 @@ from router.generation import (
 from router.joining import check_joins
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
+from router.policies import DEFAULT_POLICIES, Policies, open_admission, open_placement
 from router.pool_nodes import PoolNodes
 from router.request import Request
 from router.view import WorkerView
@@ -106,9 +109,19 @@ class WorkerGeneration:
 class WorkerDispatcher:
     """Implements `router.generation.Dispatcher` over real workers."""
 
-    def __init__(self, preloads: tuple[RequestSpec, ...] = ()) -> None:
-        attempts = count(randbits(30))  # of 32 bits on the wire
-        self.core = RouterCore(attempts=attempts, preloads=preloads)
+    def __init__(
+        self,
+        preloads: tuple[RequestSpec, ...] = (),
+        policies: Policies = DEFAULT_POLICIES,
+        tiers: QosTiers = ONE_TIER,
+    ) -> None:
+        self.core = RouterCore(
+            attempts=count(randbits(30)),  # of 32 bits on the wire
+            preloads=preloads,
+            placing=open_placement(policies, Random()),
+            admitting=open_admission(policies),
+            tiers=tiers,
+        )
         self.incarnation = Incarnation(uuid4().hex)
         self.pools = PoolNodes()
         self._links: dict[str, WorkerLink] = {}  # address |-> link

@@ -40,7 +40,11 @@ class Ledger:
 
     def age_s(self, now_s: float) -> float:
         """Since the face received it."""
-        return sum(self.before_s.values()) + now_s - self.submitted_s
+        return self.before_submission_s + now_s - self.submitted_s
+
+    @property
+    def before_submission_s(self) -> float:
+        return sum(self.before_s.values())
 
     def after_s(self, moment: str) -> float | None:
         """Since submission, on the router's clock; None before it."""

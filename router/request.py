@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvrelay.messages import Lifetime
-from kvrelay.types import Incarnation, RequestKey, RequestSpec
+from kvrelay.qos import QosTier
+from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec
 from router.admitting.policy import Admitted
 from router.generation import GenerationRequest
 from router.latency.errors import Predicted, prediction_errors
@@ -20,6 +21,7 @@ class Request:
     workers that were asked in it, `avoided` the pairs that failed earlier ones."""
 
     submitted: GenerationRequest
+    tier: QosTier
     ledger: Ledger
     attempt: int
     tries: int = 1
@@ -56,9 +58,14 @@ class Request:
             prompt_ids=asked.prompt_ids,
             sampling=asked.sampling,
             tenant=asked.tenant,
-            qos_tier=asked.qos_tier,
-            tpot_s=asked.objectives.tpot_s,
+            qos_tier=self.tier.name,
+            tpot_s=self.objectives.tpot_s,
         )
+
+    @property
+    def objectives(self) -> Objectives:
+        """Its own, else those of its tier."""
+        return self.submitted.objectives.or_else(self.tier.objectives)
 
     @property
     def done(self) -> bool:
@@ -89,6 +96,8 @@ class Request:
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
+        if self.tries == 1:
+            self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)
         self.ledger.mark("placed", now_s)
 

@@ -97,6 +97,14 @@ class Objectives:
     tpot_s: float | None = None
     deadline_s: float | None = None
 
+    def or_else(self, others: Objectives) -> Objectives:
+        """Each of these, or where it is None that of `others`."""
+        return Objectives(
+            ttft_s=others.ttft_s if self.ttft_s is None else self.ttft_s,
+            tpot_s=others.tpot_s if self.tpot_s is None else self.tpot_s,
+            deadline_s=others.deadline_s if self.deadline_s is None else self.deadline_s,
+        )
+
 
 NO_OBJECTIVES = Objectives()
 

@@ -8,7 +8,7 @@ from router.ledger import Ledger
 
 
 class Predicted(Protocol):
-    """From submission to the first token, and for each token after it."""
+    """From when the face received it to the first token, and for each token after it."""
 
     @property
     def ttft_s(self) -> float: ...
@@ -25,7 +25,7 @@ def prediction_errors(predicted: Predicted, ledger: Ledger, tokens: int) -> dict
     first_s, last_s = ledger.after_s("first_token_received"), ledger.after_s("last_token_received")
     ratios: dict[str, float] = {}
     if first_s:
-        ratios["ttft"] = predicted.ttft_s / first_s
+        ratios["ttft"] = predicted.ttft_s / (ledger.before_submission_s + first_s)
     if first_s and last_s and tokens > 1 and last_s > first_s:
         ratios["tpot"] = predicted.tpot_s * (tokens - 1) / (last_s - first_s)
     return ratios

@@ -144,7 +144,10 @@ def key(name: str = "r", attempt: int = 0) -> RequestKey:
 
 def spec(name: str = "r", *, attempt: int = 0, n: int = 1) -> RequestSpec:
     return RequestSpec(
-        key=key(name, attempt), prompt_ids=PROMPT, sampling=request(name, n=n).sampling
+        key=key(name, attempt),
+        prompt_ids=PROMPT,
+        sampling=request(name, n=n).sampling,
+        qos_tier="default",
     )
 
 

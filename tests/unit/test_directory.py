@@ -154,7 +154,7 @@ LONG = tuple(range(1, 12))  # two blocks and three tokens
 def _core() -> RouterCore:
     """Two workers prefill, and the router sends prompts to `p`."""
     core = core_with(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE)
-    ahead = Ahead(seconds=1, tokens=100)
+    ahead = Ahead(seconds=100, tokens=100)
     core.workers[Incarnation("q")].queue.add(key("elsewhere"), ahead, 0)
     return core
 
