@@ -58,6 +58,7 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.types import (
+    WIRE_VERSION,
     FinishReason,
     Incarnation,
     RequestKey,
@@ -294,7 +295,9 @@ def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload:
 def test_what_another_version_sends_is_refused() -> None:
     greeting = wire.encode_hello(hello("w", Role.BOTH))
     greeting.wire_version = 7
-    with pytest.raises(PeerError, match=f"worker w speaks wire version 7, this router {WIRE_VERSION}"):
+    with pytest.raises(
+        PeerError, match=f"worker w speaks wire version 7, this router {WIRE_VERSION}"
+    ):
         wire.decode_hello(greeting)
 
 
