@@ -64,7 +64,7 @@ class HeldPrefixes:
         held = self.blocks(prefill)
         if not held:
             return None
-        sources = [*self._worker(workers, prefill), *self._far(workers, prefill)]
+        sources = [*self._worker(workers, prefill), *self._far(prefill)]
         best = max(sources, key=lambda source: source.blocks, default=None)
         own = held.get(prefill.incarnation, 0)
         return best if best is not None and best.blocks > own else None
@@ -79,21 +79,18 @@ class HeldPrefixes:
     def _near(self, hello: WorkerHello) -> int:
         """What its host's pool node has."""
         reported = self.directory.is_reported
-        held = self.blocks(hello).items()
-        return max(
-            (
-                n
-                for node, n in held
-                if node != hello.incarnation and reported(node, hello.incarnation)
-            ),
-            default=0,
-        )
+        near = (n for node, n in self._nodes(hello) if reported(node, hello.incarnation))
+        return max(near, default=0)
 
-    def _far(self, workers: Workers, prefill: WorkerHello) -> Iterator[PrefixSource]:
+    def _nodes(self, hello: WorkerHello) -> list[tuple[Incarnation, int]]:
+        held = self.blocks(hello)
+        return [(node, held[node]) for node in self.directory.pool_nodes if node in held]
+
+    def _far(self, prefill: WorkerHello) -> Iterator[PrefixSource]:
         """Pool nodes that have more than the one of its own host."""
         near = self._near(prefill)
-        for node, blocks in self.blocks(prefill).items():
-            if node in workers or blocks <= near:
+        for node, blocks in self._nodes(prefill):
+            if blocks <= near:
                 continue
             if addresses := self.directory.addresses(node):
                 yield PrefixSource(peer=node, addresses=addresses, blocks=blocks, is_pool_node=True)
