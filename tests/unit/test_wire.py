@@ -279,7 +279,7 @@ def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload:
 def test_what_another_version_sends_is_refused() -> None:
     greeting = wire.encode_hello(hello("w", Role.BOTH))
     greeting.wire_version = 7
-    with pytest.raises(PeerError, match="worker w speaks wire version 7, this router 1"):
+    with pytest.raises(PeerError, match="worker w speaks wire version 7, this router 2"):
         wire.decode_hello(greeting)
 
 
