@@ -54,10 +54,10 @@ def _workers(held: Held, workers: Mapping[Incarnation, WorkerView]) -> Iterator[
 
 def _nodes(held: Held, directory: Directory, prefill: Incarnation) -> Iterator[Ranked]:
     """Those that have more than the node of its own host."""
-    near = {node for node in held if directory.is_reported(node, prefill)}
-    most_near = max((held[node] for node in near), default=0)
+    near = (blocks for node, blocks in held.items() if directory.is_reported(node, prefill))
+    most_near = max(near, default=0)
     for node, blocks in held.items():
         addresses = directory.addresses(node)
-        if addresses and node not in near and blocks > most_near:
+        if addresses and blocks > most_near:
             source = PrefixSource(peer=node, addresses=addresses, blocks=blocks, is_pool_node=True)
             yield blocks, 0.0, source
