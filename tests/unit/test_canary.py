@@ -178,6 +178,15 @@ def test_wrong_kv_is_given_up_and_leaves_nothing() -> None:
     assert_idle(scheduler)
 
 
+@pytest.mark.parametrize(("theirs", "passes"), [(0.2, False), (0.35, True)])
+def test_the_larger_of_both_workers_bounds_holds(theirs: float, passes: bool) -> None:
+    """The prefill worker's dtype may be the coarser one."""
+    scheduler = decode_scheduler(canary_bound=BOUND)
+    arrive(scheduler, spec("a", 9), sketch=replace(SKETCH, bound=theirs))
+    assert names(check(scheduler, off(0.3)))[0] == ("kv_checked" if passes else "RequestFailed")
+    assert counts(scheduler) == (int(passes), int(not passes), 0)
+
+
 def request_hashes(scheduler: DecodeScheduler, request: RequestSpec) -> list[bytes]:
     chain = scheduler.batch.tables.chain(request.tenant, len(request.prompt_ids))
     chain.extend(request.prompt_ids, len(request.prompt_ids))
