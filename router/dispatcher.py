@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from secrets import randbits
 from uuid import uuid4
@@ -49,6 +49,8 @@ from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.placement import WorkerView
 from router.pool_nodes import PoolNodes
+from router.record import Header
+from router.recorder import Recorder
 from router.request import Request
 
 log = logging.getLogger(__name__)
@@ -101,9 +103,16 @@ class WorkerGeneration:
 class WorkerDispatcher:
     """Implements `router.generation.Dispatcher` over real workers."""
 
-    def __init__(self, preloads: tuple[RequestSpec, ...] = ()) -> None:
-        attempts = count(randbits(30))  # of 32 bits on the wire
-        self.core = RouterCore(attempts=attempts, preloads=preloads)
+    def __init__(
+        self,
+        preloads: tuple[RequestSpec, ...] = (),
+        record: Callable[[Header], Recorder] | None = None,
+    ) -> None:
+        """`record` opens a file for all that the core hears and decides."""
+        first = randbits(30)  # of 32 bits on the wire
+        self.core = RouterCore(attempts=count(first), preloads=preloads)
+        header = Header(first_attempt=first, preloads=preloads)
+        self._recorder = record(header) if record is not None else None
         self.incarnation = Incarnation(uuid4().hex)
         self.pools = PoolNodes()
         self._links: dict[str, WorkerLink] = {}  # address |-> link
@@ -125,6 +134,8 @@ class WorkerDispatcher:
         for address in list(self._links):
             await self.remove_worker(address)
         await self.pools.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         for view in self.core.workers.values():
@@ -264,7 +275,11 @@ class WorkerDispatcher:
     # --- commands -------------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
-        for command in self.core.handle(event, time.monotonic()):
+        now_s = time.monotonic()
+        commands = self.core.handle(event, now_s)
+        if self._recorder is not None:
+            self._recorder.heard(event, commands, now_s)
+        for command in commands:
             self._execute(command)
 
     def _execute(self, command: Command) -> None:

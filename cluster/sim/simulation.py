@@ -76,7 +76,7 @@ class ClusterSimulation:
             requests,
             rate_scale=scale.rate,
             replicas=scale.replicas,
-            rng=Random(simulation.seed),
+            draw=Random(simulation.seed).random,
         )
         answers = Answers(timed, simulation.max_tokens)
         self._fabric = Fabric(simulation.fabric)
