@@ -7,11 +7,14 @@ worker loop's thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from cluster.pool_news import PoolNews
 from kvpool.device_cache import DeviceCache
-from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost, PoolNews
-from kvpool.pool_messages import BlocksChanged, PoolTier
+from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost
+from kvpool.pool_messages import BlocksChanged, PoolTier, PoolWelcome
 from kvrelay.messages import BlockChanges
 from kvrelay.types import Incarnation, Tier
 
@@ -27,20 +30,26 @@ class BlockReports:
 
     def __init__(self, cache: DeviceCache) -> None:
         self._cache = cache
-        self._node: Incarnation | None = None
+        self._node: PoolWelcome | None = None
         self._in_node: dict[PoolTier, dict[bytes, None]] = {tier: {} for tier in PoolTier}
         self._of_node: list[BlockChanges] = []
+        self._since_s: dict[bytes, float] = {}
 
     def everything(self) -> list[BlockChanges]:
         """For a router that attaches, after `take`."""
         changes: list[BlockChanges] = []
         if self._cache.changes is not None:
-            here = tuple(block.hash for block in self._cache.index)
+            here = tuple(block.hash for block in self._cache.full)
             changes += _stored(ITSELF, Tier.DEVICE, here)
         if self._node is not None:
             for tier, hashes in self._in_node.items():
-                changes += _stored(self._node, Tier(tier), tuple(hashes))
-        return changes
+                changes += _stored(self._node.incarnation, Tier(tier), tuple(hashes))
+        return [self._addressed(change) for change in changes]
+
+    def _addressed(self, change: BlockChanges) -> BlockChanges:
+        if self._node is None or change.holder != self._node.incarnation:
+            return change
+        return replace(change, addresses=self._node.addresses)
 
     def take(self) -> list[BlockChanges]:
         """What is new since the last call."""
@@ -49,14 +58,24 @@ class BlockReports:
             stored, removed = self._cache.changes.take()
             changes += _stored(ITSELF, Tier.DEVICE, stored)
             changes += _removed(ITSELF, Tier.DEVICE, removed)
+            self._date(stored, removed)
         return changes
+
+    def _date(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        self._since_s.update(dict.fromkeys(stored, time.monotonic()))
+        for block_hash in removed:
+            self._since_s.pop(block_hash, None)
+
+    def age_s(self, block_hash: bytes, now_s: float) -> float:
+        """Since it was named here; 0 for what is newer than the last `take`."""
+        return now_s - self._since_s.get(block_hash, now_s)
 
     def from_pool(self, event: PoolNews) -> None:
         match event:
             case PoolJoined(welcome=welcome):
-                self._node = welcome.incarnation
+                self._node = welcome
             case FromNode(message=BlocksChanged() as changed) if self._node is not None:
-                self._note(self._node, changed)
+                self._note(self._node.incarnation, changed)
             case PoolLost():
                 self._lost()
             case _:
@@ -67,12 +86,12 @@ class BlockReports:
         held.update(dict.fromkeys(changed.stored))
         for block_hash in changed.removed:
             held.pop(block_hash, None)
-        self._of_node += _stored(node, tier, changed.stored)
-        self._of_node += _removed(node, tier, changed.removed)
+        changes = [*_stored(node, tier, changed.stored), *_removed(node, tier, changed.removed)]
+        self._of_node += map(self._addressed, changes)
 
     def _lost(self) -> None:
         if self._node is not None:
-            gone = BlockChanges(holder=self._node, tier=Tier.HOST, gone=True)
+            gone = BlockChanges(holder=self._node.incarnation, tier=Tier.HOST, gone=True)
             self._of_node = [gone]
         self._node = None
         for held in self._in_node.values():

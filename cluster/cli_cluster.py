@@ -101,6 +101,9 @@ def status(
     ] = None,
     ray_address: RayAddress = None,
     kv: Annotated[bool, typer.Option("--kv", help="Who holds which KV, and since when.")] = False,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --kv: only what is this tenant's.")
+    ] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Show a running cluster: its processes, their state, their free KV blocks."""
@@ -108,7 +111,8 @@ def status(
     from cluster.rays import ray_address as ray_to_join
 
     if kv:
-        _kv_status(address or statuses.router_of(name, ray_to_join(ray_address) or "auto"), format_)
+        router = address or statuses.router_of(name, ray_to_join(ray_address) or "auto")
+        _kv_status(router, tenant, format_)
         return
 
     if address is not None:
@@ -121,7 +125,7 @@ def status(
         statuses.print_table(facts)
 
 
-def _kv_status(router: str, format_: Format) -> None:
+def _kv_status(router: str, tenant: str | None, format_: Format) -> None:
     from cluster import kv_status
     from cluster.status import as_json
 
@@ -129,4 +133,4 @@ def _kv_status(router: str, format_: Format) -> None:
     if format_ is Format.JSON:
         print(as_json(kv_status.as_facts(found)))
     else:
-        kv_status.print_tables(found)
+        kv_status.print_tables(found, tenant=tenant)

@@ -30,6 +30,7 @@ WORKER_KEYS = (
     "engine.kv_memory",
     "engine.prefix_caching",
     "engine.eviction",
+    "engine.profile",
     "scheduler.prefill_chunk_tokens",
     "scheduler.max_running_requests",
     "transfer.transports",
@@ -48,6 +49,7 @@ WORKER_KEYS = (
     "network.host",
     "network.port_range",
     "network.secret",
+    "observability.trace_dir",
     "pool.enabled",
     "drain_timeout",
 )
@@ -72,6 +74,11 @@ POOL_KEYS = (
     "pool.disk_size",
     "pool.policy",
     "pool.transports",
+    "transfer.transports",
+    "transfer.ucx.tls",
+    "transfer.ucx.net_devices",
+    "transfer.ucx.rndv_threshold_bytes",
+    "transfer.ucx.max_eager_rails",
     "transfer.lease_ttl",
     "network.host",
     "network.port_range",
@@ -168,7 +175,7 @@ def pool_node(
     ] = None,
     transport: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl."),
+        typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl or ucx."),
     ] = None,
     join: Annotated[
         str | None,

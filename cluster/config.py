@@ -11,15 +11,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cluster.config_qos import Qos
+from cluster.config_router import Router
 from cluster.config_types import (
     AutoBytes,
     AutoCount,
+    AutoFarTransports,
     AutoText,
     Count,
     Device,
     Dtype,
     Name,
     Port,
+    Profile,
     Quantity,
     Section,
     Transport,
@@ -58,6 +62,9 @@ class Engine(Section):
     eviction: Literal["lru", "lfu", "reuse"] = "lru"
     """Which cached block goes first: the longest unused, the least used, or the one least likely
     to be used again as learnt from the pool's history. Never one that others continue."""
+    profile: Profile = "auto"
+    """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
+    some; else a YAML file of step times, on the worker's machine."""
 
 
 class Scheduler(Section):
@@ -95,39 +102,6 @@ class WorkerPool(Section):
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
     """None: as model.dtype says."""
-
-
-class Router(Section):
-    replicas: int = 1
-    """Only 1 works so far."""
-    host: str = "127.0.0.1"
-    """The address that clients connect to; 0.0.0.0 for every interface."""
-    http_port: Port = 8000
-    """0: the system chooses."""
-    grpc_port: Port = 50051
-    """0: the system chooses."""
-    max_body: Bytes = 4 * 2**20
-    """The largest HTTP body or gRPC message that is read."""
-    record: str | None = None
-    """A file for all that the router hears and decides, prompts included: a trace for `kvrelay
-    simulate`, and a log to replay; none: nothing is recorded."""
-    record_size: Bytes = 2**30
-    """The most that is recorded."""
-    resources: dict[str, Quantity] = Field(default_factory=dict)
-    """What Ray sets aside for the router."""
-
-    @field_validator("replicas")
-    @classmethod
-    def _only_one(cls, given: int) -> int:
-        if given != 1:
-            raise ValueError("1: several routers aren't supported yet")
-        return given
-
-    @model_validator(mode="after")
-    def _two_ports(self) -> Router:
-        if self.http_port == self.grpc_port != 0:
-            raise ValueError("two different ports for http_port and grpc_port")
-        return self
 
 
 class Ucx(Section):
@@ -184,8 +158,6 @@ class Transfer(Section):
     def _canary_compares_like_with_like(self) -> Transfer:
         if self.canary_every and self.handoff == "pool":
             raise ValueError("canary_every 0 with handoff pool, which checks each block it fetches")
-        if self.canary_every and (self.codec != "none" or self.allow_mixed_precision):
-            raise ValueError("canary_every 0 where a codec or mixed precision changes the KV")
         return self
 
 
@@ -221,8 +193,9 @@ class Pool(Section):
     """Which blocks go first when a tier is full, leaves before what they continue. lru: those idle
     longest; lfu: those least used; reuse: those that the tier's history says are least likely to be
     used again."""
-    transports: tuple[Literal["nixl"], ...] = ()
-    """Links for workers of other hosts; those of its own find it over shared memory."""
+    transports: AutoFarTransports = None
+    """Links for workers of other hosts; those of its own find it over shared memory. auto: nixl and
+    ucx, where transfer.transports has them."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each pool node."""
 
@@ -241,6 +214,12 @@ class Network(Section):
         if given is not None and not 1024 <= given[0] <= given[1]:
             raise ValueError("[first, last] with 1024 <= first <= last")
         return given
+
+
+class Observability(Section):
+    trace_dir: str | None = None
+    """A folder in which each worker writes what it does when, as a Chrome trace; on CUDA it pushes
+    NVTX ranges too. None: nothing is traced."""
 
 
 class RaySection(Section):
@@ -265,11 +244,13 @@ class Config(Section):
     scheduler: Scheduler = Scheduler()
     workers: tuple[WorkerPool, ...] = DEFAULT_POOLS
     router: Router = Router()
+    qos: Qos = Qos()
     transfer: Transfer = Transfer()
     preload: tuple[Preload, ...] = ()
     """Prompts that many requests begin with."""
     pool: Pool = Pool()
     network: Network = Network()
+    observability: Observability = Observability()
     ray: RaySection = RaySection()
     simulation: Simulation = Simulation()
     """What `kvrelay simulate` has instead of machines."""
@@ -280,6 +261,16 @@ class Config(Section):
     def _has_its_pool(self) -> Config:
         if self.transfer.handoff == "pool" and not self.pool.enabled:
             raise ValueError("pool.enabled: true for transfer.handoff: pool")
+        return self
+
+    @model_validator(mode="after")
+    def _hands_over_one_dtype(self) -> Config:
+        """As far as the file alone can tell."""
+        given = {pool.dtype or self.model.dtype for pool in self.workers if pool.role != Role.BOTH}
+        dtypes = sorted(given - {"auto"})
+        if len(dtypes) > 1 and not self.transfer.allow_mixed_precision:
+            both = " and ".join(dtypes)
+            raise ValueError(f"transfer.allow_mixed_precision: true for workers of {both}")
         return self
 
     @field_validator("workers")

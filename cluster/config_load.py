@@ -56,8 +56,8 @@ def describe(
     error: ValidationError, root: type[BaseModel] = Config, whole: str = "the cluster file"
 ) -> str:
     """The first thing that is wrong, in one line, and how many more there are. `root` is what was
-    read, `whole` its name."""
-    first, *others = error.errors()
+    read, `whole` its name. A misspelt key also leaves the right one missing: that comes later."""
+    first, *others = sorted(error.errors(), key=lambda one: one["type"] == "missing")
     more = f" (and {len(others)} more)" if others else ""
     return _describe_one(first, root, whole) + more
 

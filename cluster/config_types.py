@@ -27,6 +27,15 @@ def _none_if_auto(given: object) -> object:
     return None if given == "auto" else given
 
 
+def _off_if_false(given: object) -> object:
+    return "off" if given is False else given
+
+
+def _as_tuple(given: object) -> object:
+    """What a validator before it has seen isn't JSON any more."""
+    return tuple(given) if isinstance(given, list) else given
+
+
 def _auto_if_none(value: object, inner: SerializerFunctionWrapHandler) -> object:
     return "auto" if value is None else inner(value)
 
@@ -60,7 +69,11 @@ AutoText = Annotated[str | None, *_AUTO]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
 Transport = Literal["shm", "nixl", "ucx", "cuda_ipc"]
+FarTransport = Literal["nixl", "ucx"]
+AutoFarTransports = Annotated[tuple[FarTransport, ...] | None, BeforeValidator(_as_tuple), *_AUTO]
 Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
+Profile = Annotated[str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")]
+"""In YAML `off` is false."""
 Quantity = Annotated[float, Field(ge=0)]
 
 

@@ -15,8 +15,8 @@ from cluster.worker_events import Crashed, Stepped
 from engine.layer_marks import LayerMarks
 from engine.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.threads import use_threads
+from kvpool.copies import CopyPairs
 from kvpool.handoff import LayersWritten
-from kvpool.tables import CopyPairs
 
 
 class StepEngine(Protocol):

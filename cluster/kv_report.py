@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from itertools import chain
 
+from cluster.block_reports import BlockReports
+from cluster.pool_report import cached_blocks
 from decode_worker.receiver import Receiver
 from kvpool.blocks import BlockState
 from kvpool.tables import BlockTables
+from kvpool.tenants import TenantBlocks, most_of
 from kvrelay.messages import WorkerHello
 from kvrelay.v1 import worker_pb2 as pb
 
 
 def kv_report(
-    hello: WorkerHello, tables: BlockTables, receiver: Receiver, now_s: float
+    hello: WorkerHello,
+    tables: BlockTables,
+    receiver: Receiver,
+    reports: BlockReports,
+    now_s: float,
 ) -> pb.DebugKvResponse:
     counts = tables.counts()
     held = [
@@ -41,4 +50,14 @@ def kv_report(
         held=held,
         slabs=slabs,
         total_slabs=receiver.slabs.count,
+        cached=map(cached_blocks, most_of(_cached(tables, reports, now_s))),
     )
+
+
+def _cached(tables: BlockTables, reports: BlockReports, now_s: float) -> Iterator[TenantBlocks]:
+    ages_s: defaultdict[str, list[float]] = defaultdict(list)
+    for block in tables.cache.index:
+        if not block.holders:
+            ages_s[block.tenant].append(reports.age_s(block.hash, now_s))
+    for tenant, ages in ages_s.items():
+        yield TenantBlocks(tenant=tenant, blocks=len(ages), oldest_s=max(ages), newest_s=min(ages))

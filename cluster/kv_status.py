@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.status import WIDTH
+from kvpool.tenants import tenant_label
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1 import admin_pb2_grpc
-from kvrelay.v1.pool_node_pb2 import PoolReport
+from kvrelay.v1.pool_node_pb2 import CachedBlocks, PoolReport
 from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 
@@ -61,13 +62,16 @@ def as_facts(found: pb.GetKvResponse) -> dict[str, object]:
     )
 
 
-def print_tables(found: pb.GetKvResponse) -> None:
-    """Blocks by tier and state, then all that is held, and by whom since when."""
+def print_tables(found: pb.GetKvResponse, *, tenant: str | None = None) -> None:
+    """Blocks by tier and state, then all that is held or cached, by whom, whose and since when;
+    only what is `tenant`'s, if one is given."""
     console = Console(soft_wrap=True, width=WIDTH)
     tiers = [_device_row(worker) for worker in found.workers]
     tiers += [row for node in found.pool_nodes for row in _tier_rows(node)]
     held = [row for worker in found.workers for row in _held_rows(worker)]
     held += [row for node in found.pool_nodes for row in _held_for_workers(node)]
+    if tenant is not None:
+        held = [row for row in held if row.tenant == tenant_label(tenant)]
     console.print(_table(TierRow, tiers))
     if held:
         console.print()
@@ -125,6 +129,7 @@ def _held_rows(worker: DebugKvResponse) -> Iterator[HeldRow]:
             count=f"{len(held.block_ids)} blocks",
             age=_age(held.age_s),
         )
+    yield from _cached_rows(worker.worker, "device", worker.cached)
     for slab in worker.slabs:
         yield HeldRow(
             where=worker.worker,
@@ -148,10 +153,30 @@ def _held_for_workers(node: PoolReport) -> Iterator[HeldRow]:
             count=f"{held.blocks} blocks",
             age=_age(held.age_s),
         )
+    for tier in node.tiers:
+        yield from _cached_rows(node.name, tier.tier, tier.cached)
+
+
+def _cached_rows(where: str, tier: str, cached: Iterable[CachedBlocks]) -> Iterator[HeldRow]:
+    for of_tenant in cached:
+        yield HeldRow(
+            where=where,
+            tier=tier,
+            state="cached",
+            holder="-",
+            tenant=of_tenant.tenant or "-",
+            count=f"{of_tenant.blocks} blocks",
+            age=_ages(of_tenant.newest_s, of_tenant.oldest_s),
+        )
 
 
 def _age(seconds: float) -> str:
     return f"{seconds:.1f} s"
+
+
+def _ages(newest_s: float, oldest_s: float) -> str:
+    newest, oldest = _age(newest_s), _age(oldest_s)
+    return oldest if newest == oldest else f"{newest} to {oldest}"
 
 
 def _table(kind: type[TierRow] | type[HeldRow], rows: Sequence[TierRow | HeldRow]) -> Table:

@@ -244,11 +244,12 @@ class PeerLinks:
         with self._lock:
             if link.connection not in self._links:
                 return
+            is_new = link.connection not in self._costs
             self._costs[link.connection] = cost
         ends = (self._hello.name, link.name) if link.opened else (link.name, self._hello.name)
         speed, latency_us = cost.bytes_per_s / 1e9, cost.latency_s * 1e6
         text = "%s -> %s over %s: %.1f GB/s, %.0f us"
-        level = logging.INFO if link.opened else logging.DEBUG
+        level = logging.INFO if link.opened and is_new else logging.DEBUG
         log.log(level, text, *ends, cost.transport, speed, latency_us)
         self._post(LinkMeasured(peer=link.peer, cost=cost, name=link.name))
 

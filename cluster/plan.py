@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from cluster.config import Config, Preload, Ucx, WorkerPool
+from cluster.config_types import FarTransport
 from cluster.pool_names import host_pool_address
+from cluster.qos import qos_tiers, tier_match
 from cluster.resolve import device_share, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
+from router.policies import Policies
 from router.preload import PreloadText
 
 NODE_HOST = "auto"
@@ -129,6 +133,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         kv_memory_bytes=config.engine.kv_memory,
         prefix_caching=config.engine.prefix_caching,
         eviction=config.engine.eviction,
+        profile=config.engine.profile,
         device_share=device_share(pool, config.workers),
         cpu_threads=pool.cpu_threads,
         transports=config.transfer.transports,
@@ -145,6 +150,9 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         port_range=config.network.port_range,
         pool_address=host_pool_address(config.name) if config.pool.enabled else None,
         secret=config.network.secret or "",
+        trace_dir=config.observability.trace_dir,
+        qos=qos_tiers(config.qos),
+        tenant_weights=tuple(config.qos.tenant_weights.items()),
     )
 
 
@@ -163,6 +171,13 @@ def router_settings(config: Config) -> RouterSettings:
         preload=tuple(_preload(one) for one in config.preload),
         record=config.router.record,
         record_bytes=config.router.record_size,
+        policies=Policies(
+            placement=config.router.placement.policy,
+            admission=config.router.admission.policy,
+            queue_limit=config.router.admission.queue_limit,
+        ),
+        qos=qos_tiers(config.qos),
+        tier_match=tier_match(config.qos),
     )
 
 
@@ -186,11 +201,18 @@ def pool_node_settings(config: Config) -> PoolNodeSettings:
         disk_bytes=config.pool.disk_size,
         policy=config.pool.policy,
         lease_ttl_s=config.transfer.lease_ttl,
-        transports=config.pool.transports,
+        transports=_far_transports(config),
         host=config.network.host or NODE_HOST,
         port_range=config.network.port_range,
+        ucx=ucx_options(config.transfer.ucx),
         secret=config.network.secret or "",
     )
+
+
+def _far_transports(config: Config) -> tuple[str, ...]:
+    if config.pool.transports is not None:
+        return config.pool.transports
+    return tuple(one for one in config.transfer.transports if one in get_args(FarTransport))
 
 
 def ucx_options(ucx: Ucx) -> tuple[tuple[str, str | int], ...]:

@@ -1,17 +1,19 @@
-"""A worker's link to a pool node: connects, says hello, and tries again while there is none."""
+"""A worker's link to a pool node: connects and says hello. To the node of its own host it tries
+again while there is none.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from cluster.pool_endpoints import LinkCallbacks, PoolEndpoints
 from cluster.pool_outbox import Outbox
 from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost
 from kvpool.pool_messages import FromPool, PoolHello, PoolRefused, PoolWelcome, ToPool
 from kvpool.pool_wire import Assembler
-from kvpool.transport.base import Callbacks, Connection, Endpoint
-from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
+from kvpool.transport.base import Connection
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation
 
@@ -23,18 +25,24 @@ REFUSED_RETRY_S = 30.0
 
 
 class PoolLink:
-    """Posts PoolJoined, FromNode and PoolLost, which alternate as they should. Thread safe."""
+    """Posts PoolJoined, FromNode and PoolLost, which alternate as they should. With `expects`, a
+    node of another host, it connects once, and its end is told by one PoolLost also if it never
+    joined. Thread safe."""
 
     def __init__(
         self,
-        address: str,
+        endpoints: PoolEndpoints,
+        addresses: Sequence[str],
         hello: PoolHello,
         post: Callable[[PoolJoined | PoolLost | FromNode], None],
         *,
-        host: str = LOOPBACK_HOST,
+        expects: Incarnation | None = None,
     ) -> None:
-        self._address = address
+        self._endpoints = endpoints
+        self._addresses = tuple(addresses)
+        self._name = ", ".join(addresses)
         self._hello = hello
+        self._expects = expects
         self._post = post
         self._changed = threading.Condition()
         self._connection: Connection | None = None
@@ -43,14 +51,10 @@ class PoolLink:
         self._joined = False
         self._closing = False
         self._refusal = ""
-        scheme = address.partition(":")[0]
-        callbacks = Callbacks(
-            on_connect=lambda connection: connection.close(),  # no one is to call a worker here
-            on_message=self._received,
-            on_lost=lambda connection: self._lost(connection, "the pool node is gone"),
+        self._callbacks = LinkCallbacks(
+            received=self._received,
+            lost=lambda connection: self._lost(connection, "the pool node is gone"),
         )
-        own = Incarnation(f"{hello.incarnation}-pool")
-        self.endpoint: Endpoint = open_endpoint(scheme, own, callbacks, host=host)
         self._thread = threading.Thread(target=self._run, name="kvrelay-pool-link", daemon=True)
 
     def start(self) -> None:
@@ -81,9 +85,16 @@ class PoolLink:
             outbox.join()
         if self._thread.is_alive():
             self._thread.join()
-        self.endpoint.close()
 
     def _run(self) -> None:
+        if self._expects is None:
+            self._stay_connected()
+            return
+        joined = self._connect() and self._wait_until_gone()
+        if not joined and not self._closing:
+            self._post(PoolLost(reason=self._refusal or "it could not be reached"))
+
+    def _stay_connected(self) -> None:
         retry_s = FIRST_RETRY_S
         while not self._closing:
             if self._connect():
@@ -95,9 +106,9 @@ class PoolLink:
 
     def _connect(self) -> bool:
         try:
-            connection = self.endpoint.connect(self._address)
+            connection = self._endpoints.connect(self._addresses, self._callbacks)
         except PeerError as error:
-            log.debug("no pool node: %s", error)
+            self._not_connected(str(error))
             return False
         with self._changed:
             self._connection = connection
@@ -105,6 +116,12 @@ class PoolLink:
             self._outbox = Outbox(connection, lambda reason: self._lost(connection, reason))
             self._outbox.put(self._hello)
         return True
+
+    def _not_connected(self, reason: str) -> None:
+        """Said once for each reason."""
+        if reason != self._refusal:
+            log.info("no pool node: %s", reason)
+        self._refusal = reason
 
     def _wait_until_gone(self) -> bool:
         """Whether the node had taken us."""
@@ -130,9 +147,7 @@ class PoolLink:
                 self._welcomed(message)
             case PoolRefused(reason=reason):
                 if reason != self._refusal:
-                    log.warning(
-                        "the pool node at %s refuses this worker: %s", self._address, reason
-                    )
+                    log.warning("the pool node at %s refuses this worker: %s", self._name, reason)
                 self._refusal = reason
             case _:
                 if not self._joined or not isinstance(message, FromPool):
@@ -145,7 +160,9 @@ class PoolLink:
                 f"the pool node speaks wire version {welcome.wire_version}, this worker "
                 f"{WIRE_VERSION}"
             )
-        log.info("pool node %s joined (%s)", welcome.incarnation, self._address)
+        if self._expects not in (None, welcome.incarnation):
+            raise PeerError(f"{welcome.incarnation} is in the place of {self._expects}")
+        log.info("pool node %s joined (%s)", welcome.incarnation, self._name)
         with self._changed:
             self._joined = True
             self._refusal = ""
@@ -153,15 +170,17 @@ class PoolLink:
         self._post(PoolJoined(welcome=welcome))
 
     def _lost(self, connection: Connection, reason: str) -> None:
+        self._endpoints.forget(connection)
         connection.close()
         with self._changed:
             if self._connection is not connection:
                 return
             joined, self._joined = self._joined, False
+            self._refusal = self._refusal or reason
             outbox, self._outbox, self._connection = self._outbox, None, None
             self._changed.notify_all()
         if outbox is not None:
             outbox.finish()
         if joined:
-            log.warning("pool node at %s lost: %s", self._address, reason)
+            log.warning("pool node at %s lost: %s", self._name, reason)
             self._post(PoolLost(reason=reason))

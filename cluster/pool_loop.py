@@ -177,6 +177,7 @@ class PoolLoop:
             incarnation=self._incarnation,
             region=region,
             lease_ttl_s=self._settings.lease_ttl_s,
+            addresses=self._workers.far_addresses,
         )
         self._workers.tell(connection, welcome)
         log.info("worker %s joined (%s)", hello.incarnation, connection.peer_address)

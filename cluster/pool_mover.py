@@ -1,4 +1,4 @@
-"""The pool thread of a worker: carries blocks to its host's pool node and back, fetches first.
+"""The pool thread of a worker: carries blocks to pool nodes and back, fetches first.
 
 It reads and writes only blocks that the client holds for it, beside the device thread.
 """
@@ -10,7 +10,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from cluster.pool_endpoints import PoolEndpoints
 from cluster.pool_link import PoolLink
 from engine.threads import use_threads
 from kvpool.memory import KvMemory
@@ -19,24 +21,30 @@ from kvpool.pool_client_events import BlocksFetched, BlocksStored, FetchBlocks, 
 from kvpool.transport.base import RegionName
 from kvrelay.errors import PeerError
 
-PoolJob = StoreBlocks | FetchBlocks
 PoolOutcome = BlocksStored | BlocksFetched
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJob:
+    """`post` hears of its end."""
+
+    order: StoreBlocks | FetchBlocks
+    link: PoolLink
+    post: Callable[[PoolOutcome], None]
 
 
 class PoolMover:
     def __init__(
         self,
         memory: KvMemory,
-        link: PoolLink,
+        endpoints: PoolEndpoints,
         *,
-        post: Callable[[PoolOutcome], None],
         crashed: Callable[[BaseException], None],
     ) -> None:
-        self._link = link
-        self._post = post
+        self._endpoints = endpoints
         self._crashed = crashed
         self._block_bytes = memory.layout.bytes_per_block
-        self._staging = link.endpoint.register(staging_bytes(self._block_bytes))
+        self._staging = endpoints.register(staging_bytes(self._block_bytes))
         self._blocks = HostBlocks(memory, self._staging.memory)
         self._jobs: queue.PriorityQueue[tuple[int, int, PoolJob | None]] = queue.PriorityQueue()
         self._order = itertools.count()
@@ -46,32 +54,32 @@ class PoolMover:
         self._thread.start()
 
     def put(self, job: PoolJob) -> None:
-        priority = 1 if isinstance(job, FetchBlocks) else 2
+        priority = 1 if isinstance(job.order, FetchBlocks) else 2
         self._jobs.put((priority, next(self._order), job))
 
     def close(self) -> None:
-        """What has not begun is dropped; before the link is closed."""
+        """What has not begun is dropped; before the endpoints are closed."""
         self._jobs.put((0, next(self._order), None))
         if self._thread.is_alive():
             self._thread.join()
-        self._link.endpoint.deregister(self._staging)
+        self._endpoints.deregister(self._staging)
 
     def _run(self) -> None:
         use_threads(1)
         try:
             while (job := self._jobs.get()[2]) is not None:
-                if isinstance(job, StoreBlocks):
-                    self._post(self._store(job))
+                if isinstance(job.order, StoreBlocks):
+                    job.post(self._store(job.order, job.link))
                 else:
-                    self._post(self._fetch(job))
+                    job.post(self._fetch(job.order, job.link))
         except Exception as error:
             self._crashed(error)
 
-    def _store(self, job: StoreBlocks) -> BlocksStored:
+    def _store(self, job: StoreBlocks, link: PoolLink) -> BlocksStored:
         started_s, error = time.monotonic(), None
         sums: tuple[int, ...] = ()
         try:
-            connection, region = self._link.connection(), RegionName(job.region)
+            connection, region = link.connection(), RegionName(job.region)
             sums = store_blocks(self._blocks, connection, region, job.sources, job.places)
         except PeerError as failure:
             error = str(failure)
@@ -84,10 +92,10 @@ class PoolMover:
             error=error,
         )
 
-    def _fetch(self, job: FetchBlocks) -> BlocksFetched:
+    def _fetch(self, job: FetchBlocks, link: PoolLink) -> BlocksFetched:
         started_s, sound, error = time.monotonic(), 0, None
         try:
-            connection, region = self._link.connection(), RegionName(job.region)
+            connection, region = link.connection(), RegionName(job.region)
             sound = fetch_blocks(
                 self._blocks, connection, region, job.places, job.checksums, job.targets
             )

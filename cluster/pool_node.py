@@ -28,6 +28,7 @@ from cluster.quantities import format_size
 from cluster.settings import PoolNodeSettings
 from kvpool.disk_files import DiskFiles
 from kvpool.transport.endpoints import EndpointOptions
+from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 from kvrelay.v1 import pool_node_pb2_grpc
@@ -100,6 +101,7 @@ class PoolNode:
                 host=settings.host,
                 port_range=settings.port_range,
                 secret=settings.secret.encode(),
+                ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
             ),
             post=self._inbox.put,
         )

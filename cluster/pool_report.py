@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from kvpool.host_tier import HostTier
 from kvpool.pool_books import HeldForWorker, TierStates, disk_states
 from kvpool.pool_messages import PoolFormat
+from kvpool.tenants import TenantBlocks
 from kvpool.tier_blocks import TierBlocks
 from kvrelay.types import Incarnation
 from kvrelay.v1 import pool_node_pb2 as pb
@@ -23,7 +26,10 @@ def pool_report(
     if format_ is not None:
         report.format, report.block_bytes = str(format_), format_.block_bytes
     if core is not None:
-        report.tiers.extend(map(_tier, core.books.tiers()))
+        for tier in core.books.tiers():
+            report.tiers.append(_tier(tier))
+            cached = core.books.origins.cached(tier.tier, now_s)
+            report.tiers[-1].cached.extend(map(cached_blocks, cached))
         report.disk_waiting = core.books.counts()["disk_waiting"]
         report.orphaned_blocks = core.books.orphaned()
         report.held.extend(map(_held, core.books.held(now_s)))
@@ -35,6 +41,10 @@ def pool_report(
 def _tier(tier: TierStates) -> pb.TierBlocks:
     states = (pb.StateBlocks(state=state, blocks=blocks) for state, blocks in tier.states)
     return pb.TierBlocks(tier=tier.tier, total_blocks=tier.total, states=states)
+
+
+def cached_blocks(of: TenantBlocks) -> pb.CachedBlocks:
+    return pb.CachedBlocks(**asdict(of))
 
 
 def _held(held: HeldForWorker) -> pb.HeldForWorker:

@@ -1,24 +1,35 @@
-"""A worker's pool side put together: client, link and thread. Driven by the worker's loop.
+"""A worker's pool side put together: clients, links and thread. Driven by the worker's loop.
 
-Every event of the pool goes through `handle`, on the loop's thread; what it returns is for the
+Every event of the pools goes through `handle`, on the loop's thread; what it returns is for the
 schedulers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import assert_never
 
+from cluster.far_pools import FarLink, FarPools
+from cluster.pool_endpoints import PoolEndpoints
 from cluster.pool_link import PoolLink
-from cluster.pool_mover import PoolMover
+from cluster.pool_mover import PoolJob, PoolMover
+from cluster.pool_news import FromFar, PoolNews
+from kvpool.far_fetches import AskFar
 from kvpool.memory import KvMemory
 from kvpool.pool_client import PoolClient
 from kvpool.pool_client_events import (
+    BlocksFetched,
+    BlocksStored,
     ClientEvent,
+    ClientTick,
     FetchBlocks,
+    FromNode,
     OfferSettled,
-    PoolNews,
+    PoolJoined,
+    PoolLost,
     PrefixFetched,
     PrefixFound,
     PrefixPinned,
@@ -26,15 +37,19 @@ from kvpool.pool_client_events import (
     StoreBlocks,
 )
 from kvpool.pool_messages import PoolFormat, PoolHello
-from kvpool.transport.registry import LOOPBACK_HOST
+from kvpool.transport.endpoints import DEFAULTS, EndpointOptions, scheme_of
+from kvpool.transport.fabric import LinkKind
 from kvrelay.types import WIRE_VERSION, Incarnation
+
+PoolEvent = ClientEvent | AskFar | FromFar
 
 PoolAnswer = OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
 
 
 class PoolSide:
     """`address` is `host_pool_address(cluster)`, or that of another host's node; whether one is
-    there now does not matter."""
+    there now does not matter. Nodes of other hosts are read over `far_transports`, by
+    preference."""
 
     def __init__(
         self,
@@ -46,9 +61,12 @@ class PoolSide:
         wants_changes: bool,
         post: Callable[[PoolNews], None],
         crashed: Callable[[BaseException], None],
-        host: str = LOOPBACK_HOST,
+        far_transports: Sequence[str] = (),
+        options: EndpointOptions = DEFAULTS,
+        require: Collection[LinkKind] = (),
     ) -> None:
-        hello = PoolHello(
+        """Raises ConfigError when no transport can be used."""
+        self._hello = PoolHello(
             wire_version=WIRE_VERSION,
             incarnation=incarnation,
             format=PoolFormat(
@@ -58,29 +76,66 @@ class PoolSide:
             ),
             wants_changes=wants_changes,
         )
+        self._post = post
         self.client = PoolClient()
-        self._link = PoolLink(address, hello, post, host=host)
-        self._mover = PoolMover(memory, self._link, post=post, crashed=crashed)
+        schemes = dict.fromkeys([scheme_of(address), *far_transports])
+        self._endpoints = PoolEndpoints([*schemes], incarnation, options, require)
+        self._link = PoolLink(self._endpoints, [address], self._hello, post)
+        self._mover = PoolMover(memory, self._endpoints, crashed=crashed)
+        self._far = FarPools(self._connect)
 
     def start(self) -> None:
         self._mover.start()
         self._link.start()
 
-    def handle(self, event: ClientEvent) -> list[PoolAnswer]:
+    def handle(self, event: PoolEvent) -> list[PoolAnswer]:
         """Never waits."""
+        match event:
+            case AskFar():
+                return [*self._far.ask(event)]
+            case FromFar():
+                return [*self._far.heard(event)]
+            case ClientTick():
+                return [*self._far.tick(), *self._own(event)]
+            case _:
+                return self._own(event)
+
+    def _own(self, event: ClientEvent) -> list[PoolAnswer]:
+        """To the node of this host."""
         answers: list[PoolAnswer] = []
         for command in self.client.handle(event, time.monotonic()):
             match command:
                 case SendPool(message=message):
                     self._link.send(message)
                 case StoreBlocks() | FetchBlocks():
-                    self._mover.put(command)
+                    self._mover.put(PoolJob(command, self._link, self._post))
                 case OfferSettled() | PrefixFound() | PrefixFetched() | PrefixPinned():
                     answers.append(command)
                 case _:
                     assert_never(command)
         return answers
 
+    def _connect(self, node: Incarnation, addresses: tuple[str, ...]) -> FarLink:
+        def post(news: PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched) -> None:
+            self._post(FromFar(node, news))
+
+        hello = replace(self._hello, wants_changes=False)
+        link = PoolLink(self._endpoints, addresses, hello, post, expects=node)
+        link.start()
+        fetch = partial(_fetch, self._mover, link, post)
+        return FarLink(send=link.send, fetch=fetch, close=link.close)
+
     def close(self) -> None:
         self._mover.close()
+        self._far.close()
         self._link.close()
+        self._endpoints.close()
+
+
+def _fetch(
+    mover: PoolMover,
+    link: PoolLink,
+    post: Callable[[BlocksStored | BlocksFetched], None],
+    order: FetchBlocks,
+) -> None:
+    mover.put(PoolJob(order, link, post))

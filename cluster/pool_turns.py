@@ -8,10 +8,9 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from cluster.pool_side import PoolSide
+from cluster.pool_side import PoolEvent, PoolSide
 from kvpool.openings import Openings
 from kvpool.pool_client_events import (
-    ClientEvent,
     ClientTick,
     OfferSettled,
     PrefixFetched,
@@ -50,9 +49,9 @@ class PoolTurns:
     def tick(self) -> list[PoolOutcome]:
         return self.handle(ClientTick())
 
-    def handle(self, event: ClientEvent) -> list[PoolOutcome]:
+    def handle(self, event: PoolEvent) -> list[PoolOutcome]:
         outcomes: list[PoolOutcome] = []
-        events = deque([event])
+        events: deque[PoolEvent] = deque([event])
         while events:
             for answer in self._side.handle(events.popleft()):
                 match answer:

@@ -85,6 +85,11 @@ class PoolWorkers:
     def addresses(self) -> tuple[str, ...]:
         return tuple(endpoint.address for endpoint in self._endpoints)
 
+    @property
+    def far_addresses(self) -> tuple[str, ...]:
+        """Those that reach it from other hosts."""
+        return self.addresses[1:]
+
     def tell(self, connection: Connection, message: PoolMessage) -> None:
         """Never waits; a worker that doesn't read is lost after a while."""
         with self._lock:

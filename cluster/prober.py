@@ -1,7 +1,8 @@
 """Measures each link of a worker once it stands, on a thread of its own, one at a time.
 
-The side that was connected to goes first and then tells the other. A link of the same kind (same
-transport, same host) is not measured again in this process.
+The side that was connected to goes first and then tells the other. Links of a kind (same
+transport, same host) are measured by one of them. That one measurement may have met a busy machine,
+so there are later ones, further and further apart.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ from kvrelay.types import Incarnation
 log = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
+AGAIN_S = (30.0, 300.0)
+"""Between two measurements of a kind, the last for ever: a third of a second each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,26 @@ class Link:
         return scheme if scheme in ("shm", "loopback", "cuda_ipc") else f"{scheme}:{host}"
 
 
+@dataclass(slots=True)
+class _Known:
+    """`times` it was measured, the last time at `at_s`."""
+
+    cost: LinkCost
+    at_s: float
+    times: int = 1
+
+    @property
+    def lasts_s(self) -> float:
+        return AGAIN_S[min(self.times, len(AGAIN_S)) - 1]
+
+    @property
+    def until_s(self) -> float:
+        return self.at_s + self.lasts_s
+
+    def renew(self, cost: LinkCost, now_s: float) -> None:
+        self.cost, self.at_s, self.times = self.cost.renewed(cost), now_s, self.times + 1
+
+
 class Prober:
     """`copies` are the timed gathers and scatters of this worker's own pool; without any, links
     are not measured. `measured` is called on the prober's thread."""
@@ -61,7 +85,8 @@ class Prober:
         self._copies = copies
         self._measured = measured
         self._region = endpoints.register(probe.PROBE_BYTES)
-        self._known: dict[str, LinkCost] = {}  # kind of link |-> its cost
+        self._known: dict[str, _Known] = {}  # by kind of link
+        self._links: dict[Connection, Link] = {}  # those that were measured
         self._waiting: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._current: Connection | None = None
@@ -88,6 +113,8 @@ class Prober:
                 self._waiting.put(link)
 
     def lost(self, connection: Connection) -> None:
+        with self._lock:
+            self._links.pop(connection, None)
         self._answer(connection, False)
 
     def close(self) -> None:
@@ -97,21 +124,67 @@ class Prober:
         self._thread.join()
 
     def _run(self) -> None:
-        while (link := self._waiting.get()) is not None:
+        while True:
             try:
-                self._probe(link)
-            except PeerError as error:
-                log.info("the link to %s was not measured: %s", link.name, error)
+                link = self._waiting.get(timeout=self._rest_s())
+            except queue.Empty:
+                self._try(self._oldest())
+                continue
+            if link is None:
+                return
+            self._try(link)
+
+    def _try(self, link: Link | None) -> None:
+        if link is None:
+            return
+        try:
+            self._probe(link)
+        except PeerError as error:
+            self.lost(link.connection)
+            log.info("the link to %s was not measured: %s", link.name, error)
+
+    def _rest_s(self) -> float | None:
+        """Until a kind is measured again, by the side that was connected to; None: none will be."""
+        oldest = self._oldest()
+        if oldest is None:
+            return None
+        return max(0.0, self._known[oldest.kind].until_s - time.monotonic())
+
+    def _oldest(self) -> Link | None:
+        """Of the kind whose turn comes next."""
+        with self._lock:
+            links = [link for link in self._links.values() if not link.opened]
+        return min(links, key=lambda link: self._known[link.kind].until_s, default=None)
 
     def _probe(self, link: Link) -> None:
+        renewed = False
         try:
-            if self._copies and link.kind not in self._known:
-                self._known[link.kind] = self._measure(link)
+            if self._copies and self._is_due(link.kind):
+                self._learn(link)
+                renewed = True
         finally:
             if not link.opened:
                 link.connection.notify(encode(LinkProbed()))
-        if self._copies:
-            self._measured(link, self._known[link.kind])
+        if not self._copies:
+            return
+        with self._lock:
+            self._links.pop(link.connection, None)
+            self._links[link.connection] = link  # last: the others of its kind have their turn
+            links = [one for one in self._links.values() if one.kind == link.kind]
+        for one in links if renewed else [link]:
+            self._measured(one, self._known[one.kind].cost)
+
+    def _is_due(self, kind: str) -> bool:
+        """The two sides' clocks began a moment apart."""
+        known = self._known.get(kind)
+        return known is None or time.monotonic() - known.at_s >= 0.75 * known.lasts_s
+
+    def _learn(self, link: Link) -> None:
+        cost, known = self._measure(link), self._known.get(link.kind)
+        if known is None:
+            self._known[link.kind] = _Known(cost, time.monotonic())
+        else:
+            known.renew(cost, time.monotonic())
 
     def _measure(self, link: Link) -> LinkCost:
         connection, region = link.connection, RegionName(link.probe_region)

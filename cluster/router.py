@@ -22,9 +22,9 @@ from kvrelay.errors import ConfigError, InvalidRequest
 from kvrelay.types import RequestSpec
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from router.beginning import Beginning
 from router.dispatcher import WorkerDispatcher
 from router.preload import preload_specs
-from router.record import Header
 from router.recorder import Recorder
 from router.server import FaceOptions, Faces
 from router.tokenizer import TextTokenizer
@@ -98,7 +98,12 @@ class RouterProcess:
         settings = self._settings
         folder = await asyncio.to_thread(find_text_files, settings.model, settings.revision)
         tokenizer = TextTokenizer.load(folder)
-        self.dispatcher = WorkerDispatcher(_preloads(settings, tokenizer), _recording(settings))
+        self.dispatcher = WorkerDispatcher(
+            _preloads(settings, tokenizer),
+            settings.policies,
+            settings.qos,
+            record=_recording(settings),
+        )
         self._registry = RegistryService(self.dispatcher)
         options = FaceOptions(
             host=settings.host,
@@ -146,7 +151,7 @@ class RouterProcess:
         self._registry.close()
 
 
-def _recording(settings: RouterSettings) -> Callable[[Header], Recorder] | None:
+def _recording(settings: RouterSettings) -> Callable[[Beginning], Recorder] | None:
     if settings.record is None:
         return None
     return partial(Recorder, Path(settings.record), settings.record_bytes)

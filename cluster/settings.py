@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
+from router.policies import DEFAULT_POLICIES, Policies
 from router.preload import PreloadText
+from router.tier_match import NO_MATCH, TierMatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +20,11 @@ class WorkerSettings:
     """`host` is the address to listen on and to publish; `dtype` "auto" is the checkpoint's own.
 
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
-    fixes the size of the pool, else `memory_fraction` of the device decides. `handoff` is a
-    HandoffMode, `codec` a Codec or "auto", `ucx` are fields of UcxOptions. Links between hosts take
-    only peers that know the same `secret`. `pool_address` is the pool node's to use, where there
-    need be none yet; None: no pool.
+    fixes the size of the pool, else `memory_fraction` of the device decides. `profile` is "auto",
+    "off" or a file of step times, `handoff` a HandoffMode, `codec` a Codec or "auto", `ucx` are
+    fields of UcxOptions. Links between hosts take only peers that know the same `secret`.
+    `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
+    `trace_dir` None: nothing is traced.
     """
 
     name: str
@@ -37,6 +41,7 @@ class WorkerSettings:
     kv_memory_bytes: int | None
     prefix_caching: bool
     eviction: str
+    profile: str
     device_share: int
     cpu_threads: int | None
     transports: tuple[str, ...]
@@ -53,6 +58,9 @@ class WorkerSettings:
     port_range: tuple[int, int] | None
     pool_address: str | None
     secret: str = field(default="", repr=False)
+    trace_dir: str | None = None
+    qos: QosTiers = ONE_TIER
+    tenant_weights: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +79,15 @@ class RouterSettings:
     preload: tuple[PreloadText, ...]
     record: str | None = None
     record_bytes: int = 0
+    policies: Policies = DEFAULT_POLICIES
+    qos: QosTiers = ONE_TIER
+    tier_match: TierMatch = NO_MATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodeSettings:
     """`name` is the cluster's; `transports` are links for workers of other hosts, on `host`, which
-    take only those that know the same `secret`."""
+    take only those that know the same `secret`; `ucx` are fields of UcxOptions."""
 
     name: str
     host_bytes: int
@@ -87,4 +98,5 @@ class PoolNodeSettings:
     transports: tuple[str, ...]
     host: str
     port_range: tuple[int, int] | None
+    ucx: tuple[tuple[str, str | int], ...] = ()
     secret: str = field(default="", repr=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -111,10 +112,36 @@ def print_table(facts: Facts) -> None:
         ready = "ready" if server["ready"] else "not ready"
         console.print(f"router: {ready}, {server['running_requests']} requests running")
         console.print(_table(server["workers"], WORKER_COLUMNS))
+        _print_times(console, server["workers"])
         _print_links(console, server["workers"])
         _print_quarantined(console, server["quarantined"])
     else:
         console.print("router: no answer")
+
+
+def _print_times(console: Console, workers: object) -> None:
+    assert isinstance(workers, list | tuple)
+    for worker in workers:
+        console.print(f"{worker['name']} {_times(worker)}")
+
+
+def _times(worker: Facts) -> str:
+    """How long its steps take now, and how much that is of what was measured at its start."""
+    times = worker["step_times"]
+    assert isinstance(times, dict)
+    decode = ", ".join(f"{n}: {s * 1e3:.2g} ms" for n, s in _ends(times["decode_knots"]))
+    return (
+        f"prefill x {worker['prefill_correction']:.2f} of {times['prefill_overhead_s'] * 1e3:.2g} "
+        f"ms + {times['prefill_token_s'] * 1e6:.2g} us a token + "
+        f"{times['prefill_pair_s'] * 1e6:.2g} us a pair; decode x "
+        f"{worker['decode_correction']:.2f} of {{{decode}}} + "
+        f"{times['decode_kv_token_s'] * 1e6:.2g} us a KV token; fitted within "
+        f"{times['error']:.0%}"
+    )
+
+
+def _ends(knots: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    return knots if len(knots) < 3 else (knots[0], knots[-1])
 
 
 def _print_links(console: Console, workers: object) -> None:

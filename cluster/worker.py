@@ -103,7 +103,8 @@ class WorkerProcess:
 
         def take() -> None:
             now_s = time.monotonic()
-            answer.set_result(kv_report(parts.hello, parts.tables, receiver, now_s))
+            reports = parts.loop.reports
+            answer.set_result(kv_report(parts.hello, parts.tables, receiver, reports, now_s))
 
         self._inbox.put(Call(take))
         return answer.result(timeout=30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.settings import WorkerSettings
 from kvpool.block_news import BlockNews
+from kvpool.far_fetches import FarFetches
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
 from kvpool.pull_grants import PullGrants
@@ -24,6 +25,7 @@ def open_caches(settings: WorkerSettings, tables: BlockTables, staging: Staging)
         tables.cache.reports = True
         openings.restores = Restores(tables=tables, cost=cost)
         openings.write_behind = WriteBehind(tables)
+        openings.far = FarFetches(tables=tables, cost=cost)
     if settings.prefix_caching:
         tables.cache.changes = BlockNews()
         openings.pulls = Pulls(tables=tables, cost=cost, read_bytes=staging.payload_bytes)

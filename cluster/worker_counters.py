@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
 from kvpool.openings import Openings
 from kvrelay.messages import Counters, LinkState
 from kvrelay.types import PrefixOrigin
@@ -25,6 +26,7 @@ def count(
     prefill: PrefillScheduler,
     decode: DecodeScheduler,
     totals: Totals,
+    pace: StepPace,
     links: tuple[LinkState, ...],
 ) -> Counters:
     origins = openings.origins
@@ -41,16 +43,23 @@ def count(
         pool_queried_tokens=restores.sought_tokens if restores else 0,
         pool_host_tokens=restores.host_tokens if restores else 0,
         pool_disk_tokens=restores.disk_tokens if restores else 0,
-        pool_declined_tokens=restores.declined_tokens if restores else 0,
+        pool_declined_tokens=openings.declined_tokens,
+        pool_remote_tokens=openings.far.tokens if openings.far else 0,
         peer_tokens=openings.pulls.tokens if openings.pulls else 0,
         prefixes_device=origins[PrefixOrigin.DEVICE],
         prefixes_host=origins[PrefixOrigin.HOST],
         prefixes_disk=origins[PrefixOrigin.DISK],
         prefixes_peer=origins[PrefixOrigin.PEER],
+        prefixes_remote=origins[PrefixOrigin.REMOTE],
         prefixes_computed=origins[PrefixOrigin.COMPUTED],
         running=decode.sequences + prefill.handing_over,
         waiting=len(decode.batch.roster.awaiting_prefill) + prefill.waiting,
         prefill_waiting_tokens=prefill.waiting_tokens + decode.batch.roster.waiting_tokens,
+        decode_sequences=len(decode.batch.roster.running),
+        decode_kv_tokens=sum(sequence.computed for sequence in decode.batch.roster.running),
+        reserved_sequences=receiver.reserved_choices,
+        prefill_correction=pace.prefill.factor,
+        decode_correction=pace.decode.factor,
         steps=totals.steps,
         prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
         generated_tokens=decode.generated_tokens,

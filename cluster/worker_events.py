@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.pool_news import FromFar
 from engine.step import StepDone
 from kvpool.handoff import (
     FromPeer,
@@ -99,6 +100,7 @@ Incoming = (
     | FromNode
     | BlocksStored
     | BlocksFetched
+    | FromFar
     | Stepped
     | Call
     | Crashed

@@ -25,7 +25,13 @@ def block_names(settings: WorkerSettings, engine: Engine) -> BlockNames:
 
 def codec_offer(settings: WorkerSettings, engine: Engine) -> CodecOffer:
     """Measured, unless none is configured."""
-    auto = settings.codec == "auto"
-    codecs = [Codec.INT8, Codec.FP8] if auto else {Codec(settings.codec)} - {Codec.NONE}
+    codecs = codecs_of(settings)
     speeds = measure_codecs(engine.layout, engine.memory.device, codecs) if codecs else ()
-    return CodecOffer(speeds=speeds, only_if_faster=auto)
+    return CodecOffer(speeds=speeds, only_if_faster=settings.codec == "auto")
+
+
+def codecs_of(settings: WorkerSettings) -> list[Codec]:
+    """Those that may be used, but none."""
+    if settings.codec == "auto":
+        return [Codec.INT8, Codec.FP8]
+    return [codec for codec in Codec if codec == settings.codec != Codec.NONE]

@@ -15,9 +15,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.block_reports import BlockReports
+from cluster.pool_news import PoolNews
 from cluster.preloads import Preloads
 from cluster.pull_turns import PullTurns
 from cluster.router_streams import RouterStreams
+from cluster.trace import NO_TRACE, Trace
 from cluster.worker_counters import Totals, count
 from cluster.worker_events import (
     Call,
@@ -31,9 +33,11 @@ from cluster.worker_events import (
     Stepped,
 )
 from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
 from kvpool.handoff import (
     TO_PREFILL,
+    Commit,
     FetchPiece,
     FromPeer,
     LayersWritten,
@@ -50,7 +54,6 @@ from kvpool.handoff import (
     WriteSlab,
 )
 from kvpool.openings import Openings
-from kvpool.pool_client_events import PoolNews
 from kvpool.pull import BlocksPulled, PullBlocks, PullMessage
 from kvpool.restores import Restored
 from kvrelay.messages import (
@@ -112,23 +115,27 @@ class WorkerLoop:
         inbox: queue.SimpleQueue[Incoming],
         *,
         max_model_len: int,
+        pace: StepPace,
         most_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        trace: Trace = NO_TRACE,
     ) -> None:
         """`most_steps`: so many the device may run in a row, while no prompt waits."""
         self._now = clock
         self._most_steps = most_steps
         self._device = device
+        self._pace = pace
         self._openings = openings
         self.prefill = prefill
         self.decode = decode
         self.inbox = inbox
         self.draining = False
+        self._trace = trace
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
         self._pulls = PullTurns(openings, clock)
-        self._reports = BlockReports(openings.tables.cache)
-        self._streams = RouterStreams(self._reports, self.counters)
+        self.reports = BlockReports(openings.tables.cache)
+        self._streams = RouterStreams(self.reports, self.counters)
         self._next_tick_s = 0.0
         self._closing = False
         self._stepping: DecodeScheduler | PrefillScheduler | None = None
@@ -161,6 +168,8 @@ class WorkerLoop:
         self._start_step()
         while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
+        if self._stepping is None:
+            self._pace.idle()
         self._execute(self._pulls.take_commands())
         self._streams.flush()
 
@@ -203,6 +212,9 @@ class WorkerLoop:
                 self._execute(self.decode.handle(event, self._now()))
                 if choice := self.decode.receiver.pools.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
+            case FromPeer(message=Commit(key=key)):
+                with self._trace.span("commit", request=key.request_id):
+                    self._execute(self.decode.handle(event, self._now()))
             case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched():
                 self._execute(self.decode.handle(event, self._now()))
             case LayersWritten():
@@ -235,7 +247,7 @@ class WorkerLoop:
 
     def _from_pool(self, event: PoolNews) -> None:
         assert self._pool is not None, "there is no pool"
-        self._reports.from_pool(event)
+        self.reports.from_pool(event)
         self._pooled(self._pool.handle(event))
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
@@ -287,6 +299,7 @@ class WorkerLoop:
         for command in scheduler.handle(StepWanted(most_steps=most_steps), self._now()):
             if isinstance(command, RunStep):
                 self._stepping = scheduler
+                self._pace.begun(command.batch.work, self._now())
                 self._device.submit(command)
             else:
                 self._execute([command])
@@ -294,6 +307,7 @@ class WorkerLoop:
     def _stepped(self, done: StepDone) -> None:
         scheduler, self._stepping = self._stepping, None
         assert scheduler is not None, "a step ended that was not begun"
+        self._pace.ended(self._now(), done.steps)
         self._totals.steps += 1
         self._totals.busy_s += done.seconds
         self._execute(scheduler.handle(done, self._now()))
@@ -323,4 +337,4 @@ class WorkerLoop:
 
     def counters(self) -> Counters:
         links = self._link_states()
-        return count(self._openings, self.prefill, self.decode, self._totals, links)
+        return count(self._openings, self.prefill, self.decode, self._totals, self._pace, links)

@@ -13,23 +13,26 @@ from cluster.peers import PeerLinks
 from cluster.pool_side import PoolSide
 from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
+from cluster.trace import NO_TRACE, Trace, open_trace
+from cluster.traced_engine import TracedEngine
 from cluster.worker_caches import open_caches
 from cluster.worker_events import Crashed, Incoming
-from cluster.worker_formats import block_names, codec_offer
+from cluster.worker_formats import block_names, codec_offer, codecs_of
 from cluster.worker_loop import WorkerLoop
+from cluster.worker_times import step_times
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
+from engine.correction import StepPace
 from engine.latency_fit import LinearTimes
 from engine.load import load_engine
+from engine.nvtx import nvtx
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
-from engine.time_profile import guess_times
 from kvpool.block_names import BlockNames
-from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer
 from kvpool.handoff import HandoffMode, PeerHello
 from kvpool.leases import LeaseTable
@@ -50,7 +53,7 @@ from prefill_worker.scheduler import PrefillScheduler
 log = logging.getLogger(__name__)
 
 UNMAPPED = ("nixl", "ucx")
-"""Transports that send from memory of their own."""
+"""Transports between hosts, which send from memory of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class WorkerParts:
     hello: WorkerHello
     tables: BlockTables
     pool: PoolTurns | None
+    trace: Trace
 
     def close(self) -> None:
         self.device.close()
@@ -71,12 +75,14 @@ class WorkerParts:
             self.pool.close()
         self.mover.close()
         self.links.close()
+        self.trace.close()
 
 
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
     """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
     if settings.cpu_threads is not None:
         use_threads(settings.cpu_threads)
+    trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
     engine = _load(settings)
     tables = _tables(settings, engine)
     staging = plan_staging(
@@ -88,11 +94,12 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     )
     offer = codec_offer(settings, engine)
     links = _links(settings, engine, staging, offer, inbox)
-    mover = _mover(engine, staging, links, inbox)
-    device = Device(engine, settings.cpu_threads, inbox.put)
+    mover = _mover(engine, staging, links, inbox, trace)
+    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
+    device = Device(stepping, settings.cpu_threads, inbox.put)
     openings = open_caches(settings, tables, staging)
     bound = _canary_bound(settings, engine)
-    times = guess_times(engine, most_sequences=settings.max_running_requests)
+    times = step_times(settings, engine)
     prefill = PrefillScheduler(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
@@ -101,7 +108,16 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     )
     decode = _decode_scheduler(settings, engine, staging, offer, openings, mover, bound)
     max_model_len = engine.facts.max_model_len
-    loop = WorkerLoop(device, openings, prefill, decode, inbox, max_model_len=max_model_len)
+    loop = WorkerLoop(
+        device,
+        openings,
+        prefill,
+        decode,
+        inbox,
+        max_model_len=max_model_len,
+        pace=StepPace(times),
+        trace=trace,
+    )
     pool = _pool(settings, engine, openings, links, inbox)
     loop.attach(links, mover, pool)
     mover.start()
@@ -116,22 +132,20 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         hello=_hello(settings, engine, links, tables.names, times),
         tables=tables,
         pool=pool,
+        trace=trace,
     )
 
 
 def _canary_bound(settings: WorkerSettings, engine: Engine) -> float | None:
     if settings.canary_every == 0:
         return None
-    if settings.codec != Codec.NONE or settings.allow_mixed_precision:
-        log.warning("transfer.canary_every: no KV is checked, as it may change on its way")
-        return None
-    bound = canary_bound(engine)
+    mixed = settings.allow_mixed_precision
+    bound = canary_bound(engine, codecs_of(settings), mixed_precision=mixed)
     if bound is None:
-        log.warning(
-            "transfer.canary_every: no KV is checked, experts vary in %s", engine.facts.dtype
-        )
-    else:
-        log.info("canary: logits may differ by %.2g of their spread", bound)
+        log.warning("transfer.canary_every: no KV is checked, experts vary with their input")
+        return None
+    log.info("canary: logits may differ by %.2g of their spread", bound)
+    engine.canary_bound = bound
     return bound
 
 
@@ -152,7 +166,9 @@ def _pool(
         wants_changes=settings.prefix_caching,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
-        host=settings.host,
+        far_transports=[scheme for scheme in settings.transports if scheme in UNMAPPED],
+        options=_endpoint_options(settings),
+        require=[LinkKind(kind) for kind in settings.require],
     )
     side.start()
     confirms = settings.handoff == HandoffMode.POOL
@@ -244,6 +260,7 @@ def _mover(
     staging: Staging,
     links: PeerLinks,
     inbox: queue.SimpleQueue[Incoming],
+    trace: Trace,
 ) -> Mover:
     return Mover(
         engine.memory,
@@ -253,6 +270,7 @@ def _mover(
         slab_bytes=staging.slab_bytes,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
+        trace=trace,
     )
 
 
@@ -314,4 +332,5 @@ def _hello(
         step_times=times,
         physical_format=names.physical_format,
         rope_border_tokens=names.rope_border_tokens,
+        kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
     )

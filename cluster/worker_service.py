@@ -90,6 +90,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _read(self, stream: GrpcRouterStream, requests: AsyncIterator[pb.ToWorker]) -> None:
         try:
             async for message in requests:
+                if message.HasField("refused"):
+                    log.error("a router refuses this worker: %s", message.refused.reason)
+                    return
                 self._inbox.put(FromRouter(stream, decode_to_worker(message)))
         except PeerError as error:
             log.error("closed a router's stream: %s", error)

@@ -127,5 +127,5 @@ class Batch:
         full_before = sequence.computed // size
         sequence.computed += tokens
         if sequence.computed // size > full_before:
-            self.tables.fill(sequence.holder, sequence.filled)
+            self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
         self.tables.trim(sequence.holder, sequence.computed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.roster import Roster
 from decode_worker.sequence import Sequence
-from kvpool.tables import CopyPairs
+from kvpool.copies import CopyPairs
 
 
 @dataclass(slots=True, kw_only=True)

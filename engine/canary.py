@@ -2,12 +2,13 @@
 
 The bound is measured when a worker starts: the same tokens in one chunk and one by one. There all
 KV is computed in two shapes, in a canary only the last position's, so the noise of the format stays
-below it; wrong KV is far above.
+below it; wrong KV is far above. Where KV may travel encoded, the calibration's KV is encoded and
+decoded too, and the last position run over that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,11 @@ from engine.families import has_experts
 from engine.runner import Engine
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.canary import LogitSketch
-from kvpool.layout import BlockId
+from kvpool.codec import Codec
+from kvpool.layout import BlockId, Tables
+from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.piece import cut_span
+from kvpool.transfer_plan import Side, TokenSpan
 from kvrelay.types import RequestKey, Sampling
 
 _LENGTHS = tuple(range(1, 33))
@@ -29,16 +34,21 @@ _NEGLIGIBLE = 1e-3
 """Nor is it smaller than what matters to no token; one wrong block moves logits by 0.1 and more."""
 
 
-def canary_bound(engine: Engine) -> float | None:
-    """The largest distance of two sketches of right KV, in spreads of the logits; None where none
-    can be given: in 16 bits a mixture of experts takes another one at a near tie.
+def canary_bound(
+    engine: Engine, codecs: Iterable[Codec] = (), *, mixed_precision: bool = False
+) -> float | None:
+    """The largest distance of two sketches of right KV, in spreads of the logits, whichever of
+    `codecs` it has come by; None where none can be given: in 16 bits, or with KV that has lost
+    something, a mixture of experts takes another one at a near tie.
 
     Overwrites the first blocks of the engine's memory: only before it serves.
     """
-    dtype = engine.model.dtype
-    if has_experts(engine.model.config) and dtype != torch.float32:
+    dtype, lossy = engine.model.dtype, [codec for codec in codecs if codec is not Codec.NONE]
+    exact = dtype == torch.float32 and not lossy and not mixed_precision
+    if has_experts(engine.model.config) and not exact:
         return None
-    return max(_SAFETY * _worst(engine), _ROUNDINGS * torch.finfo(dtype).eps, _NEGLIGIBLE)
+    worst = max([_worst(engine), *(_worst_encoded(engine, codec) for codec in lossy)])
+    return max(_SAFETY * worst, _ROUNDINGS * torch.finfo(dtype).eps, _NEGLIGIBLE)
 
 
 def _worst(engine: Engine) -> float:
@@ -55,11 +65,41 @@ def _worst(engine: Engine) -> float:
     return worst
 
 
+def _worst_encoded(engine: Engine, codec: Codec) -> float:
+    """The largest distance after all positions but the last have travelled."""
+    sequences = [one for one in _sequences(engine) if len(one.token_ids) > 1]
+    before = _run(engine, [one.piece(0, len(one.token_ids)) for one in sequences])
+    for one in sequences:
+        _travel(engine, one, codec)
+    last = [
+        one.piece(len(one.token_ids) - 1, 1, sketch.token_ids)
+        for one, sketch in zip(sequences, before, strict=True)
+    ]
+    after = _run(engine, last)
+    pairs = zip(before, after, strict=True)
+    return max((sketch.distance(found) for sketch, found in pairs), default=0.0)
+
+
+def _travel(engine: Engine, sequence: _Sequence, codec: Codec) -> None:
+    """Its KV is encoded and decoded where it lies."""
+    layout, end = engine.layout, len(sequence.token_ids) - 1
+    side = Side(tables=sequence.tables, block_size=layout.block_size)
+    for write in cut_span(layout, TokenSpan(start=0, tokens=end, next_position=end), 2**62):
+        encoded = write.encoded(codec)
+        slab = torch.empty(encoded.nbytes, dtype=torch.uint8, device=engine.memory.device)
+        gather_write(engine.memory, side, encoded, slab)
+        scatter_write(engine.memory, side, encoded, slab)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sequence:
     token_ids: tuple[int, ...]
     blocks: tuple[BlockId, ...]
     groups: int
+
+    @property
+    def tables(self) -> Tables:
+        return (self.blocks,) * self.groups
 
     def piece(self, start: int, tokens: int, sketch_ids: tuple[int, ...] = ()) -> SequenceSlice:
         sampling = Sampling(max_tokens=1, seed=0)
@@ -69,7 +109,7 @@ class _Sequence:
             choice=0,
             token_ids=self.token_ids[start : start + tokens],
             start=start,
-            tables=(self.blocks,) * self.groups,
+            tables=self.tables,
             samples=(request,),
             prompt_tokens=len(self.token_ids),
             sketch_ids=sketch_ids,

@@ -76,9 +76,10 @@ class StepPace:
         self._work = work
         self._begun_s = now_s if self._free_s is None else self._free_s
 
-    def ended(self, now_s: float) -> None:
+    def ended(self, now_s: float, steps: int = 1) -> None:
+        """So many like it have run in a row."""
         assert self._work is not None, "a step ended that was not begun"
-        self._learn(self._work, now_s - self._begun_s)
+        self._learn(self._work, (now_s - self._begun_s) / steps)
         self._work, self._free_s = None, now_s
 
     def idle(self) -> None:

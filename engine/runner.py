@@ -16,9 +16,9 @@ from engine.sampler import sample
 from engine.sizing import KvSizing
 from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
+from kvpool.copies import CopyPairs
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
-from kvpool.tables import CopyPairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,8 @@ class Engine:
         self.memory = memory
         self.facts = facts
         self.sizing = sizing
+        self.canary_bound = 0.0
+        """What sketches tell of this worker's own noise; 0: not measured."""
         self._planner = Planner(memory.layout, model.device, model.dtype, needs_masks)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
         self._places = {
@@ -62,7 +64,7 @@ class Engine:
         return self.memory.layout
 
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
-        """Writes the KV of every slice and samples where the batch asks for it.
+        """Writes the KV of every slice and samples where the batch asks for it; done on return.
 
         A layer of `marks` is told once it has all slices' KV, and before this returns.
         """
@@ -73,9 +75,10 @@ class Engine:
         tokens = iter(sample(logits, [s for s in wanted if s]))
         if self._watch is not None:
             self._watch.drain()
+        self.memory.settle()
         return StepOutcome(
             sampled=tuple(next(tokens) if s else () for s in wanted),
-            sketches=sketches(logits, batch.slices),
+            sketches=sketches(logits, batch.slices, self.canary_bound),
         )
 
     def logits(self, batch: StepBatch, marks: LayerMarks | None = None) -> torch.Tensor:

@@ -11,7 +11,9 @@ from kvpool.canary import SKETCH_TOKENS, LogitSketch
 
 
 @torch.inference_mode()
-def sketches(logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> dict[int, LogitSketch]:
+def sketches(
+    logits: torch.Tensor, slices: Sequence[SequenceSlice], bound: float
+) -> dict[int, LogitSketch]:
     """# slice |-> its logits' sketch, where one is wanted
 
     `logits` fp32 `[slices that sample, vocab]`.
@@ -19,10 +21,10 @@ def sketches(logits: torch.Tensor, slices: Sequence[SequenceSlice]) -> dict[int,
     sampling = [i for i, piece in enumerate(slices) if piece.samples]
     wanted = [(i, slices[i].sketch_ids) for i in sampling]
     rows = zip(wanted, logits, strict=True)
-    return {i: _sketch(row, ids) for (i, ids), row in rows if ids is not None}
+    return {i: _sketch(row, ids, bound) for (i, ids), row in rows if ids is not None}
 
 
-def _sketch(logits: torch.Tensor, token_ids: tuple[int, ...]) -> LogitSketch:
+def _sketch(logits: torch.Tensor, token_ids: tuple[int, ...], bound: float) -> LogitSketch:
     if token_ids:
         known = [token for token in token_ids if token < len(logits)]
         picked = torch.tensor(known, dtype=torch.long, device=logits.device)
@@ -35,4 +37,5 @@ def _sketch(logits: torch.Tensor, token_ids: tuple[int, ...]) -> LogitSketch:
         logits=tuple(values),
         log_sum_exp=log_sum_exp,
         spread=spread,
+        bound=bound,
     )

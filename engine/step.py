@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.latency import StepWork, decode_work, prefill_work
 from kvpool.canary import LogitSketch
+from kvpool.copies import CopyPairs
 from kvpool.handoff import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
-from kvpool.tables import CopyPairs
 from kvrelay.messages import WorkerEvent
 from kvrelay.types import RequestKey, Sampling, TokenLogprobs
 
@@ -61,6 +62,16 @@ class StepBatch:
     @property
     def tokens(self) -> int:
         return sum(len(s.token_ids) for s in self.slices)
+
+    @property
+    def work(self) -> StepWork:
+        """A slice of one token decodes."""
+        contexts = [s.start for s in self.slices if len(s.token_ids) == 1]
+        decodes = decode_work(len(contexts), sum(contexts))
+        if len(contexts) == len(self.slices):
+            return decodes
+        chunks = (s for s in self.slices if len(s.token_ids) > 1)
+        return sum((prefill_work(len(s.token_ids), s.start) for s in chunks), decodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,9 @@ def design(
 ) -> list[tuple[Shape, bool]]:
     """Each with whether nothing can be said without it; no shape twice."""
     longest = min(max_model_len, pool_tokens)
-    essential = [*_chunks(min(chunk_tokens, longest), longest), *_ends(most_sequences, longest)]
-    more = [*_packed(chunk_tokens, longest), *_batches(most_sequences, longest, pool_tokens)]
+    chunk = min(chunk_tokens, longest)
+    essential = [*_chunks(chunk, longest), *_ends(most_sequences, longest)]
+    more = [*_packed(chunk, longest), *_batches(most_sequences, longest, pool_tokens)]
     return [(shape, shape in essential) for shape in dict.fromkeys([*essential, *more])]
 
 

@@ -18,8 +18,13 @@ from kvpool.hashes import (
     block_hash,
     cache_salt,
     extend_chain,
+    token_bytes,
 )
 from kvpool.layout import KvLayout
+from kvpool.siblings import Content
+from kvpool.tenants import TenantRoots
+
+_MIXED = "mixed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +54,36 @@ def named_format(layout: KvLayout, *, codec: str, mixed_precision: bool) -> str:
     if codec != Codec.NONE:
         parts.append(f"codec-{codec}")
     if mixed_precision:
-        parts.append("mixed")
+        parts.append(_MIXED)
     return "/".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFormat:
+    """What `named_format` says, read again."""
+
+    dtype: str
+    mixed_precision: bool
+
+    @classmethod
+    def of(cls, named: str) -> NamedFormat:
+        dtype, *rest = named.split("/")
+        return cls(dtype=dtype, mixed_precision=_MIXED in rest)
 
 
 @dataclass(slots=True, kw_only=True)
 class HashChain:
-    """`limit`: blocks that end behind this token have no name."""
+    """`limit`: blocks that end behind this token have no name. `roots` hears under which `label`
+    the first block is known. `tells_content`: it has seen the tokens themselves."""
 
     salt: CacheSalt
     block_size: int
     limit: int | None = None
+    roots: TenantRoots | None = None
+    label: str = ""
+    tells_content: bool = True
     _hashes: list[BlockHash] = field(default_factory=list)
+    _contents: list[bytes] = field(default_factory=list)
 
     def full(self, tokens: int) -> Sequence[BlockHash]:
         """Of the blocks that the first `tokens` tokens fill, as far as they have been named."""
@@ -70,6 +93,33 @@ class HashChain:
         """The sequence has `tokens` tokens by now."""
         end = tokens if self.limit is None else min(tokens, self.limit)
         extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
+        if self.roots is not None and self._hashes:
+            self.roots.note(self._hashes[0], self.label)
+        self.tells_content = not isinstance(token_ids, NamedTokens)
+        if self.tells_content:
+            self._see(token_ids)
+
+    def _see(self, token_ids: SupportsTokens) -> None:
+        for start in range(len(self._contents), len(self._hashes)):
+            at = start * self.block_size
+            self._contents.append(token_bytes(token_ids[at : at + self.block_size]))
+
+    def told_to(self, roots: TenantRoots, label: str) -> HashChain:
+        return replace(self, roots=roots, label=label)
+
+    def content(self, index: int) -> Content:
+        """Of a block that has been named."""
+        return Content(self._above(index), self._contents[index])
+
+    def partial(self, index: int, token_ids: Sequence[int]) -> BlockHash:
+        """The name of a block that has only these `token_ids`, behind `index` full ones."""
+        return block_hash(self._hashes[index - 1] if index else None, token_ids, self.salt)
+
+    def partial_content(self, index: int, token_ids: Sequence[int]) -> Content:
+        return Content(self._above(index), token_bytes(token_ids))
+
+    def _above(self, index: int) -> bytes:
+        return self._hashes[index - 1] if index else self.salt
 
     def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
         """The names of the blocks that the first `tokens` tokens fill, each made when asked for."""
@@ -83,4 +133,4 @@ class HashChain:
             yield parent
 
     def copy(self) -> HashChain:
-        return replace(self, _hashes=list(self._hashes))
+        return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))

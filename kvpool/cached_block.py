@@ -13,10 +13,12 @@ Place = tuple[BlockId, ...]
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A full block's KV under its hash, and its node in the prefix tree.
+    """A block's KV under its hash, and its node in the prefix tree.
 
     `children` counts the cached blocks that continue it, `holders` the requests and pins that
-    need it, `uses` the requests that found or brought it. `idle_since` is the policy's own.
+    need it, `uses` the requests that found or brought it. `idle_since` is the policy's own,
+    `tenant` a label for reports. One that `is_partial` isn't full and never will be: nothing
+    continues it.
     """
 
     hash: BlockHash
@@ -26,3 +28,5 @@ class CachedBlock:
     holders: int = 1
     uses: int = 1
     idle_since: int = 0
+    tenant: str = ""
+    is_partial: bool = False

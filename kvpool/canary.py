@@ -10,19 +10,21 @@ from math import inf, isfinite
 
 SKETCH_TOKENS = 16
 """The most likely tokens are the ones that wrong KV must not change; the log-sum-exp stands for the
-rest. Together 136 bytes, in a message of at most 64 KiB."""
+rest. Together 144 bytes, in a message of at most 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitSketch:
     """Of one position's fp32 logits `[vocab]`: those of `token_ids`, the log-sum-exp of all, and
     their standard deviation `spread`, the unit of distances: an error of the last hidden state
-    changes each logit by about its relative size times this."""
+    changes each logit by about its relative size times this. `bound` is its maker's own: the
+    larger one of two workers' holds."""
 
     token_ids: tuple[int, ...]
     logits: tuple[float, ...]
     log_sum_exp: float
     spread: float
+    bound: float = 0.0
 
     def distance(self, other: LogitSketch) -> float:
         """The largest difference, in spreads of this one. Infinite where a number isn't finite or

@@ -19,9 +19,11 @@ BlockHash = NewType("BlockHash", bytes)
 CacheSalt = NewType("CacheSalt", bytes)
 """32 bytes; what the tokens alone don't say. Made by `cache_salt` only."""
 
+TOKEN_BYTES = 4
+
 _HASH_BYTES = 32
 _NO_PARENT = bytes(_HASH_BYTES)
-_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == 4)
+_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 
 class SupportsTokens(Protocol):
@@ -51,12 +53,17 @@ def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheS
     return CacheSalt(digest.digest())
 
 
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """`TOKEN_BYTES` for each. Raises OverflowError for ids outside 0..2^32-1."""
+    return array(_TOKEN_TYPE, token_ids).tobytes()
+
+
 def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSalt) -> BlockHash:
-    """The hash of one full block. `parent` is the block before it, None at the start.
+    """The hash of one block, full or not. `parent` is the block before it, None at the start.
 
     Raises OverflowError for ids outside 0..2^32-1.
     """
-    data = (parent or _NO_PARENT) + array(_TOKEN_TYPE, token_ids).tobytes()
+    data = (parent or _NO_PARENT) + token_bytes(token_ids)
     digest = blake2b(data, digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
     return BlockHash(digest.digest())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import assert_never
 
+from kvpool.block_origins import BlockOrigins
 from kvpool.checked_blocks import CheckedBlocks
 from kvpool.disk_tier import DiskTier
 from kvpool.hashes import BlockHash
@@ -61,7 +62,9 @@ class HostTier:
         self._fetches = Fetches()
         self._storable = Storable(host, self._disk, self._stores, self._fetches)
         self._workers: set[Incarnation] = set()
-        self._changes = Changes()
+        self._origins = BlockOrigins()
+        self._origins.came(PoolTier.DISK, disk)
+        self._changes = Changes(self._origins)
         self._blocks = CheckedBlocks(host, self._changes)
         self._commands: list[PoolCommand] = []
         self.books = PoolBooks(
@@ -70,6 +73,7 @@ class HostTier:
             stores=self._stores,
             fetches=self._fetches,
             blocks=self._blocks,
+            origins=self._origins,
         )
         self.draining = False
         """Nothing new is stored nor fetched."""
@@ -80,6 +84,7 @@ class HostTier:
         return not (self._stores or self._fetches or self._disk.waiting)
 
     def handle(self, event: PoolEvent, now_s: float) -> list[PoolCommand]:
+        self._origins.now_s = now_s
         self._settle(event, now_s)
         self._write_behind()
         self._commands += self._changes.flush()
@@ -174,6 +179,7 @@ class HostTier:
             if not store.fenced:
                 self._drop(key[0], f"{len(checksums)} checksums of {len(store.places)} blocks")
             return
+        self._origins.labelled(store.blocks)
         of = dict(zip((block.hash for block in store.blocks), checksums, strict=True))
         for run in store.runs():
             self._adopt(run[0][0].parent, [(block.hash, place) for block, place in run], of)
@@ -285,6 +291,7 @@ class HostTier:
         self._blocks.validate()
         self._disk.validate()
         self._stores.validate()
+        self._origins.validate()
         held = [*self._stores.places(), *self._disk.host_places()]
         assert len(set(held)) == len(held) and set(held) == self._host.reserved
         assert self.books.orphaned() == 0, f"{self.books.orphaned()} orphaned places"

@@ -17,7 +17,7 @@ link the peer's slab is local memory, so `gather` goes straight into it and noth
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
 
@@ -79,6 +79,22 @@ class LinkCost:
     write_s: float = 0.0
     mapped: bool = False
 
+    def renewed(self, newer: LinkCost) -> LinkCost:
+        """With a later measurement of the same link. What disturbs one makes it slower, never
+        faster: so what is faster now counts at once, and what is slower by half."""
+        return replace(
+            newer,
+            latency_s=_later_s(self.latency_s, newer.latency_s),
+            bytes_per_s=_later_speed(self.bytes_per_s, newer.bytes_per_s),
+            descriptor_s=_later_s(self.descriptor_s, newer.descriptor_s),
+            direct_bytes_per_s=_later_speed(self.direct_bytes_per_s, newer.direct_bytes_per_s),
+            gather_bytes_per_s=_later_speed(self.gather_bytes_per_s, newer.gather_bytes_per_s),
+            scatter_bytes_per_s=_later_speed(self.scatter_bytes_per_s, newer.scatter_bytes_per_s),
+            run_s=_later_s(self.run_s, newer.run_s),
+            read_s=_later_s(self.read_s, newer.read_s),
+            write_s=_later_s(self.write_s, newer.write_s),
+        )
+
     def seconds(self, way: Way, shape: TransferShape) -> float:
         """Until the bytes are in the receiver's blocks."""
         moved = self._direct(shape) if way is Way.DIRECT else self._collated(shape)
@@ -129,6 +145,14 @@ def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> L
         write_s=write_s,
         mapped=mapped,
     )
+
+
+def _later_s(old: float, new: float) -> float:
+    return new if new < old else (old + new) / 2
+
+
+def _later_speed(old: float, new: float) -> float:
+    return new if new > old else 2 / (1 / old + 1 / new)
 
 
 def _copy_row(sample: Sample) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Opens sequences with all of their KV that can be had: here, in the pool, or at a peer. Pure.
+"""Opens sequences with all of their KV that can be had: here, in a pool, or at a peer. Pure.
 
 A sequence whose prefix is on its way holds its blocks and waits, until Restored.
 """
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvpool.far_fetches import AskFar, FarFetches
 from kvpool.handoff import SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
@@ -24,12 +25,12 @@ from kvrelay.types import PrefixOrigin, RequestKey
 
 log = logging.getLogger(__name__)
 
-PoolQuestion = SeekPrefix | WantPrefix | DropPrefix
+PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskFar
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a peer seems to have for one that asks the pool first."""
+    """What a peer or far pool seems to have for one that asks its host's pool first."""
 
     holder: Holder
     hashes: tuple[BlockHash, ...]
@@ -38,13 +39,14 @@ class _Offer:
 
 @dataclass(slots=True, kw_only=True)
 class Openings:
-    """`restores` and `write_behind` None: there is no pool; `pulls` and `grants` None: peers
-    neither give nor get anything. Questions for the pool wait in an outbox. `origins` counts where
-    the prefixes came from."""
+    """`restores` and `write_behind` None: there is no pool; `far` None: nor do pools of other hosts
+    give anything; `pulls` and `grants` None: peers neither give nor get anything. Questions for
+    the pools wait in an outbox. `origins` counts where the prefixes came from."""
 
     tables: BlockTables
     restores: Restores | None = None
     write_behind: WriteBehind | None = None
+    far: FarFetches | None = None
     pulls: Pulls | None = None
     grants: PullGrants | None = None
     origins: Counter[PrefixOrigin] = field(default_factory=Counter)
@@ -82,30 +84,43 @@ class Openings:
         """Whether there is anything to wait for. The pool is asked first."""
         asked = self.restores.begin(holder, hashes, found) if self.restores is not None else None
         self._ask(asked)
-        if source is None or self.pulls is None:
+        if source is None:
             return asked is not None
         offer = _Offer(holder, tuple(hashes), source)
         if asked is not None:
             self._offers[holder.key] = offer
             return True
-        here = found // self.tables.layout.block_size
-        return self.pulls.prefers(hashes, source, here) and self._pull(offer, here, now_s)
+        return self._try_source(offer, found // self.tables.layout.block_size, now_s)
 
-    def _pull(self, offer: _Offer, here: int, now_s: float) -> bool:
-        assert self.pulls is not None
-        self.pulls.begin(offer.holder, offer.hashes, here, offer.source, now_s)
-        return True
+    def _try_source(
+        self, offer: _Offer, here: int, now_s: float, host: int = 0, disk: int = 0
+    ) -> bool:
+        """Whether the rest is on its way from there: because there is more than in the host's
+        pool (`host` and `disk` blocks), or because that is faster."""
+        source = offer.source
+        way = self.far if source.is_pool_node else self.pulls
+        if way is None or not way.prefers(offer.hashes, source, here, host, disk):
+            return False
+        if isinstance(way, Pulls):
+            way.begin(offer.holder, offer.hashes, here, source, now_s)
+            return True
+        asked = way.try_begin(offer.holder, offer.hashes, here, source, now_s)
+        self._ask(asked)
+        return asked is not None
 
     def waits(self, holder: Holder) -> bool:
         """Its prefix is being fetched: nothing of it may run, or be freed."""
-        from_pool = self.restores is not None and holder in self.restores
-        return from_pool or (self.pulls is not None and holder in self.pulls)
+        ways = (self.restores, self.far, self.pulls)
+        return any(way is not None and holder in way for way in ways)
 
     def drop(self, holder: Holder) -> bool:
         """The sequence is over. True: its blocks must stay until Restored."""
         self._offers.pop(holder.key, None)
         if self.pulls is not None and holder in self.pulls:
             return self.pulls.drop(holder)
+        if self.far is not None and holder in self.far:
+            self._ask(self.far.drop(holder))
+            return True
         if self.restores is None or holder not in self.restores:
             return False
         self._ask(self.restores.drop(holder))
@@ -121,12 +136,18 @@ class Openings:
         if waiting is not None:
             waiting.cost.computed(tokens, seconds)
 
+    @property
+    def declined_tokens(self) -> int:
+        """They were in a pool, but had faster otherwise."""
+        return sum(way.declined_tokens for way in (self.restores, self.far) if way is not None)
+
     def answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> Restored | None:
         """What the pool said, for the scheduler that waits."""
         assert self.restores is not None
         if isinstance(event, PrefixFetched):
-            return self._opened(self.restores.fetched(event, now_s))
-        if self._pulled_instead(event, now_s):
+            far = self.far.fetched(event, now_s) if self.far is not None else None
+            return self._opened(far or self.restores.fetched(event, now_s))
+        if self._found_elsewhere(event, now_s):
             return None
         found = self.restores.found(event, now_s)
         if isinstance(found, WantPrefix):
@@ -134,18 +155,18 @@ class Openings:
             return None
         return self._opened(found)
 
-    def _pulled_instead(self, event: PrefixFound, now_s: float) -> bool:
-        """A peer has more than the pool, or is faster."""
+    def _found_elsewhere(self, event: PrefixFound, now_s: float) -> bool:
+        """What the host's pool has is left there."""
         offer = self._offers.pop(event.key, None)
-        if offer is None or self.pulls is None or self.restores is None:
+        if offer is None or self.restores is None:
             return False
         here = self.restores.here(event.key)
         host = max(0, event.host_blocks - here)
         disk = max(0, event.host_blocks + event.disk_blocks - here) - host
-        if not self.pulls.prefers(offer.hashes, offer.source, here, host, disk):
+        if not self._try_source(offer, here, now_s, host, disk):
             return False
         self.restores.leave(event.key)
-        return self._pull(offer, here, now_s)
+        return True
 
     def pulled(self, event: PullEvent, now_s: float) -> list[Restored]:
         """What a peer said of a pull, for the schedulers that wait."""

@@ -55,6 +55,7 @@ def _sketch_of(sketch: peer_pb2.LogitSketch) -> LogitSketch:
         logits=tuple(sketch.logits),
         log_sum_exp=sketch.log_sum_exp,
         spread=sketch.spread,
+        bound=sketch.bound,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvpool.block_origins import BlockOrigins
 from kvpool.checked_blocks import CheckedBlocks
 from kvpool.disk_tier import DiskTier
 from kvpool.pool_fetches import Fetches
@@ -47,6 +48,7 @@ class PoolBooks:
     stores: Stores
     fetches: Fetches
     blocks: CheckedBlocks
+    origins: BlockOrigins
 
     def counts(self) -> dict[str, int]:
         """# state |-> host places, which add up; then what is on disk and what waits for it"""

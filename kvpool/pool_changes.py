@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvpool.block_origins import BlockOrigins
 from kvpool.hashes import BlockHash
 from kvpool.pool_events import TellWorker
 from kvpool.pool_messages import BlocksChanged, PoolTier
@@ -14,7 +15,8 @@ from kvrelay.types import Incarnation
 class Changes:
     """Each listener hears first all that there is, then every change, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, origins: BlockOrigins) -> None:
+        self._origins = origins
         self._listeners: dict[Incarnation, None] = {}
         # tier |-> block |-> whether it is there now
         self._pending: dict[PoolTier, dict[BlockHash, bool]] = {tier: {} for tier in PoolTier}
@@ -32,9 +34,13 @@ class Changes:
         self._listeners.pop(worker, None)
 
     def stored(self, tier: PoolTier, hashes: Iterable[BlockHash]) -> None:
+        hashes = tuple(hashes)
+        self._origins.came(tier, hashes)
         self._note(tier, hashes, there=True)
 
     def removed(self, tier: PoolTier, hashes: Iterable[BlockHash]) -> None:
+        hashes = tuple(hashes)
+        self._origins.went(tier, hashes)
         self._note(tier, hashes, there=False)
 
     def _note(self, tier: PoolTier, hashes: Iterable[BlockHash], *, there: bool) -> None:

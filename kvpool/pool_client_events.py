@@ -35,11 +35,12 @@ class FromNode:
 
 @dataclass(frozen=True, slots=True)
 class OfferedBlock:
-    """A whole block, filled: `place` has a block in every layer group."""
+    """A whole block, filled: `place` has a block in every layer group. `tenant` is a label."""
 
     hash: BlockHash
     parent: BlockHash | None
     place: Place
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +201,6 @@ class PrefixPinned:
     hashes: tuple[BlockHash, ...]
     pinned: bool
 
-
-PoolNews = PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched
-"""What other threads of a worker tell its loop."""
 
 ClientCommand = (
     SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched | PrefixPinned

@@ -71,7 +71,7 @@ class ClientStores:
         count = min(self.batch_blocks, len(self._waiting))
         blocks = [self._waiting.popleft() for _ in range(count)]
         self._open[number] = _Store(blocks=blocks, asked_s=now_s)
-        wanted = tuple(ChainBlock(block.hash, block.parent) for _, block in blocks)
+        wanted = tuple(ChainBlock(block.hash, block.parent, block.tenant) for _, block in blocks)
         self.outbox.append(SendPool(message=StoreWanted(request_no=number, blocks=wanted)))
 
     def granted(self, granted: StoreGranted, *, region: str) -> None:

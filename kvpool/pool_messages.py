@@ -56,12 +56,13 @@ class PoolHello:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolWelcome:
     """`region` holds the host tier, place after place; a granted or fetched place is the worker's
-    for `lease_ttl_s`."""
+    for `lease_ttl_s`. `addresses` are for workers of other hosts."""
 
     wire_version: int
     incarnation: Incarnation
     region: str
     lease_ttl_s: float
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,11 @@ class PoolRefused:
 
 @dataclass(frozen=True, slots=True)
 class ChainBlock:
+    """`tenant` is a label for reports."""
+
     hash: BlockHash
     parent: BlockHash | None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ def _encode(message: PoolMessage) -> pb.PoolMessage:
                 incarnation=message.incarnation,
                 region=message.region,
                 lease_ttl_s=message.lease_ttl_s,
+                addresses=message.addresses,
             )
             return pb.PoolMessage(welcome=welcome)
         case PoolRefused(reason=reason):
@@ -124,7 +125,13 @@ def _encode_numbered(
         case StoreWanted(blocks=blocks):
             hashes = _joined(block.hash for block in blocks)
             parents = b"".join(block.parent or _NO_PARENT for block in blocks)
-            wanted = pb.StoreWanted(request_no=no, hashes=hashes, parents=parents)
+            tenants = [block.tenant for block in blocks]
+            wanted = pb.StoreWanted(
+                request_no=no,
+                hashes=hashes,
+                parents=parents,
+                tenants=tenants if any(tenants) else (),
+            )
             return pb.PoolMessage(store_wanted=wanted)
         case StoreGranted(indices=indices, places=places):
             granted = pb.StoreGranted(request_no=no, indices=indices, places=places)
@@ -171,6 +178,7 @@ def _decode(whole: bytes) -> PoolMessage:
                 incarnation=Incarnation(envelope.welcome.incarnation),
                 region=envelope.welcome.region,
                 lease_ttl_s=envelope.welcome.lease_ttl_s,
+                addresses=tuple(envelope.welcome.addresses),
             )
         case "refused":
             return PoolRefused(reason=envelope.refused.reason)
@@ -256,11 +264,14 @@ def _changed_of(changed: pb.BlocksChanged) -> BlocksChanged:
 
 def _store_wanted_of(wanted: pb.StoreWanted) -> StoreWanted:
     hashes, parents = _hashes(wanted.hashes), _hashes(wanted.parents)
-    if len(hashes) != len(parents):
-        raise PeerError(f"a peer sent {len(hashes)} blocks with {len(parents)} parents")
+    tenants = tuple(wanted.tenants) or ("",) * len(hashes)
+    if not len(hashes) == len(parents) == len(tenants):
+        raise PeerError(
+            f"a peer sent {len(hashes)} blocks with {len(parents)} parents, {len(tenants)} tenants"
+        )
     blocks = tuple(
-        ChainBlock(block, None if parent == _NO_PARENT else parent)
-        for block, parent in zip(hashes, parents, strict=True)
+        ChainBlock(block, None if parent == _NO_PARENT else parent, tenant)
+        for block, parent, tenant in zip(hashes, parents, tenants, strict=True)
     )
     return StoreWanted(request_no=wanted.request_no, blocks=blocks)
 

@@ -94,7 +94,11 @@ class Pulls:
         """Of the chain `hashes` the first `here` blocks are here, and those behind them in the
         pool's tiers."""
         more = self._most(hashes, source) - here
-        return more > 0 and self.cost.prefers_peer(more, host_blocks, disk_blocks)
+        if more <= 0:
+            return False
+        way = self.cost.peer
+        is_best = self.cost.prefers(way, more, host_blocks, disk_blocks)
+        return is_best or self.cost.tries_again(way, more)
 
     def _most(self, hashes: Sequence[BlockHash], source: PrefixSource) -> int:
         return min(len(hashes), source.blocks, pull_blocks_most(self.tables.layout))

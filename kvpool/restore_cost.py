@@ -1,21 +1,28 @@
 """Is a prefix that a pool or a peer holds brought here, or computed again? Pure.
 
-Both are timed as they happen. What has not been timed yet is tried.
+Both are timed as they happen. What has not been timed yet is tried; what was slow is tried again
+from time to time, at a bounded cost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvrelay.types import Incarnation
+
 _NEW_SHARE = 0.2
 """Weight of the newest measurement."""
+_TRIAL_SHARE = 0.02
+"""Of the time spent on computing what could have been fetched: what trials may lose."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """A running mean of seconds per unit; None before the first measurement."""
+    """A running mean of seconds per unit; None before the first measurement. `credit_s` is what
+    trying it again may lose by now."""
 
     seconds: float | None = None
+    credit_s: float = 0.0
 
     def observe(self, units: int, seconds: float) -> None:
         if units <= 0:
@@ -31,13 +38,18 @@ class Rate:
 @dataclass(slots=True)
 class RestoreCost:
     """`token` is a token's prefill; `host`, `disk` and `peer` a block's way here from either tier
-    of the pool, or from another worker."""
+    of the pool, or from another worker; `remote` from the pool node of another host."""
 
     block_size: int
     token: Rate = field(default_factory=Rate)
     host: Rate = field(default_factory=Rate)
     disk: Rate = field(default_factory=Rate)
     peer: Rate = field(default_factory=Rate)
+    _remote: dict[Incarnation, Rate] = field(default_factory=dict)
+    _reached: set[Incarnation] = field(default_factory=set)
+
+    def remote(self, node: Incarnation) -> Rate:
+        return self._remote.setdefault(node, Rate())
 
     def computed(self, tokens: int, seconds: float) -> None:
         self.token.observe(tokens, seconds)
@@ -52,15 +64,42 @@ class RestoreCost:
     def pulled(self, blocks: int, seconds: float) -> None:
         self.peer.observe(blocks, seconds)
 
-    def prefers_peer(self, peer_blocks: int, host_blocks: int, disk_blocks: int) -> bool:
-        """Rather than fetching from the pool what that is worth, and computing all else."""
+    def fetched(self, node: Incarnation, blocks: int, seconds: float) -> None:
+        """The first fetch may have waited for the link, so it says nothing."""
+        if node in self._reached:
+            self.remote(node).observe(blocks, seconds)
+        self._reached.add(node)
+
+    def prefers(self, way: Rate, blocks: int, host_blocks: int, disk_blocks: int) -> bool:
+        """Rather than fetching from the host's pool what that is worth, and computing all else."""
         fetched = self.worth(host_blocks, disk_blocks)
         if self.token.seconds is None:
-            return peer_blocks > fetched
+            return blocks > fetched
         host = min(fetched, host_blocks)
         pool_s = self.host.of(host) + self.disk.of(fetched - host)
-        computed_s = self.token.of((peer_blocks - fetched) * self.block_size)
-        return self.peer.of(peer_blocks) < pool_s + computed_s
+        computed_s = self.token.of((blocks - fetched) * self.block_size)
+        return way.of(blocks) < pool_s + computed_s
+
+    def tries_again(self, way: Rate, blocks: int) -> bool:
+        """Slower than computing as it was timed; that may have been a bad time, or be old."""
+        computed_s = self.token.of(blocks * self.block_size)
+        loss_s = way.of(blocks) - computed_s
+        if loss_s <= 0:
+            return False
+        way.credit_s += _TRIAL_SHARE * computed_s
+        if way.credit_s < loss_s:
+            return False
+        way.credit_s = 0.0
+        return True
+
+    def fetches(self, host_blocks: int, disk_blocks: int) -> int:
+        """What is `worth` it, or tried again."""
+        worth = self.worth(host_blocks, disk_blocks)
+        if worth < host_blocks and self.tries_again(self.host, host_blocks):
+            return host_blocks
+        if host_blocks <= worth < host_blocks + disk_blocks:
+            return worth + disk_blocks * self.tries_again(self.disk, disk_blocks)
+        return worth
 
     def worth(self, host_blocks: int, disk_blocks: int) -> int:
         """How many of the chain's next blocks, those in memory before those on disk, to fetch."""

@@ -95,7 +95,7 @@ class Restores:
             return None
         restore.host = max(0, event.host_blocks - restore.here)
         restore.disk = max(0, event.host_blocks + event.disk_blocks - restore.here) - restore.host
-        fetch = 0 if restore.dropped else self.cost.worth(restore.host, restore.disk)
+        fetch = 0 if restore.dropped else self.cost.fetches(restore.host, restore.disk)
         self._decline(restore, fetch)
         if not fetch or not self._has_room(restore, restore.here + fetch, now_s):
             return self._end(restore, 0)

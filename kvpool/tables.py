@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockPool, BlockState
 from kvpool.cached_block import Place
+from kvpool.copies import LEAST_COPIED_TOKENS, Copies, CopyPairs
 from kvpool.device_cache import DeviceCache
 from kvpool.eviction import DEFAULT_POLICY, open_policy
-from kvpool.hashes import BlockHash
+from kvpool.hashes import BlockHash, SupportsTokens
 from kvpool.holding import Holding, real
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
+from kvpool.layout import KvLayout, Tables
+from kvpool.naming import Naming
+from kvpool.room import Room
+from kvpool.tenants import tenant_label
 from kvrelay.types import RequestKey
-
-CopyPairs = tuple[tuple[tuple[BlockId, BlockId], ...], ...]
-"""# layer group |-> (source, destination) blocks to copy before writing"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,11 +67,16 @@ class BlockTables:
     hit_tokens: int = field(init=False, default=0)
     pools: list[BlockPool] = field(init=False)
     cache: DeviceCache = field(init=False)
+    _room: Room = field(init=False)
+    _copies: Copies = field(init=False)
+    _naming: Naming = field(init=False)
     _entries: dict[Holder, Holding] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pools = [BlockPool(self.blocks) for _ in self.layout.groups]
         self.cache = DeviceCache(self.layout, self.pools, open_policy(self.policy))
+        self._room, self._copies = Room(self.cache), Copies(self.cache)
+        self._naming = Naming(self.cache)
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._entries
@@ -94,7 +100,8 @@ class BlockTables:
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
         """Names for the blocks of a new sequence."""
-        return self.names.chain(tenant, prompt_tokens, self.layout.block_size)
+        chain = self.names.chain(tenant, prompt_tokens, self.layout.block_size)
+        return chain.told_to(self.cache.roots, tenant_label(tenant)) if tenant else chain
 
     # --- taking ---------------------------------------------------------------------------------
 
@@ -127,11 +134,11 @@ class BlockTables:
             now_s=now_s,
         )
         window_tokens = tokens if ahead_tokens is None else min(tokens, found + ahead_tokens)
-        if not self._has_room(entry, tokens, window_tokens, opening=True):
+        if not self._room.has(entry, tokens, window_tokens, opening=True):
             return None
-        self._hold(entry)
+        self._room.hold(entry)
         self._entries[holder] = entry
-        self._extend(entry, tokens, window_tokens)
+        self._room.extend(entry, tokens, window_tokens)
         self.queried_tokens += len(hashes) * self.layout.block_size
         self.hit_tokens += found
         return found
@@ -149,32 +156,10 @@ class BlockTables:
         entry = self._entries.get(holder)
         if entry is None:
             return self.try_open(holder, tokens, now_s=now_s, leased=leased) is not None
-        if not self._has_room(entry, tokens, window_tokens):
+        if not self._room.has(entry, tokens, window_tokens):
             return False
-        self._extend(entry, tokens, window_tokens)
+        self._room.extend(entry, tokens, window_tokens)
         return True
-
-    def _has_room(
-        self, entry: Holding, tokens: int, window_tokens: int | None, *, opening: bool = False
-    ) -> bool:
-        for group, pool in enumerate(self.pools):
-            _, missing = entry.lacks(group, tokens, window_tokens)
-            revived = sum(map(pool.is_cached, entry.tables[group])) if opening else 0
-            if missing > pool.available - revived:
-                return False
-        return True
-
-    def _extend(self, entry: Holding, tokens: int, window_tokens: int | None) -> None:
-        for group, table in enumerate(entry.tables):
-            passed, missing = entry.lacks(group, tokens, window_tokens)
-            table.extend([NO_BLOCK] * passed)
-            if missing:
-                table.extend(self.cache.take(group, missing, leased=entry.leased))
-
-    def _hold(self, entry: Holding) -> None:
-        self.cache.hold_chain(entry.chain)
-        for group in range(len(self.pools)):
-            self.cache.hold(group, entry.real(group))
 
     def keep(self, holder: Holder, places: Sequence[Place], *, now_s: float) -> None:
         """Hold these named blocks as they are, until `release`."""
@@ -182,7 +167,7 @@ class BlockTables:
         entry = Holding(
             layout=self.layout, tables=tables, since_s=now_s, leased=False, seen_from=0, chain=[]
         )
-        self._hold(entry)
+        self._room.hold(entry)
         self._entries[holder] = entry
 
     def keep_prefix(self, holder: Holder, hashes: Sequence[BlockHash], *, now_s: float) -> int:
@@ -190,7 +175,7 @@ class BlockTables:
         chain = self.cache.find(hashes, None)
         firsts = self.cache.firsts(len(chain), None)
         entry = Holding.of(self.layout, chain, firsts, seen_from=0, leased=False, now_s=now_s)
-        self._hold(entry)
+        self._room.hold(entry)
         self._entries[holder] = entry
         return len(chain)
 
@@ -208,9 +193,7 @@ class BlockTables:
         assert not entry.leased
         assert target not in self._entries
         copy = entry.copy(now_s)
-        self._hold(copy)
-        for group, block in copy.twins:
-            self.cache.hold(group, [block])
+        self._room.hold(copy)
         self._entries[target] = copy
 
     def try_own(self, holder: Holder, position: int) -> CopyPairs | None:
@@ -218,46 +201,51 @@ class BlockTables:
 
         Returns the copies to make (empty tuples when none), or None when blocks run out.
         """
-        index = position // self.layout.block_size
-        entry = self._entries[holder]
-        assert index >= len(entry.chain), "a named block is never written"
-        shared = [
-            pool.is_shared(table[index])
-            for pool, table in zip(self.pools, entry.tables, strict=True)
-        ]
-        if any(own and not pool.available for own, pool in zip(shared, self.pools, strict=True)):
-            return None
-        return tuple(
-            self._own_one(group, entry.tables[group], index) if wanted else ()
-            for group, wanted in enumerate(shared)
-        )
+        return self._copies.try_own(self._entries[holder], position // self.layout.block_size)
 
-    def _own_one(
-        self, group: int, table: list[BlockId], index: int
-    ) -> tuple[tuple[BlockId, BlockId], ...]:
-        (taken,) = self.cache.take(group, 1, leased=False)
-        old, table[index] = table[index], taken
-        self.cache.release(group, [old])
-        return ((old, taken),)
+    def begin_like_another(
+        self, holder: Holder, names: HashChain, token_ids: SupportsTokens, end: int
+    ) -> tuple[int, CopyPairs]:
+        """Behind the whole blocks that were found, before anything else is in the holder's: how
+        many tokens more, before `end`, can be had by copying them from a block that begins in the
+        same way, and the copies to make. What they copy is held until `copied`."""
+        if not names.tells_content:
+            return 0, ()
+        entry, size = self._entries[holder], self.layout.block_size
+        start = len(entry.chain) * size
+        wanted = token_ids[start : min(start + size, end)]
+        content = names.partial_content(len(entry.chain), wanted)
+        found, pairs = self._copies.begin_like(entry, content)
+        self.queried_tokens += len(wanted) % size  # whole blocks are counted already
+        self.hit_tokens += found
+        return found, pairs
+
+    def copied(self, holder: Holder) -> None:
+        """The step that the copies came with is over."""
+        self._copies.end(self._entries[holder])
 
     # --- naming and giving back -----------------------------------------------------------------
 
     def fill(
-        self, holder: Holder, hashes: Sequence[BlockHash], *, edges_full: bool = False
+        self,
+        holder: Holder,
+        hashes: Sequence[BlockHash],
+        *,
+        edges_full: bool = False,
+        names: HashChain | None = None,
     ) -> None:
         """The holder's first `len(hashes)` blocks are full, and these are their names. In a group
         with a window all but the one that lies on its edge, unless `edges_full`: the tokens outside
-        may be missing."""
-        entry = self._entries[holder]
-        assert not entry.leased
-        if not self.caching:
-            return
-        for index in range(len(entry.chain), len(hashes)):
-            place = entry.place(index, edges_full=edges_full)
-            parent = entry.chain[-1] if entry.chain else None
-            block, twins = self.cache.insert(hashes[index], parent, place)
-            entry.chain.append(block)
-            entry.twins += twins
+        may be missing. With the `names` that they come from they are found in part, too."""
+        if self.caching:
+            told = names if names is not None and names.tells_content else None
+            self._naming.fill(self._entries[holder], hashes, told, edges_full=edges_full)
+
+    def fill_partly(self, holder: Holder, names: HashChain, token_ids: Sequence[int]) -> None:
+        """Behind its full blocks, all named, the holder's last one has these tokens and will never
+        be written again; it is found in part."""
+        if self.caching and names.tells_content and len(token_ids) >= LEAST_COPIED_TOKENS:
+            self._naming.fill_partly(self._entries[holder], names, token_ids)
 
     def trim(self, holder: Holder, position: int) -> None:
         """Give back what the query at `position`, and those after it, don't see."""
@@ -280,11 +268,7 @@ class BlockTables:
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
-        for group, block in entry.twins:
-            self.cache.release(group, [block])
-        for group in range(len(self.pools)):
-            self.cache.release(group, entry.real(group))
-        self.cache.release_chain(entry.chain)
+        self._room.release(entry)
         if distrusted:
             self.cache.drop(entry.chain)
 
@@ -314,7 +298,7 @@ class BlockTables:
         lost = 0
         for group, pool in enumerate(self.pools):
             known = {b for entry in self._entries.values() for b in entry.real(group)}
-            known |= {b for e in self._entries.values() for g, b in e.twins if g == group}
+            known |= {b for e in self._entries.values() for g, b in e.extras if g == group}
             lost += pool.count - pool.available - len(known)
         return lost
 

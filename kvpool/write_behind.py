@@ -55,4 +55,4 @@ def _holder(offer: int) -> Holder:
 
 def _offered(block: CachedBlock) -> OfferedBlock:
     parent = block.parent.hash if block.parent is not None else None
-    return OfferedBlock(block.hash, parent, block.place)
+    return OfferedBlock(block.hash, parent, block.place, block.tenant)

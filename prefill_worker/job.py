@@ -1,8 +1,9 @@
 """One prompt on its way through a prefill worker. Pure.
 
 prompt ids
-[0 .... cached) ... computed)   KV is in the blocks; the first part was found there
-                   [computed, length)   to be run, in chunks
+[0 .......... computed)          KV is in the blocks; first what was found, then what was run
+[computed, + copied)             the step on the device copies it from another's block
+             [+ copied, length)  to be run, in chunks
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from prefill_worker.sender import Sender
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """`first` is token 0 of each choice, `finished` are the choices that end with it."""
+    """`cached` tokens were found or copied. `first` is token 0 of each choice, `finished` are the
+    choices that end with it."""
 
     sender: Sender
     holder: Holder
@@ -32,6 +34,7 @@ class Job:
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
+    copied: int = 0
     started: bool = False
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
@@ -56,7 +59,11 @@ class Job:
 
     @property
     def remaining(self) -> int:
-        return len(self.prompt) - self.computed
+        return len(self.prompt) - self.computed - self.copied
+
+    def end(self, take: int) -> int:
+        """What is computed when a step with `take` tokens of it has run."""
+        return self.computed + self.copied + take
 
     @property
     def seen_from(self) -> int:
@@ -73,6 +80,11 @@ class Job:
     def filled(self) -> Sequence[BlockHash]:
         """The names of the blocks that are full."""
         return self.names.full(self.computed)
+
+    @property
+    def rest(self) -> Sequence[int]:
+        """The tokens behind the last full block."""
+        return self.prompt[len(self.prompt) // self.names.block_size * self.names.block_size :]
 
     @property
     def cancelled(self) -> str | None:
@@ -94,6 +106,16 @@ class Job:
         self.cached = self.computed = tokens
         self.origin = origin
 
+    def begins_like_another(self, tokens: int) -> None:
+        """The first step copies the KV of `tokens` more."""
+        self.copied = tokens
+        self.cached += tokens
+        if self.origin is PrefixOrigin.COMPUTED:
+            self.origin = PrefixOrigin.DEVICE
+
+    def ran(self, take: int) -> None:
+        self.computed, self.copied = self.end(take), 0
+
     def started_event(self, now_s: float) -> Lifetime:
         return Lifetime(
             key=self.key,
@@ -105,11 +127,12 @@ class Job:
 
     def slice(self, take: int, tables: Tables) -> SequenceSlice:
         """The next `take` tokens; with the last ones, token 0 of each choice is drawn."""
+        start = self.end(0)
         return SequenceSlice(
             key=self.key,
             choice=0,
-            token_ids=self.prompt[self.computed : self.computed + take],
-            start=self.computed,
+            token_ids=self.prompt[start : start + take],
+            start=start,
             tables=tables,
             samples=self._samples() if take == self.remaining else (),
             prompt_tokens=len(self.prompt),

@@ -141,8 +141,9 @@ class PrefillScheduler:
         fresh = [job for job, _ in chosen if not job.started]
         ahead = [*self._announce_cached(fresh), *self._announce(chosen)]
         slices = tuple(job.slice(take, self.tables.tables(job.holder)) for job, take in chosen)
-        marks = {m for job, take in chosen for m in job.sender.layer_marks(job.computed + take)}
-        step = RunStep(batch=StepBatch(slices=slices), layer_marks=frozenset(marks))
+        marks = {m for job, take in chosen for m in job.sender.layer_marks(job.end(take))}
+        copies, batch = self.queue.copies, StepBatch(slices=slices)
+        step = RunStep(batch=batch, copies=copies, layer_marks=frozenset(marks))
         return [*self._started(fresh, now_s), *ahead, step]
 
     def _restored(self, event: Restored, now_s: float) -> list[Command]:
@@ -155,15 +156,15 @@ class PrefillScheduler:
     def _announce(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[Command]:
         """What is about to be computed."""
         for job, take in chosen:
-            end = job.computed + take
-            yield from job.sender.plan(job.computed, end, self.tables.tables(job.holder))
+            tables = self.tables.tables(job.holder)
+            yield from job.sender.plan(job.computed, job.end(take), tables)
 
     def _announce_cached(self, fresh: list[Job]) -> Iterator[Command]:
         """What was found here travels too, and at once."""
         for job in fresh:
             tables = self.tables.tables(job.holder)
-            yield from job.sender.plan(0, job.cached, tables)
-            yield from job.sender.computed(job.cached, tables)
+            yield from job.sender.plan(0, job.computed, tables)
+            yield from job.sender.computed(job.computed, tables)
 
     def _started(self, fresh: list[Job], now_s: float) -> list[Command]:
         for job in fresh:
@@ -171,13 +172,13 @@ class PrefillScheduler:
         return [Emit(events=tuple(job.started_event(now_s) for job in fresh))] if fresh else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
-        ran = self.queue.take_ran()
+        ran = self.queue.take_ran(self.tables)
         self.openings.computed(sum(take for _, take in ran), done.seconds)
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take
             events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
-            self.tables.fill(job.holder, job.filled)
+            self._name(job)
             self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None:
                 events += job.take_first(sampled, now_s)
@@ -186,13 +187,18 @@ class PrefillScheduler:
         after = [command for job, _ in ran for command in self._after_chunk(job, now_s)]
         return [Emit(events=tuple(events)), *after]
 
+    def _name(self, job: Job) -> None:
+        self.tables.fill(job.holder, job.filled, names=job.names)
+        if not job.remaining:
+            self.tables.fill_partly(job.holder, job.names, job.rest)
+
     def _layers_written(self, layer: int) -> list[Command]:
         running = ((job, take) for job, take in self.queue.on_device if job.cancelled is None)
         return [
             move
             for job, take in running
             for move in job.sender.layers_written(
-                job.computed + take, layer, self.tables.tables(job.holder)
+                job.end(take), layer, self.tables.tables(job.holder)
             )
         ]
 

@@ -10,14 +10,13 @@ yields the same tokens; those already delivered are dropped by their index.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import inf
 
 from kvrelay.messages import (
     Lifetime,
-    PrefixSource,
     Released,
     RequestFailed,
     Reserved,
@@ -25,9 +24,13 @@ from kvrelay.messages import (
     Tokens,
     WorkerEvent,
 )
-from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.qos import ONE_TIER, QosTiers
+from kvrelay.types import FinishReason, Incarnation, RequestSpec
 from router import orders
-from router.admission import NO_CAPACITY, Refusal, ReleaseClock, refused_by_worker
+from router.admitting.capacity import Capacity
+from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
+from router.admitting.predictive import Predictive
+from router.demand import Demand
 from router.directory import Directory
 from router.events import (
     Aborted,
@@ -45,16 +48,24 @@ from router.events import (
     WorkerLost,
     WorkerSaid,
 )
+from router.forecast.forecast import Forecast
 from router.generation import GenerationRequest
+from router.latency.output_lengths import OutputLengths
 from router.ledger import Ledger
-from router.placement import Placement, WorkerView
-from router.prefixes import prefix_source
+from router.placing.kv_aware import KvAware
+from router.placing.policy import PlacementPolicy
+from router.prefixes import HeldPrefixes
 from router.quarantine import SUSPICIOUS, Quarantine
+from router.refusal import DRAINING, NO_CAPACITY, Refusal, refused_by_worker
+from router.release_clock import ReleaseClock
 from router.request import Request
-from router.waiting import WaitingRoom
+from router.view import WorkerView
+from router.waiting import PATIENCE_S, WaitingRoom
 from router.workers import Workers
 
 MAX_ATTEMPTS = 3
+EXPECTED = 0.5
+"""The quantile of its tier's output lengths that a request is expected to have."""
 
 
 @dataclass(slots=True)
@@ -64,6 +75,10 @@ class RouterCore:
 
     attempts: Iterator[int] = field(default_factory=count)
     preloads: tuple[RequestSpec, ...] = ()
+    placing: PlacementPolicy = field(default_factory=KvAware)
+    admitting: AdmissionPolicy = field(default_factory=Predictive)
+    tiers: QosTiers = ONE_TIER
+    lengths: OutputLengths = field(default_factory=OutputLengths)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
@@ -95,42 +110,83 @@ class RouterCore:
     def _submitted(self, submitted: GenerationRequest, now_s: float) -> list[Command]:
         assert submitted.request_id not in self.requests, f"{submitted.request_id} runs already"
         ledger = Ledger(before_s=submitted.phases_s, submitted_s=now_s)
-        request = Request(submitted=submitted, ledger=ledger, attempt=next(self.attempts))
+        tier = self.tiers[submitted.qos_tier]
+        request = Request(
+            submitted=submitted, tier=tier, ledger=ledger, attempt=next(self.attempts)
+        )
         self.requests[request.request_id] = request
         return self._place(request, NO_CAPACITY, now_s)
 
     def _place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
         """Ask the next decode worker; refuse for the last reason when none is left."""
+        demand = self._demand(request, now_s)
+        match self._judge(request, demand, otherwise, now_s):
+            case Refusal() as refusal:
+                return self._refuse(request, refusal, now_s)
+            case Deferred(refusal=refusal, patience_s=patience_s):
+                return self._wait(request, refusal, patience_s, now_s)
+            case Admitted() as admitted:
+                request.place(admitted, now_s)
+                self.workers.book(demand, admitted, now_s)
+                return [orders.ask(request.spec, admitted.candidate, self._within_s(demand))]
+
+    def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
+        """What was admitted once is taken wherever there is a place for it."""
         objections = partial(self.quarantine.objection, avoided=request.avoided, now_s=now_s)
-        found = self.workers.find(request.spec, request.tried, otherwise, objections)
-        if isinstance(found, Refusal):
-            return self._refuse(request, found, now_s)
-        request.place(found, now_s)
-        request.ledger.mark("placed", now_s)
-        self.workers.book(request.spec, found)
-        return [orders.ask(request.spec, found)]
+        choice = self.workers.choice(demand, request.tried, objections)
+        suggested = self.placing.candidates(demand, choice, now_s)
+        candidates = (one for one in suggested if choice.acceptable(one))
+        policy = Capacity() if request.admitted else self.admitting
+        return policy.judge(demand, candidates, otherwise, Forecast(self.workers), now_s)
+
+    def _demand(self, request: Request, now_s: float) -> Demand:
+        spec, most = request.spec, request.submitted.sampling.max_tokens
+        return Demand(
+            spec=spec,
+            output_tokens=self.lengths.quantile(request.tier.name, EXPECTED, max_tokens=most),
+            held=HeldPrefixes(spec, self.directory),
+            objectives=request.objectives,
+            priority=request.tier.priority,
+            waited_s=request.ledger.age_s(now_s),
+        )
+
+    @staticmethod
+    def _within_s(demand: Demand) -> float | None:
+        ttft_s = demand.objectives.ttft_s
+        return None if ttft_s is None else ttft_s - demand.waited_s
 
     def _refuse(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
         request_id = request.request_id
         if request.admitted:
-            return self._wait(request, refusal, now_s)
-        del self.requests[request_id]
-        retry_after_s = self._releases.retry_after_s()
-        return [Refuse(request_id=request_id, refusal=refusal, retry_after_s=retry_after_s)]
+            return self._wait(request, refusal, PATIENCE_S, now_s)
+        self._forget(request)
+        if refusal.retry_after_s is None and not refusal.hopeless:
+            refusal = replace(refusal, retry_after_s=self._releases.retry_after_s())
+        return [Refuse(request_id=request_id, refusal=refusal)]
 
-    def _wait(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
+    def _wait(
+        self, request: Request, refusal: Refusal, patience_s: float, now_s: float
+    ) -> list[Command]:
         """Without any worker there is nothing to wait for."""
-        if self.workers and self.waiting.try_wait(request.request_id, refusal, now_s):
-            request.placement = None
+        waits = self.workers and self.waiting.try_wait(
+            request.request_id, refusal, patience_s, now_s
+        )
+        if waits:
+            request.placed = None
             return []
         return self._fail(request, refusal.reason, f"can't go on: {refusal.message}")
 
     def _ask_again(self, now_s: float) -> list[Command]:
+        """In order; once one is refused again, the others wait with it."""
         commands: list[Command] = []
-        for request_id, refusal in self.waiting.take_due(now_s if self.workers else inf):
+        due_s = now_s if self.workers else inf
+        while (turn := self.waiting.take_next(due_s)) is not None:
+            request_id, refusal = turn
             request = self.requests[request_id]
             request.tried.clear()
             commands += self._place(request, refusal, now_s)
+            if self.waiting.is_due_later(request_id):
+                break
         return commands
 
     # --- what workers say -----------------------------------------------------------------------
@@ -139,7 +195,7 @@ class RouterCore:
         view = self.workers.get(said.incarnation)
         if view is None:
             return []
-        view.counters = said.counters
+        view.said(said.counters)
         for changes in said.blocks:
             self.directory.changed(said.incarnation, changes)
         commands: list[Command] = []
@@ -149,7 +205,7 @@ class RouterCore:
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
         if isinstance(event, Released | ReserveRefused):
-            view.forget(event.key)
+            view.forget(event.key, now_s)
         request = self.requests.get(event.key.request_id)
         if request is None or request.key != event.key or view.incarnation not in request.legs:
             return []
@@ -159,7 +215,8 @@ class RouterCore:
             case Reserved(held_tokens=held_tokens):
                 return self._reserved(request, held_tokens, now_s)
             case ReserveRefused(reason=reason):
-                self._forget_legs(request)
+                view.draining |= reason == DRAINING.reason
+                self._forget_legs(request, now_s)
                 return self._place(request, refused_by_worker(reason), now_s)
             case Lifetime():
                 request.lived(event)
@@ -173,35 +230,35 @@ class RouterCore:
     def _reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         request.ledger.mark("reserved", now_s)
         self.waiting.leave(request.request_id)
-        placement = request.placement
-        assert placement is not None
-        decode = self.workers[placement.decode].hello
-        source = self._prefix_source(request, placement)
-        begin = orders.begin(request, placement, decode, held_tokens, source)
+        admitted = request.placed
+        assert admitted is not None
+        demand = self._demand(request, now_s)
+        begin = orders.begin(request, admitted.candidate, held_tokens, self._within_s(demand))
         if request.admitted:
-            return [*begin]
+            return begin
         request.admitted = True
         return [Admit(request_id=request.request_id), *begin]
-
-    def _prefix_source(self, request: Request, placement: Placement) -> PrefixSource | None:
-        if placement.prefill is None:
-            return None
-        prefill = self.workers[placement.prefill].hello
-        return prefix_source(self.directory, self.workers, request.spec, prefill)
 
     def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
         if event.first_index == 0:
             request.ledger.mark("first_token", event.at_s)
             request.ledger.mark("first_token_received", now_s)
-            self.workers.prefilled(request.key, request.legs)
+            self.workers.prefilled(request.key, request.legs, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
         ready = request.choices[event.choice].take(event)
         if not ready:
             return []
+        self._learn_length(request, event)
         if request.done:
             self._ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
+
+    def _learn_length(self, request: Request, event: Tokens) -> None:
+        if event.finish_reason is not None:
+            tokens = request.choices[event.choice].next_index
+            was_cut = event.finish_reason is not FinishReason.STOP
+            self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
 
     # --- pairs ----------------------------------------------------------------------------------
 
@@ -257,26 +314,26 @@ class RouterCore:
         if request is None:
             return []
         self._ended(request, now_s)
-        return self._abort_legs(request)
+        return self._abort_legs(request, now_s)
 
-    def _abort_legs(self, request: Request) -> list[Command]:
+    def _abort_legs(self, request: Request, now_s: float) -> list[Command]:
         """The workers say Released once nothing is held; until then the places stay taken. Of a
         prompt that has not been sent yet a prefill worker says nothing."""
-        self.workers.prefilled(request.key, request.legs)
+        self.workers.prefilled(request.key, request.legs, now_s)
         return [send for send in orders.abort(request) if send.worker in self.workers]
 
-    def _forget_legs(self, request: Request) -> None:
-        self.workers.forget(request.key, request.legs)
-        request.placement = None
+    def _forget_legs(self, request: Request, now_s: float) -> None:
+        self.workers.forget(request.key, request.legs, now_s)
+        request.placed = None
 
     def _leg_failed(
         self, request: Request, reason: str, message: str, now_s: float
     ) -> list[Command]:
         """Run it again elsewhere; what the old attempt still says is dropped."""
-        aborts = self._abort_legs(request)
+        aborts = self._abort_legs(request, now_s)
         if request.tries >= MAX_ATTEMPTS:
             return [*aborts, *self._fail(request, reason, message)]
-        self._forget_legs(request)
+        self._forget_legs(request, now_s)
         request.try_again(next(self.attempts))
         refusal = Refusal(reason=reason, message=message)
         return [*aborts, *self._place(request, refusal, now_s)]
@@ -301,7 +358,7 @@ class RouterCore:
 
     def validate(self) -> None:
         """A request waits, or is with workers that are here."""
-        assert all(self.requests[name].admitted for name in self.waiting)
+        assert all(name in self.requests for name in self.waiting)
         for request in self.requests.values():
             assert all(leg in self.workers for leg in request.legs), f"{request.key} is nowhere"
             assert request.placement or request.request_id in self.waiting, f"{request.key}"

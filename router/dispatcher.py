@@ -9,16 +9,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from itertools import count
 from secrets import randbits
 from uuid import uuid4
 
-from kvrelay.errors import InvalidRequest, PeerError, Refused, RequestFailedError
+from kvpool.tenants import tenant_label
+from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent, WorkerHello
+from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from router import quarantine_told
-from router.core import RouterCore
+from router.beginning import Beginning, begin
 from router.events import (
     Aborted,
     Admit,
@@ -45,13 +46,14 @@ from router.generation import (
     QuarantinedPair,
     WorkerStatus,
 )
+from router.joining import check_joins
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
-from router.placement import WorkerView
+from router.policies import DEFAULT_POLICIES, Policies
 from router.pool_nodes import PoolNodes
-from router.record import Header
 from router.recorder import Recorder
 from router.request import Request
+from router.view import WorkerView
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,9 @@ class WorkerGeneration:
     def ledger(self) -> dict[str, float]:
         return self.request.ledger.phases() if self.request is not None else {}
 
+    def prediction_errors(self) -> dict[str, float]:
+        return self.request.prediction_errors() if self.request is not None else {}
+
     @property
     def cached_tokens(self) -> int:
         return self.request.cached_tokens if self.request is not None else 0
@@ -106,13 +111,21 @@ class WorkerDispatcher:
     def __init__(
         self,
         preloads: tuple[RequestSpec, ...] = (),
-        record: Callable[[Header], Recorder] | None = None,
+        policies: Policies = DEFAULT_POLICIES,
+        tiers: QosTiers = ONE_TIER,
+        *,
+        record: Callable[[Beginning], Recorder] | None = None,
     ) -> None:
         """`record` opens a file for all that the core hears and decides."""
-        first = randbits(30)  # of 32 bits on the wire
-        self.core = RouterCore(attempts=count(first), preloads=preloads)
-        header = Header(first_attempt=first, preloads=preloads)
-        self._recorder = record(header) if record is not None else None
+        beginning = Beginning(
+            first_attempt=randbits(30),  # of 32 bits on the wire
+            seed=randbits(62),
+            policies=policies,
+            tiers=tiers,
+            preloads=preloads,
+        )
+        self.core = begin(beginning)
+        self._recorder = record(beginning) if record is not None else None
         self.incarnation = Incarnation(uuid4().hex)
         self.pools = PoolNodes()
         self._links: dict[str, WorkerLink] = {}  # address |-> link
@@ -138,12 +151,7 @@ class WorkerDispatcher:
             self._recorder.close()
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
-        for view in self.core.workers.values():
-            if view.hello.fingerprint != hello.fingerprint:
-                raise PeerError(
-                    f"worker {hello.name} serves another model than {view.hello.name} "
-                    f"(fingerprint {hello.fingerprint}, not {view.hello.fingerprint})"
-                )
+        check_joins(hello, (view.hello for view in self.core.workers.values()))
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         self._attached[hello.incarnation] = link
         self._post(WorkerJoined(hello=hello))
@@ -240,6 +248,7 @@ class WorkerDispatcher:
             total_blocks=hello.total_blocks,
             block_size=hello.block_size,
             counters=view.counters,
+            step_times=hello.step_times,
             links=tuple(self._link_status(state) for state in view.counters.links),
         )
 
@@ -270,7 +279,7 @@ class WorkerDispatcher:
 
     def _tenant_of(self, request_id: str) -> str:
         request = self.core.requests.get(request_id)
-        return request.submitted.tenant if request is not None else ""
+        return tenant_label(request.submitted.tenant) if request is not None else ""
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -292,7 +301,8 @@ class WorkerDispatcher:
                 self._generation(request_id, done=done).put(command)
             case Admit(request_id=request_id):
                 self._settle_admission(self._generations[request_id], None)
-            case Refuse(request_id=request_id, refusal=refusal, retry_after_s=retry_after_s):
+            case Refuse(request_id=request_id, refusal=refusal):
+                retry_after_s = refusal.retry_after_s
                 error = Refused(refusal.reason, refusal.message, retry_after_s=retry_after_s)
                 self._settle_admission(self._generation(request_id, done=True), error)
             case Fail(request_id=request_id):

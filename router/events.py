@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation
-from router.admission import Refusal
 from router.generation import ChoiceTokens, GenerationRequest
 from router.placement import Pair
+from router.refusal import Refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,10 @@ class Admit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
+    """A `refusal` without `retry_after_s` is hopeless."""
+
     request_id: str
     refusal: Refusal
-    retry_after_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

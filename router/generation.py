@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, Sampling, TokenLogprobs
+from kvrelay.step_times import StepCoefficients
+from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, Sampling, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
 
 
@@ -23,6 +24,8 @@ class GenerationRequest:
     prompt_ids: Sequence[int]
     sampling: Sampling
     tenant: str = ""
+    qos_tier: str = ""
+    objectives: Objectives = NO_OBJECTIVES
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """# phase before submission (for example tokenize) |-> seconds, in order"""
 
@@ -56,6 +59,9 @@ class Generation(Protocol):
     def ledger(self) -> dict[str, float]:
         """# phase |-> seconds, from received to the last token so far, in the order of events"""
 
+    def prediction_errors(self) -> dict[str, float]:
+        """# ttft, tpot |-> predicted by actual seconds, of those that were predicted"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStatus:
@@ -78,6 +84,7 @@ class WorkerStatus:
     total_blocks: int
     block_size: int
     counters: Counters
+    step_times: StepCoefficients
     links: tuple[LinkStatus, ...] = ()
 
 

@@ -60,11 +60,23 @@ def _invalid(code: grpc.StatusCode, error: InvalidRequest) -> GrpcError:
 
 
 def _refused(error: Refused) -> GrpcError:
-    retry = error_details_pb2.RetryInfo()
-    retry.retry_delay.FromNanoseconds(int(error.retry_after_s * 1e9))
     no_capacity = error.reason == "no_capacity"
     code = grpc.StatusCode.UNAVAILABLE if no_capacity else grpc.StatusCode.RESOURCE_EXHAUSTED
-    return GrpcError(code, error.message, (_info(error.reason), retry))
+    details = (
+        [_info(error.reason)]
+        if error.retry_after_s is None
+        else [
+            _info(error.reason),
+            _retry(error.retry_after_s),
+        ]
+    )
+    return GrpcError(code, error.message, tuple(details))
+
+
+def _retry(retry_after_s: float) -> error_details_pb2.RetryInfo:
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromNanoseconds(int(retry_after_s * 1e9))
+    return retry
 
 
 async def abort_with(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.times_wire import encode_step_times
 from kvrelay.types import TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
 from router.choice_text import TextDelta
@@ -112,6 +113,9 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         running=worker.counters.running,
         waiting=worker.counters.waiting,
         links=[pb.LinkInfo(**asdict(link)) for link in worker.links],
+        step_times=encode_step_times(worker.step_times),
+        prefill_correction=worker.counters.prefill_correction,
+        decode_correction=worker.counters.decode_correction,
     )
 
 

@@ -22,7 +22,7 @@ async def kv_reports(
     pool_nodes: Iterable[PoolNodeLink],
     tenant_of: Callable[[str], str],
 ) -> pb.GetKvResponse:
-    """`tenant_of` a request's id, empty where it isn't known."""
+    """`tenant_of` a request's id, as reports show it; empty where it isn't known."""
     answers, pools = await asyncio.gather(
         asyncio.gather(*(_asked(link.debug_kv(), link.address) for link in workers)),
         asyncio.gather(*(_asked(link.report(), link.address) for link in pool_nodes)),

@@ -38,6 +38,19 @@ class Ledger:
         if moment in PHASES and (moment not in self._moments or moment.startswith("last_")):
             self._moments[moment] = at_s
 
+    def age_s(self, now_s: float) -> float:
+        """Since the face received it."""
+        return self.before_submission_s + now_s - self.submitted_s
+
+    @property
+    def before_submission_s(self) -> float:
+        return sum(self.before_s.values())
+
+    def after_s(self, moment: str) -> float | None:
+        """Since submission, on the router's clock; None before it."""
+        at_s = self._moments.get(moment)
+        return None if at_s is None else at_s - self.submitted_s
+
     def phases(self) -> dict[str, float]:
         """# phase |-> seconds, in order"""
         phases = dict(self.before_s)

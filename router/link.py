@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Protocol
 
 import grpc
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
+REFUSAL_S = 5.0
 MESSAGE_BYTES = 64 * 1024 * 1024
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -97,13 +99,24 @@ class WorkerLink:
             async for batch in stream:
                 if batch.HasField("hello"):
                     hello = decode_hello(batch.hello)
-                    self._owner.joined(self, hello)
+                    await self._joined(hello, stream)
                     self.hello = hello
                 elif self.hello is not None:
                     self._said(self.hello.incarnation, batch)
         finally:
             stream.cancel()
             outgoing.put_nowait(None)
+
+    async def _joined(self, hello: WorkerHello, stream: AsyncIterator[pb.FromWorker]) -> None:
+        """Raises PeerError, which the worker is told first."""
+        try:
+            self._owner.joined(self, hello)
+        except PeerError as error:
+            self._outgoing.put_nowait(pb.ToWorker(refused=pb.RouterRefused(reason=str(error))))
+            self._outgoing.put_nowait(None)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_end_of(stream), REFUSAL_S)
+            raise
 
     def _said(self, worker: Incarnation, batch: pb.FromWorker) -> None:
         now_s = time.monotonic()
@@ -125,3 +138,8 @@ class WorkerLink:
         yield pb.ToWorker(hello=hello)
         while (message := await outgoing.get()) is not None:
             yield message
+
+
+async def _end_of(stream: AsyncIterator[pb.FromWorker]) -> None:
+    async for _ in stream:
+        pass

@@ -27,6 +27,11 @@ E2E_BUCKETS_S = (
 )
 
 
+ERROR_BUCKETS = (
+    *(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0),
+    *(1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
+)
+
 LABELS = ("model_name", "worker", "role")
 
 
@@ -66,6 +71,13 @@ class RouterMetrics:
             buckets=TTFT_BUCKETS_S,
             registry=self.registry,
         )
+        self._prediction_errors = Histogram(
+            "kvrelay:prediction_error_ratio",
+            "Predicted by actual time to first token, and per token after it.",
+            ["model_name", "kind"],
+            buckets=ERROR_BUCKETS,
+            registry=self.registry,
+        )
         self.registry.register(ClusterGauges(dispatcher, model_name))
 
     def exposition(self) -> bytes:
@@ -82,6 +94,11 @@ class RouterMetrics:
         self._success.labels(**self._labels, finished_reason=reason).inc()
         for phase, seconds in ledger.items():
             self._phases.labels(**self._labels, phase=phase).observe(seconds)
+
+    def predicted(self, ratios: Mapping[str, float]) -> None:
+        """`ratios`: # ttft, tpot |-> predicted by actual seconds of one request"""
+        for kind, ratio in ratios.items():
+            self._prediction_errors.labels(**self._labels, kind=kind).observe(ratio)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         documentation = text or name.replace("_", " ")
@@ -148,6 +165,11 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
     ("pool_queries", "Prompt tokens sought in a pool.", lambda w: w.counters.pool_queried_tokens),
     ("pool_host_hits", "Fetched from a host tier.", lambda w: w.counters.pool_host_tokens),
     ("pool_disk_hits", "Fetched from a disk tier.", lambda w: w.counters.pool_disk_tokens),
+    (
+        "pool_remote_hits",
+        "Fetched from another host's pool.",
+        lambda w: w.counters.pool_remote_tokens,
+    ),
     ("pool_declined", "There, but faster computed.", lambda w: w.counters.pool_declined_tokens),
     ("peer_hits", "Pulled out of another worker's cache.", lambda w: w.counters.peer_tokens),
     ("kv_transfers", "Slabs written or scattered.", lambda w: w.counters.transfers),

@@ -8,49 +8,48 @@ from kvrelay.messages import (
     Abort,
     Generate,
     Prefill,
-    PrefixSource,
     Preload,
     Reserve,
     Stop,
     WorkerHello,
 )
 from kvrelay.types import Incarnation, RequestSpec, Role
+from router.candidate import Candidate
 from router.events import Command, Send
-from router.placement import Placement
 from router.request import Request
 
 
-def ask(spec: RequestSpec, placement: Placement) -> Send:
+def ask(spec: RequestSpec, candidate: Candidate, within_s: float | None) -> Send:
     """Will the decode worker take it? If it prefills too, it begins at once."""
-    if placement.prefill is None:
-        return Send(worker=placement.decode, message=Generate(spec=spec))
-    return Send(worker=placement.decode, message=Reserve(spec=spec, source=placement.prefill))
+    decode = candidate.decode.incarnation
+    if candidate.prefill is None:
+        return Send(worker=decode, message=Generate(spec=spec, within_s=within_s))
+    source = candidate.prefill.incarnation
+    return Send(worker=decode, message=Reserve(spec=spec, source=source))
 
 
 def begin(
-    request: Request,
-    placement: Placement,
-    target: WorkerHello,
-    held_tokens: int,
-    source: PrefixSource | None,
-) -> list[Send]:
-    """The decode worker, `target`, has taken it, and holds the KV of the first `held_tokens`.
-    Choices that ended in an earlier attempt need no decoding in this one."""
-    stops = [
+    request: Request, candidate: Candidate, held_tokens: int, within_s: float | None
+) -> list[Command]:
+    """The decode worker has taken it, and holds the KV of the first `held_tokens`. Choices that
+    ended in an earlier attempt need no decoding in this one."""
+    target = candidate.decode.hello
+    stops: list[Command] = [
         stop(request, target.incarnation, order.choice, order.next_index)
         for order in request.choices
         if order.finished
     ]
-    if placement.prefill is None:
+    if candidate.prefill is None:
         return stops
     prefill = Prefill(
         spec=request.spec,
         target_addresses=target.transfer_addresses,
         target=target.incarnation,
         held_tokens=held_tokens,
-        prefix_source=source,
+        prefix_source=candidate.source,
+        within_s=within_s,
     )
-    return [*stops, Send(worker=placement.prefill, message=prefill)]
+    return [*stops, Send(worker=candidate.prefill.incarnation, message=prefill)]
 
 
 def stop(request: Request, decode: Incarnation, choice: int, valid_tokens: int) -> Send:

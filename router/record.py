@@ -1,6 +1,6 @@
 """What a router's core heard and decided, as lines of JSON; and back. Pure.
 
-A log begins with a Header, then a line for each event: when, what, and the commands that came of
+A log begins with a Beginning, then a line for each event: when, what, and the commands that came of
 it. The same events make a core of the same beginning say the same, so a log can be replayed; the
 simulator reads one as a trace.
 """
@@ -14,27 +14,17 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from kvrelay import messages, types
+from kvrelay import messages, qos, types
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import RequestSpec
-from router import admission, events, generation, placement
+from router import beginning, events, generation, placement, policies, refusal
+from router.beginning import Beginning
 from router.events import Command, Event
 
-VERSION = 1
-_MODULES = (messages, types, events, generation, admission, placement)
+_MODULES = (messages, types, qos, beginning, events, generation, placement, policies, refusal)
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 
 Json = Any
 """What JSON holds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """How the core began."""
-
-    first_attempt: int
-    preloads: tuple[RequestSpec, ...] = ()
-    version: int = VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +34,17 @@ class Entry:
     commands: tuple[Command, ...]
 
 
-def to_line(value: Header | Entry) -> str:
+def to_line(value: Beginning | Entry) -> str:
     return json.dumps(_encode(value), separators=(",", ":"))
 
 
-def from_line(line: str) -> Header | Entry:
+def from_line(line: str) -> Beginning | Entry:
     """Raises ValueError for anything else."""
     try:
         value = _decode(json.loads(line))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a line of a router's record: {error!r}") from None
-    if not isinstance(value, Header | Entry):
+    if not isinstance(value, Beginning | Entry):
         raise ValueError("not a line of a router's record")
     return value
 
@@ -110,7 +100,7 @@ def _decode(value: Json) -> Any:
 def _known() -> dict[str, Any]:
     """# name |-> class"""
     found = {name: one for module in _MODULES for name, one in _classes(vars(module))}
-    return found | {one.__name__: one for one in (Header, Entry, StepCoefficients)}
+    return found | {one.__name__: one for one in (Entry, StepCoefficients)}
 
 
 def _classes(names: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TextIO
 
 from kvrelay.errors import ConfigError
+from router.beginning import Beginning
 from router.events import Command, Event
-from router.record import Entry, Header, to_line
+from router.record import Entry, to_line
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ _BUFFER_BYTES = 1 << 20
 class Recorder:
     """Raises ConfigError where it can't write. At `most_bytes` it stops, and says so."""
 
-    def __init__(self, path: Path, most_bytes: int, header: Header) -> None:
+    def __init__(self, path: Path, most_bytes: int, beginning: Beginning) -> None:
         self._path = path
         self._left_bytes = most_bytes
         self._file: TextIO | None = None
@@ -28,7 +29,7 @@ class Recorder:
         except OSError as error:
             reason = f"can't write it: {error.strerror}"
             raise ConfigError(f"router.record: {path}: {reason}") from None
-        self._write(to_line(header))
+        self._write(to_line(beginning))
 
     def heard(self, event: Event, commands: Sequence[Command], at_s: float) -> None:
         if self._file is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvrelay.messages import Lifetime
-from kvrelay.types import Incarnation, RequestKey, RequestSpec
+from kvrelay.qos import QosTier
+from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec
+from router.admitting.policy import Admitted
 from router.generation import GenerationRequest
+from router.latency.errors import Predicted, prediction_errors
 from router.ledger import Ledger
 from router.placement import Pair, Placement
 from router.token_order import TokenOrder
@@ -18,15 +21,17 @@ class Request:
     workers that were asked in it, `avoided` the pairs that failed earlier ones."""
 
     submitted: GenerationRequest
+    tier: QosTier
     ledger: Ledger
     attempt: int
     tries: int = 1
-    placement: Placement | None = None
+    placed: Admitted | None = None
     placed_s: float = 0.0
     tried: set[Incarnation] = field(default_factory=set)
     avoided: set[Pair] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False  # this attempt's KV is at the decode worker
+    predicted: Predicted | None = None  # when its first attempt was placed
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     choices: tuple[TokenOrder, ...] = field(init=False)
 
@@ -42,6 +47,10 @@ class Request:
         return RequestKey(self.request_id, self.attempt)
 
     @property
+    def placement(self) -> Placement | None:
+        return None if self.placed is None else self.placed.candidate.placement
+
+    @property
     def spec(self) -> RequestSpec:
         asked = self.submitted
         return RequestSpec(
@@ -49,11 +58,25 @@ class Request:
             prompt_ids=asked.prompt_ids,
             sampling=asked.sampling,
             tenant=asked.tenant,
+            qos_tier=self.tier.name,
+            tpot_s=self.objectives.tpot_s,
         )
+
+    @property
+    def objectives(self) -> Objectives:
+        """Its own, else those of its tier."""
+        return self.submitted.objectives.or_else(self.tier.objectives)
 
     @property
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)
+
+    def prediction_errors(self) -> dict[str, float]:
+        """# ttft, tpot |-> predicted by actual seconds; none once it had to be run again"""
+        if self.predicted is None or self.tries > 1:
+            return {}
+        tokens = max(choice.next_index for choice in self.choices)
+        return prediction_errors(self.predicted, self.ledger, tokens)
 
     @property
     def handed_over(self) -> bool:
@@ -70,10 +93,13 @@ class Request:
             return (self.placement.decode,)
         return (self.placement.decode, prefill)
 
-    def place(self, placement: Placement, now_s: float) -> None:
-        self.placement = placement
+    def place(self, admitted: Admitted, now_s: float) -> None:
+        self.placed = admitted
         self.placed_s = now_s
-        self.tried.add(placement.decode)
+        if self.tries == 1:
+            self.predicted = admitted.prediction
+        self.tried.add(admitted.candidate.decode.incarnation)
+        self.ledger.mark("placed", now_s)
 
     def lived(self, moment: Lifetime) -> None:
         """A worker has got so far with it."""
@@ -86,7 +112,7 @@ class Request:
         """What the old attempt still says is dropped; tokens delivered already stay delivered."""
         self.tries += 1
         self.attempt = attempt
-        self.placement = None
+        self.placed = None
         self.committed = False
         self.tried.clear()
         for choice in self.choices:

@@ -167,6 +167,7 @@ class TextGeneration:
         self.sampling = sampling
         self._generation = generation
         self._timer = timer
+        self._metrics = service.metrics
         self._last_token_s = request.received_s
         self._ended = False
         self._cut = False  # by a stop string: the dispatcher may have more to say
@@ -235,6 +236,7 @@ class TextGeneration:
         if not self._ended:
             self._ended = True
             self._timer.finished(reason, self._generation.ledger())
+            self._metrics.predicted(self._generation.prediction_errors())
 
 
 def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStream:

@@ -1,4 +1,5 @@
-"""Admitted requests whose worker failed and that no other has taken yet. Pure.
+"""Requests that wait at the router: those whose worker failed and that no other has taken yet, and
+those that admission has deferred. Pure.
 
 Places come free and workers come back, so each asks again for a while. What workers say is the
 clock.
@@ -10,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from router.admission import Refusal
+from router.refusal import Refusal
 
 PATIENCE_S = 5.0
-"""How long a request waits for a place on another worker."""
+"""How long an admitted request waits for a place on another worker."""
 ASK_AGAIN_S = 0.25
 
 
@@ -36,21 +37,29 @@ class WaitingRoom:
     def __iter__(self) -> Iterator[str]:
         return iter(self._waits)
 
-    def try_wait(self, request_id: str, refusal: Refusal, now_s: float) -> bool:
+    def try_wait(self, request_id: str, refusal: Refusal, patience_s: float, now_s: float) -> bool:
         """False when it has waited long enough."""
         wait = self._waits.get(request_id)
-        until_s = now_s + PATIENCE_S if wait is None else wait.until_s
+        until_s = now_s + patience_s if wait is None else wait.until_s
         if now_s >= until_s:
             return False
         next_s = now_s + ASK_AGAIN_S
         self._waits[request_id] = _Wait(refusal=refusal, next_s=next_s, until_s=until_s)
         return True
 
-    def take_due(self, now_s: float) -> list[tuple[str, Refusal]]:
-        """Whose turn it is to ask, and what they were told last. They wait on if refused again."""
-        due = [(name, wait) for name, wait in self._waits.items() if wait.next_s <= now_s]
-        self._waits |= {name: replace(wait, next_s=inf) for name, wait in due}
-        return [(name, wait.refusal) for name, wait in due]
+    def take_next(self, now_s: float) -> tuple[str, Refusal] | None:
+        """Whose turn it is to ask, and what it was told last. It waits on if refused again."""
+        due = (name for name, wait in self._waits.items() if wait.next_s <= now_s)
+        if (name := next(due, None)) is None:
+            return None
+        wait = self._waits[name]
+        self._waits[name] = replace(wait, next_s=inf)
+        return name, wait.refusal
+
+    def is_due_later(self, request_id: str) -> bool:
+        """Whether it was refused again, and will ask again."""
+        wait = self._waits.get(request_id)
+        return wait is not None and wait.next_s < inf
 
     def leave(self, request_id: str) -> None:
         self._waits.pop(request_id, None)

@@ -1,14 +1,20 @@
-"""The workers as this router sees them, and the places it has taken there. Pure."""
+"""The workers as this router sees them, and what it has placed there. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvrelay.messages import WorkerHello
-from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
-from router.admission import Refusal, refusal_of
+from kvrelay.types import Incarnation, RequestKey, Role
+from router.admitting.policy import Admitted
+from router.demand import Demand
+from router.forecast.decode_outlook import Expected
+from router.forecast.forecast import Forecast, mean_tokens
+from router.forecast.prefill_queue import Ahead
 from router.generation import ModelFacts
-from router.placement import Objections, Placement, WorkerView, least_loaded, trusted
+from router.placement import Objections
+from router.placing.policy import Choice, least_against
+from router.view import WorkerView
 
 
 class Workers(dict[Incarnation, WorkerView]):
@@ -48,40 +54,60 @@ class Workers(dict[Incarnation, WorkerView]):
         return view.hello.name if view is not None else worker
 
     def join(self, hello: WorkerHello) -> None:
-        self[hello.incarnation] = WorkerView(hello=hello)
+        self[hello.incarnation] = WorkerView.of(hello)
 
-    def find(
-        self,
-        spec: RequestSpec,
-        tried: set[Incarnation],
-        otherwise: Refusal,
-        objections: Objections = trusted,
-    ) -> Placement | Refusal:
-        """Skips workers that would refuse, and adds them to `tried`; the last one's refusal, or
-        `otherwise`, when none is left."""
-        refusal = otherwise
-        while True:
-            found = least_loaded(spec, self.values(), tried=tried, objections=objections)
-            if found is None:
-                return refusal
-            full = refusal_of(spec, self[found.decode])
-            if full is None:
-                return found
-            refusal = full
-            tried.add(found.decode)
+    def choice(
+        self, demand: Demand, tried: Collection[Incarnation], objections: Objections
+    ) -> Choice:
+        """Those that could serve it, without the decode workers `tried` and those that drain."""
+        fitting = [view for view in self.values() if fits(demand, view) and not view.draining]
+        by_role: dict[Role, list[WorkerView]] = {role: [] for role in Role}
+        for view in fitting:
+            by_role[view.hello.role].append(view)
+        prefills, decodes = by_role[Role.PREFILL], by_role[Role.DECODE]
+        return Choice(
+            prefills=prefills,
+            decodes=[view for view in decodes if view.incarnation not in tried],
+            alone=[view for view in by_role[Role.BOTH] if view.incarnation not in tried],
+            objections=objections,
+            forecast=Forecast(self),
+            workers=self,
+            least_against=0 if by_role[Role.BOTH] else least_against(prefills, decodes, objections),
+        )
 
-    def book(self, spec: RequestSpec, placement: Placement) -> None:
-        self[placement.decode].sequences[spec.key] = spec.sampling.n
-        if placement.prefill is not None:
-            self[placement.prefill].prompt_tokens[spec.key] = len(spec.prompt_ids)
+    def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
+        candidate, prediction = admitted.candidate, admitted.prediction
+        key = demand.spec.key
+        if prediction is None:
+            prediction = Forecast(self).predict(demand, candidate, now_s)
+        joins_s = now_s + prediction.decode.joins_in_s
+        expected = Expected(
+            joins_s=joins_s,
+            ends_s=joins_s + prediction.decode.step_s * max(1, demand.output_tokens - 1),
+            tokens=mean_tokens(demand),
+            choices=demand.choices,
+            tpot_s=demand.objectives.tpot_s,
+        )
+        candidate.decode.outlook.add(key, expected)
+        prompt = prediction.prompt
+        tokens = demand.prompt_tokens
+        seconds = prompt.pull_s + prompt.prefill_s
+        ahead = Ahead(seconds=seconds, tokens=tokens, priority=demand.priority)
+        candidate.prefiller.queue.add(key, ahead, now_s)
 
-    def prefilled(self, key: RequestKey, legs: Iterable[Incarnation]) -> None:
+    def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
         """Its prompt is ahead of no other request any more."""
         for leg in legs:
             if leg in self:
-                self[leg].prompt_tokens.pop(key, None)
+                self[leg].queue.remove(key, now_s)
 
-    def forget(self, key: RequestKey, legs: Iterable[Incarnation]) -> None:
+    def forget(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
         for leg in legs:
             if leg in self:
-                self[leg].forget(key)
+                self[leg].forget(key, now_s)
+
+
+def fits(demand: Demand, worker: WorkerView) -> bool:
+    """Whether the worker could serve it when idle."""
+    wide = demand.choices <= worker.hello.max_running_requests
+    return wide and demand.longest_tokens <= worker.hello.max_model_len

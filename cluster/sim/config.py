@@ -39,12 +39,14 @@ class Fabric(Section):
 
 
 class Slo(Section):
-    """What a request must meet to count as good, unless it says so itself."""
+    """What a request must meet to count as good."""
 
     ttft: Seconds = 2.0
     """Time to first token."""
     tpot: Seconds = 0.1
     """Mean time per output token after it."""
+    told: bool = True
+    """Requests come with it, as their objectives; false: the router knows of none."""
 
 
 class SimulatedPool(Section):

@@ -15,7 +15,7 @@ from cluster.sim.recorded import recorded_requests
 from cluster.sim.trace import HASH_TOKENS, TraceRequest
 from kvrelay.errors import ConfigError
 
-RECORD_MARK = '"Header"'
+RECORD_MARK = '"Beginning"'
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 

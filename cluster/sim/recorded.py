@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from cluster.sim.trace import TraceRequest
 from kvpool.hashes import BlockHash, CacheSalt, extend_chain
 from kvrelay.errors import ConfigError
+from router.beginning import Beginning
 from router.events import Deliver, Submitted
 from router.generation import GenerationRequest
-from router.record import Entry, Header, from_line
+from router.record import Entry, from_line
 
 RECORDED_TOKENS = 16
 """Prompts are told apart in blocks of so many tokens."""
@@ -79,7 +80,7 @@ def _request(one: _Asked, ids: _Ids) -> TraceRequest:
     )
 
 
-def _parsed(name: str, number: int, line: str) -> Header | Entry:
+def _parsed(name: str, number: int, line: str) -> Beginning | Entry:
     try:
         return from_line(line)
     except ValueError as error:

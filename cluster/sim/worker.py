@@ -19,7 +19,9 @@ from cluster.worker_loop import WorkerLoop
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
 from engine.latency import StepTimes
+from engine.latency_fit import LinearTimes
 from kvpool.block_names import BlockNames
 from kvpool.blocks import BlockState
 from kvpool.handoff import FromPeer, HandoffMode, PeerHello
@@ -138,6 +140,7 @@ class SimWorker:
             self._decode(settings, staging, openings),
             queue.SimpleQueue(),
             max_model_len=self.hardware.max_model_len,
+            pace=StepPace(LinearTimes.of(self.hardware.told)),
             most_steps=self.hardware.most_steps,
             clock=lambda: self._clock.now_s,
         )
@@ -191,6 +194,7 @@ class SimWorker:
             vocab_size=2**32,
             step_times=self.hardware.told,
             physical_format=self.hardware.layout.physical_format(),
+            kv_token_bytes=self.hardware.layout.bytes_per_block // self.hardware.layout.block_size,
         )
 
     # --- at the end -----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from kvrelay.results import (
     WorkerInfo,
 )
 from kvrelay.status import LEDGER_KEY, Metadata
+from kvrelay.times_wire import decode_step_times
 from kvrelay.types import FinishReason, TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
 
@@ -190,6 +191,9 @@ def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
             running=w.running,
             waiting=w.waiting,
             links=tuple(_link(link) for link in w.links),
+            step_times=decode_step_times(w.step_times),
+            prefill_correction=w.prefill_correction,
+            decode_correction=w.decode_correction,
         )
 
 

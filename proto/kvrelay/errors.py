@@ -36,9 +36,10 @@ class ModelNotFound(InvalidRequest):
 
 
 class Refused(KvrelayError):
-    """Not now: HTTP 429 (contended) or 503 (no capacity at all), with a time to come back."""
+    """Not now: HTTP 429 (contended) or 503 (no capacity at all), with a time to come back; None:
+    coming back won't help, as the cluster is."""
 
-    def __init__(self, reason: str, message: str, *, retry_after_s: float):
+    def __init__(self, reason: str, message: str, *, retry_after_s: float | None):
         super().__init__(message)
         self.reason = reason
         self.message = message

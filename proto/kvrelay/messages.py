@@ -32,31 +32,35 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """A worker that seems to have the KV of the prompt's first `blocks` blocks."""
+    """A worker, or the pool node of another host, that seems to have the KV of the prompt's first
+    `blocks` blocks."""
 
     peer: Incarnation
     addresses: tuple[str, ...]
     blocks: int
+    is_pool_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefill:
     """To the prefill worker: compute the KV, sample token 0 of each choice, hand over all but the
     first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more of the
-    prompt than the prefill worker itself."""
+    prompt than the prefill worker itself. Its first token is due `within_s` of now."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
     target: Incarnation
     held_tokens: int = 0
     prefix_source: PrefixSource | None = None
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """To a worker of role both: prefill and decode here."""
+    """To a worker that decodes: prefill here too. Its first token is due `within_s` of now."""
 
     spec: RequestSpec
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,8 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
-    """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks."""
+    """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
+    `kv_token_bytes` is the KV of one token."""
 
     name: str
     incarnation: Incarnation
@@ -108,6 +113,7 @@ class WorkerHello:
     step_times: StepCoefficients
     physical_format: str = ""
     rope_border_tokens: int | None = None
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +185,7 @@ class BlockChanges:
     """For the directory: hashes that `holder`'s tier holds since now, and holds no more.
 
     `holder` is the pool node of the worker's host, or empty: the worker itself. `gone`: the worker
-    has lost it, with all that it held.
+    has lost it, with all that it held. `addresses`: where workers of other hosts find the holder.
     """
 
     holder: Incarnation
@@ -187,6 +193,7 @@ class BlockChanges:
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
     gone: bool = False
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,11 +226,13 @@ class Counters:
     pool_host_tokens: int = 0
     pool_disk_tokens: int = 0
     pool_declined_tokens: int = 0
+    pool_remote_tokens: int = 0
     peer_tokens: int = 0
     prefixes_device: int = 0
     prefixes_host: int = 0
     prefixes_disk: int = 0
     prefixes_peer: int = 0
+    prefixes_remote: int = 0
     prefixes_computed: int = 0
     running: int = 0
     waiting: int = 0

@@ -54,6 +54,7 @@ def _encode_changes(changes: BlockChanges) -> pb.BlockChanges:
         stored=b"".join(changes.stored),
         removed=b"".join(changes.removed),
         gone=changes.gone,
+        addresses=changes.addresses,
     )
 
 
@@ -67,6 +68,7 @@ def decode_changes(message: pb.FromWorker) -> Iterator[BlockChanges]:
             stored=_hashes(changes.stored),
             removed=_hashes(changes.removed),
             gone=changes.gone,
+            addresses=tuple(changes.addresses),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvrelay.step_times import StepCoefficients
 from kvrelay.types import FinishReason, TokenLogprobs
 
 
@@ -93,6 +94,8 @@ class LinkInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
+    """Its steps take `step_times` multiplied by the corrections."""
+
     name: str
     address: str
     incarnation: str
@@ -105,6 +108,9 @@ class WorkerInfo:
     block_size: int
     running: int
     waiting: int
+    step_times: StepCoefficients
+    prefill_correction: float
+    decode_correction: float
     links: tuple[LinkInfo, ...] = ()
 
 

@@ -40,6 +40,8 @@ def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> Kvrelay
     if retry.HasField("retry_delay"):
         delay_s = retry.retry_delay.ToNanoseconds() / 1e9
         return Refused(info.reason, message, retry_after_s=delay_s)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Refused(info.reason, message, retry_after_s=None)
     return RequestFailedError(info.reason, message)
 
 

@@ -10,8 +10,8 @@ from typing import NewType
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 1
-"""1: first."""
+WIRE_VERSION = 2
+"""1: first. 2: pool nodes have addresses for workers of other hosts."""
 
 
 class Role(StrEnum):
@@ -29,12 +29,14 @@ class Tier(StrEnum):
 
 
 class PrefixOrigin(StrEnum):
-    """Where the KV of a sequence's first tokens came from; `device` is the worker's own cache."""
+    """Where the KV of a sequence's first tokens came from; `device` is the worker's own cache,
+    `remote` another host's pool node."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
     PEER = "peer"
+    REMOTE = "remote"
     COMPUTED = "computed"
 
 
@@ -84,16 +86,43 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """What a request is to be served within; None: any time will do.
+
+    `ttft_s` to its first token and `deadline_s` to its last, both from when it was received;
+    `tpot_s` is the mean time per token after the first.
+    """
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    deadline_s: float | None = None
+
+    def or_else(self, others: Objectives) -> Objectives:
+        """Each of these, or where it is None that of `others`."""
+        return Objectives(
+            ttft_s=others.ttft_s if self.ttft_s is None else self.ttft_s,
+            tpot_s=others.tpot_s if self.tpot_s is None else self.tpot_s,
+            deadline_s=others.deadline_s if self.deadline_s is None else self.deadline_s,
+        )
+
+
+NO_OBJECTIVES = Objectives()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """What a worker is told about a request: token ids in, sampling parameters, nothing of text.
 
-    Requests of different `tenant`s share no cached KV.
+    Requests of different `tenant`s share no cached KV. `qos_tier` names the tier that it belongs
+    to; while it decodes, the mean time per token is to stay within `tpot_s`.
     """
 
     key: RequestKey
     prompt_ids: Sequence[int]
     sampling: Sampling
     tenant: str = ""
+    qos_tier: str = ""
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

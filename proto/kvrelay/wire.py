@@ -100,6 +100,8 @@ def _encode_spec(spec: RequestSpec) -> pb.RequestSpec:
         prompt_ids=spec.prompt_ids,
         sampling=encode_sampling(spec.sampling),
         tenant=spec.tenant,
+        qos_tier=spec.qos_tier,
+        tpot_s=spec.tpot_s,
     )
 
 
@@ -109,6 +111,8 @@ def _decode_spec(message: pb.RequestSpec) -> RequestSpec:
         prompt_ids=tuple(message.prompt_ids),
         sampling=decode_sampling(message.sampling),
         tenant=message.tenant,
+        qos_tier=message.qos_tier,
+        tpot_s=message.tpot_s if message.HasField("tpot_s") else None,
     )
 
 
@@ -116,7 +120,10 @@ def _encode_source(source: PrefixSource | None) -> pb.PrefixSource | None:
     if source is None:
         return None
     return pb.PrefixSource(
-        incarnation=source.peer, addresses=source.addresses, blocks=source.blocks
+        incarnation=source.peer,
+        addresses=source.addresses,
+        blocks=source.blocks,
+        is_pool_node=source.is_pool_node,
     )
 
 
@@ -127,7 +134,12 @@ def _decode_prefill(message: pb.Prefill) -> Prefill:
         target=Incarnation(message.target_incarnation),
         held_tokens=message.held_tokens,
         prefix_source=_decode_source(message),
+        within_s=_decode_within(message),
     )
+
+
+def _decode_within(message: pb.Prefill | pb.Generate) -> float | None:
+    return message.within_s if message.HasField("within_s") else None
 
 
 def _decode_source(message: pb.Prefill) -> PrefixSource | None:
@@ -138,6 +150,7 @@ def _decode_source(message: pb.Prefill) -> PrefixSource | None:
         peer=Incarnation(source.incarnation),
         addresses=tuple(source.addresses),
         blocks=source.blocks,
+        is_pool_node=source.is_pool_node,
     )
 
 
@@ -153,10 +166,12 @@ def encode_to_worker(message: ToWorker) -> pb.ToWorker:
                 target_incarnation=message.target,
                 held_tokens=message.held_tokens,
                 prefix_source=_encode_source(message.prefix_source),
+                within_s=message.within_s,
             )
             return pb.ToWorker(prefill=prefill)
-        case Generate(spec=spec):
-            return pb.ToWorker(generate=pb.Generate(spec=_encode_spec(spec)))
+        case Generate(spec=spec, within_s=within_s):
+            generate = pb.Generate(spec=_encode_spec(spec), within_s=within_s)
+            return pb.ToWorker(generate=generate)
         case Preload(spec=spec):
             return pb.ToWorker(preload=pb.Preload(spec=_encode_spec(spec)))
         case Abort(key=key):
@@ -182,7 +197,8 @@ def decode_to_worker(message: pb.ToWorker) -> ToWorker:
         case "prefill":
             return _decode_prefill(message.prefill)
         case "generate":
-            return Generate(spec=_decode_spec(message.generate.spec))
+            generate = message.generate
+            return Generate(spec=_decode_spec(generate.spec), within_s=_decode_within(generate))
         case "preload":
             return Preload(spec=_decode_spec(message.preload.spec))
         case "abort":

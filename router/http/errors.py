@@ -92,11 +92,15 @@ def _refused(error: Refused) -> ErrorReply:
         message=error.message,
         type="rate_limit_error" if contended else "server_error",
         code=error.reason,
-        headers={
-            "retry-after": str(max(math.ceil(error.retry_after_s), 1)),
-            "retry-after-ms": str(max(math.ceil(1000 * error.retry_after_s), 1)),
-        },
+        headers={} if error.retry_after_s is None else _retry_headers(error.retry_after_s),
     )
+
+
+def _retry_headers(retry_after_s: float) -> dict[str, str]:
+    return {
+        "retry-after": str(max(math.ceil(retry_after_s), 1)),
+        "retry-after-ms": str(max(math.ceil(1000 * retry_after_s), 1)),
+    }
 
 
 async def on_kvrelay_error(request: Request, error: Exception) -> Response:

@@ -20,23 +20,25 @@ from uuid import uuid4
 import torch
 
 from cluster import cli
-from cluster.pool_side import PoolAnswer, PoolSide
+from cluster.pool_side import PoolAnswer, PoolEvent, PoolSide
+from kvpool.far_fetches import AskFar
 from kvpool.hashes import BlockHash, block_hash, cache_salt
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.pool_client_events import (
-    ClientEvent,
     ClientTick,
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
     PinPrefix,
+    PoolJoined,
     PrefixFetched,
     PrefixFound,
     PrefixPinned,
     SeekPrefix,
     WantPrefix,
 )
+from kvpool.transport.endpoints import EndpointOptions
 from kvrelay.types import Incarnation, RequestKey
 from tests.integration.ray_head import until
 
@@ -70,12 +72,14 @@ class PoolWorker:
         seed: int = 0,
         kv: KvLayout | None = None,
         fingerprint: str = "5a" * 16,
+        secret: bytes = b"",
+        far_transports: tuple[str, ...] = (),
     ) -> None:
         self.memory = KvMemory(kv or layout(), BLOCKS, "cpu")
         generator = torch.Generator().manual_seed(seed)
         for plane in self.memory.planes[0]:
             plane.copy_(torch.randn(plane.shape, generator=generator))
-        self.inbox: queue.SimpleQueue[ClientEvent | BaseException] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[PoolEvent | BaseException] = queue.SimpleQueue()
         self.answers: list[PoolAnswer] = []
         self._numbers = 0
         self.side = PoolSide(
@@ -86,6 +90,8 @@ class PoolWorker:
             wants_changes=True,
             post=self.inbox.put,
             crashed=self.inbox.put,
+            options=EndpointOptions(secret=secret),
+            far_transports=far_transports,
         )
         self.side.start()
 
@@ -99,8 +105,10 @@ class PoolWorker:
             raise event
         self.tell(event)
 
-    def tell(self, event: ClientEvent) -> None:
+    def tell(self, event: PoolEvent) -> None:
         self.answers += self.side.handle(event)
+        if isinstance(event, PoolJoined):
+            self.node = event.welcome.incarnation
 
     def await_connected(self, wanted: bool = True) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
@@ -148,6 +156,17 @@ class PoolWorker:
     def fetch(self, hashes: tuple[BlockHash, ...], first_block: int = 0) -> int:
         """Blocks that were fetched, into blocks `first_block` and on."""
         self.want(hashes, first_block)
+        found = self.answer()
+        assert isinstance(found, PrefixFetched)
+        return found.blocks
+
+    def fetch_far(
+        self, node: Incarnation, address: str, hashes: tuple[BlockHash, ...], first_block: int = 0
+    ) -> int:
+        """From the node of another host, into blocks `first_block` and on."""
+        targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
+        want = WantPrefix(key=RequestKey("far", 0), hashes=hashes, targets=targets)
+        self.answers += self.side.handle(AskFar(node=node, addresses=(address,), question=want))
         found = self.answer()
         assert isinstance(found, PrefixFetched)
         return found.blocks

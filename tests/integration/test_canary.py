@@ -81,6 +81,29 @@ def test_a_wrong_block_costs_one_more_try(
         hosts[1].stop(address)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [("float32", {"codec": "int8"}), ("bfloat16", {"allow_mixed_precision": True})],
+)
+def test_a_wrong_block_is_noticed_among_what_was_lost_on_purpose(
+    dtype: str,
+    changes: dict[str, object],
+    hosts: tuple[WorkerHost, WorkerHost],
+    tmp_path: Path,
+) -> None:
+    model = random_checkpoint(tmp_path / "llama", "llama")
+    one = (hosts[0], settings(model, "prefill-0", Role.PREFILL, **changes))
+    with running_cluster(model, [one]) as cluster:
+        last = settings(model, "decode-0", Role.DECODE, dtype=dtype, **changes)
+        address = cluster.add(hosts[1], last)
+        (asked,) = prompts(100)
+        hosts[1].damage(address, pieces=1)
+        assert len(ask(cluster, asked)) == TOKENS
+        assert checks(cluster, "decode-0") == {"passed": 1, "mismatched": 1, "skipped": 0}
+        cluster.assert_clean()
+        hosts[1].stop(address)
+
+
 def test_a_pair_is_left_alone_for_a_while_and_used_again(
     hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,25 +137,37 @@ def test_a_pair_is_left_alone_for_a_while_and_used_again(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "handoff"),
+    ("family", "dtype", "other_dtype", "handoff", "codec"),
     [
-        ("gemma2", "float32", "pull"),
-        ("gemma2", "bfloat16", "push"),
-        ("phi3_longrope", "float32", "push"),
-        ("mistral", "bfloat16", "pull"),
+        ("gemma2", "float32", "float32", "pull", "none"),
+        ("gemma2", "bfloat16", "bfloat16", "push", "none"),
+        ("phi3_longrope", "float32", "float32", "push", "none"),
+        ("mistral", "bfloat16", "bfloat16", "pull", "none"),
+        ("llama", "float32", "float32", "push", "int8"),
+        ("gemma2", "bfloat16", "bfloat16", "push", "fp8"),
+        ("llama", "float32", "bfloat16", "push", "none"),
+        ("gemma2", "bfloat16", "float32", "pull", "none"),
     ],
 )
 def test_right_kv_is_never_suspected(
-    family: str, dtype: str, handoff: str, hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path
+    family: str,
+    dtype: str,
+    other_dtype: str,
+    handoff: str,
+    codec: str,
+    hosts: tuple[WorkerHost, WorkerHost],
+    tmp_path: Path,
 ) -> None:
-    """Windows that prompts outgrow, both ways of RoPE, prompts that share what is cached."""
+    """Windows that prompts outgrow, both ways of RoPE, prompts that share what is cached, KV that
+    has lost something on its way."""
     model = random_checkpoint(tmp_path / family, family)
     asked = prompts(*range(1, 60, 4), 63, 64, 65, 128, 200, 270, 300)
     asked += [[*asked[-1][:208], *prompt[:20]] for prompt in asked[:8]]
-    changes = {"dtype": dtype, "handoff": handoff}
+    mixed = dtype != other_dtype
+    changes = {"handoff": handoff, "codec": codec, "allow_mixed_precision": mixed}
     workers = [
-        (hosts[0], settings(model, "prefill-0", Role.PREFILL, **changes)),
-        (hosts[1], settings(model, "decode-0", Role.DECODE, **changes)),
+        (hosts[0], settings(model, "prefill-0", Role.PREFILL, dtype=dtype, **changes)),
+        (hosts[1], settings(model, "decode-0", Role.DECODE, dtype=other_dtype, **changes)),
     ]
     with running_cluster(model, workers) as cluster:
         with ThreadPoolExecutor(6) as pool:

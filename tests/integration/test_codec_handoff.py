@@ -204,13 +204,26 @@ def test_the_peers_slabs_may_be_larger_than_the_writers_own(hosts: Hosts, model:
         assert moved_bytes(hosts) == (sent, sent)
 
 
-def test_without_permission_a_request_is_told_which_key_to_set(hosts: Hosts, model: Path) -> None:
-    with serving(hosts, model, USE_SLABS, {}, {"dtype": "bfloat16"}) as cluster:
-        body = {"model": "test-model", "prompt": ASKED[0], "max_tokens": 4}
-        response = cluster.http.post("/v1/completions", json=body)
-    assert response.status_code == 503
-    assert "has KV in" in response.text
-    assert "set transfer.allow_mixed_precision: true on both" in response.text
+def test_a_worker_of_another_dtype_is_refused_when_it_joins(
+    hosts: Hosts, model: Path, references: list[Reference], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before any request; both it and the router say which key to set."""
+    with serving(hosts, model, USE_SLABS, {}, {}) as cluster, LocalHost() as third:
+        other = worker_settings("decode-1", Role.DECODE, model, dtype="bfloat16")
+        address = third.start(other)
+        cluster.router.call(cluster.router.process.add_worker(address))
+        reason = (
+            "worker decode-1 has KV in bfloat16, prefill-0 in float32: give both the same dtype, "
+            "or set transfer.allow_mixed_precision: true on both to have it converted"
+        )
+        wait_until(lambda: f"a router refuses this worker: {reason}" in caplog.text, "it is told")
+        wait_until(lambda: f"worker at {address} refused: {reason}" in caplog.text, "it is logged")
+        assert {w.name for w in cluster.router.process.dispatcher.workers()} == {
+            "prefill-0",
+            "decode-0",
+        }
+        check(answers(cluster, hosts), references)
+        third.stop(address)
 
 
 def test_lossy_kv_has_names_of_its_own(hosts: Hosts, model: Path) -> None:

@@ -170,6 +170,7 @@ async def test_ready_says_why_not(folder: Path) -> None:
 @in_loop
 async def test_metrics_are_valid_and_count(folder: Path) -> None:
     async with served(folder) as s, s.http() as client:
+        s.dispatcher.prediction_errors = {"ttft": 0.7, "tpot": 1.3}
         await completion(client)
         await completion(client, temperature=-1)
         text = (await client.get("/metrics")).text
@@ -193,6 +194,9 @@ async def test_metrics_are_valid_and_count(folder: Path) -> None:
         assert samples[rejected] == 1
         phase = ("kvrelay:request_phase_seconds_count", model, ("phase", "tokenize"))
         assert samples[phase] == 1
+        for kind, ratio in (("ttft", 0.7), ("tpot", 1.3)):
+            error = ("kvrelay:prediction_error_ratio_sum", ("kind", kind), model)
+            assert samples[error] == ratio
 
 
 @in_loop

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster import kv_status
 from cluster.cli import app
 from cluster.pool_names import host_pool_address
+from kvpool.tenants import tenant_label
 from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from router import pool_nodes
@@ -26,6 +27,7 @@ from tests.integration.split_kit import (
     worker_settings,
 )
 
+ACME = tenant_label("acme")
 HOST_STATES = {"free", "granted", "fenced", "loading", "cached"}
 
 
@@ -107,7 +109,7 @@ def assert_a_running_request_is_shown(cluster: Cluster, capsys: pytest.CaptureFi
         lines = response.iter_lines()
         next(line for line in lines if line.startswith("data: {"))
         wait_until(lambda: bool(tenants(kv(cluster))), "it holds blocks")
-        assert tenants(kv(cluster)) == {"acme"}
+        assert tenants(kv(cluster)) == {ACME}
         options = ["status", "--kv", "--address", cluster.grpc_address]
         app(options, standalone_mode=False)
         table = capsys.readouterr().out
@@ -115,9 +117,54 @@ def assert_a_running_request_is_shown(cluster: Cluster, capsys: pytest.CaptureFi
         facts = json.loads(capsys.readouterr().out)
     assert {worker["worker"] for worker in facts["workers"]} == {"prefill-0", "decode-0"}
     assert facts["pool_nodes"][0]["tiers"][1]["tier"] == "disk"
-    (row,) = (line for line in table.splitlines() if "decode-0" in line and "acme" in line)
+    assert "acme" not in table + json.dumps(facts), "who knows the salt finds the cache"
+    (row,) = (line for line in table.splitlines() if "decode-0" in line and ACME in line)
     assert row.split()[:3] == ["decode-0", "device", "active"]
     assert row.rstrip().endswith(" s")
+    assert_cached_blocks_are_the_tenants(cluster, capsys)
+
+
+def assert_cached_blocks_are_the_tenants(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.completion([9] * 40, max_tokens=1)
+    wait_until(lambda: not tenants(kv(cluster)), "the requests are over")
+    (worker,) = (w for w in kv(cluster).workers if w.worker == "prefill-0")
+    nobodys, acmes = worker.cached
+    assert (nobodys.tenant, nobodys.blocks, acmes.tenant, acmes.blocks) == ("", 2, ACME, 6)
+    assert worker.cached_blocks == 8
+    assert acmes.oldest_s >= acmes.newest_s > nobodys.newest_s >= 0
+    app(
+        ["status", "--kv", "--address", cluster.grpc_address, "--tenant", "acme"],
+        standalone_mode=False,
+    )
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "cached" in line][1:]
+    assert [row[:5] for row in rows if row[0] == "prefill-0"] == [
+        ["prefill-0", "device", "cached", "-", ACME]
+    ]
+    assert all(row[4] == ACME for row in rows)
+    (node,) = kv(cluster).pool_nodes
+    assert [tier.tier for tier in node.tiers] == ["host", "disk"]
+    for tier in node.tiers:
+        wait_until(
+            lambda tier=tier: whose(cluster, tier.tier) == {"": 2, ACME: acme_blocks(cluster)},
+            "it is stored",
+        )
+
+
+def whose(cluster: Cluster, tier: str) -> dict[str, int]:
+    """# label |-> the pool node's blocks"""
+    (node,) = kv(cluster).pool_nodes
+    (one,) = (t for t in node.tiers if t.tier == tier)
+    assert all(c.oldest_s >= c.newest_s >= 0 for c in one.cached)
+    assert sum(c.blocks for c in one.cached) == {s.state: s.blocks for s in one.states}["cached"]
+    return {c.tenant: c.blocks for c in one.cached}
+
+
+def acme_blocks(cluster: Cluster) -> int:
+    """The decode worker's: those of the prompt and of the answer."""
+    (worker,) = (w for w in kv(cluster).workers if w.worker == "decode-0")
+    return {c.tenant: c.blocks for c in worker.cached}[ACME]
 
 
 def tenants(found: GetKvResponse) -> set[str]:

@@ -16,7 +16,7 @@ import torch
 
 from cluster.pool_names import host_pool_address
 from kvpool.pool_client_events import PrefixFetched
-from kvrelay.types import RequestKey
+from kvrelay.types import Incarnation, RequestKey
 from tests.integration import pool_kit
 from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused
 from tests.integration.ray_head import until
@@ -274,3 +274,48 @@ def test_workers_of_other_hosts_come_over_nixl(start: Start) -> None:
         assert writer.fetch(chain(2, 8), first_block=30) == 8
         assert _same(reader.blocks(30, 8), writer.blocks(30, 8))
     node.stop()
+
+
+def test_only_workers_that_know_the_secret_come_over_nixl(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = start(*_host(16), "--transport", "nixl", "--set", "network.secret=right")
+    until(lambda: len(node.addresses()) == 2)
+    _, far = node.addresses()
+    caplog.set_level("INFO")
+    with pool_worker(far, secret=b"wrong") as stranger, pool_worker(far, secret=b"right") as friend:
+        friend.await_connected()
+        refusal = "refused: its cluster has another secret"
+        until(lambda: refusal in caplog.text)
+        assert not stranger.side.client.connected
+    node.stop()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "ucx"])
+def test_a_worker_reads_from_the_node_of_another_host(
+    start: Start, tmp_path: Path, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over the transport that both have; another node in its place is not believed."""
+    secret = ("--set", "network.secret=right")
+    here, there = (
+        start(*_host(16)),
+        Node(tmp_path / "far", f"{start.name}-far", *_host(16), "--transport", transport, *secret),
+    )
+    until(lambda: len(there.addresses()) == 2)
+    near, far = there.addresses()
+    options = {"far_transports": (transport,), "secret": b"right"}
+    with pool_worker(near) as writer, pool_worker(start.address, seed=1, **options) as reader:
+        writer.await_connected()
+        reader.await_connected()
+        writer.store(chain(1, 8))
+        node = writer.node
+        assert reader.fetch_far(node, far, chain(1, 8), first_block=4) == 8
+        assert _same(reader.blocks(4, 8), writer.blocks(0, 8))
+        assert reader.fetch_far(node, far, chain(2, 3)) == 0
+        assert reader.seek(chain(1, 8)) == (0, 0), "its own pool is another"
+        stranger = Incarnation("f" * 32)
+        assert reader.fetch_far(stranger, far, chain(1, 8)) == 0
+        assert f"{node} is in the place of {stranger}" in caplog.text
+        there.kill()
+        assert reader.fetch_far(node, far, chain(1, 8)) == 0
+    here.stop()

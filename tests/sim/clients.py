@@ -85,9 +85,10 @@ class Clients:
             case Admit():
                 assert not call.admitted
                 call.admitted = True
-            case Refuse(request_id=request_id, retry_after_s=retry_after_s):
+            case Refuse(request_id=request_id, refusal=refusal):
                 assert not call.admitted
-                self.submit(request_id, retry_after_s)
+                assert refusal.retry_after_s is not None, refusal
+                self.submit(request_id, refusal.retry_after_s)
             case Deliver(request_id=request_id, tokens=tokens, done=done):
                 assert call.admitted
                 for piece in tokens:
@@ -117,8 +118,7 @@ class Clients:
             assert call.ended is not None, f"{call.spec.key} never ended"
             call.check()
         for view in self.cluster.core.workers.values():
-            assert not view.sequences, view.sequences
-            assert not view.prompt_tokens, view.prompt_tokens
+            assert view.outlook.sequences == len(view.queue) == 0, view
         assert_nothing_held(self.cluster)
         return Counter(call.ended or "" for call in self.calls.values())
 

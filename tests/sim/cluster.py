@@ -39,6 +39,7 @@ from kvrelay.messages import (
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from prefill_worker.scheduler import PrefillScheduler
+from router.admitting.capacity import Capacity
 from router.core import RouterCore
 from router.events import Command as RouterCommand
 from router.events import Event as RouterEvent
@@ -54,7 +55,7 @@ class Cluster(PeerFabric):
 
     def __init__(self, seed: int, on_command: Callable[[RouterCommand], None]) -> None:
         super().__init__(seed)
-        self.core = RouterCore()
+        self.core = RouterCore(admitting=Capacity())
         self.pools = PoolNet(self)
         self._on_command = on_command
         self._attached: dict[Incarnation, int] = {}  # the router's view: worker |-> stream

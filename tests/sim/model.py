@@ -12,10 +12,10 @@ from typing import NewType
 
 from engine.step import RunStep, Sampled, SequenceSlice
 from kvpool.canary import LogitSketch
+from kvpool.copies import CopyPairs
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
 from kvpool.link_cost import TransferShape, Way
 from kvpool.restore_cost import RestoreCost
-from kvpool.tables import CopyPairs
 from kvpool.transfer_plan import Side, Write
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 
@@ -110,8 +110,13 @@ def right_token(prompt: tuple[int, ...], choice: int, emitted: tuple[int, ...]) 
     return (state >> 33) % VOCABULARY
 
 
+_BEGINNING = tuple(random.Random(0).randrange(VOCABULARY) for _ in range(30))
+
+
 def make_spec(rng: random.Random, number: int, longest: int = 40) -> RequestSpec:
+    """Prompts share some of their beginnings, blocks and parts of blocks."""
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest)))
+    prompt = (*_BEGINNING[: min(number * 7 % 30, len(prompt))], *prompt[number * 7 % 30 :])
     sampling = Sampling(
         max_tokens=rng.randint(1, 12),
         seed=number,

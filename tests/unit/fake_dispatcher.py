@@ -19,6 +19,7 @@ from router.generation import (
     QuarantinedPair,
     WorkerStatus,
 )
+from tests.unit.router_kit import STEP_TIMES
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]
 """(request, choice) |-> the tokens the model would say"""
@@ -37,6 +38,7 @@ WORKER = WorkerStatus(
     total_blocks=100,
     block_size=16,
     counters=Counters(free_blocks=75),
+    step_times=STEP_TIMES,
 )
 
 
@@ -107,6 +109,9 @@ class FakeGeneration:
     def cached_tokens(self) -> int:
         return self.owner.cached_tokens
 
+    def prediction_errors(self) -> dict[str, float]:
+        return self.owner.prediction_errors
+
     def ledger(self) -> dict[str, float]:
         return {**self.request.phases_s, "prefill": 0.001, "decode": 0.002}
 
@@ -118,6 +123,7 @@ class FakeDispatcher:
     script: Script = echo
     facts: ModelFacts | None = FACTS
     statuses: tuple[WorkerStatus, ...] = (WORKER,)
+    prediction_errors: dict[str, float] = field(default_factory=dict)
     pools: tuple[PoolNodeStatus, ...] = ()
     pairs: tuple[QuarantinedPair, ...] = ()
     is_ready: bool = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from engine.latency import StepWork
 from kvrelay.messages import (
     Counters,
     Lifetime,
@@ -14,11 +17,23 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Role, Sampling
+from kvrelay.types import (
+    FinishReason,
+    Incarnation,
+    Objectives,
+    RequestKey,
+    RequestSpec,
+    Role,
+    Sampling,
+)
 from router.core import RouterCore
+from router.demand import Demand
+from router.directory import Directory
 from router.events import Command, Submitted, WorkerJoined, WorkerSaid
 from router.generation import ChoiceTokens, GenerationRequest
-from router.placement import WorkerView
+from router.prefixes import HeldPrefixes
+from router.view import WorkerView
+from router.workers import Workers
 
 PROMPT = (1, 2, 3)
 STEP_TIMES = StepCoefficients(
@@ -51,11 +66,56 @@ def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) ->
         step_times=STEP_TIMES,
         physical_format="float32/block4",
         rope_border_tokens=4096,
+        kv_token_bytes=1_000_000,
     )
 
 
 def view(name: str, role: Role, **options: int) -> WorkerView:
     return WorkerView(hello=hello(name, role, **options))
+
+
+def demand(
+    *,
+    n: int = 1,
+    prompt_tokens: int = 3,
+    output_tokens: int = 8,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+    waited_s: float = 0.0,
+    priority: int = 0,
+    directory: Directory | None = None,
+    name: str = "r",
+) -> Demand:
+    asked = RequestSpec(
+        key=key(name),
+        prompt_ids=tuple(range(prompt_tokens)),
+        sampling=Sampling(max_tokens=output_tokens, seed=1, n=n),
+    )
+    return Demand(
+        spec=asked,
+        output_tokens=output_tokens,
+        held=HeldPrefixes(asked, directory or Directory()),
+        objectives=Objectives(ttft_s=ttft_s, tpot_s=tpot_s),
+        waited_s=waited_s,
+        priority=priority,
+    )
+
+
+def workers_of(*views: WorkerView) -> Workers:
+    return Workers({view.incarnation: view for view in views})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerToken:
+    """StepTimes: so long for each token of a prompt, each sequence and each token of context."""
+
+    prompt_s: float = 0.0
+    sequence_s: float = 0.0
+    context_s: float = 0.0
+
+    def step_s(self, work: StepWork) -> float:
+        prompt_s = work.prefill_tokens * self.prompt_s
+        return prompt_s + work.decode_sequences * self.sequence_s + work.kv_tokens * self.context_s
 
 
 def core_with(*, places: int = 4, **roles: Role) -> RouterCore:
@@ -84,7 +144,10 @@ def key(name: str = "r", attempt: int = 0) -> RequestKey:
 
 def spec(name: str = "r", *, attempt: int = 0, n: int = 1) -> RequestSpec:
     return RequestSpec(
-        key=key(name, attempt), prompt_ids=PROMPT, sampling=request(name, n=n).sampling
+        key=key(name, attempt),
+        prompt_ids=PROMPT,
+        sampling=request(name, n=n).sampling,
+        qos_tier="default",
     )
 
 

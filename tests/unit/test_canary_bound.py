@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
@@ -15,7 +16,11 @@ from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.canary import SKETCH_TOKENS, LogitSketch
+from kvpool.codec import Codec
 from kvpool.layout import BlockId
+from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.piece import cut_span
+from kvpool.transfer_plan import Side, TokenSpan
 from kvrelay.types import RequestKey, Sampling
 from tests.models import VOCAB_SIZE, random_checkpoint
 
@@ -72,6 +77,20 @@ class Prompt:
             for plane in planes:
                 plane[:, at : at + BLOCK] = plane[:, other : other + BLOCK].clone().flip(-1)
 
+    def travel(self, codec: Codec, target: Engine | None = None) -> None:
+        """All but the last position's KV through slabs with this codec, or to another engine's pool
+        and in its dtype if that is the coarser one."""
+        ours, theirs = self.engine.memory, (target or self.engine).memory
+        coarse = min(ours.layout, theirs.layout, key=lambda layout: layout.bytes_per_token)
+        end = len(self.ids) - 1
+        table = tuple(BlockId(block) for block in self.blocks)
+        side = Side(tables=(table,) * len(ours.layout.groups), block_size=BLOCK)
+        span = TokenSpan(start=0, tokens=end, next_position=end)
+        for write in cut_span(coarse, span, 2**40) if end else ():
+            slab = torch.empty(write.encoded(codec).nbytes, dtype=torch.uint8)
+            gather_write(ours, side, write.encoded(codec), slab)
+            scatter_write(theirs, side, write.encoded(codec), slab)
+
 
 def prompts(engine: Engine, seed: int) -> list[Prompt]:
     rng = random.Random(seed)
@@ -109,10 +128,60 @@ def test_right_kv_stays_below_and_wrong_kv_comes_above(
     assert noticed >= 0.9 * len(wrong), sorted(wrong)[:5]
 
 
+@pytest.mark.parametrize("codec", [Codec.INT8, Codec.FP8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_encoded_kv_stays_below_and_wrong_kv_comes_above(
+    family: str, dtype: str, codec: Codec, tmp_path: Path
+) -> None:
+    engine = load(random_checkpoint(tmp_path, family), dtype)
+    exact, bound = canary_bound(engine), canary_bound(engine, [Codec.NONE, codec])
+    assert exact is not None and bound is not None
+    assert exact <= bound
+    right, wrong = [], []
+    for prompt in [one for seed in range(3) for one in prompts(engine, seed)]:
+        sketch = prompt.prefill()
+        prompt.travel(codec)
+        right.append(prompt.last_again(sketch))
+        if len(prompt.ids) > 2 * BLOCK:
+            prompt.spoil(-2)
+            wrong.append(prompt.last_again(sketch))
+    print(f"{family} {dtype} {codec}: {max(right):.3g} < {bound:.3g}, wrong {sorted(wrong)[:4]}")
+    assert max(right) < bound
+    assert dtype == "bfloat16" or max(right) > exact, "the codec's loss is beyond the format's"
+    assert sum(distance > bound for distance in wrong) >= 0.8 * len(wrong), sorted(wrong)[:5]
+
+
+@pytest.mark.parametrize("here", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_converted_kv_stays_below_the_larger_bound(family: str, here: str, tmp_path: Path) -> None:
+    """The prefill worker's dtype is `here`, the decode worker's the other."""
+    there = "bfloat16" if here == "float32" else "float32"
+    folder = random_checkpoint(tmp_path, family)
+    prefill, decode = load(folder, here), load(folder, there)
+    bounds = [canary_bound(engine, mixed_precision=True) for engine in (prefill, decode)]
+    bound = max(bound for bound in bounds if bound is not None)
+    right, wrong = [], []
+    for prompt in [one for seed in range(3) for one in prompts(prefill, seed)]:
+        sketch = prompt.prefill()
+        prompt.travel(Codec.NONE, decode)
+        arrived = replace(prompt, engine=decode)
+        right.append(arrived.last_again(sketch))
+        if len(prompt.ids) > 2 * BLOCK:
+            arrived.spoil(-2)
+            wrong.append(arrived.last_again(sketch))
+    print(f"{family} {here}: {max(right):.3g} < {bound:.3g}, wrong {sorted(wrong)[:4]}")
+    assert min(bounds) < max(right) < bound
+    assert sum(distance > bound for distance in wrong) >= 0.8 * len(wrong), sorted(wrong)[:5]
+
+
 def test_experts_are_not_compared_in_16_bits(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "mixtral")
     assert canary_bound(load(folder, "bfloat16")) is None
-    assert canary_bound(load(folder, "float32")) is not None
+    exact = load(folder, "float32")
+    assert canary_bound(exact) is not None
+    assert canary_bound(exact, [Codec.INT8]) is None
+    assert canary_bound(exact, mixed_precision=True) is None
 
 
 @pytest.mark.parametrize("blocks", [5, 33])

@@ -84,17 +84,11 @@ def test_refused_in_one_line_that_names_the_key(given: str, message: str) -> Non
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize(
-    ("other", "why"),
-    [
-        ("handoff=pool", "canary_every 0 with handoff pool"),
-        ("codec=int8", "canary_every 0 where a codec"),
-        ("allow_mixed_precision=true", "canary_every 0 where a codec"),
-    ],
-)
-def test_a_canary_needs_kv_as_it_was_made(other: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        set_("transfer.canary_every=16", "pool.enabled=true", f"transfer.{other}")
+def test_a_canary_has_no_place_in_a_pool() -> None:
+    with pytest.raises(ConfigError, match="canary_every 0 with handoff pool"):
+        set_("transfer.canary_every=16", "pool.enabled=true", "transfer.handoff=pool")
+    for other in ("codec=int8", "allow_mixed_precision=true"):
+        set_("transfer.canary_every=16", f"transfer.{other}")
 
 
 def test_counts_further_errors() -> None:
@@ -238,8 +232,29 @@ def test_model_and_network_defaults() -> None:
     assert hub.router.served_model_name == "org/some-llama"
 
 
+def test_workers_of_two_dtypes_need_permission() -> None:
+    with pytest.raises(ConfigError, match=r"mixed_precision: true for workers of bf.* and fl"):
+        set_("workers.0.dtype=float32", "workers.1.dtype=bfloat16")
+    set_("workers.0.dtype=float32")  # whether the checkpoint's own differs only a worker can tell
+
+
+def test_a_pools_transports_are_those_between_hosts_unless_they_are_named() -> None:
+    def transports(*options: str) -> tuple[str, ...]:
+        plan = plan_cluster(resolve(set_("pool.enabled=true", *options), SITE))
+        assert plan.pool is not None
+        return plan.pool.settings.transports
+
+    some = "transfer.transports=[shm, ucx, cuda_ipc, nixl]"
+    assert transports() == ()
+    assert transports(some) == ("ucx", "nixl")
+    assert transports(some, "pool.transports=[nixl]") == ("nixl",)
+    assert transports(some, "pool.transports=[]") == ()
+
+
 def test_pool_dtype_overrides_the_model() -> None:
-    plan = plan_cluster(resolve(set_("model.dtype=float16", "workers.0.dtype=float32"), SITE))
+    mixed = "transfer.allow_mixed_precision=true"
+    config = set_("model.dtype=float16", "workers.0.dtype=float32", mixed)
+    plan = plan_cluster(resolve(config, SITE))
     assert [worker.settings.dtype for worker in plan.workers] == ["float32", "float16"]
 
 
@@ -256,6 +271,7 @@ CHANGES = {
     "preload": [{"system": "You are kind.", "tenant": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "reuse",
+    "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.max_running_requests": 5,
     "workers.0.role": "prefill",
@@ -295,6 +311,7 @@ CHANGES = {
     "network.host": "10.0.0.1",
     "network.port_range": [3000, 4000],
     "network.secret": "s",
+    "observability.trace_dir": "/traces",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",
     "drain_timeout": "9s",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
+
 from kvpool.block_names import BlockNames
 from kvpool.block_news import BlockNews
 from kvpool.hashes import BlockHash
@@ -13,6 +15,7 @@ from kvrelay.types import Incarnation, Role, Tier
 from router.core import RouterCore
 from router.directory import Directory
 from router.events import Send, Submitted, WorkerLost, WorkerSaid
+from router.forecast.prefill_queue import Ahead
 from tests.unit.router_kit import core_with, hello, key, request, reserved, says
 
 A, B, NODE = Incarnation("a"), Incarnation("b"), Incarnation("node")
@@ -151,7 +154,8 @@ LONG = tuple(range(1, 12))  # two blocks and three tokens
 def _core() -> RouterCore:
     """Two workers prefill, and the router sends prompts to `p`."""
     core = core_with(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE)
-    core.workers[Incarnation("q")].prompt_tokens[key("elsewhere")] = 100
+    ahead = Ahead(seconds=100, tokens=100)
+    core.workers[Incarnation("q")].queue.add(key("elsewhere"), ahead, 0)
     return core
 
 
@@ -189,15 +193,61 @@ def test_nobody_is_named_who_has_no_more_or_is_gone() -> None:
     assert _source(core) is None
 
 
-def test_a_pool_node_is_not_named() -> None:
-    """The prefill worker asks its host's own; others can't be read."""
-    core = _core()
-    changes = BlockChanges(holder=NODE, tier=Tier.HOST, stored=_chain(LONG))
+def _pooled(
+    core: RouterCore,
+    reporter: str,
+    hashes: tuple[bytes, ...],
+    *,
+    node: Incarnation = NODE,
+    addresses: tuple[str, ...] = ("nixl:far",),
+) -> None:
+    changes = BlockChanges(holder=node, tier=Tier.HOST, stored=hashes, addresses=addresses)
     said = WorkerSaid(
-        incarnation=Incarnation("q"), events=(), counters=Counters(), blocks=(changes,)
+        incarnation=Incarnation(reporter), events=(), counters=Counters(), blocks=(changes,)
     )
     core.handle(said, 0)
-    assert core.directory.longest(_chain(LONG)) == {NODE: 2}
+    core.directory.validate()
+
+
+def _in_node(blocks: int) -> PrefixSource:
+    return PrefixSource(peer=NODE, addresses=("nixl:far",), blocks=blocks, is_pool_node=True)
+
+
+def test_the_pool_node_of_another_host_is_named() -> None:
+    core = _core()
+    _pooled(core, "q", _chain(LONG))
+    assert _source(core) == _in_node(2)
+
+
+def test_a_worker_with_as_much_is_named_before_a_pool_node() -> None:
+    core = _core()
+    _pooled(core, "q", _chain(LONG))
+    _holds(core, "d", _chain(LONG))
+    assert _source(core) == _of("d", 2)
+
+
+@pytest.mark.parametrize("near", [1, 2])
+def test_only_a_far_node_that_has_more_than_the_near_one_is_named(near: int) -> None:
+    core = _core()
+    _pooled(core, "q", _chain(LONG))
+    _pooled(core, "p", _chain(LONG)[:near], node=Incarnation("near"), addresses=("nixl:near",))
+    assert _source(core) == (_in_node(2) if near == 1 else None)
+
+
+def test_a_pool_node_that_can_not_be_reached_or_is_asked_anyway_is_not_named() -> None:
+    hidden, own = _core(), _core()
+    _pooled(hidden, "q", _chain(LONG), addresses=())
+    _pooled(own, "p", _chain(LONG))
+    assert hidden.directory.longest(_chain(LONG)) == {NODE: 2}
+    assert _source(hidden) is None
+    assert _source(own) is None
+
+
+def test_a_pool_node_that_no_worker_reports_any_more_is_forgotten() -> None:
+    core = _core()
+    _pooled(core, "q", _chain(LONG))
+    core.handle(WorkerLost(incarnation=Incarnation("q")), 1)
+    assert core.directory.addresses(NODE) == ()
     assert _source(core) is None
 
 

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -133,3 +134,21 @@ def test_a_step_without_samples_is_named():
     only_messages = [Sample(step=Step.MESSAGE, seconds=1e-5)]
     with pytest.raises(ValueError, match="no sample of write, read, gather, scatter"):
         fit("shm", only_messages)
+
+
+def test_a_disturbed_measurement_is_corrected_by_the_next() -> None:
+    names = ("latency_s", "descriptor_s", "run_s", "read_s", "write_s")
+    speeds = ("bytes_per_s", "direct_bytes_per_s", "gather_bytes_per_s", "scatter_bytes_per_s")
+    slow = replace(
+        NIXL,
+        **{name: 10 * getattr(NIXL, name) for name in names},
+        **{name: getattr(NIXL, name) / 10 for name in speeds},
+    )
+    assert slow.renewed(NIXL) == NIXL
+    once = NIXL.renewed(slow)
+    assert once.latency_s == pytest.approx(5.5 * NIXL.latency_s)
+    assert once.bytes_per_s == pytest.approx(NIXL.bytes_per_s / 5.5)
+    for _ in range(10):
+        once = once.renewed(slow)
+    assert once.latency_s == pytest.approx(slow.latency_s, rel=0.01)
+    assert once.gather_bytes_per_s == pytest.approx(slow.gather_bytes_per_s, rel=0.01)

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from uuid import uuid4
 import pytest
 import torch
 
+from cluster import prober
 from cluster.peers import PeerLinks
 from kvpool.handoff import (
     FromPeer,
@@ -29,8 +31,8 @@ from kvpool.link_cost import Sample, Step
 from kvpool.memory_probe import measure_copies
 from kvpool.pool_map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
-from kvpool.transport import fabric
-from kvpool.transport.base import RegionName
+from kvpool.transport import fabric, probe
+from kvpool.transport.base import Connection, RegionName
 from kvpool.transport.endpoints import EndpointOptions
 from kvpool.transport.fabric import LinkKind, no_rdma, obstacle_of, rdma_ports
 from kvpool.transport.probe import PROBE_BYTES
@@ -391,3 +393,30 @@ def test_nothing_stays_open(side) -> None:
 
     gc.collect()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_link_that_seemed_slow_at_first_is_measured_again(
+    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both sides, further and further apart."""
+    monkeypatch.setattr(prober, "AGAIN_S", (0.2, 0.4))
+    taken: dict[int, list[float]] = {}
+
+    def measure(connection: Connection, *_: object) -> list[Sample]:
+        times = taken.setdefault(threading.get_ident(), [])
+        times.append(time.monotonic())
+        slow = 100.0 if len(times) == 1 else 1.0
+        steps = (Step.MESSAGE, Step.WRITE, Step.READ)
+        return [Sample(step=step, nbytes=2**20, seconds=slow * 1e-4) for step in steps]
+
+    monkeypatch.setattr(probe, "measure", measure)
+    a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
+    a.greet(b)
+    for here in (a, b):
+        found = [here.until(LinkMeasured) for _ in range(3)]
+        latencies_s = [event.cost.latency_s for event in found]  # type: ignore[union-attr]
+        assert latencies_s == pytest.approx([5e-3, 5e-5, 5e-5])
+    assert len(taken) == 2, "each on a thread of its own"
+    for times in taken.values():
+        assert times[1] - times[0] >= 0.15 and times[2] - times[1] >= 0.3
+    assert a.links.states()[0].latency_s == pytest.approx(5e-5)

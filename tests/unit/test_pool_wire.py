@@ -44,8 +44,16 @@ _PLACES = (PoolPlace(3), PoolPlace(2**40))
 MESSAGES: list[PoolMessage] = [
     PoolHello(wire_version=1, incarnation=Incarnation("w"), format=_FORMAT, wants_changes=True),
     PoolWelcome(wire_version=1, incarnation=Incarnation("n"), region="r", lease_ttl_s=0.5),
+    PoolWelcome(
+        wire_version=1,
+        incarnation=Incarnation("n"),
+        region="r",
+        lease_ttl_s=0.5,
+        addresses=("nixl:h:1/n", "ucx:h:2/n"),
+    ),
     PoolRefused(reason="another model"),
     StoreWanted(request_no=1, blocks=(ChainBlock(_A, None), ChainBlock(_B, _A))),
+    StoreWanted(request_no=1, blocks=(ChainBlock(_A, None, "ten"), ChainBlock(_B, _A))),
     StoreGranted(request_no=2, indices=(0, 7), places=_PLACES),
     Stored(request_no=3, checksums=(0, 2**64 - 1)),
     StoreAbandoned(request_no=4),
@@ -75,7 +83,7 @@ def test_there_and_back(message: PoolMessage) -> None:
 
 def test_a_part_is_what_a_transport_takes() -> None:
     assert MAX_PART_BYTES == MAX_MESSAGE_BYTES
-    assert len(encode(MESSAGES[11])) == 5
+    assert len(encode(MESSAGES[13])) == 5
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\2", b"\0\xff", b"\0", b"\0\x22\x03\x12\x01a"])

@@ -329,10 +329,10 @@ def test_timed_sources_are_compared() -> None:
     cost.computed(4, 4.0)
     cost.restored(1, 0, 1.0)
     cost.pulled(1, 0.5)
-    assert cost.prefers_peer(5, 5, 0)
-    assert not cost.prefers_peer(1, 5, 0)
+    assert cost.prefers(cost.peer, 5, 5, 0)
+    assert not cost.prefers(cost.peer, 1, 5, 0)
     cost.peer.seconds = 5.0
-    assert not cost.prefers_peer(5, 0, 0), "computing is faster"
+    assert not cost.prefers(cost.peer, 5, 0, 0), "computing is faster"
 
 
 def _choose(peer: int, host: int) -> str:

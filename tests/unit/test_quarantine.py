@@ -5,18 +5,22 @@ import pytest
 from kvrelay.types import Incarnation, Role
 from router.core import RouterCore
 from router.events import Command, PairQuarantined, PairTrusted, Send, WorkerLost
-from router.placement import Pair, Placement, least_loaded
+from router.placement import Pair, Placement
+from router.placing.least_loaded import LeastLoaded
 from router.quarantine import Objection, Quarantine, back_off_s
+from router.workers import Workers
 from tests.unit.router_kit import (
     core_with,
+    demand,
     failed,
+    hello,
     lifetime,
     reserved,
     says,
-    spec,
     submit,
-    view,
 )
+
+P, D = Role.PREFILL, Role.DECODE
 
 
 def pair(prefill: str = "p", decode: str = "d") -> Pair:
@@ -84,14 +88,17 @@ def test_a_worker_that_is_gone_takes_its_pairs_along() -> None:
 
 def place(quarantine: Quarantine, *tried: str, avoided: tuple[Pair, ...] = ()) -> Placement | None:
     """At 10 s, of two prefill and two decode workers."""
-    workers = [view(f"p{i}", Role.PREFILL) for i in (1, 2)]
-    workers += [view(f"d{i}", Role.DECODE) for i in (1, 2)]
-    return least_loaded(
-        spec(),
-        workers,
-        tried=[Incarnation(name) for name in tried],
-        objections=lambda one: quarantine.objection(one, avoided, 10),
+    workers = Workers()
+    for name, role in (("p1", P), ("p2", P), ("d1", D), ("d2", D)):
+        workers.join(hello(name, role))
+    asked = demand()
+    choice = workers.choice(
+        asked,
+        [Incarnation(name) for name in tried],
+        lambda one: quarantine.objection(one, avoided, 10),
     )
+    candidates = LeastLoaded().candidates(asked, choice, 10)
+    return next((one.placement for one in candidates if choice.acceptable(one)), None)
 
 
 def placed(prefill: str, decode: str) -> Placement:

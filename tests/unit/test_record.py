@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ from cluster.sim.readers import read_trace
 from kvrelay.errors import ConfigError
 from kvrelay.messages import BlockChanges, Counters, Reserved, ReserveRefused, Tokens
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, Sampling, Tier
-from router.core import RouterCore
+from router.beginning import Beginning, begin
 from router.events import Event, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
 from router.generation import GenerationRequest
-from router.record import Entry, Header, from_line, to_line
+from router.record import Entry, from_line, to_line
 from router.recorder import Recorder
 from tests.unit.router_kit import hello
 
@@ -71,8 +70,8 @@ def a_day(first: int) -> list[tuple[float, Event]]:
 
 def record(path: Path, most_bytes: int = 1 << 20) -> list[list[object]]:
     """What a core said to each event, recorded as a live router does."""
-    core = RouterCore(attempts=count(70))
-    recorder = Recorder(path, most_bytes, Header(first_attempt=70))
+    core = begin(Beginning(first_attempt=70))
+    recorder = Recorder(path, most_bytes, Beginning(first_attempt=70))
     said: list[list[object]] = []
     for at_s, event in a_day(70):
         commands = core.handle(event, at_s)
@@ -87,8 +86,8 @@ def test_a_recorded_log_replays_to_identical_commands(tmp_path: Path) -> None:
     live = record(path)
     assert any(isinstance(command, Send) for commands in live for command in commands)
     header, *entries = map(from_line, path.read_text().splitlines())
-    assert isinstance(header, Header)
-    core = RouterCore(attempts=count(header.first_attempt), preloads=header.preloads)
+    assert isinstance(header, Beginning)
+    core = begin(header)
     for entry, expected in zip(entries, live, strict=True):
         assert isinstance(entry, Entry)
         assert [*entry.commands] == expected
@@ -116,7 +115,7 @@ def test_a_full_record_ends_with_a_whole_line(tmp_path: Path) -> None:
 
 def test_a_record_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router.record: .*No such file"):
-        Recorder(tmp_path / "no" / "log", 1000, Header(first_attempt=0))
+        Recorder(tmp_path / "no" / "log", 1000, Beginning(first_attempt=0))
 
 
 def test_a_record_is_a_trace(tmp_path: Path) -> None:

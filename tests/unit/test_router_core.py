@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Role
-from router.admission import NO_CAPACITY, Refusal
 from router.core import MAX_ATTEMPTS, RouterCore
 from router.events import (
     Aborted,
@@ -21,6 +21,7 @@ from router.events import (
     WorkerJoined,
     WorkerLost,
 )
+from router.refusal import NO_CAPACITY, Refusal
 from router.waiting import ASK_AGAIN_S, PATIENCE_S
 from tests.unit.router_kit import (
     core_with,
@@ -61,8 +62,7 @@ def delivered(commands: list[Command]) -> list[tuple[int, ...]]:
 def assert_no_books(core: RouterCore) -> None:
     assert not core.requests
     for view in core.workers.values():
-        assert not view.sequences, view.sequences
-        assert not view.prompt_tokens, view.prompt_tokens
+        assert view.outlook.sequences == len(view.queue) == 0, view
 
 
 def test_from_submission_to_the_last_token() -> None:
@@ -146,9 +146,10 @@ def test_the_next_decode_worker_is_asked_then_it_is_refused() -> None:
         Refuse(
             request_id="r",
             refusal=Refusal(
-                reason="slots_exhausted", message="all places of every decode worker are taken"
+                reason="slots_exhausted",
+                message="all places of every decode worker are taken",
+                retry_after_s=1.0,
             ),
-            retry_after_s=1.0,
         )
     ]
     assert_no_books(core)
@@ -156,7 +157,8 @@ def test_the_next_decode_worker_is_asked_then_it_is_refused() -> None:
 
 def test_without_workers_there_is_no_capacity() -> None:
     for core in (RouterCore(), core_with(d=Role.DECODE), core_with(p=Role.PREFILL)):
-        assert submit(core) == [Refuse(request_id="r", refusal=NO_CAPACITY, retry_after_s=1.0)]
+        refusal = replace(NO_CAPACITY, retry_after_s=1.0)
+        assert submit(core) == [Refuse(request_id="r", refusal=refusal)]
         assert_no_books(core)
 
 
@@ -179,7 +181,7 @@ def test_the_retry_time_is_the_mean_gap_between_ends() -> None:
     core.handle(WorkerLost(incarnation=D), 13)
     (refuse,) = submit(core, "x")
     assert isinstance(refuse, Refuse)
-    assert refuse.retry_after_s == pytest.approx(0.8 * 2.0 + 0.2 * 0.5)
+    assert refuse.refusal.retry_after_s == pytest.approx(0.8 * 2.0 + 0.2 * 0.5)
 
 
 def test_abort_while_reserving_leaves_no_books() -> None:
@@ -190,7 +192,7 @@ def test_abort_while_reserving_leaves_no_books() -> None:
         Send(worker=D, message=Abort(key=key())),
         Send(worker=P, message=Abort(key=key())),
     ]
-    assert core.workers[D].sequences == {key(): 1}  # until the worker says so
+    assert key() in core.workers[D].outlook  # until the worker says so
     says(core, "d", reserved(), released())
     assert_no_books(core)
 
@@ -370,7 +372,8 @@ def test_an_id_that_comes_again_gets_another_key() -> None:
     (send,) = submit(core)
     assert send == Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P))
     assert says(core, "d", reserved(), tokens(0, 99), released()) == []  # of its first life
-    assert core.workers[D].sequences == {key(attempt=1): 1}
+    assert key(attempt=1) in core.workers[D].outlook
+    assert core.workers[D].outlook.sequences == 1
 
 
 def test_routers_number_their_attempts_from_where_they_are_told() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import cluster.sim.router
+import cluster.sim.simulation
 import cluster.sim.worker
 import cluster.worker_parts
 import router.dispatcher
@@ -22,12 +22,14 @@ from cluster.sim.run import Result, as_json, simulate, simulate_rates
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TraceRequest
 from kvrelay.errors import ConfigError
+from router.beginning import Beginning
 
 PLAIN = (
     "workers.0.replicas=2",
     "workers.1.replicas=2",
     "scheduler.prefill_chunk_tokens=2048",
     "simulation.block_size=512",
+    "simulation.slo.told=false",
 )
 SHARED = (
     "WorkerLoop",
@@ -209,11 +211,21 @@ def test_simulator_and_shells_run_the_same_classes() -> None:
     shells, simulated = vars(cluster.worker_parts), vars(cluster.sim.worker)
     for name in SHARED:
         assert simulated[name] is shells[name]
-    assert cluster.sim.router.RouterCore is router.dispatcher.RouterCore
+    assert cluster.sim.simulation.begin is router.dispatcher.begin
     simulation = ClusterSimulation(load_config(None), trace(1), Scale())
-    assert type(simulation.router.core) is router.dispatcher.RouterCore
+    assert type(simulation.router.core) is type(router.dispatcher.begin(Beginning()))
     for worker in simulation.fleet.workers.values():
         assert type(worker.loop) is cluster.worker_parts.WorkerLoop
+
+
+def test_a_router_that_knows_the_objectives_keeps_them_for_those_it_takes() -> None:
+    crowd = trace(200, every_s=0.004)
+    slo = ("simulation.slo.ttft=500ms", "simulation.slo.tpot=50ms")
+    blind = run(crowd, *slo, "router.admission.policy=none").report
+    aware = run(crowd, *slo, "simulation.slo.told=true").report
+    assert "ttft_unreachable" in aware.refused and not blind.refused
+    assert aware.admitted_attainment > 0.9 > blind.admitted_attainment
+    assert aware.good > blind.good
 
 
 @pytest.mark.parametrize(

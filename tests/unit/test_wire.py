@@ -58,6 +58,7 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.types import (
+    WIRE_VERSION,
     FinishReason,
     Incarnation,
     RequestKey,
@@ -96,11 +97,26 @@ samplings = st.builds(
     logprobs=st.none() | uint32,
     logit_bias=st.dictionaries(uint32, finite, max_size=5).map(lambda d: tuple(sorted(d.items()))),
 )
-specs = st.builds(RequestSpec, key=keys, prompt_ids=ids, sampling=samplings)
+perhaps_seconds = st.none() | st.floats(min_value=0, max_value=1e6)
+specs = st.builds(
+    RequestSpec,
+    key=keys,
+    prompt_ids=ids,
+    sampling=samplings,
+    tenant=text,
+    qos_tier=text,
+    tpot_s=perhaps_seconds,
+)
 to_worker = st.one_of(
     st.builds(Reserve, spec=specs, source=text),
-    st.builds(Prefill, spec=specs, target_addresses=st.lists(text).map(tuple), target=text),
-    st.builds(Generate, spec=specs),
+    st.builds(
+        Prefill,
+        spec=specs,
+        target_addresses=st.lists(text).map(tuple),
+        target=text,
+        within_s=perhaps_seconds,
+    ),
+    st.builds(Generate, spec=specs, within_s=perhaps_seconds),
     st.builds(Abort, key=keys),
     st.builds(Stop, key=keys, choice=uint32, valid_tokens=uint32),
 )
@@ -279,7 +295,9 @@ def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload:
 def test_what_another_version_sends_is_refused() -> None:
     greeting = wire.encode_hello(hello("w", Role.BOTH))
     greeting.wire_version = 7
-    with pytest.raises(PeerError, match="worker w speaks wire version 7, this router 1"):
+    with pytest.raises(
+        PeerError, match=f"worker w speaks wire version 7, this router {WIRE_VERSION}"
+    ):
         wire.decode_hello(greeting)
 
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 
+import pytest
+
+from cluster import worker_loop
 from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
 from cluster.worker_loop import WorkerLoop
+from engine.correction import StepPace
+from engine.latency import decode_work, prefill_work
+from engine.latency_fit import LinearTimes
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from kvpool.block_news import BlockNews
 from kvpool.handoff import SendPeer
@@ -29,7 +35,10 @@ from kvrelay.messages import (
 )
 from kvrelay.types import RequestSpec
 from prefill_worker.scheduler import PrefillScheduler
-from tests.unit.worker_kit import BLOCK, D, decode_scheduler, key, spec
+from tests.unit.router_kit import STEP_TIMES
+from tests.unit.worker_kit import BLOCK, D, decode_scheduler, key, reserve, spec
+
+TIMES = LinearTimes.of(STEP_TIMES)
 
 
 class Device:
@@ -83,7 +92,16 @@ class Harness:
         prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self.device = Device()
-        self.loop = WorkerLoop(self.device, openings, prefill, decode, self.inbox, max_model_len=16)
+        self.pace = StepPace(TIMES)
+        self.loop = WorkerLoop(
+            self.device,
+            openings,
+            prefill,
+            decode,
+            self.inbox,
+            max_model_len=16,
+            pace=self.pace,
+        )
 
     @property
     def decode_tables(self) -> BlockTables:
@@ -258,3 +276,49 @@ def test_counters_ride_on_events() -> None:
     assert isinstance(stream.heard[-1], Released)
     assert (stream.counters.running, stream.counters.active_blocks) == (0, 0)
     assert (stream.counters.free_blocks, stream.counters.cached_blocks) == (7, 1)
+
+
+def test_counters_say_what_decode_steps_take_now() -> None:
+    worker = Harness()
+    router = worker.router()
+    worker.say(router, generate("a", max_tokens=3), reserve(spec("b", 4, n=2)))
+    worker.run()
+    told = router.counters
+    assert (told.decode_sequences, told.decode_kv_tokens, told.reserved_sequences) == (1, 3, 2)
+    worker.run()
+    assert router.counters.decode_kv_tokens == 4
+    worker.run()
+    assert (router.counters.decode_sequences, router.counters.decode_kv_tokens) == (0, 0)
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(worker_loop, "_now", lambda: self.now_s)
+
+
+def test_steps_that_take_longer_than_told_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, worker = Clock(monkeypatch), Harness()
+    router = worker.router()
+    worker.say(router, generate("a", max_tokens=3))
+    worker.run()
+    assert router.counters.prefill_correction < 1  # it took no time at all
+    assert router.counters.decode_correction == 1
+    clock.now_s += 2 * TIMES.step_s(decode_work(1, 3))
+    worker.run()
+    assert router.counters.decode_correction > 1
+
+
+def test_a_worker_without_work_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, worker = Clock(monkeypatch), Harness()
+    router = worker.router()
+    step_s = TIMES.step_s(prefill_work(3))
+    for name in ("a", "b"):
+        clock.now_s += 100
+        worker.say(router, generate(name))
+        worker.inbox.put(Call(lambda: None))
+        worker.loop.turn()
+        clock.now_s += step_s
+        worker.inbox.put(worker.device.end_step())
+        worker.loop.turn()
+    assert router.counters.prefill_correction == pytest.approx(1)

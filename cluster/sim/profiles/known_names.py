@@ -29,6 +29,7 @@ def device_names() -> list[str]:
     return list(_bundled("devices.yaml"))
 
 
+@cache
 def known_device(name: str) -> Device:
     """Raises ConfigError, with the names there are."""
     held = _bundled("devices.yaml")
@@ -41,6 +42,7 @@ def model_names() -> list[str]:
     return list(_bundled("models.yaml"))
 
 
+@cache
 def known_shape(name: str) -> ModelShape | None:
     """None: no bundled shape has this name."""
     held = _bundled("models.yaml")

@@ -202,16 +202,18 @@ class Commit(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., sketch: _Optional[_Union[LogitSketch, _Mapping]] = ...) -> None: ...
 
 class LogitSketch(_message.Message):
-    __slots__ = ("token_ids", "logits", "log_sum_exp", "spread")
+    __slots__ = ("bound", "token_ids", "logits", "log_sum_exp", "spread")
+    BOUND_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     LOG_SUM_EXP_FIELD_NUMBER: _ClassVar[int]
     SPREAD_FIELD_NUMBER: _ClassVar[int]
+    bound: float
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logits: _containers.RepeatedScalarFieldContainer[float]
     log_sum_exp: float
     spread: float
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logits: _Optional[_Iterable[float]] = ..., log_sum_exp: _Optional[float] = ..., spread: _Optional[float] = ...) -> None: ...
+    def __init__(self, bound: _Optional[float] = ..., token_ids: _Optional[_Iterable[int]] = ..., logits: _Optional[_Iterable[float]] = ..., log_sum_exp: _Optional[float] = ..., spread: _Optional[float] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("key",)

@@ -31,14 +31,28 @@ class PoolReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierBlocks, _Mapping]]] = ..., disk_waiting: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldForWorker, _Mapping]]] = ...) -> None: ...
 
 class TierBlocks(_message.Message):
-    __slots__ = ("tier", "total_blocks", "states")
+    __slots__ = ("tier", "total_blocks", "states", "cached")
     TIER_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     tier: str
     total_blocks: int
     states: _containers.RepeatedCompositeFieldContainer[StateBlocks]
-    def __init__(self, tier: _Optional[str] = ..., total_blocks: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateBlocks, _Mapping]]] = ...) -> None: ...
+    cached: _containers.RepeatedCompositeFieldContainer[CachedBlocks]
+    def __init__(self, tier: _Optional[str] = ..., total_blocks: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateBlocks, _Mapping]]] = ..., cached: _Optional[_Iterable[_Union[CachedBlocks, _Mapping]]] = ...) -> None: ...
+
+class CachedBlocks(_message.Message):
+    __slots__ = ("tenant", "blocks", "oldest_s", "newest_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_S_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    blocks: int
+    oldest_s: float
+    newest_s: float
+    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., oldest_s: _Optional[float] = ..., newest_s: _Optional[float] = ...) -> None: ...
 
 class StateBlocks(_message.Message):
     __slots__ = ("state", "blocks")

@@ -69,16 +69,18 @@ class PoolHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., wants_changes: _Optional[bool] = ...) -> None: ...
 
 class PoolWelcome(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "region", "lease_ttl_s")
+    __slots__ = ("wire_version", "incarnation", "region", "lease_ttl_s", "addresses")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     region: str
     lease_ttl_s: float
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., region: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., region: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PoolRefused(_message.Message):
     __slots__ = ("reason",)
@@ -87,14 +89,16 @@ class PoolRefused(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class StoreWanted(_message.Message):
-    __slots__ = ("request_no", "hashes", "parents")
+    __slots__ = ("request_no", "hashes", "parents", "tenants")
     REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     request_no: int
     hashes: bytes
     parents: bytes
-    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
+    tenants: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tenants: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoreGranted(_message.Message):
     __slots__ = ("request_no", "indices", "places")

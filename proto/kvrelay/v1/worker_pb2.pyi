@@ -1,4 +1,5 @@
 from kvrelay.v1 import inference_pb2 as _inference_pb2
+from kvrelay.v1 import pool_node_pb2 as _pool_node_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -28,16 +29,20 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("key", "prompt_ids", "sampling", "tenant")
+    __slots__ = ("key", "prompt_ids", "sampling", "tenant", "qos_tier", "tpot_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    QOS_TIER_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
     key: Key
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     tenant: str
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    qos_tier: str
+    tpot_s: float
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., qos_tier: _Optional[str] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop_token_ids", "n", "logprobs", "seed", "logit_bias")
@@ -79,7 +84,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class ToWorker(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop", "preload")
+    __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop", "preload", "refused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +92,7 @@ class ToWorker(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PRELOAD_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     reserve: Reserve
     prefill: Prefill
@@ -94,7 +100,14 @@ class ToWorker(_message.Message):
     abort: Abort
     stop: Stop
     preload: Preload
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., preload: _Optional[_Union[Preload, _Mapping]] = ...) -> None: ...
+    refused: RouterRefused
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., preload: _Optional[_Union[Preload, _Mapping]] = ..., refused: _Optional[_Union[RouterRefused, _Mapping]] = ...) -> None: ...
+
+class RouterRefused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class RouterHello(_message.Message):
     __slots__ = ("wire_version", "router_incarnation")
@@ -113,34 +126,40 @@ class Reserve(_message.Message):
     def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source_incarnation: _Optional[str] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("spec", "target_addresses", "target_incarnation", "held_tokens", "prefix_source")
+    __slots__ = ("spec", "target_addresses", "target_incarnation", "held_tokens", "prefix_source", "within_s")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     target_addresses: _containers.RepeatedScalarFieldContainer[str]
     target_incarnation: str
     held_tokens: int
     prefix_source: PrefixSource
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target_incarnation: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+    within_s: float
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target_incarnation: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
-    __slots__ = ("incarnation", "addresses", "blocks")
+    __slots__ = ("incarnation", "addresses", "blocks", "is_pool_node")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_POOL_NODE_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     blocks: int
-    def __init__(self, incarnation: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ...) -> None: ...
+    is_pool_node: bool
+    def __init__(self, incarnation: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., is_pool_node: _Optional[bool] = ...) -> None: ...
 
 class Generate(_message.Message):
-    __slots__ = ("spec",)
+    __slots__ = ("spec", "within_s")
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ...) -> None: ...
+    within_s: float
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class Preload(_message.Message):
     __slots__ = ("spec",)
@@ -177,21 +196,23 @@ class FromWorker(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockChanges, _Mapping]]] = ...) -> None: ...
 
 class BlockChanges(_message.Message):
-    __slots__ = ("holder", "tier", "stored", "removed", "gone")
+    __slots__ = ("holder", "tier", "stored", "removed", "gone", "addresses")
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     holder: str
     tier: str
     stored: bytes
     removed: bytes
     gone: bool
-    def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., gone: _Optional[bool] = ...) -> None: ...
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., gone: _Optional[bool] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "physical_format", "rope_border_tokens", "step_times")
+    __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "physical_format", "rope_border_tokens", "kv_token_bytes", "step_times")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +230,7 @@ class WorkerHello(_message.Message):
     PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     ROPE_BORDER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     name: str
@@ -227,8 +249,9 @@ class WorkerHello(_message.Message):
     prefill_chunk_tokens: int
     physical_format: str
     rope_border_tokens: int
+    kv_token_bytes: int
     step_times: _inference_pb2.StepTimes
-    def __init__(self, wire_version: _Optional[int] = ..., name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., architecture: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ..., physical_format: _Optional[str] = ..., rope_border_tokens: _Optional[int] = ..., step_times: _Optional[_Union[_inference_pb2.StepTimes, _Mapping]] = ...) -> None: ...
+    def __init__(self, wire_version: _Optional[int] = ..., name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transfer_addresses: _Optional[_Iterable[str]] = ..., fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., vocab_size: _Optional[int] = ..., transport: _Optional[str] = ..., architecture: _Optional[str] = ..., prefill_chunk_tokens: _Optional[int] = ..., physical_format: _Optional[str] = ..., rope_border_tokens: _Optional[int] = ..., kv_token_bytes: _Optional[int] = ..., step_times: _Optional[_Union[_inference_pb2.StepTimes, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("key", "age_s", "reserved", "reserve_refused", "lifetime", "tokens", "failed", "released")
@@ -301,7 +324,7 @@ class Released(_message.Message):
     def __init__(self) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks", "prefix_queried_tokens", "prefix_hit_tokens", "links", "pool_queried_tokens", "pool_host_tokens", "pool_disk_tokens", "pool_declined_tokens", "canaries_passed", "canaries_mismatched", "canaries_skipped", "peer_tokens", "prefixes_device", "prefixes_host", "prefixes_disk", "prefixes_peer", "prefixes_computed", "decode_sequences", "decode_kv_tokens", "reserved_sequences", "prefill_correction", "decode_correction")
+    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks", "prefix_queried_tokens", "prefix_hit_tokens", "links", "pool_queried_tokens", "pool_host_tokens", "pool_disk_tokens", "pool_declined_tokens", "canaries_passed", "canaries_mismatched", "canaries_skipped", "peer_tokens", "prefixes_device", "prefixes_host", "prefixes_disk", "prefixes_peer", "prefixes_computed", "decode_sequences", "decode_kv_tokens", "reserved_sequences", "prefill_correction", "decode_correction", "prefixes_remote", "pool_remote_tokens")
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +362,8 @@ class Counters(_message.Message):
     RESERVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CORRECTION_FIELD_NUMBER: _ClassVar[int]
     DECODE_CORRECTION_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_REMOTE_FIELD_NUMBER: _ClassVar[int]
+    POOL_REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     free_blocks: int
     leased_blocks: int
     active_blocks: int
@@ -376,7 +401,9 @@ class Counters(_message.Message):
     reserved_sequences: int
     prefill_correction: float
     decode_correction: float
-    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., pool_queried_tokens: _Optional[int] = ..., pool_host_tokens: _Optional[int] = ..., pool_disk_tokens: _Optional[int] = ..., pool_declined_tokens: _Optional[int] = ..., canaries_passed: _Optional[int] = ..., canaries_mismatched: _Optional[int] = ..., canaries_skipped: _Optional[int] = ..., peer_tokens: _Optional[int] = ..., prefixes_device: _Optional[int] = ..., prefixes_host: _Optional[int] = ..., prefixes_disk: _Optional[int] = ..., prefixes_peer: _Optional[int] = ..., prefixes_computed: _Optional[int] = ..., decode_sequences: _Optional[int] = ..., decode_kv_tokens: _Optional[int] = ..., reserved_sequences: _Optional[int] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ...) -> None: ...
+    prefixes_remote: int
+    pool_remote_tokens: int
+    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., pool_queried_tokens: _Optional[int] = ..., pool_host_tokens: _Optional[int] = ..., pool_disk_tokens: _Optional[int] = ..., pool_declined_tokens: _Optional[int] = ..., canaries_passed: _Optional[int] = ..., canaries_mismatched: _Optional[int] = ..., canaries_skipped: _Optional[int] = ..., peer_tokens: _Optional[int] = ..., prefixes_device: _Optional[int] = ..., prefixes_host: _Optional[int] = ..., prefixes_disk: _Optional[int] = ..., prefixes_peer: _Optional[int] = ..., prefixes_computed: _Optional[int] = ..., decode_sequences: _Optional[int] = ..., decode_kv_tokens: _Optional[int] = ..., reserved_sequences: _Optional[int] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., prefixes_remote: _Optional[int] = ..., pool_remote_tokens: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("peer", "transport", "bytes_per_s", "latency_s")
@@ -395,7 +422,7 @@ class DebugKvRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DebugKvResponse(_message.Message):
-    __slots__ = ("worker", "incarnation", "total_blocks", "free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "orphaned_blocks", "held", "slabs", "total_slabs")
+    __slots__ = ("worker", "incarnation", "total_blocks", "free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "orphaned_blocks", "held", "slabs", "total_slabs", "cached")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -407,6 +434,7 @@ class DebugKvResponse(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     SLABS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SLABS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     worker: str
     incarnation: str
     total_blocks: int
@@ -418,7 +446,8 @@ class DebugKvResponse(_message.Message):
     held: _containers.RepeatedCompositeFieldContainer[HeldBlocks]
     slabs: _containers.RepeatedCompositeFieldContainer[HeldSlab]
     total_slabs: int
-    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ...) -> None: ...
+    cached: _containers.RepeatedCompositeFieldContainer[_pool_node_pb2.CachedBlocks]
+    def __init__(self, worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldBlocks, _Mapping]]] = ..., slabs: _Optional[_Iterable[_Union[HeldSlab, _Mapping]]] = ..., total_slabs: _Optional[int] = ..., cached: _Optional[_Iterable[_Union[_pool_node_pb2.CachedBlocks, _Mapping]]] = ...) -> None: ...
 
 class HeldBlocks(_message.Message):
     __slots__ = ("holder", "state", "block_ids", "age_s", "request_id", "tenant")

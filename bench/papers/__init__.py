@@ -1,0 +1,1 @@
+"""Published results beside ours. Each program takes the path of its data."""

@@ -1,0 +1,81 @@
+"""The `qos` section of a cluster file. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from cluster.config_types import Count, Name, Section
+from cluster.quantities import Seconds
+
+
+class Degrade(Section):
+    """What may be done before a request of the tier is refused."""
+
+    max_tokens: Count | None = None
+    """Its output is cut to so many tokens; none: it isn't."""
+    defer: Seconds | None = None
+    """It may wait for so long until it can be served; none: not at all."""
+
+
+class Tier(Section):
+    """Requests that are served alike. Objectives hold for requests that bring none of their own."""
+
+    priority: Annotated[int, Field(ge=0)] = 0
+    """Lower goes first."""
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of prefill time and decode places: always there for this tier, lent to others while it isn't
+    used."""
+    ttft: Seconds | None = None
+    """Time to first token."""
+    tpot: Seconds | None = None
+    """Mean time per token after the first."""
+    degrade: Degrade = Degrade()
+    default: bool = False
+    """The tier of requests that match none. Exactly one tier has it."""
+    match: tuple[str, ...] = ()
+    """Values of the header that mean this tier, besides its name."""
+    api_keys: tuple[str, ...] = Field(default=(), repr=False)
+    """Bearer tokens that mean this tier."""
+
+
+class Qos(Section):
+    """Tiers of service. Without any, all requests are alike."""
+
+    header: str = "x-customer-tier"
+    """The HTTP header, or gRPC metadata, that names a request's tier."""
+    tiers: dict[Name, Tier] = Field(default_factory=dict)
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Inside a tier tenants get prefill time in proportion to these; 1 where none is given."""
+
+    @field_validator("header")
+    @classmethod
+    def _lower_case(cls, given: str) -> str:
+        if not given or given != given.lower():
+            raise ValueError("a header's name in lower case")
+        return given
+
+    @field_validator("tiers")
+    @classmethod
+    def _shares_fit(cls, given: dict[str, Tier]) -> dict[str, Tier]:
+        total = sum(tier.share for tier in given.values())
+        if total > 1 + 1e-9:
+            raise ValueError(f"shares that sum to 1 at most, not {total:g}")
+        return given
+
+    @model_validator(mode="after")
+    def _one_default(self) -> Qos:
+        defaults = [name for name, tier in self.tiers.items() if tier.default]
+        if self.tiers and len(defaults) != 1:
+            named = ", ".join(defaults) or "none"
+            raise ValueError(f"default: true in exactly one tier, not in {named}")
+        return self
+
+    @model_validator(mode="after")
+    def _each_match_once(self) -> Qos:
+        for field in ("match", "api_keys"):
+            values = [value for tier in self.tiers.values() for value in getattr(tier, field)]
+            if len({*values}) < len(values):
+                raise ValueError(f"{field}: each value in one tier only")
+        return self

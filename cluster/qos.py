@@ -1,0 +1,36 @@
+"""What the `qos` section of a cluster file tells routers and workers. Pure."""
+
+from __future__ import annotations
+
+from cluster.config_qos import Qos, Tier
+from kvrelay.qos import ONE_TIER, QosTier, QosTiers
+from kvrelay.types import Objectives
+from router.tier_match import TierMatch
+
+
+def qos_tiers(qos: Qos) -> QosTiers:
+    if not qos.tiers:
+        return ONE_TIER
+    (default,) = (name for name, tier in qos.tiers.items() if tier.default)
+    tiers = tuple(_tier(name, tier) for name, tier in qos.tiers.items())
+    return QosTiers(tiers=tiers, default=default)
+
+
+def _tier(name: str, tier: Tier) -> QosTier:
+    return QosTier(
+        name=name,
+        priority=tier.priority,
+        share=tier.share,
+        objectives=Objectives(ttft_s=tier.ttft, tpot_s=tier.tpot),
+        capped_tokens=tier.degrade.max_tokens,
+        patience_s=tier.degrade.defer or 0.0,
+    )
+
+
+def tier_match(qos: Qos) -> TierMatch:
+    """A tier's own name always means it."""
+    return TierMatch(
+        header=qos.header,
+        values={value: name for name, tier in qos.tiers.items() for value in (name, *tier.match)},
+        api_keys={key: name for name, tier in qos.tiers.items() for key in tier.api_keys},
+    )

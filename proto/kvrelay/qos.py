@@ -1,0 +1,43 @@
+"""Tiers of service: who goes first, what each is promised, and what it may take. Pure.
+
+A tier's share is its own at every time; what it doesn't use is lent to the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.types import NO_OBJECTIVES, Objectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QosTier:
+    """A lower `priority` goes first. `share` (0 to 1) of prefill time and of decode places is
+    reserved. `objectives` hold for requests that bring none. Before a request is refused, its
+    output may be cut to `capped_tokens`, and it may wait for `patience_s`."""
+
+    name: str
+    priority: int = 0
+    share: float = 0.0
+    objectives: Objectives = NO_OBJECTIVES
+    capped_tokens: int | None = None
+    patience_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QosTiers:
+    """`default` names the tier of requests that match none."""
+
+    tiers: tuple[QosTier, ...] = (QosTier(name="default"),)
+    default: str = "default"
+
+    def __contains__(self, name: str) -> bool:
+        return any(tier.name == name for tier in self.tiers)
+
+    def __getitem__(self, name: str) -> QosTier:
+        """The tier of this name, else the default one."""
+        found = {tier.name: tier for tier in self.tiers}
+        return found.get(name) or found[self.default]
+
+
+ONE_TIER = QosTiers()

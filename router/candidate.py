@@ -1,0 +1,75 @@
+"""A way to serve a request, and what is predicted of it. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.messages import PrefixSource
+from kvrelay.types import Objectives
+from router.forecast.decode_outlook import BatchThen
+from router.placement import Placement
+from router.view import WorkerView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """`prefill` None: the decode worker prefills too. `source`: who has more of the prompt than
+    the one that prefills."""
+
+    decode: WorkerView
+    prefill: WorkerView | None
+    source: PrefixSource | None = None
+
+    @property
+    def placement(self) -> Placement:
+        prefill = None if self.prefill is None else self.prefill.incarnation
+        return Placement(decode=self.decode.incarnation, prefill=prefill)
+
+    @property
+    def prefiller(self) -> WorkerView:
+        return self.prefill or self.decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptPrediction:
+    """Seconds from now until the first token, by what they are spent on."""
+
+    queue_s: float
+    pull_s: float
+    prefill_s: float
+
+    @property
+    def first_token_s(self) -> float:
+        return self.queue_s + self.pull_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePrediction:
+    """Of a decode worker when the request joins, `joins_in_s` from now: `batch` is without it,
+    `step_s` a step with it. Free blocks are those that are left without it."""
+
+    joins_in_s: float
+    batch: BatchThen
+    step_s: float
+    needed_blocks: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """`ttft_s` counts from when the request was received."""
+
+    prompt: PromptPrediction
+    decode: DecodePrediction
+    ttft_s: float
+    tpot_s: float
+    completes_in_s: float
+
+    def within(self, objectives: Objectives) -> bool:
+        return self.ttft_within(objectives) and self.tpot_within(objectives)
+
+    def ttft_within(self, objectives: Objectives) -> bool:
+        return objectives.ttft_s is None or self.ttft_s <= objectives.ttft_s
+
+    def tpot_within(self, objectives: Objectives) -> bool:
+        return objectives.tpot_s is None or self.tpot_s <= objectives.tpot_s

@@ -1,0 +1,34 @@
+"""What a request asks of the workers, as placement and admission see it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.types import NO_OBJECTIVES, Objectives, RequestSpec
+from router.prefixes import HeldPrefixes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """`output_tokens` is how many each choice will probably have. `waited_s` of its time to first
+    token are over. A lower `priority` number goes first."""
+
+    spec: RequestSpec
+    output_tokens: int
+    held: HeldPrefixes
+    objectives: Objectives = NO_OBJECTIVES
+    priority: int = 0
+    waited_s: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.spec.prompt_ids)
+
+    @property
+    def choices(self) -> int:
+        return self.spec.sampling.n
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and output, if it generates all it may."""
+        return self.prompt_tokens + self.spec.sampling.max_tokens

@@ -1,0 +1,157 @@
+"""What becomes of a request on a pair of workers: TTFT, and TPOT when it gets there. Pure.
+
+The prefill side: the queue ahead of it, the prefix pulled or not, the tokens left to compute. The
+decode side at the time the request joins: the batch then, counting what is on its way already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.latency import StepWork, decode_work, prefill_work
+from kvrelay.messages import LinkState, PrefixSource
+from kvrelay.types import Incarnation
+from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
+from router.demand import Demand
+from router.forecast.decode_outlook import BatchThen
+from router.view import WorkerView
+
+UNMEASURED_BYTES_PER_S = 1e9
+"""Of a link that nobody has measured yet."""
+NOTHING = StepWork()
+
+
+@dataclass(slots=True)
+class Forecast:
+    workers: Mapping[Incarnation, WorkerView]
+
+    def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
+        prompt = self.prompt(demand, candidate, now_s)
+        handoff_s = self.handoff_s(demand, candidate)
+        joins_in_s = prompt.first_token_s + handoff_s
+        decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
+        gaps = max(1, demand.output_tokens - 1)
+        return Prediction(
+            prompt=prompt,
+            decode=decode,
+            ttft_s=demand.waited_s + prompt.first_token_s,
+            tpot_s=decode.step_s + handoff_s / gaps,
+            completes_in_s=joins_in_s + decode.step_s * gaps,
+        )
+
+    # --- prefill side ---------------------------------------------------------------------------
+
+    def prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
+        worker = candidate.prefiller
+        beside = self._beside(candidate, now_s)
+        own = demand.held.tokens(worker.hello)
+        pull_s, prefill_s = 0.0, prompt_s(worker, demand.prompt_tokens, own, beside)
+        if candidate.source is not None:
+            more = candidate.source.blocks * worker.hello.block_size
+            pulled_s = self._pull_s(worker, candidate.source, more - own)
+            rest_s = prompt_s(worker, demand.prompt_tokens, more, beside)
+            if pulled_s + rest_s < prefill_s:
+                pull_s, prefill_s = pulled_s, rest_s
+        queue_s = worker.queue.wait_s(demand.priority, now_s) + self._others_s(worker)
+        return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
+
+    @staticmethod
+    def _beside(candidate: Candidate, now_s: float) -> StepWork:
+        """A decode worker's chunks share their steps with its batch."""
+        if candidate.prefill is not None:
+            return NOTHING
+        batch = candidate.decode.outlook.at(now_s, now_s)
+        return decode_work(batch.sequences, batch.kv_tokens)
+
+    @staticmethod
+    def _others_s(worker: WorkerView) -> float:
+        """What other routers have sent there."""
+        tokens = worker.counters.prefill_waiting_tokens - worker.queue.tokens
+        return prompt_s(worker, tokens, 0) if tokens > 0 else 0.0
+
+    def _pull_s(self, worker: WorkerView, source: PrefixSource, tokens: int) -> float:
+        return self._move_s(worker, source.peer, tokens)
+
+    # --- between --------------------------------------------------------------------------------
+
+    def handoff_s(self, demand: Demand, candidate: Candidate) -> float:
+        """What is left to send after the last chunk's compute; the rest was sent behind it."""
+        worker = candidate.prefill
+        if worker is None:
+            return 0.0
+        tokens = min(demand.prompt_tokens, worker.hello.prefill_chunk_tokens)
+        return self._move_s(worker, candidate.decode.incarnation, tokens)
+
+    def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
+        link = self._link(worker, peer)
+        bytes_per_s = link.bytes_per_s if link and link.bytes_per_s else UNMEASURED_BYTES_PER_S
+        latency_s = link.latency_s if link else 0.0
+        return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
+
+    def _link(self, worker: WorkerView, peer: Incarnation) -> LinkState | None:
+        """Whichever of the two has opened it."""
+        for one, other in ((worker, peer), (self.workers.get(peer), worker.incarnation)):
+            for link in one.counters.links if one is not None else ():
+                if link.peer == other:
+                    return link
+        return None
+
+    # --- decode side ----------------------------------------------------------------------------
+
+    def decode(
+        self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
+    ) -> DecodePrediction:
+        batch = worker.outlook.at(now_s + joins_in_s, now_s)
+        others = self._other_sequences(worker)
+        batch = BatchThen(batch.sequences + others.sequences, batch.kv_tokens + others.kv_tokens)
+        return DecodePrediction(
+            joins_in_s=joins_in_s,
+            batch=batch,
+            step_s=worker.step_s(with_it(demand, batch, worker)),
+            needed_blocks=needed_blocks(demand, worker),
+            free_blocks=worker.hello.total_blocks
+            - blocks_of(worker, batch.kv_tokens)
+            - batch.sequences,
+        )
+
+    @staticmethod
+    def _other_sequences(worker: WorkerView) -> BatchThen:
+        """Those of other routers, as far as the worker has told; they stay."""
+        others = max(0, worker.counters.running - worker.outlook.sequences)
+        used = worker.counters.active_blocks * worker.hello.block_size
+        return BatchThen(others, max(0, used - worker.outlook.kv_tokens) if others else 0)
+
+
+def with_it(demand: Demand, batch: BatchThen, worker: WorkerView) -> StepWork:
+    """A decode step that the request is in; the worker runs no more than its places."""
+    tokens = demand.choices * mean_tokens(demand)
+    sequences = min(batch.sequences + demand.choices, worker.hello.max_running_requests)
+    return decode_work(sequences, batch.kv_tokens + tokens)
+
+
+def mean_tokens(demand: Demand) -> int:
+    """A choice's context while it decodes, on average."""
+    return demand.prompt_tokens + (demand.output_tokens + 1) // 2
+
+
+def needed_blocks(demand: Demand, worker: WorkerView) -> int:
+    """Choices share the prompt's."""
+    outputs = demand.choices * blocks_of(worker, (demand.output_tokens + 1) // 2)
+    return blocks_of(worker, demand.prompt_tokens) + outputs
+
+
+def blocks_of(worker: WorkerView, tokens: int) -> int:
+    return -(-tokens // worker.hello.block_size)
+
+
+def prompt_s(
+    worker: WorkerView, prompt_tokens: int, cached_tokens: int, beside: StepWork = NOTHING
+) -> float:
+    """Seconds to compute what is not cached, chunk by chunk, `beside` in each of the steps."""
+    chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
+    while done < prompt_tokens:
+        take = min(chunk, prompt_tokens - done)
+        seconds += worker.step_s(prefill_work(take, done) + beside)
+        done += take
+    return seconds

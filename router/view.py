@@ -1,0 +1,76 @@
+"""The router's soft view of one worker. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from engine.latency import NotCovered, StepTimes, StepWork
+from kvrelay.messages import Counters, WorkerHello
+from kvrelay.types import Incarnation, RequestKey, Role
+from router.forecast.decode_outlook import DecodeOutlook
+from router.forecast.prefill_queue import PrefillQueue
+from router.latency.worker_times import WorkerTimes
+
+
+class _NoTimes:
+    """Of a worker that has not told: nothing takes any time."""
+
+    def step_s(self, work: StepWork) -> float:
+        return 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerView:
+    """Its last counters, and what this router has sent it: prompts not yet prefilled (`queue`) and
+    sequences on its decode side (`outlook`)."""
+
+    hello: WorkerHello
+    counters: Counters = field(default_factory=Counters)
+    times: StepTimes = field(default_factory=_NoTimes)
+    queue: PrefillQueue = field(default_factory=PrefillQueue)
+    outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
+    draining: bool = False
+
+    @staticmethod
+    def of(hello: WorkerHello) -> WorkerView:
+        return WorkerView(hello=hello, times=WorkerTimes.of(hello))
+
+    def said(self, counters: Counters) -> None:
+        self.counters = counters
+        if isinstance(self.times, WorkerTimes):
+            self.times = self.times.corrected(counters)
+
+    def step_s(self, work: StepWork) -> float:
+        """Infinite for what the worker's times don't cover."""
+        try:
+            return self.times.step_s(work)
+        except NotCovered:
+            return inf
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.hello.incarnation
+
+    @property
+    def prefills(self) -> bool:
+        return self.hello.role is Role.PREFILL
+
+    @property
+    def decode_load(self) -> float:
+        """Share of the batch that is taken."""
+        sequences = max(self.outlook.sequences, self.counters.running)
+        return sequences / self.hello.max_running_requests
+
+    @property
+    def prefill_load(self) -> int:
+        """Prompt tokens ahead of a new request."""
+        return max(self.queue.tokens, self.counters.prefill_waiting_tokens)
+
+    @property
+    def free_places(self) -> int:
+        return self.hello.max_running_requests - self.outlook.sequences
+
+    def forget(self, key: RequestKey, now_s: float) -> None:
+        self.outlook.remove(key)
+        self.queue.remove(key, now_s)

@@ -1,0 +1,109 @@
+"""Real workers time their steps, tell it, and correct it: predictions against what clients saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import engine.bundled
+from cluster import status
+from engine.latency import prefill_work
+from kvrelay.types import Role
+from router.latency.worker_times import WorkerTimes
+from router.placement import WorkerView
+from tests.integration.split_kit import (
+    Cluster,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+
+BUNDLED = Path(engine.bundled.__file__).parent / "checkpoint"
+PROMPT_TOKENS, OUTPUT_TOKENS, REQUESTS = 400, 48, 12
+TOLERANCE = 3.0
+"""1.5 holds on a machine with nothing else to do."""
+
+
+@pytest.fixture
+def cluster(hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
+    changes = {"profile": "auto", "dtype": "bfloat16", "prefill_chunk_tokens": 256}
+    workers = [
+        (host, worker_settings(f"{role}-0", role, BUNDLED, **changes))
+        for host, role in zip(hosts, (Role.PREFILL, Role.DECODE), strict=True)
+    ]
+    with running_cluster(BUNDLED, workers) as running:
+        yield running
+
+
+def view(cluster: Cluster, role: Role) -> WorkerView:
+    views = cluster.router.process.dispatcher.core.workers.values()
+    (found,) = [view for view in views if view.hello.role is role]
+    return found
+
+
+def times(cluster: Cluster, role: Role) -> WorkerTimes:
+    found = view(cluster, role)
+    return WorkerTimes.of(found.hello).corrected(found.counters)
+
+
+def mean_s(cluster: Cluster, metric: str) -> float:
+    text = cluster.http.get("/metrics").text
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    return values[f"kvrelay:{metric}_sum"] / values[f"kvrelay:{metric}_count"]
+
+
+def test_what_workers_tell_predicts_what_clients_see(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(REQUESTS):
+        cluster.completion(
+            [3 + i, *range(4, 3 + PROMPT_TOKENS)], max_tokens=OUTPUT_TOKENS, ignore_eos=True
+        )
+    wait_until(lambda: view(cluster, Role.DECODE).counters.running == 0, "the last one is told")
+    decode = times(cluster, Role.DECODE)
+    steps = OUTPUT_TOKENS - 1
+    found = {
+        "ttft": (
+            times(cluster, Role.PREFILL).prompts_s(prefill_work(PROMPT_TOKENS)),
+            mean_s(cluster, "time_to_first_token_seconds"),
+        ),
+        "itl": (
+            decode.decode_run_s(1, PROMPT_TOKENS, steps) / steps,
+            mean_s(cluster, "inter_token_latency_seconds"),
+        ),
+    }
+    with capsys.disabled():
+        print(f"\npredicted and actual: {found}")
+        status.print_table(status.of_router(cluster.grpc_address))
+    for kind, (predicted_s, actual_s) in found.items():
+        assert 1 / TOLERANCE < predicted_s / actual_s < TOLERANCE, (kind, predicted_s, actual_s)
+
+
+def test_a_worker_tells_what_it_runs(cluster: Cluster) -> None:
+    told = view(cluster, Role.DECODE)
+    assert len(told.hello.step_times.decode_knots) == 5  # 1, 2, 4, 8, 16
+    assert 0 < told.hello.step_times.error < 1
+    cluster.completion([*range(3, 100)], max_tokens=4)
+    wait_until(lambda: told.counters.decode_correction != 1, "a step was compared")
+    prefill = view(cluster, Role.PREFILL)
+    wait_until(lambda: prefill.counters.prefill_correction != 1, "a chunk was compared")
+    assert prefill.counters.decode_correction == 1
+    wait_until(lambda: told.counters.decode_sequences == 0, "the sequence is gone")
+    assert told.counters.decode_kv_tokens == told.counters.reserved_sequences == 0
+
+
+def test_status_shows_times_and_corrections(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status.print_table(status.of_router(cluster.grpc_address))
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("decode-0 prefill x ")]
+    assert "; decode x 1.00 of {1: " in line

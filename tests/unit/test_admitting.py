@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from kvrelay.messages import Counters
+from kvrelay.types import Role
+from router.admitting.capacity import Capacity
+from router.admitting.early_rejection import EarlyRejection
+from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
+from router.admitting.predictive import Predictive
+from router.admitting.queue_limit import QueueLimit
+from router.admitting.unlimited import Unlimited
+from router.candidate import Candidate
+from router.demand import Demand
+from router.forecast.decode_outlook import Expected
+from router.forecast.forecast import Forecast
+from router.forecast.prefill_queue import Ahead
+from router.refusal import NO_CAPACITY, Refusal, refused_by_worker
+from router.release_clock import ReleaseClock
+from router.view import WorkerView
+from tests.unit.router_kit import PerToken, demand, key, view, workers_of
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def pair(places: int = 4) -> tuple[WorkerView, WorkerView]:
+    """10 ms for a token of a prompt, 100 ms for each sequence of a batch."""
+    p, d = view("p", P), view("d", D, places=places)
+    p.times, d.times = PerToken(prompt_s=0.01), PerToken(sequence_s=0.1)
+    return p, d
+
+
+def judge(
+    policy: AdmissionPolicy, p: WorkerView, *decodes: WorkerView, asked: Demand, now_s: float = 0.0
+) -> Verdict:
+    candidates = [Candidate(decode=d, prefill=p) for d in decodes]
+    forecast = Forecast(workers_of(p, *decodes))
+    return policy.judge(asked, candidates, NO_CAPACITY, forecast, now_s)
+
+
+def refusal_of(verdict: Verdict) -> Refusal:
+    assert isinstance(verdict, Refusal), verdict
+    return verdict
+
+
+def fill(d: WorkerView, *ends_s: float, joins_s: float = 0.0, tpot_s: float | None = None) -> None:
+    for i, end_s in enumerate(ends_s):
+        expected = Expected(joins_s=joins_s, ends_s=end_s, tokens=4, tpot_s=tpot_s)
+        d.outlook.add(key(f"{joins_s} {i}"), expected)
+
+
+def queue(p: WorkerView, seconds: float) -> None:
+    p.queue.add(key("ahead"), Ahead(seconds=seconds, tokens=1), 0)
+
+
+@pytest.mark.parametrize("policy", [Capacity(), QueueLimit(2), EarlyRejection(), Predictive()])
+class TestWhoeverRefuses:
+    @pytest.mark.parametrize(("taken", "n", "is_full"), [(3, 1, 0), (3, 2, 1), (4, 1, 1)])
+    def test_for_want_of_a_place(
+        self, policy: AdmissionPolicy, taken: int, n: int, is_full: int
+    ) -> None:
+        p, d = pair()
+        fill(d, *range(10, 10 + taken))
+        verdict = judge(policy, p, d, asked=demand(n=n))
+        assert isinstance(verdict, Refusal) == bool(is_full)
+        if isinstance(verdict, Refusal):
+            assert verdict.reason == "slots_exhausted"
+            assert verdict.message == "all 4 places of every decode worker are taken"
+
+    def test_takes_the_next_way(self, policy: AdmissionPolicy) -> None:
+        p, d = pair(places=1)
+        fill(d, 10)
+        other = view("other", D)
+        verdict = judge(policy, p, d, other, asked=demand())
+        assert isinstance(verdict, Admitted)
+        assert verdict.candidate.decode is other
+
+    def test_says_otherwise_without_any_way(self, policy: AdmissionPolicy) -> None:
+        assert judge(policy, view("p", P), asked=demand()) is NO_CAPACITY
+
+
+def test_unlimited_lets_it_wait_forever() -> None:
+    p, d = pair(places=1)
+    fill(d, 10)
+    verdict = judge(Unlimited(), p, d, asked=demand(ttft_s=0.001))
+    assert isinstance(verdict, Deferred)
+    assert verdict.patience_s == inf
+    assert judge(Unlimited(), p, asked=demand()) is NO_CAPACITY
+
+
+def test_queue_limit_counts_prompts() -> None:
+    p, d = pair()
+    queue(p, 1)
+    assert isinstance(judge(QueueLimit(2), p, d, asked=demand()), Admitted)
+    assert refusal_of(judge(QueueLimit(1), p, d, asked=demand())).reason == "ttft_unreachable"
+    p.counters = Counters(waiting=2)
+    assert refusal_of(judge(QueueLimit(2), p, d, asked=demand())).reason == "ttft_unreachable"
+
+
+def test_early_rejection_sees_the_load_of_now_and_predictive_that_of_then() -> None:
+    p, d = pair()
+    fill(d, 60, 60, joins_s=1)  # on their way
+    queue(p, 2)
+    asked = demand(tpot_s=0.25)
+    assert isinstance(judge(EarlyRejection(), p, d, asked=asked), Admitted)
+    assert refusal_of(judge(Predictive(), p, d, asked=asked)).reason == "tpot_unreachable"
+    p, d = pair()
+    fill(d, 1, 1)  # gone by then
+    queue(p, 2)
+    assert refusal_of(judge(EarlyRejection(), p, d, asked=asked)).reason == "tpot_unreachable"
+    assert isinstance(judge(Predictive(), p, d, asked=asked), Admitted)
+
+
+class TestPredictive:
+    def test_ttft_counts_what_was_waited_already(self) -> None:
+        p, d = pair()
+        queue(p, 1.0)
+        assert isinstance(judge(Predictive(), p, d, asked=demand(ttft_s=1.05)), Admitted)
+        late = refusal_of(judge(Predictive(), p, d, asked=demand(ttft_s=1.05, waited_s=0.1)))
+        assert late.reason == "ttft_unreachable"
+        assert late.message == (
+            "its first token would take 1130 ms, 30 ms without a queue; asked for 1050 ms"
+        )
+
+    def test_comes_back_when_the_queue_is_short_enough(self) -> None:
+        p, d = pair()
+        queue(p, 2.0)
+        asked = demand(ttft_s=0.5)
+        again_s = refusal_of(judge(Predictive(), p, d, asked=asked)).retry_after_s
+        assert again_s == pytest.approx(2.03 - 0.5)
+        assert isinstance(judge(Predictive(), p, d, asked=asked, now_s=again_s + 1e-9), Admitted)
+
+    def test_an_impossible_objective_is_told_as_such(self) -> None:
+        refusal = refusal_of(judge(Predictive(), *pair(), asked=demand(ttft_s=0.02)))
+        assert refusal.hopeless
+        assert refusal.retry_after_s is None
+
+    def test_it_breaks_nobody_elses_objective(self) -> None:
+        p, d = pair()
+        fill(d, 50, tpot_s=0.15)
+        assert refusal_of(judge(Predictive(), p, d, asked=demand())).reason == "tpot_unreachable"
+        assert isinstance(judge(Predictive(), *pair(), asked=demand()), Admitted)
+
+    def test_comes_back_when_enough_have_ended(self) -> None:
+        p, d = pair()
+        fill(d, 10, 20, 30)
+        asked = demand(tpot_s=0.25)
+        again_s = refusal_of(judge(Predictive(), p, d, asked=asked)).retry_after_s
+        assert again_s == pytest.approx(20, abs=0.1)
+        assert again_s is not None
+        d.outlook.remove(key("0.0 0"))
+        assert isinstance(judge(Predictive(), p, d, asked=asked, now_s=again_s), Admitted)
+
+    def test_blocks_are_counted_when_it_gets_there(self) -> None:
+        p, d = pair()
+        d.outlook.add(key("a"), Expected(joins_s=0, ends_s=9, tokens=48))
+        refusal = refusal_of(judge(Predictive(), p, d, asked=demand(prompt_tokens=12)))
+        assert refusal.reason == "kv_exhausted"
+        assert refusal.message == "it needs 4 KV blocks, and 3 will be free"
+        assert refusal.retry_after_s == pytest.approx(9, abs=0.2)
+
+    def test_the_reason_that_ends_soonest_is_told(self) -> None:
+        p, d = pair()
+        fill(d, 50, 60, 70)
+        other = view("other", D)
+        other.times = PerToken(sequence_s=0.1)
+        fill(other, 5, 6, 7)
+        asked = demand(tpot_s=0.31)
+        again_s = refusal_of(judge(Predictive(), p, d, other, asked=asked)).retry_after_s
+        assert again_s == pytest.approx(5, abs=0.1)
+
+
+def test_a_workers_reason_is_explained() -> None:
+    assert refused_by_worker("draining").message == "the worker is draining"
+    assert refused_by_worker("kv_exhausted").reason == "kv_exhausted"
+    assert refused_by_worker("new reason").message == "new reason"
+
+
+def test_the_first_retry_time_is_a_guess_then_the_gap_bounded() -> None:
+    clock = ReleaseClock()
+    assert clock.retry_after_s() == 1.0
+    clock.released(5)
+    assert clock.retry_after_s() == 1.0
+    clock.released(7)
+    assert clock.retry_after_s() == 2.0
+    clock.released(7 + 1e6)
+    assert clock.retry_after_s() == 30.0
+    quick = ReleaseClock()
+    for _ in range(3):
+        quick.released(1)
+    assert quick.retry_after_s() == 0.05

@@ -1,0 +1,179 @@
+"""Prefixes fetched from another host's pool node: chosen by cost, each begin ends once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.far_fetches import AskFar, FarFetches
+from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvpool.openings import Openings
+from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
+from kvpool.restore_cost import RestoreCost
+from kvpool.restores import Restored, Restores
+from kvpool.tables import BlockTables, Holder
+from kvpool.write_behind import WriteBehind
+from kvrelay.messages import PrefixSource
+from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
+
+SIZE = 4
+NODE = Incarnation("node")
+A = Holder("prefill", RequestKey("a", 0))
+B = Holder("prefill", RequestKey("b", 0))
+PROMPT = list(range(20))
+
+
+class Scene:
+    """A worker whose host's pool has nothing unless it is told."""
+
+    def __init__(self) -> None:
+        planes = (Plane(name="k", heads=1, dim=2),)
+        group = LayerGroup(layers=(0,), planes=planes)
+        layout = KvLayout(groups=(group,), dtype="float32", block_size=SIZE)
+        self.tables = BlockTables(layout, 16)
+        self.tables.cache.reports = True
+        self.cost = RestoreCost(SIZE)
+        self.far = FarFetches(tables=self.tables, cost=self.cost)
+        restores = Restores(tables=self.tables, cost=self.cost)
+        self.openings = Openings(
+            tables=self.tables,
+            restores=restores,
+            write_behind=WriteBehind(self.tables),
+            far=self.far,
+        )
+        names = self.tables.chain("", len(PROMPT))
+        names.extend(PROMPT, len(PROMPT))
+        self.hashes = tuple(names.full(len(PROMPT) - 1))
+
+    def open(self, holder: Holder, blocks: int) -> None:
+        """NODE seems to have so much; the host's pool is asked first."""
+        source = PrefixSource(peer=NODE, addresses=("x:1",), blocks=blocks, is_pool_node=True)
+        found = self.openings.try_open(
+            holder, 20, hashes=self.hashes, ahead_tokens=SIZE, now_s=0, source=source
+        )
+        assert found is not None and self.openings.waits(holder)
+        assert self.openings.take_outbox() == [SeekPrefix(key=holder.key, hashes=self.hashes)]
+
+    def in_pool(self, holder: Holder, blocks: int, now_s: float = 1.0) -> Restored | None:
+        found = PrefixFound(key=holder.key, host_blocks=blocks, disk_blocks=0)
+        return self.openings.answer(found, now_s)
+
+    def asked(self) -> AskFar:
+        (asked,) = self.openings.take_outbox()
+        assert isinstance(asked, AskFar)
+        return asked
+
+    def timed(self, token_s: float, far_s: float) -> None:
+        self.cost.computed(1, token_s)
+        for _ in range(2):  # the first waits for the link
+            self.cost.fetched(NODE, 1, far_s)
+
+
+def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() -> None:
+    scene = Scene()
+    scene.open(A, 3)
+    assert scene.in_pool(A, 0) is None
+    asked = scene.asked()
+    assert (asked.node, asked.addresses) == (NODE, ("x:1",))
+    assert isinstance(asked.question, WantPrefix)
+    assert asked.question.hashes == scene.hashes[:3]
+    assert [place[0] for place in asked.question.targets] == list(scene.tables.tables(A)[0][:3])
+    assert scene.openings.waits(A)
+    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=3), 2.0)
+    assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)
+    assert not scene.openings.waits(A)
+    assert scene.far.tokens == 12 and scene.openings.origins[PrefixOrigin.REMOTE] == 1
+    offered = scene.openings.write_behind.offer(3.0)  # type: ignore[union-attr]
+    assert offered is not None
+    assert tuple(block.hash for block in offered.blocks) == scene.hashes[:3]
+
+
+def test_what_it_has_not_any_more_is_computed() -> None:
+    scene = Scene()
+    scene.open(A, 3)
+    scene.in_pool(A, 0)
+    scene.asked()
+    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=0), 2.0)
+    assert done == Restored.found_here(A, 0)
+    assert scene.cost.remote(NODE).seconds is None
+
+
+@pytest.mark.parametrize(("far", "near", "chosen"), [(4, 1, "far"), (4, 4, "near"), (2, 3, "near")])
+def test_untimed_the_one_with_more_is_asked(far: int, near: int, chosen: str) -> None:
+    scene = Scene()
+    scene.open(A, far)
+    assert scene.in_pool(A, near) is None
+    (asked,) = scene.openings.take_outbox()
+    assert isinstance(asked, AskFar) == (chosen == "far")
+
+
+def test_slower_than_computing_is_declined_and_counted() -> None:
+    scene = Scene()
+    scene.timed(token_s=1.0, far_s=5.0)
+    scene.open(A, 3)
+    assert scene.in_pool(A, 0) == Restored.found_here(A, 0)
+    assert scene.openings.declined_tokens == 12
+    scene.cost.remote(NODE).seconds = 3.0
+    scene.open(B, 3)
+    assert scene.in_pool(B, 0) is None
+    scene.asked()
+
+
+def test_the_first_fetch_waits_for_the_link_and_is_not_timed() -> None:
+    cost = RestoreCost(SIZE)
+    cost.fetched(NODE, 2, 100.0)
+    assert cost.remote(NODE).seconds is None
+    cost.fetched(NODE, 2, 1.0)
+    assert cost.remote(NODE).seconds == 0.5
+
+
+def test_a_dropped_request_keeps_its_blocks_until_the_node_has_answered() -> None:
+    scene = Scene()
+    scene.open(A, 3)
+    scene.in_pool(A, 0)
+    scene.asked()
+    assert scene.openings.drop(A)
+    assert scene.asked().question == DropPrefix(key=A.key)
+    assert scene.openings.waits(A)
+    scene.far.validate()
+    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=0), 2.0)
+    assert done == Restored.found_here(A, 0)
+    scene.tables.release(A)
+    scene.tables.validate()
+
+
+# --- a slow time is not the last word -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["host", "disk", "remote", "peer"])
+def test_what_was_slow_is_tried_again_at_a_bounded_cost(way: str) -> None:
+    """Ten times slower than computing, as timed: of 10,000 blocks trials lose at most 2 %."""
+    cost = RestoreCost(SIZE)
+    cost.computed(1, 1.0)
+    rates = {"host": cost.host, "disk": cost.disk, "peer": cost.peer, "remote": cost.remote(NODE)}
+    rate = rates[way]
+    rate.seconds = slow_s = 10.0 * SIZE
+
+    def tries() -> bool:
+        if way == "host":
+            return cost.fetches(1, 0) == 1
+        if way == "disk":
+            return cost.fetches(0, 1) == 1
+        return cost.tries_again(rate, 1)
+
+    trials = sum(tries() for _ in range(10_000))
+    lost_s = trials * (slow_s - SIZE)
+    assert 0 < lost_s <= 0.02 * 10_000 * SIZE
+    while not tries():
+        pass
+    for _ in range(20):
+        rate.observe(1, 0.5 * SIZE)
+    assert cost.prefers(rate, 1, 0, 0)
+
+
+def test_what_is_faster_elsewhere_is_not_tried() -> None:
+    """A way that beats computing but not the host's pool has no need of trials."""
+    cost = RestoreCost(SIZE)
+    cost.computed(1, 1.0)
+    cost.peer.seconds = 2.0
+    assert not any(cost.tries_again(cost.peer, 1) for _ in range(1000))
+    assert not cost.tries_again(cost.remote(NODE), 1), "untimed, and preferred by that alone"

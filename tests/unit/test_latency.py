@@ -1,0 +1,150 @@
+"""What a router expects of workers and of requests, and how far that was off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from engine.latency import decode_work, prefill_work
+from kvrelay.messages import Counters
+from kvrelay.types import Role
+from router.core import RouterCore
+from router.latency.output_lengths import OutputLengths
+from router.latency.worker_times import WorkerTimes
+from router.request import Request
+from tests.unit.router_kit import hello, reserved, says, split, submit, tokens
+
+
+def times(prefill: float = 1.0, decode: float = 1.0) -> WorkerTimes:
+    counters = Counters(prefill_correction=prefill, decode_correction=decode)
+    return WorkerTimes.of(hello("w", Role.BOTH)).corrected(counters)
+
+
+def test_times_are_the_hellos_multiplied_by_the_latest_corrections() -> None:
+    plain, slow = times(), times(prefill=2.0, decode=3.0)
+    prompt, decode = prefill_work(8), decode_work(2, 100)
+    assert slow.step_s(prompt) == pytest.approx(2 * plain.step_s(prompt))
+    assert slow.step_s(decode) == pytest.approx(3 * plain.step_s(decode))
+    assert slow.decode_s(2, 100) == slow.step_s(decode)
+    extra_s = plain.step_s(prompt + decode) - plain.step_s(prompt)
+    assert slow.step_s(prompt + decode) == pytest.approx(2 * plain.step_s(prompt) + 3 * extra_s)
+
+
+def test_prompts_take_all_their_chunks() -> None:
+    work = prefill_work(20, 4)  # in chunks of 8
+    assert times(prefill=2.0).prompts_s(work) == pytest.approx(
+        2 * (3 * 0.01 + 20 * 0.001 + work.attended_tokens * 1e-6 + 0.002)
+    )
+
+
+def test_runs_of_steps_are_corrected_both_ways() -> None:
+    slow = times(decode=3.0)
+    run_s = slow.decode_run_s(2, 100, 10)
+    assert run_s == pytest.approx(3 * times().decode_run_s(2, 100, 10))
+    assert slow.decode_steps_within(2, 100, run_s * 1.001) == 10
+    assert slow.decode_steps_within(2, 100, run_s * 0.999) == 9
+
+
+# --- output lengths ------------------------------------------------------------------------------
+
+
+def learnt(*ended: int, cut: tuple[int, ...] = ()) -> OutputLengths:
+    lengths = OutputLengths()
+    for tokens_ in ended:
+        lengths.observe("free", tokens_, was_cut=False)
+    for tokens_ in cut:
+        lengths.observe("free", tokens_, was_cut=True)
+    return lengths
+
+
+def test_before_any_end_max_tokens_is_expected() -> None:
+    assert OutputLengths().quantile("free", 0.5, max_tokens=77) == 77
+    assert learnt(cut=(5, 5, 5)).quantile("free", 0.5, max_tokens=77) == 77
+    assert learnt(5).quantile("premium", 0.5, max_tokens=77) == 77
+
+
+def test_quantiles_are_within_a_band() -> None:
+    lengths = learnt(*Random(0).sample(range(1, 401), 400))
+    for share, exact in ((0.02, 8), (0.5, 200), (0.9, 360)):
+        found = lengths.quantile("free", share, max_tokens=1000)
+        assert exact * 0.9 <= found <= exact * 1.2, (share, found)
+    assert lengths.quantile("free", 0.9, max_tokens=100) == 100
+
+
+def test_requests_that_were_cut_count_as_longer() -> None:
+    """Half of all are cut at 10 tokens, as likely to be long as the others."""
+    random = Random(1)
+    lengths = OutputLengths()
+    for i in range(4000):
+        drawn = random.randint(1, 100)
+        limit = 10 if i % 2 else 1000
+        lengths.observe("free", min(drawn, limit), was_cut=drawn > limit)
+    assert 45 <= lengths.quantile("free", 0.5, max_tokens=1000) <= 62
+
+
+def test_a_request_that_has_gone_on_is_expected_to_go_on() -> None:
+    lengths = learnt(*[5] * 90, *[200] * 10)
+    assert lengths.quantile("free", 0.5, max_tokens=1000) == 5
+    assert 200 <= lengths.quantile("free", 0.5, max_tokens=1000, emitted=5) <= 216
+    assert lengths.quantile("free", 0.5, max_tokens=1000, emitted=500) == 1000
+    assert lengths.quantile("free", 0.5, max_tokens=1000, emitted=3) == 5
+
+
+def test_old_lengths_fade_and_memory_stays() -> None:
+    lengths = learnt(*[10] * 3000, *[100] * 3000)
+    assert 100 <= lengths.quantile("free", 0.1, max_tokens=1000) <= 108
+    for _ in range(200_000):  # the weights are scaled down on the way
+        lengths.observe("free", 12, was_cut=False)
+    assert lengths.quantile("free", 0.99, max_tokens=1000) == 12
+
+
+def test_very_long_outputs_have_a_band() -> None:
+    lengths = learnt(10**7)
+    assert lengths.quantile("free", 0.5, max_tokens=2000) == 2000
+    assert lengths.quantile("free", 0.5, max_tokens=10**8) > 10**5
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    ttft_s: float
+    tpot_s: float
+
+
+def follow(core: RouterCore) -> Request:
+    """A request of 5 tokens: the first after 2 s, the last after 10 s."""
+    submit(core, now_s=0)
+    says(core, "d", reserved())
+    request = core.requests["r"]
+    request.predicted = Prediction(ttft_s=1.0, tpot_s=3.0)
+    return request
+
+
+def test_errors_are_predicted_by_actual_seconds() -> None:
+    core = split()
+    request = follow(core)
+    assert request.prediction_errors() == {}
+    says(core, "p", tokens(0, 7), now_s=2.0)
+    assert request.prediction_errors() == {"ttft": 0.5}
+    for index in range(1, 5):
+        says(core, "d", tokens(index, 7), now_s=2.0 + 2 * index)
+    assert request.prediction_errors() == {"ttft": 0.5, "tpot": 1.5}
+
+
+def test_a_request_that_was_run_again_says_nothing() -> None:
+    core = split()
+    request = follow(core)
+    says(core, "p", tokens(0, 7), now_s=2.0)
+    request.try_again(7)
+    assert request.prediction_errors() == {}
+
+
+def test_without_a_prediction_there_is_no_error() -> None:
+    core = split()
+    follow(core).predicted = None
+    says(core, "p", tokens(0, 7), now_s=2.0)
+    assert core.requests["r"].prediction_errors() == {}

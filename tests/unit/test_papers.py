@@ -1,0 +1,176 @@
+"""The published results that our formulas and the simulator must give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+
+import pytest
+
+from bench.papers import distserve, mooncake, silicon, splitwise
+from bench.papers.goodput import Objectives, attainment, highest_rate, poisson
+from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
+from bench.papers.silicon_rows import Measured, read_measured
+from cluster.sim.ledgers import Outcome
+from cluster.sim.profiles.roofline import Precision
+from cluster.sim.trace import TraceRequest
+
+_DATA = Path(__file__).parents[3] / "shared/data"
+
+
+def data(name: str) -> Path:
+    path = _DATA / name
+    if not path.exists():
+        pytest.skip(f"no ../shared/data/{name} beside the repository")
+    return path
+
+
+# --- Splitwise ----------------------------------------------------------------------------------
+
+
+def test_splitwise_s_example_is_met_to_every_digit() -> None:
+    claims = list(splitwise.golden(data("splitwise-sim/perf_model.csv")))
+    assert len(claims) == 3 * 3 + 3 * 4
+    assert {claim.off for claim in claims} == {"every digit"}
+
+
+def test_the_simulator_meets_it_where_nothing_is_moved() -> None:
+    claims = list(splitwise.simulated(data("splitwise-sim/perf_model.csv")))
+    alone = [claim for claim in claims if claim.what.startswith("one DGX")]
+    assert len(alone) == 6 and {claim.off for claim in alone} == {"every digit"}
+    split = [c for c in claims if c.what.startswith("Splitwise") and c.what.endswith("response")]
+    assert all(c.paper is not None and 0.95 < c.ours / c.paper < 1.000001 for c in split)
+
+
+# --- Mooncake -----------------------------------------------------------------------------------
+
+
+def test_reuse_pays_from_the_bandwidths_that_mooncake_says() -> None:
+    claims = list(mooncake.claims())
+    assert len(claims) == 3
+    assert all(round(claim.ours) == claim.paper for claim in claims)
+
+
+def test_longer_prefixes_need_less_bandwidth() -> None:
+    model = mooncake.Llama70b()
+    short, long = (mooncake.break_even_bytes_per_s(model, 2.5e15, n) for n in (1024, 131_072))
+    assert short / long == pytest.approx((22 * 8192 + 4 * 131_072) / (22 * 8192 + 4 * 1024))
+
+
+# --- DistServe ----------------------------------------------------------------------------------
+
+
+def outcome(ttft_s: float, tpot_s: float, *, done: bool = True) -> Outcome:
+    request = TraceRequest(arrival_s=1.0, input_tokens=5, output_tokens=11)
+    last_s = 1 + ttft_s + 10 * tpot_s
+    return Outcome(
+        request=request, first_token_s=1 + ttft_s, last_token_s=last_s, tokens=11, done=done
+    )
+
+
+def test_attainment_is_over_all_that_were_offered() -> None:
+    objectives = Objectives(ttft_s=0.2, tpot_s=0.1)
+    slow, stalling, broken = outcome(0.3, 0.05), outcome(0.1, 0.2), outcome(0.1, 0.05, done=False)
+    assert attainment([outcome(0.1, 0.05), slow, stalling, broken], objectives) == 0.25
+
+
+@pytest.mark.parametrize("knee", [0.3, 4.0, 97.0])
+def test_the_highest_rate_is_found(knee: float) -> None:
+    found = highest_rate(lambda rate: rate <= knee, start=4.0)
+    assert knee * 0.97 <= found <= knee
+
+
+def test_a_hopeless_fleet_has_no_rate() -> None:
+    assert highest_rate(lambda rate: False, start=4.0) == 0.0
+
+
+def test_poisson_arrivals_have_their_rate_and_a_seed() -> None:
+    requests = poisson(4000, 5.0, 512, 64, seed=3)
+    assert requests[-1].arrival_s == pytest.approx(800, rel=0.05)
+    assert requests == poisson(4000, 5.0, 512, 64, seed=3) != poisson(4000, 5.0, 512, 64, seed=4)
+
+
+def test_disaggregation_serves_more_per_gpu() -> None:
+    profile: dict[str, object] = {
+        "kind": "distserve",
+        "file": str(data("distserve-sim/profiler-a100-80g.vllm.json").absolute()),
+        "model": "facebook/opt-13b",
+    }
+    strict = Objectives(ttft_s=0.2, tpot_s=0.1)
+    one, split = (
+        distserve.goodput(distserve.cluster_of(fleet, profile), strict, count=60, seed=1)
+        / fleet.gpus
+        for fleet in (distserve.ONE, distserve.SPLIT)
+    )
+    assert split > 1.4 * one > 0
+
+
+# --- silicon ------------------------------------------------------------------------------------
+
+ROW = Measured(
+    model="meta-llama/Llama-3.1-70B",
+    backend="vllm",
+    version="",
+    precision=Precision(weights="float8", experts="float8"),
+    tensor_parallel=4,
+    prompt_tokens=1024,
+    output_tokens=1024,
+    concurrency=16,
+    ttft_s=1.0,
+    tpot_s=1.0,
+)
+TRUTH = tuple(log(x) for x in (0.8, 0.4, 1e-3, 3e-5, 2e-5, 0.3, 0.1))
+
+
+def made_rows() -> list[Measured]:
+    """What servers with the true shares would measure."""
+    settings = [
+        replace(ROW, tensor_parallel=ways, concurrency=clients, prompt_tokens=tokens)
+        for ways in (1, 2, 4, 8)
+        for clients in (1, 8, 64)
+        for tokens in (1024, 8192)
+    ]
+    told = [predict(row, Fitted.at(TRUTH)) for row in settings]
+    return [
+        replace(row, ttft_s=one.ttft_s, tpot_s=one.tpot_s)
+        for row, one in zip(settings, told, strict=True)
+    ]
+
+
+def test_a_fit_predicts_servers_that_follow_the_model() -> None:
+    rows = made_rows()
+    fitted = Fitted.at(fit(rows, START, pull=0.0))
+    for row in rows:
+        assert predict(row, fitted).tpot_s == pytest.approx(row.tpot_s, rel=0.06)
+
+
+def test_more_clients_wait_longer_for_both() -> None:
+    few, many = (predict(replace(ROW, concurrency=n), Fitted.at(TRUTH)) for n in (1, 64))
+    assert many.tpot_s > few.tpot_s and many.ttft_s > few.ttft_s
+
+
+def test_shares_end_at_one() -> None:
+    beyond = Fitted.at(tuple(x + 3 for x in TRUTH))
+    assert (beyond.memory, beyond.compute, beyond.burst) == (1.0, 1.0, 1.0)
+
+
+def test_a_search_finds_the_bottom_of_a_bowl() -> None:
+    found = pattern_search(lambda p: (p[0] - 2) ** 2 + abs(p[1] + 1), (0.0, 0.0))
+    assert found == pytest.approx((2.0, -1.0), abs=0.05)
+    assert exp(found[0]) > 1
+
+
+def test_repeats_of_a_setting_are_in_one_half() -> None:
+    assert replace(ROW, ttft_s=2.0, tpot_s=3.0).half == ROW.half
+    halves = {replace(ROW, concurrency=n).half for n in range(1, 30)}
+    assert halves == {0, 1}
+
+
+def test_held_out_silicon_is_predicted_as_well_as_published_simulators_do() -> None:
+    rows, left_out = read_measured(data("silicon/h200_measured.csv"))
+    assert len(rows) + left_out.total() == 471
+    fold = silicon.hold_out(rows, half=1)
+    found = silicon.overall("all", fold.outcomes)
+    assert found.rows == sum(row.half for row in rows)
+    assert found.tpot_percent < 9 and found.ttft_percent < 20
