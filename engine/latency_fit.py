@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil, sqrt
 
 from engine.latency import NotCovered, StepWork
@@ -25,6 +25,18 @@ class LinearTimes(StepCoefficients):
     def of(told: StepCoefficients) -> LinearTimes:
         names = (field.name for field in fields(StepCoefficients))
         return LinearTimes(**{name: getattr(told, name) for name in names})
+
+    def scaled(self, prefill: float, decode: float) -> LinearTimes:
+        """Prompts take `prefill` times as long, decode steps `decode` times."""
+        return replace(
+            self,
+            prefill_overhead_s=self.prefill_overhead_s * prefill,
+            prefill_token_s=self.prefill_token_s * prefill,
+            prefill_pair_s=self.prefill_pair_s * prefill,
+            prefill_sequence_s=self.prefill_sequence_s * prefill,
+            decode_knots=tuple((n, seconds * decode) for n, seconds in self.decode_knots),
+            decode_kv_token_s=self.decode_kv_token_s * decode,
+        )
 
     def step_s(self, work: StepWork) -> float:
         if not work.prefill_tokens:

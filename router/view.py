@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from engine.latency import NotCovered, StepTimes, StepWork
-from kvrelay.messages import Counters, WorkerHello
+from kvrelay.messages import Counters, LinkState, WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
@@ -20,6 +20,10 @@ class _NoTimes:
         return 0.0
 
 
+Naming = tuple[str, str, int | None, int]
+"""What the names of a worker's blocks depend on."""
+
+
 @dataclass(slots=True, kw_only=True)
 class WorkerView:
     """Its last counters, and what this router has sent it: prompts not yet prefilled (`queue`) and
@@ -31,6 +35,14 @@ class WorkerView:
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     draining: bool = False
+    naming: Naming = field(init=False)
+    _links: dict[Incarnation, LinkState] = field(default_factory=dict)
+    _linked: tuple[LinkState, ...] = ()
+
+    def __post_init__(self) -> None:
+        hello = self.hello
+        names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
+        self.naming = (*names, hello.block_size)
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerView:
@@ -47,6 +59,13 @@ class WorkerView:
             return self.times.step_s(work)
         except NotCovered:
             return inf
+
+    def link(self, peer: Incarnation) -> LinkState | None:
+        """The one that the worker has opened to `peer`."""
+        if self._linked is not self.counters.links:
+            self._linked = self.counters.links
+            self._links = {link.peer: link for link in self._linked}
+        return self._links.get(peer)
 
     @property
     def incarnation(self) -> Incarnation:

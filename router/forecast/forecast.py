@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.latency import StepWork, decode_work, prefill_work
-from kvrelay.messages import LinkState, PrefixSource
 from kvrelay.types import Incarnation
 from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
 from router.demand import Demand
@@ -19,7 +18,6 @@ from router.view import WorkerView
 
 UNMEASURED_BYTES_PER_S = 1e9
 """Of a link that nobody has measured yet."""
-NOTHING = StepWork()
 
 
 @dataclass(slots=True)
@@ -45,33 +43,24 @@ class Forecast:
     def prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
         worker = candidate.prefiller
         beside = self._beside(candidate, now_s)
-        own = demand.held.tokens(worker.hello)
+        own = demand.held.tokens(worker)
         pull_s, prefill_s = 0.0, prompt_s(worker, demand.prompt_tokens, own, beside)
-        if candidate.source is not None:
-            more = candidate.source.blocks * worker.hello.block_size
-            pulled_s = self._pull_s(worker, candidate.source, more - own)
+        source = candidate.source
+        if source is not None and (more := source.blocks * worker.hello.block_size) > own:
+            pulled_s = self._move_s(worker, source.peer, more - own)
             rest_s = prompt_s(worker, demand.prompt_tokens, more, beside)
             if pulled_s + rest_s < prefill_s:
                 pull_s, prefill_s = pulled_s, rest_s
-        queue_s = worker.queue.wait_s(demand.priority, now_s) + self._others_s(worker)
+        queue_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
         return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
 
     @staticmethod
-    def _beside(candidate: Candidate, now_s: float) -> StepWork:
+    def _beside(candidate: Candidate, now_s: float) -> StepWork | None:
         """A decode worker's chunks share their steps with its batch."""
         if candidate.prefill is not None:
-            return NOTHING
+            return None
         batch = candidate.decode.outlook.at(now_s, now_s)
         return decode_work(batch.sequences, batch.kv_tokens)
-
-    @staticmethod
-    def _others_s(worker: WorkerView) -> float:
-        """What other routers have sent there."""
-        tokens = worker.counters.prefill_waiting_tokens - worker.queue.tokens
-        return prompt_s(worker, tokens, 0) if tokens > 0 else 0.0
-
-    def _pull_s(self, worker: WorkerView, source: PrefixSource, tokens: int) -> float:
-        return self._move_s(worker, source.peer, tokens)
 
     # --- between --------------------------------------------------------------------------------
 
@@ -84,27 +73,20 @@ class Forecast:
         return self._move_s(worker, candidate.decode.incarnation, tokens)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
-        link = self._link(worker, peer)
+        """By the link that either of the two has opened."""
+        link = worker.link(peer)
+        if link is None and peer in self.workers:
+            link = self.workers[peer].link(worker.incarnation)
         bytes_per_s = link.bytes_per_s if link and link.bytes_per_s else UNMEASURED_BYTES_PER_S
         latency_s = link.latency_s if link else 0.0
         return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
-
-    def _link(self, worker: WorkerView, peer: Incarnation) -> LinkState | None:
-        """Whichever of the two has opened it."""
-        for one, other in ((worker, peer), (self.workers.get(peer), worker.incarnation)):
-            for link in one.counters.links if one is not None else ():
-                if link.peer == other:
-                    return link
-        return None
 
     # --- decode side ----------------------------------------------------------------------------
 
     def decode(
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
-        batch = worker.outlook.at(now_s + joins_in_s, now_s)
-        others = self._other_sequences(worker)
-        batch = BatchThen(batch.sequences + others.sequences, batch.kv_tokens + others.kv_tokens)
+        batch = self.batch_then(worker, now_s + joins_in_s, now_s)
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
@@ -116,11 +98,21 @@ class Forecast:
         )
 
     @staticmethod
-    def _other_sequences(worker: WorkerView) -> BatchThen:
-        """Those of other routers, as far as the worker has told; they stay."""
-        others = max(0, worker.counters.running - worker.outlook.sequences)
+    def batch_then(worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
+        """Those of other routers, as far as the worker has told of them, stay."""
+        own, outlook = worker.outlook.at(then_s, now_s), worker.outlook
+        others = worker.counters.running - outlook.sequences
+        if others <= 0:
+            return own
         used = worker.counters.active_blocks * worker.hello.block_size
-        return BatchThen(others, max(0, used - worker.outlook.kv_tokens) if others else 0)
+        kv_tokens = max(0, used - outlook.kv_tokens)
+        return BatchThen(own.sequences + others, own.kv_tokens + kv_tokens)
+
+
+def _others_s(worker: WorkerView) -> float:
+    """What other routers have sent there."""
+    tokens = worker.counters.prefill_waiting_tokens - worker.queue.tokens
+    return prompt_s(worker, tokens, 0) if tokens > 0 else 0.0
 
 
 def with_it(demand: Demand, batch: BatchThen, worker: WorkerView) -> StepWork:
@@ -146,12 +138,13 @@ def blocks_of(worker: WorkerView, tokens: int) -> int:
 
 
 def prompt_s(
-    worker: WorkerView, prompt_tokens: int, cached_tokens: int, beside: StepWork = NOTHING
+    worker: WorkerView, prompt_tokens: int, cached_tokens: int, beside: StepWork | None = None
 ) -> float:
     """Seconds to compute what is not cached, chunk by chunk, `beside` in each of the steps."""
     chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
     while done < prompt_tokens:
         take = min(chunk, prompt_tokens - done)
-        seconds += worker.step_s(prefill_work(take, done) + beside)
+        work = prefill_work(take, done)
+        seconds += worker.step_s(work if beside is None else work + beside)
         done += take
     return seconds

@@ -8,11 +8,12 @@ times. A decode worker that may prefill too is one more way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 
 from router.candidate import Candidate
 from router.demand import Demand
+from router.forecast.forecast import with_it
 from router.placement import Against
 from router.placing.policy import Choice, paired
 from router.view import WorkerView
@@ -29,16 +30,20 @@ class KvAware:
         prompts = self._prompts(demand, choice, now_s)
         joins_in_s = prompts[0][0] if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
-        alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
-        ways = [
-            Candidate(decode=decode, prefill=way.prefill, source=way.source)
-            for _, way in prompts
-            for decode in decodes
+        ranked = [
+            (self._rank(demand, choice, candidate, first_s, step_s), candidate)
+            for first_s, way in prompts
+            for step_s, decode in decodes
+            for candidate in (replace(way, decode=decode),)
         ]
-        ways += [choice.sourced(demand, worker, None) for worker in alone]
-        ranks = {id(way): self._rank(demand, choice, way, now_s) for way in ways}
-        yield from sorted(ways, key=lambda way: ranks[id(way)])
-        looked_at = {worker.incarnation for worker in (*decodes, *alone)}
+        alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
+        for step_s, worker in alone:
+            way = choice.sourced(demand, worker, None)
+            first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
+            ranked.append((self._rank(demand, choice, way, first_s, step_s), way))
+        ranked.sort(key=lambda one: one[0])
+        yield from (way for _, way in ranked)
+        looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
         rest = (w for w in choice.decoders if w.incarnation not in looked_at)
         yield from paired(choice, rest, lambda: [w for _, way in prompts if (w := way.prefill)])
 
@@ -47,9 +52,9 @@ class KvAware:
         """The prefill workers that are done first, and when."""
         if not choice.decodes:
             return []
-        anyone = choice.decodes[0]
-        ways = (choice.sourced(demand, anyone, worker) for worker in choice.prefills)
-        timed = ((choice.forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
+        anyone, forecast = choice.decodes[0], choice.forecast
+        ways = [choice.sourced(demand, anyone, worker) for worker in choice.prefills]
+        timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))
 
     @staticmethod
@@ -59,17 +64,22 @@ class KvAware:
         choice: Choice,
         joins_in_s: float,
         now_s: float,
-    ) -> list[WorkerView]:
-        """Those that will decode it fastest."""
-
-        def step_s(worker: WorkerView) -> tuple[float, float]:
-            decode = choice.forecast.decode(demand, worker, joins_in_s, now_s)
-            return decode.step_s, worker.decode_load
-
-        return nsmallest(LOOKED_AT, workers, key=step_s)
+    ) -> list[tuple[float, WorkerView]]:
+        """Those that will decode it fastest, and a step's time there."""
+        then_s, forecast = now_s + joins_in_s, choice.forecast
+        batches = ((worker, forecast.batch_then(worker, then_s, now_s)) for worker in workers)
+        timed = ((w.step_s(with_it(demand, batch, w)), w) for w, batch in batches)
+        return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].decode_load))
 
     @staticmethod
-    def _rank(demand: Demand, choice: Choice, way: Candidate, now_s: float) -> Rank:
-        predicted = choice.forecast.predict(demand, way, now_s)
-        kept = predicted.within(demand.objectives)
-        return choice.against(way), not kept, predicted.completes_in_s
+    def _rank(
+        demand: Demand, choice: Choice, way: Candidate, first_s: float, step_s: float
+    ) -> Rank:
+        """As `Forecast.predict` has it, but for the moment at which the request joins."""
+        gaps = max(1, demand.output_tokens - 1)
+        handoff_s = choice.forecast.handoff_s(demand, way)
+        ttft_s, tpot_s = demand.objectives.ttft_s, demand.objectives.tpot_s
+        kept = (ttft_s is None or demand.waited_s + first_s <= ttft_s) and (
+            tpot_s is None or step_s + handoff_s / gaps <= tpot_s
+        )
+        return choice.against(way), not kept, first_s + handoff_s + step_s * gaps

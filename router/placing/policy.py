@@ -37,7 +37,7 @@ class Choice:
 
     def sourced(self, demand: Demand, decode: WorkerView, prefill: WorkerView | None) -> Candidate:
         """With the prefix source that the worker that prefills could use."""
-        source = demand.held.source(self.workers, (prefill or decode).hello)
+        source = demand.held.source(self.workers, prefill or decode)
         return Candidate(decode=decode, prefill=prefill, source=source)
 
     def against(self, candidate: Candidate) -> Against:
