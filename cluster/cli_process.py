@@ -62,6 +62,8 @@ ROUTER_KEYS = (
     "router.http_port",
     "router.grpc_port",
     "router.max_body",
+    "router.record",
+    "router.record_size",
     "preload",
     "drain_timeout",
 )

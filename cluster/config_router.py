@@ -41,6 +41,11 @@ class Router(Section):
     """0: the system chooses."""
     max_body: Bytes = 4 * 2**20
     """The largest HTTP body or gRPC message that is read."""
+    record: str | None = None
+    """A file for all that the router hears and decides, prompts included: a trace for `kvrelay
+    simulate`, and a log to replay; none: nothing is recorded."""
+    record_size: Bytes = 2**30
+    """The most that is recorded."""
     placement: Placement = Placement()
     admission: Admission = Admission()
     resources: dict[str, Quantity] = Field(default_factory=dict)

@@ -169,6 +169,8 @@ def router_settings(config: Config) -> RouterSettings:
         grpc_port=config.router.grpc_port,
         max_body_bytes=config.router.max_body,
         preload=tuple(_preload(one) for one in config.preload),
+        record=config.router.record,
+        record_bytes=config.router.record_size,
         policies=Policies(
             placement=config.router.placement.policy,
             admission=config.router.admission.policy,

@@ -9,8 +9,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import grpc
 
@@ -20,8 +22,10 @@ from kvrelay.errors import ConfigError, InvalidRequest
 from kvrelay.types import RequestSpec
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from router.beginning import Beginning
 from router.dispatcher import WorkerDispatcher
 from router.preload import preload_specs
+from router.recorder import Recorder
 from router.server import FaceOptions, Faces
 from router.tokenizer import TextTokenizer
 
@@ -95,7 +99,10 @@ class RouterProcess:
         folder = await asyncio.to_thread(find_text_files, settings.model, settings.revision)
         tokenizer = TextTokenizer.load(folder)
         self.dispatcher = WorkerDispatcher(
-            _preloads(settings, tokenizer), settings.policies, settings.qos
+            _preloads(settings, tokenizer),
+            settings.policies,
+            settings.qos,
+            record=_recording(settings),
         )
         self._registry = RegistryService(self.dispatcher)
         options = FaceOptions(
@@ -142,6 +149,12 @@ class RouterProcess:
         while self.dispatcher.running_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
         self._registry.close()
+
+
+def _recording(settings: RouterSettings) -> Callable[[Beginning], Recorder] | None:
+    if settings.record is None:
+        return None
+    return partial(Recorder, Path(settings.record), settings.record_bytes)
 
 
 def _preloads(settings: RouterSettings, tokenizer: TextTokenizer) -> tuple[RequestSpec, ...]:

@@ -65,7 +65,8 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """`name` is the cluster's. Port 0 lets the system choose."""
+    """`name` is the cluster's. Port 0 lets the system choose. `record`: the file for what the core
+    hears and decides, at most `record_bytes` of it; None: none."""
 
     name: str
     model: str
@@ -76,6 +77,8 @@ class RouterSettings:
     grpc_port: int
     max_body_bytes: int
     preload: tuple[PreloadText, ...]
+    record: str | None = None
+    record_bytes: int = 0
     policies: Policies = DEFAULT_POLICIES
     qos: QosTiers = ONE_TIER
     tier_match: TierMatch = NO_MATCH

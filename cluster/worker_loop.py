@@ -292,10 +292,11 @@ class WorkerLoop:
         for scheduler in list(self._turns):
             if self._stepping is None:
                 self._turns.rotate(-1)
-                self._offer(scheduler)
+                if scheduler.has_work:
+                    self._offer(scheduler)
 
     def _offer(self, scheduler: DecodeScheduler | PrefillScheduler) -> None:
-        most_steps = 1 if self.prefill.waiting else self._most_steps
+        most_steps = 1 if self.prefill.has_work else self._most_steps
         for command in scheduler.handle(StepWanted(most_steps=most_steps), self._now()):
             if isinstance(command, RunStep):
                 self._stepping = scheduler

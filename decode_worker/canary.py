@@ -63,6 +63,11 @@ class Canary:
         return sum(c.arrived.message.spec.sampling.n for c in self._checks if not c.dropped)
 
     @property
+    def waits(self) -> bool:
+        """For a step of its own."""
+        return bool(self._awaiting_step)
+
+    @property
     def runs(self) -> bool:
         """The step on the device is its own."""
         return bool(self._on_device)

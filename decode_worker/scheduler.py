@@ -71,6 +71,11 @@ class DecodeScheduler:
             case _:
                 return self._arrivals.handle(event, now_s)
 
+    @property
+    def has_work(self) -> bool:
+        """There may be a step to run."""
+        return self.canary.waits or not self.batch.roster.is_empty
+
     # --- admission ------------------------------------------------------------------------------
 
     @property

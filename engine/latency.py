@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class StepWork:
-    """What one step computes, summed over its sequences, so that works add up.
+    """What one step computes, summed over its sequences, so that works add up. A value like any
+    other, but not frozen: predictions make thousands a second, and that would take thrice as long.
 
     `attended_tokens` counts the query-key pairs of the prompts' new tokens: a chunk of n tokens
     after p others has n * p + n * (n + 1) / 2. `kv_tokens` is the context of those that decode.

@@ -74,7 +74,7 @@ class NamedFormat:
 @dataclass(slots=True, kw_only=True)
 class HashChain:
     """`limit`: blocks that end behind this token have no name. `roots` hears under which `label`
-    the first block is known. `tells_content`: it has seen the tokens themselves."""
+    the first block is known. `tells_content`: it has seen all tokens themselves."""
 
     salt: CacheSalt
     block_size: int
@@ -95,7 +95,7 @@ class HashChain:
         extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
         if self.roots is not None and self._hashes:
             self.roots.note(self._hashes[0], self.label)
-        self.tells_content = not isinstance(token_ids, NamedTokens)
+        self.tells_content &= not isinstance(token_ids, NamedTokens)
         if self.tells_content:
             self._see(token_ids)
 

@@ -77,6 +77,11 @@ class PrefillScheduler:
         return self.openings.tables
 
     @property
+    def has_work(self) -> bool:
+        """There may be a step to run."""
+        return bool(self.queue.awaiting_prefill)
+
+    @property
     def waiting_tokens(self) -> int:
         return self.queue.tokens
 

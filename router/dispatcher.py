@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from itertools import count
-from random import Random
+from collections.abc import AsyncIterator, Callable
 from secrets import randbits
 from uuid import uuid4
 
@@ -21,7 +19,7 @@ from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from router import quarantine_told
-from router.core import RouterCore
+from router.beginning import Beginning, begin
 from router.events import (
     Aborted,
     Admit,
@@ -51,8 +49,9 @@ from router.generation import (
 from router.joining import check_joins
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
-from router.policies import DEFAULT_POLICIES, Policies, open_admission, open_placement
+from router.policies import DEFAULT_POLICIES, Policies
 from router.pool_nodes import PoolNodes
+from router.recorder import Recorder
 from router.request import Request
 from router.view import WorkerView
 
@@ -114,14 +113,19 @@ class WorkerDispatcher:
         preloads: tuple[RequestSpec, ...] = (),
         policies: Policies = DEFAULT_POLICIES,
         tiers: QosTiers = ONE_TIER,
+        *,
+        record: Callable[[Beginning], Recorder] | None = None,
     ) -> None:
-        self.core = RouterCore(
-            attempts=count(randbits(30)),  # of 32 bits on the wire
-            preloads=preloads,
-            placing=open_placement(policies, Random()),
-            admitting=open_admission(policies),
+        """`record` opens a file for all that the core hears and decides."""
+        beginning = Beginning(
+            first_attempt=randbits(30),  # of 32 bits on the wire
+            seed=randbits(62),
+            policies=policies,
             tiers=tiers,
+            preloads=preloads,
         )
+        self.core = begin(beginning)
+        self._recorder = record(beginning) if record is not None else None
         self.incarnation = Incarnation(uuid4().hex)
         self.pools = PoolNodes()
         self._links: dict[str, WorkerLink] = {}  # address |-> link
@@ -143,6 +147,8 @@ class WorkerDispatcher:
         for address in list(self._links):
             await self.remove_worker(address)
         await self.pools.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         check_joins(hello, (view.hello for view in self.core.workers.values()))
@@ -278,7 +284,11 @@ class WorkerDispatcher:
     # --- commands -------------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
-        for command in self.core.handle(event, time.monotonic()):
+        now_s = time.monotonic()
+        commands = self.core.handle(event, now_s)
+        if self._recorder is not None:
+            self._recorder.heard(event, commands, now_s)
+        for command in commands:
             self._execute(command)
 
     def _execute(self, command: Command) -> None:

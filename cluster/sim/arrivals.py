@@ -1,10 +1,9 @@
-"""A trace at another rate, or several times at once. Pure but for the randomness handed in."""
+"""A trace at another rate, or several times at once. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from random import Random
 
 from cluster.sim.trace import TracePrompt, TraceRequest
 
@@ -16,14 +15,13 @@ class Arrival:
 
 
 def arrivals(
-    requests: Sequence[TraceRequest], *, rate_scale: float, replicas: int, rng: Random
+    requests: Sequence[TraceRequest], *, rate_scale: float, replicas: int, draw: Callable[[], float]
 ) -> list[Arrival]:
     """At `rate_scale` times the rate: times are divided by it. Each request comes `replicas` times,
-    the copies with prompts of their own and put off by up to the mean gap, so that they don't come
-    as one."""
+    the copies with prompts of their own, put off by a share (from `draw`) of the mean gap."""
     gap_s = requests[-1].arrival_s / len(requests) / rate_scale
     timed = [
-        (_later(one, min(copy, 1) * rng.random() * gap_s, rate_scale), copy)
+        (_later(one, min(copy, 1) * draw() * gap_s, rate_scale), copy)
         for one in requests
         for copy in range(replicas)
     ]

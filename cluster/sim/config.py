@@ -39,12 +39,14 @@ class Fabric(Section):
 
 
 class Slo(Section):
-    """What a request must meet to count as good, unless it says so itself."""
+    """What a request must meet to count as good."""
 
     ttft: Seconds = 2.0
     """Time to first token."""
     tpot: Seconds = 0.1
     """Mean time per output token after it."""
+    told: bool = True
+    """Requests come with it, as their objectives; false: the router knows of none."""
 
 
 class SimulatedPool(Section):
@@ -78,7 +80,7 @@ class Simulation(Section):
     """What each request asks for at most; auto: just the tokens that the trace says it yields."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How often a refused client comes back, when it was told to."""
-    most_steps: Annotated[int, Field(ge=1, le=4096)] = 64
+    most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
     """Decode steps that are computed together while nothing happens. The result is that of single
     steps but for the time at which a sequence takes its next block."""
 

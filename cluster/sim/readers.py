@@ -6,13 +6,16 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
+from cluster.sim.recorded import recorded_requests
 from cluster.sim.trace import HASH_TOKENS, TraceRequest
 from kvrelay.errors import ConfigError
 
+RECORD_MARK = '"Beginning"'
 AZURE_COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
@@ -38,13 +41,7 @@ def _parsed(name: str, lines: Iterable[str]) -> Iterator[TraceRequest]:
         if last_s is not None and request.arrival_s < last_s:
             raise ConfigError(f"{name}:{number}: arrives before the line above it")
         last_s = request.arrival_s
-        yield TraceRequest(
-            arrival_s=request.arrival_s - first_s,
-            input_tokens=request.input_tokens,
-            output_tokens=request.output_tokens,
-            hash_ids=request.hash_ids,
-            tenant=request.tenant,
-        )
+        yield replace(request, arrival_s=request.arrival_s - first_s)
 
 
 def _by_kind(name: str, lines: Iterable[str]) -> Iterator[tuple[int, TraceRequest]]:
@@ -54,6 +51,9 @@ def _by_kind(name: str, lines: Iterable[str]) -> Iterator[tuple[int, TraceReques
         return
     number, line = head
     if line.lstrip("\ufeff").lstrip().startswith("{"):
+        if RECORD_MARK in line:
+            yield from recorded_requests(name, chain([head], numbered))
+            return
         yield number, _mooncake(name, number, line)
         for number, line in numbered:
             yield number, _mooncake(name, number, line)

@@ -8,11 +8,12 @@ from typing import assert_never
 from cluster.sim.answers import Answers
 from cluster.sim.arrivals import Arrival
 from cluster.sim.clock import Clock
+from cluster.sim.config import Simulation
 from cluster.sim.ledgers import Outcome
 from cluster.sim.worker import SimWorker
 from cluster.worker_events import FromRouter, RouterJoined
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent
-from kvrelay.types import Incarnation
+from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives
 from router.core import RouterCore
 from router.events import (
     Admit,
@@ -106,13 +107,17 @@ class Clients:
         clock: Clock,
         arrivals: Sequence[Arrival],
         answers: Answers,
-        retries: int,
+        simulation: Simulation,
     ) -> None:
         self._router = router
         self._clock = clock
         self._arrivals = arrivals
         self._answers = answers
-        self._retries = retries
+        self._retries = simulation.retries
+        slo = simulation.slo
+        self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
+        if not slo.told:
+            self._objectives = NO_OBJECTIVES
         self._open = len(arrivals)
         self.outcomes = [Outcome(request=one.request) for one in arrivals]
 
@@ -139,6 +144,7 @@ class Clients:
             prompt_ids=arrival.prompt,
             sampling=self._answers.sampling(number),
             tenant=arrival.request.tenant,
+            objectives=self._objectives,
         )
         self._router.hear(Submitted(request=request))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from cluster.config import Config
-from cluster.plan import worker_settings
+from cluster.plan import router_settings, worker_settings
 from cluster.resolve import Site, resolve, worker_names
 from cluster.sim.answers import Answers
 from cluster.sim.arrivals import arrivals
@@ -26,7 +26,7 @@ from cluster.sim.worker import Hardware, SimWorker, Surroundings
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
-from router.core import RouterCore
+from router.beginning import Beginning, begin
 
 NOWHERE = Site(total_cpus=0, node_cpus=1, host="simulated", bundled_path="simulated")
 
@@ -76,7 +76,7 @@ class ClusterSimulation:
             requests,
             rate_scale=scale.rate,
             replicas=scale.replicas,
-            rng=Random(simulation.seed),
+            draw=Random(simulation.seed).random,
         )
         answers = Answers(timed, simulation.max_tokens)
         self._fabric = Fabric(simulation.fabric)
@@ -84,9 +84,10 @@ class ClusterSimulation:
         self._around = Surroundings(
             clock=self.clock, fabric=self._fabric, answers=answers, posts=self._posts
         )
-        self.router = SimRouter(RouterCore(), self.clock, simulation.fabric.router_latency)
+        core = begin(_beginning(self._config))
+        self.router = SimRouter(core, self.clock, simulation.fabric.router_latency)
         self.fleet = self._fleet()
-        self.clients = Clients(self.router, self.clock, timed, answers, simulation.retries)
+        self.clients = Clients(self.router, self.clock, timed, answers, simulation)
         self.router.serve(self.clients)
         span_s = timed[-1].request.arrival_s or 1.0
         self._timeline = Timeline(
@@ -161,6 +162,11 @@ class ClusterSimulation:
             worker.assert_nothing_held()
             view = core.workers[worker.incarnation]
             assert not view.outlook.sequences and not len(view.queue), worker.incarnation
+
+
+def _beginning(config: Config) -> Beginning:
+    settings = router_settings(config)
+    return Beginning(seed=config.simulation.seed, policies=settings.policies, tiers=settings.qos)
 
 
 def check(config: Config) -> None:

@@ -1,7 +1,7 @@
 """How long decode steps in a row take, and how many fit. Pure.
 
 Each step adds a token to each context. Step times that are quadratic in the context, as fitted
-ones are, are summed exactly from three of them.
+ones are, are summed from three of them, exact but for half a token of context.
 """
 
 from __future__ import annotations

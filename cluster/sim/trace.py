@@ -19,13 +19,14 @@ _IDS = 2**32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
-    """`hash_ids` name the prompt's blocks of 512 tokens, the last of which may be shorter; equal
+    """`hash_ids` name the prompt's blocks of `hash_tokens` tokens (the last may be shorter): equal
     ids, equal prompts up to the block's end. None: it is like no other."""
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] | None = None
+    hash_tokens: int = HASH_TOKENS
     tenant: str = ""
 
 
@@ -35,6 +36,7 @@ class TracePrompt(NamedTokens):
     def __init__(self, request: TraceRequest, number: int, copy: int = 0) -> None:
         self._length = request.input_tokens
         self._hash_ids = request.hash_ids
+        self._hash_tokens = request.hash_tokens
         self._number = number
         self._copy = copy
         self._named: tuple[CacheSalt, int] | None = None
@@ -55,15 +57,16 @@ class TracePrompt(NamedTokens):
 
     def iterate(self, positions: range) -> Iterator[int]:
         """The token ids there."""
-        for block in range(positions.start // HASH_TOKENS, -(-positions.stop // HASH_TOKENS)):
-            mixed, first = self._id(block * HASH_TOKENS) * _MIX, block * HASH_TOKENS
-            start, stop = max(first, positions.start), min(first + HASH_TOKENS, positions.stop)
+        size = self._hash_tokens
+        for block in range(positions.start // size, -(-positions.stop // size)):
+            mixed, first = self._id(block * size) * _MIX, block * size
+            start, stop = max(first, positions.start), min(first + size, positions.stop)
             yield from [(mixed + position) % _IDS for position in range(start, stop)]
 
     def _id(self, position: int) -> int:
         if self._hash_ids is None:
             return _IDS + self._number
-        return self._hash_ids[position // HASH_TOKENS] * 131 + self._copy
+        return self._hash_ids[position // self._hash_tokens] * 131 + self._copy
 
     def names(self, blocks: range, block_size: int, salt: CacheSalt) -> Sequence[BlockHash]:
         if self._named != (salt, block_size):
@@ -76,11 +79,15 @@ class TracePrompt(NamedTokens):
         if self._hash_ids is None:
             own = mark + b"own" + self._number.to_bytes(8)
             return [BlockHash(own + block.to_bytes(4)) for block in blocks]
-        each, mark = HASH_TOKENS // block_size, mark + self._copy.to_bytes(4)
-        return [
-            BlockHash(mark + self._hash_ids[block // each].to_bytes(8) + (block % each).to_bytes(2))
-            for block in blocks
-        ]
+        ends = ((block + 1) * block_size for block in blocks)
+        mark += self._copy.to_bytes(4)
+        return [BlockHash(mark + self._end_name(self._hash_ids, end)) for end in ends]
+
+    def _end_name(self, hash_ids: Sequence[int], end: int) -> bytes:
+        """Equal for equal tokens before `end`: the block of the trace that it lies in, and where.
+        The last one tells of all before it."""
+        block, within = divmod(end - 1, self._hash_tokens)
+        return hash_ids[block].to_bytes(8) + (within + 1).to_bytes(2)
 
 
 class _Part(Sequence[int]):

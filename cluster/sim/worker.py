@@ -107,7 +107,7 @@ class SimWorker:
     @property
     def _is_wanted_otherwise(self) -> bool:
         """The next step is not to be as the one that runs."""
-        return not self.loop.decode.batch.roster.is_settled or self.loop.prefill.waiting > 0
+        return not self.loop.decode.batch.roster.is_settled or self.loop.prefill.has_work
 
     def _tick(self, _: None) -> None:
         """Only while there is something that could end by itself."""

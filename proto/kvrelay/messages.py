@@ -206,9 +206,10 @@ class LinkState:
     latency_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Counters:
-    """A worker's own state, sent with every batch of events, so routers agree unprompted.
+    """A worker's own state, sent with every batch of events, so routers agree unprompted. A value,
+    but not frozen: of so many fields that takes thrice as long to make.
 
     Steps take the hello's times multiplied by the corrections, as the worker finds. Of `running`
     decode steps take `decode_sequences` now, whose contexts sum to `decode_kv_tokens`, and

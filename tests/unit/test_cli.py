@@ -199,6 +199,8 @@ SAMPLES: dict[str, object] = {
     "router.http_port": 1,
     "router.grpc_port": 2,
     "router.max_body": "1MiB",
+    "router.record": "/log",
+    "router.record_size": "1MiB",
     "router.resources": {"x": 1},
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
@@ -258,7 +260,8 @@ def used(command: str, *overrides: Override) -> object:
 def test_single_processes_take_exactly_the_keys_that_they_use(
     command: str, known: tuple[str, ...]
 ) -> None:
-    assert {*leaves(Config)} == {*SAMPLES}, "give each key a sample"
+    keys = {key for key in leaves(Config) if not key.startswith("simulation.")}
+    assert keys == {*SAMPLES}, "give each key a sample"
     for key, value in SAMPLES.items():
         given = Override(tuple(key.split(".")), value)
         if key in known:

@@ -1,0 +1,33 @@
+"""How a router's core begins, so that another one can begin the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+from kvrelay.qos import ONE_TIER, QosTiers
+from kvrelay.types import RequestSpec
+from router.core import RouterCore
+from router.policies import DEFAULT_POLICIES, Policies, open_admission, open_placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """`seed` is that of placement's randomness."""
+
+    first_attempt: int = 0
+    seed: int = 0
+    policies: Policies = DEFAULT_POLICIES
+    tiers: QosTiers = ONE_TIER
+    preloads: tuple[RequestSpec, ...] = ()
+
+
+def begin(beginning: Beginning) -> RouterCore:
+    return RouterCore(
+        attempts=count(beginning.first_attempt),
+        preloads=beginning.preloads,
+        placing=open_placement(beginning.policies, Random(beginning.seed)),
+        admitting=open_admission(beginning.policies),
+        tiers=beginning.tiers,
+    )

@@ -1,0 +1,305 @@
+"""Simulated clusters: the same cores as live ones, and laws that hold whatever the trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import cluster.sim.simulation
+import cluster.sim.worker
+import cluster.worker_parts
+import router.dispatcher
+from cluster.cli import app
+from cluster.config_load import Override, load_config
+from cluster.sim.ledgers import Outcome
+from cluster.sim.report import Report
+from cluster.sim.run import Result, as_json, simulate, simulate_rates
+from cluster.sim.simulation import ClusterSimulation, Scale
+from cluster.sim.trace import TraceRequest
+from kvrelay.errors import ConfigError
+from router.beginning import Beginning
+
+PLAIN = (
+    "workers.0.replicas=2",
+    "workers.1.replicas=2",
+    "scheduler.prefill_chunk_tokens=2048",
+    "simulation.block_size=512",
+    "simulation.slo.told=false",
+)
+SHARED = (
+    "WorkerLoop",
+    "PrefillScheduler",
+    "DecodeScheduler",
+    "Receiver",
+    "Batch",
+    "BlockTables",
+    "Openings",
+    "SlabPool",
+    "LeaseTable",
+    "open_caches",
+    "plan_staging",
+    "WorkerHello",
+    "PeerHello",
+)
+LINEAR = {
+    "kind": "linear",
+    "prefill_overhead_s": 0.01,
+    "prefill_token_s": 2e-5,
+    "prefill_pair_s": 0.0,
+    "decode_knots": [[1, 0.01], [256, 0.01]],
+    "decode_kv_token_s": 0.0,
+}
+
+
+def trace(requests: int, *, seed: int = 0, every_s: float = 0.1) -> list[TraceRequest]:
+    """Some prompts begin alike."""
+    rng, at_s, made = Random(seed), 0.0, []
+    for number in range(requests):
+        tokens = rng.randint(1, 6000)
+        blocks = -(-tokens // 512)
+        shared = rng.randint(0, min(4, blocks - 1))
+        own = (1000 * (number + 1) + i for i in range(blocks - shared))
+        made.append(
+            TraceRequest(
+                arrival_s=at_s,
+                input_tokens=tokens,
+                output_tokens=rng.randint(1, 400),
+                hash_ids=(*range(shared), *own),
+            )
+        )
+        at_s += rng.expovariate(1 / every_s)
+    return made
+
+
+def run(requests: list[TraceRequest], *settings: str, rate: float = 1.0) -> Result:
+    config = load_config(None, map(Override.parse, (*PLAIN, *settings)))
+    return simulate(config, requests, Scale(rate=rate))
+
+
+def done(outcomes: list[Outcome]) -> list[bool]:
+    return [one.done and one.tokens == one.request.output_tokens for one in outcomes]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (),
+        ("transfer.handoff=pull",),
+        ("simulation.block_size=16",),
+        ("simulation.kv.layers=1", "transfer.staging_slabs=2"),
+        ("engine.prefix_caching=false",),
+        ("engine.eviction=reuse", "simulation.blocks=60", "simulation.retries=1000"),
+        ("simulation.max_tokens=500",),
+        ("simulation.fabric.bandwidth=1GB",),
+    ],
+)
+def test_every_request_gets_its_tokens_and_nothing_stays_held(settings: tuple[str, ...]) -> None:
+    """The simulation itself asserts the conservation laws at its end."""
+    result = run(trace(120), *settings)
+    assert all(done([*result.outcomes]))
+
+
+def test_workers_of_role_both_serve_alone() -> None:
+    config = load_config(None, map(Override.parse, ["workers=[{role: both, replicas: 3}]"]))
+    result = simulate(config, trace(120), Scale())
+    assert all(done([*result.outcomes]))
+    assert result.report.moved_bytes == 0
+
+
+def test_a_cluster_that_is_full_refuses_and_preempts() -> None:
+    result = run(
+        trace(150, every_s=0.001), "simulation.blocks=30", "scheduler.max_running_requests=4"
+    )
+    report = result.report
+    assert report.refused and set(report.refused) <= {"slots_exhausted", "kv_exhausted"}
+    assert report.completed + sum(report.refused.values()) + sum(report.failed.values()) == 150
+    assert report.attainment <= report.completed / 150
+
+
+def test_refused_clients_come_back_when_told_to() -> None:
+    full = ("scheduler.max_running_requests=4",)
+    once = run(trace(100, every_s=0.01), *full).report
+    again = run(trace(100, every_s=0.01), *full, "simulation.retries=50").report
+    assert sum(once.refused.values()) > 0 and again.refusals > 0
+    assert again.completed > once.completed
+
+
+def test_the_same_seed_is_the_same_report() -> None:
+    reports = [as_json([run(trace(80), f"simulation.seed={seed}").report]) for seed in (1, 1)]
+    assert reports[0] == reports[1]
+
+
+def test_replicas_come_at_times_of_the_seed() -> None:
+    config = load_config(None, map(Override.parse, PLAIN))
+    first, same = (simulate(config, trace(40), Scale(replicas=3)).report for _ in range(2))
+    seeded = config.model_copy(
+        update={"simulation": config.simulation.model_copy(update={"seed": 7})}
+    )
+    other = simulate(seeded, trace(40), Scale(replicas=3)).report
+    assert first.offered == 120
+    assert as_json([first]) == as_json([same])
+    assert first.ttft_s != other.ttft_s
+
+
+def test_runs_of_steps_tell_the_same_as_single_ones() -> None:
+    single = run(trace(60), "simulation.most_steps=1")
+    runs = run(trace(60), "simulation.most_steps=256")
+    for one, other in zip(single.outcomes, runs.outcomes, strict=True):
+        assert one.ttft_s == pytest.approx(other.ttft_s, abs=1e-5)
+        assert one.e2e_s == pytest.approx(other.e2e_s, abs=1e-5)
+
+
+def test_one_request_takes_what_its_profile_says(tmp_path: Path) -> None:
+    """TTFT: both hops, twice over, and the prefill; then a step for each token."""
+    profile = tmp_path / "flat.yaml"
+    profile.write_text(yaml.safe_dump(LINEAR))
+    request = TraceRequest(arrival_s=0.0, input_tokens=3000, output_tokens=11)
+    result = run([request], f"simulation.profile={profile}", "simulation.kv.layers=1")
+    (outcome,) = result.outcomes
+    prefill_s = 2 * 0.01 + 3000 * 2e-5
+    assert outcome.ttft_s == pytest.approx(prefill_s + 4 * 200e-6, abs=1e-9)
+    assert outcome.tpot_s == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_slower_fabric_delays_decode_but_not_the_first_token() -> None:
+    fast = run(trace(40)).report
+    slow = run(trace(40), "simulation.fabric.bandwidth=200MB").report
+    assert fast.ttft_s and slow.ttft_s and fast.e2e_s and slow.e2e_s
+    assert slow.e2e_s.mean > fast.e2e_s.mean + 0.3
+
+
+def test_shared_prefixes_are_found() -> None:
+    same = [
+        TraceRequest(arrival_s=float(i), input_tokens=2048, output_tokens=5, hash_ids=(1, 2, 3, 4))
+        for i in range(10)
+    ]
+    report = run(same, "workers.0.replicas=1").report
+    assert report.hit_rate == pytest.approx(9 * 1536 / (10 * 2048))
+    strangers = [
+        TraceRequest(arrival_s=float(i), input_tokens=2048, output_tokens=5) for i in range(10)
+    ]
+    assert run(strangers).report.hit_rate == 0
+
+
+def test_the_report_counts_what_was_offered() -> None:
+    strict = run(trace(60), "simulation.slo.ttft=1ms").report
+    lax = run(trace(60), "simulation.slo.ttft=100s", "simulation.slo.tpot=10s").report
+    assert (strict.good, strict.attainment, strict.goodput_per_s) == (0, 0.0, 0.0)
+    assert lax.good == lax.offered == 60 and lax.attainment == 1.0
+    assert lax.ttft_s is not None and lax.ttft_s.p50 <= lax.ttft_s.p90 <= lax.ttft_s.most
+
+
+def test_pools_tell_how_busy_they_were_and_what_that_cost(tmp_path: Path) -> None:
+    priced = LINEAR | {"price_per_hour": 3.6, "power_w": {"idle": 100.0, "peak": 500.0}}
+    profile = tmp_path / "priced.yaml"
+    profile.write_text(yaml.safe_dump(priced))
+    report = run(trace(50), f"simulation.profile={profile}").report
+    prefill, decode = report.pools
+    assert (prefill.role, prefill.workers, decode.role) == ("prefill", 2, "decode")
+    assert 0 < prefill.utilisation < 1 and decode.prefill_busy_s == 0
+    assert report.cost.price == pytest.approx(4 * report.duration_s * 0.001)
+    assert report.cost.energy_j is not None
+    assert 400 < report.cost.energy_j / report.duration_s < 2000
+
+
+def test_simulator_and_shells_run_the_same_classes() -> None:
+    shells, simulated = vars(cluster.worker_parts), vars(cluster.sim.worker)
+    for name in SHARED:
+        assert simulated[name] is shells[name]
+    assert cluster.sim.simulation.begin is router.dispatcher.begin
+    simulation = ClusterSimulation(load_config(None), trace(1), Scale())
+    assert type(simulation.router.core) is type(router.dispatcher.begin(Beginning()))
+    for worker in simulation.fleet.workers.values():
+        assert type(worker.loop) is cluster.worker_parts.WorkerLoop
+
+
+def test_a_router_that_knows_the_objectives_keeps_them_for_those_it_takes() -> None:
+    crowd = trace(200, every_s=0.004)
+    slo = ("simulation.slo.ttft=500ms", "simulation.slo.tpot=50ms")
+    blind = run(crowd, *slo, "router.admission.policy=none").report
+    aware = run(crowd, *slo, "simulation.slo.told=true").report
+    assert "ttft_unreachable" in aware.refused and not blind.refused
+    assert aware.admitted_attainment > 0.9 > blind.admitted_attainment
+    assert aware.good > blind.good
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("pool.enabled=true",), "pool.enabled: pool nodes can't be simulated"),
+        (("simulation.pools=[{}, {}, {}]",), "simulation.pools: got 3, but workers has 2"),
+        (("simulation.block_size=100",), "simulation.block_size: got 100, expected a divisor"),
+        (("simulation.block_size=auto", "engine.block_size=24"), "engine.block_size: got 24"),
+        (("simulation.blocks=0",), "simulation.blocks: got 0"),
+        (("simulation.fabric.bandwith=1GB",), "unknown key, did you mean bandwidth"),
+        (("simulation.profile={kind: fast}",), "simulation.profile: kind: got fast"),
+        (("simulation.pools=[{profile: nowhere.yaml}]",), "nowhere.yaml: can't read it"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(settings: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        run(trace(2), *settings)
+
+
+def test_a_profile_without_coverage_says_so(tmp_path: Path) -> None:
+    profile = tmp_path / "small.yaml"
+    profile.write_text(yaml.safe_dump(LINEAR | {"decode_knots": [[1, 0.01]]}))
+    crowd = trace(60, every_s=0.001)
+    with pytest.raises(ConfigError, match=r"simulation\.profile: .*decode was measured up to 1"):
+        run(crowd, f"simulation.profile={profile}")
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def command(folder: Path, *options: str) -> tuple[int, str]:
+    lines = (
+        json.dumps(
+            {
+                "timestamp": round(one.arrival_s * 1000),
+                "input_length": one.input_tokens,
+                "output_length": one.output_tokens,
+                "hash_ids": one.hash_ids,
+            }
+        )
+        for one in trace(30)
+    )
+    (folder / "trace.jsonl").write_text("\n".join(lines))
+    (folder / "cluster.yaml").write_text("name: small\nsimulation: {block_size: 512}\n")
+    files = [str(folder / "cluster.yaml"), "--trace", str(folder / "trace.jsonl")]
+    result = CliRunner().invoke(app, ["simulate", *files, *options])
+    return result.exit_code, result.stdout
+
+
+def test_the_command_prints_a_table(tmp_path: Path) -> None:
+    code, text = command(tmp_path)
+    assert code == 0
+    assert "30 requests" in text and "goodput" in text and "TTFT ms" in text
+
+
+def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    rates = ("--rate-scale", "1", "--rate-scale", "4")
+    code, text = command(tmp_path, *rates, "--format", "json", "--limit", "20", "--out", str(out))
+    reports = json.loads(text)
+    assert code == 0
+    assert [(one["rate_scale"], one["offered"]) for one in reports] == [(1.0, 20), (4.0, 20)]
+    assert json.loads((out / "report.json").read_text()) == reports
+    names = {path.name for path in out.iterdir()}
+    assert {"timeline-1x.png", "cdf-4x.png", "goodput.png"} <= names
+
+
+def test_rates_are_above_zero() -> None:
+    with pytest.raises(ConfigError, match="--rate-scale: got 0"):
+        simulate_rates(load_config(None), trace(2), [1.0, 0.0], 1)
+
+
+def test_more_load_is_not_more_goodput_for_nothing() -> None:
+    reports: list[Report] = [run(trace(150), rate=rate).report for rate in (1.0, 30.0)]
+    assert reports[1].ttft_s and reports[0].ttft_s
+    assert reports[1].ttft_s.mean > reports[0].ttft_s.mean
