@@ -77,9 +77,9 @@ def commit_of(canary_every: int) -> Commit:
     (last,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert last.sketch_ids == (() if canary_every else None)
     ran(scheduler, {0: SKETCH} if canary_every else {}, tokens=((9,),))
-    job = scheduler._jobs[key("a")]
+    job = scheduler.jobs[key("a")]
     job.sender._done.update(range(len(job.sender._pieces)))
-    (commit,) = to_peer(scheduler._commit_if_ready(job))
+    (commit,) = to_peer(scheduler.handoffs._commit(job))
     assert isinstance(commit, Commit)
     return commit
 
