@@ -492,7 +492,7 @@ def test_copies_and_chunk_have_room_behind_a_window() -> None:
     for name, prompt in (("a", tuple(range(9))), ("b", (*range(7), 99, 98))):
         scheduler.handle(prefill_of(replace(spec(name, 9), prompt_ids=prompt)), 0)
         steps = 0
-        while scheduler.waiting:
+        while len(scheduler.queue):
             step = the_step(scheduler.handle(StepWanted(), 0))
             (only,) = step.batch.slices
             assert len(only.tables[0]) * BLOCK >= only.start + len(only.token_ids)
