@@ -89,7 +89,7 @@ class Receiver:
 
     @property
     def awaits_blocks(self) -> bool:
-        """A prompt whose KV is computed waits for room."""
+        """A prompt whose KV is announced waits for room."""
         return bool(self._room.awaiting_blocks)
 
     def take_blocks(self, now_s: float) -> tuple[list[Command], list[RequestKey]]:

@@ -1,7 +1,7 @@
 """Blocks for the prompts that are handed over to this decode worker. Pure.
 
-`push`: leased with the reservation. `pull`: leased when the prompt's KV is announced, in order, so
-one that is large is not passed by. `pool`: none, they are taken like those of a preempted request.
+`push`: leased with the reservation. `pull`: leased when the prompt's first piece is announced, in
+order, so one that is large is not passed by. `pool`: none, they are taken like those of a preempted request.
 """
 
 from __future__ import annotations

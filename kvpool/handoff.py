@@ -12,9 +12,9 @@
       Commit(first tokens)  --------------->  joins the running batch
       frees its blocks   <------------------  Committed
 
-With `push` pieces are announced before they are computed and the decode worker holds its blocks
-from the reservation on; with `pull` they are announced once all is computed, and the decode worker
-takes blocks then, when it has some.
+Pieces are announced before they are computed. With `push` the decode worker holds its blocks from
+the reservation on; with `pull` it takes them when the first piece is announced, or later, when it
+has some: until then pieces wait.
 
 Either side may end it early, by CancelTransfer or, once no write is in flight, TransferCancelled.
 That is the fence: until it comes, or the slab is retired at its lease's end, it is not reused.
@@ -43,8 +43,8 @@ from kvrelay.types import Incarnation, RequestKey
 
 
 class HandoffMode(StrEnum):
-    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: they leave when
-    all is computed and the decode worker has room. `pool`: through the host's pool node."""
+    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: they leave so
+    as soon as the decode worker has room. `pool`: through the host's pool node."""
 
     PUSH = "push"
     PULL = "pull"

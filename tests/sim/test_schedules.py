@@ -168,7 +168,7 @@ def test_layers_leave_while_later_ones_are_computed() -> None:
     assert early > 20
 
 
-def test_pull_takes_blocks_when_all_is_computed_and_there_is_room() -> None:
+def test_pull_takes_blocks_when_the_prompt_is_announced_and_there_is_room() -> None:
     """The decode worker accepts what doesn't fit together, and nothing is stuck."""
     rng = random.Random(1)
     specs = [make_spec(rng, i, longest=30) for i in range(20)]
