@@ -15,7 +15,7 @@ from cluster.worker_events import Crashed, Stepped
 from engine.layer_marks import LayerMarks
 from engine.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.threads import use_threads
-from kvpool.handoff import LayersWritten
+from kvpool.handoff_events import LayersWritten
 from kvpool.tables import CopyPairs
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.step import StepDone
-from kvpool.handoff import (
+from kvpool.handoff_events import (
     FromPeer,
     LayersWritten,
     LinkMeasured,

@@ -35,13 +35,12 @@ from cluster.worker_events import (
 )
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
-from kvpool.handoff import (
-    TO_PREFILL,
+from kvpool.handoff import TO_PREFILL, PeerHello
+from kvpool.handoff_events import (
     FetchPiece,
     FromPeer,
     LayersWritten,
     LinkMeasured,
-    PeerHello,
     PeerLost,
     PieceFetched,
     ReplaceSlab,

@@ -16,18 +16,20 @@ from decode_worker.sequence import Sequence
 from engine.step import Command, Emit, Sampled, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.handoff import (
     Commit,
-    FromPeer,
-    LinkMeasured,
     PeerHello,
-    PeerLost,
     PieceAhead,
     PieceComputed,
-    PieceFetched,
     RenewLeases,
     SlabFilled,
+    TransferCancelled,
+)
+from kvpool.handoff_events import (
+    FromPeer,
+    LinkMeasured,
+    PeerLost,
+    PieceFetched,
     SlabReplaced,
     SlabScattered,
-    TransferCancelled,
 )
 from kvpool.restores import Restored
 from kvrelay.messages import (

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvpool.canary import LogitSketch
-from kvpool.handoff import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
+from kvpool.handoff_events import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
 from kvpool.tables import CopyPairs
 from kvrelay.messages import WorkerEvent

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvpool.handoff import SendPeer
+from kvpool.handoff_events import SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.pull import PullBlocks

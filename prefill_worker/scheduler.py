@@ -15,18 +15,14 @@ from kvpool.canary import is_chosen
 from kvpool.handoff import (
     CancelTransfer,
     Committed,
-    FromPeer,
     HandoffMode,
-    LayersWritten,
     PeerHello,
-    PeerLost,
     PieceAwaited,
     PieceRead,
-    SendPeer,
     SlabLent,
-    SlabWritten,
     TransferCancelled,
 )
+from kvpool.handoff_events import FromPeer, LayersWritten, PeerLost, SendPeer, SlabWritten
 from kvpool.layout import Tables
 from kvpool.openings import Openings
 from kvpool.pool_client_events import OfferSettled

@@ -25,11 +25,10 @@ from kvpool.handoff import (
     PieceAhead,
     PieceComputed,
     RenewLeases,
-    SendPeer,
     SlabLent,
     TransferCancelled,
-    WriteSlab,
 )
+from kvpool.handoff_events import SendPeer, WriteSlab
 from kvpool.layout import KvLayout, Tables
 from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
 from kvpool.pool_map import KvFacts

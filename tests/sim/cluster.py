@@ -15,9 +15,9 @@ from cluster.pool_side import PoolNews
 from cluster.pool_turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
-from kvpool.handoff import (
+from kvpool.handoff import HandoffMode
+from kvpool.handoff_events import (
     FetchPiece,
-    HandoffMode,
     LayersWritten,
     ReplaceSlab,
     ScatterSlab,

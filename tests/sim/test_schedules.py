@@ -177,7 +177,7 @@ def test_pull_takes_blocks_when_the_prompt_is_announced_and_there_is_room() -> N
     together = 0
     while fabric.step():
         room = fabric.d.decode.receiver._room
-        held = list(fabric.d.decode.receiver._reservations.values())
+        held = list(fabric.d.decode.receiver._reservations)
         together = max(together, sum(len(r.message.spec.prompt_ids) + 1 for r in held))
         assert all(r.commit or r.announced for r in held if r.holder in fabric.d.tables)
         assert len(room.awaiting_blocks) <= len(held)

@@ -6,16 +6,8 @@ import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import StepWanted, Tick
-from kvpool.handoff import (
-    Commit,
-    HandoffMode,
-    PieceAhead,
-    ScatterSlab,
-    SlabFilled,
-    SlabLent,
-    SlabScattered,
-    TransferCancelled,
-)
+from kvpool.handoff import Commit, HandoffMode, PieceAhead, SlabFilled, SlabLent, TransferCancelled
+from kvpool.handoff_events import ScatterSlab, SlabScattered
 from kvpool.transfer_plan import TokenSpan
 from kvrelay.messages import Abort, Generate, Reserved
 from tests.unit.worker_kit import (
@@ -147,7 +139,7 @@ def test_a_commit_that_needs_no_piece_waits_for_blocks_too() -> None:
 def test_the_prefill_worker_announces_each_chunk_before_it_is_computed() -> None:
     scheduler = prefill_scheduler(chunk=8, mode=HandoffMode.PULL)
     scheduler.handle(prefill_of(spec("a", 12)), 0)
-    for span in (range(0, 8), range(8, 12)):
+    for span in (range(8), range(8, 12)):
         announced = to_peer(scheduler.handle(StepWanted(), 0))
         assert all(isinstance(message, PieceAhead) for message in announced)
         spans = {m.piece.span for m in announced if isinstance(m, PieceAhead)}

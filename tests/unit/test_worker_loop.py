@@ -9,7 +9,7 @@ from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, Rout
 from cluster.worker_loop import WorkerLoop
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from kvpool.block_news import BlockNews
-from kvpool.handoff import SendPeer
+from kvpool.handoff_events import SendPeer
 from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
