@@ -40,6 +40,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.prefix_live
 	$(BIN)/python -m bench.transfer
 	$(BIN)/python -m bench.transfer --handoff
+	$(BIN)/python -m bench.transfer --profile build/handoff-cpu.json
 	$(BIN)/python -m bench.transfer --steady 10000
 
 bench-peers: $(STAMP)  ## install the peer engines, each in its own environment
@@ -48,6 +49,9 @@ bench-peers: $(STAMP)  ## install the peer engines, each in its own environment
 bench-gpu: $(STAMP)  ## the benchmarks that need a CUDA device
 	$(BIN)/python -m bench.engine --device cuda
 	$(BIN)/python -m bench.collate --device cuda
+	$(BIN)/python -m bench.transfer --device cuda
+	$(BIN)/python -m bench.transfer --device cuda --handoff
+	$(BIN)/python -m bench.transfer --device cuda --profile build/handoff-cuda.json
 
 proto: $(STAMP)  ## regenerate the committed gRPC stubs
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto --pyi_out=proto proto/kvrelay/v1/*.proto

@@ -61,7 +61,7 @@ class Collation:
             plane.normal_()
         table = random.Random(0).sample(range(2 * blocks), blocks)
         self._side = Side(tables=(tuple(map(BlockId, table)),), block_size=_BLOCK_SIZE)
-        self._contiguous = torch.ones(load.nbytes, dtype=torch.uint8, device=load.device)
+        self._contiguous = torch.empty(load.nbytes, dtype=torch.uint8, device=load.device).random_()
         self._slab = torch.zeros(load.slab_bytes, dtype=torch.uint8, device=load.device)
 
     def writes(self, codec: Codec) -> tuple[Write, ...]:

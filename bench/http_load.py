@@ -49,13 +49,15 @@ async def send(port: int, prompt: Sequence[int], output_tokens: int) -> Sent:
     started_s = time.perf_counter()
     writer.write(head.encode() + payload)
     arrived: list[tuple[float, bytes]] = []
-    status = await reader.readline()
-    if b" 200 " not in status:
-        raise RuntimeError((status + await reader.read()).decode())
-    while line := await reader.readline():
-        if line.startswith(b"data: {"):
-            arrived.append((time.perf_counter() - started_s, line))
-    writer.close()
+    try:
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError((status + await reader.read()).decode())
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                arrived.append((time.perf_counter() - started_s, line))
+    finally:
+        writer.close()
     return _parse(arrived, output_tokens)
 
 

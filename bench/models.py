@@ -20,6 +20,20 @@ SMOLLM_135M = LlamaConfig(
     bos_token_id=1,
     eos_token_id=0,
 )
+KV_OF_8B = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=32,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=0,
+)
+"""Llama-3.1-8B's KV of a model that computes a twentieth: less to hide a transfer behind."""
 
 
 def write_random_llama(folder: Path, config: LlamaConfig, *, seed: int = 0) -> Path:

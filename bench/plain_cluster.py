@@ -21,10 +21,11 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """`cores` are where it runs; it computes with one thread on each."""
+    """`cores` are where it runs; on a CPU it computes with one thread on each."""
 
     role: str
     cores: tuple[int, ...]
+    device: str = "cpu"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +68,7 @@ def plain_cluster(
                 "worker",
                 f"--join=127.0.0.1:{ports['gRPC']}",
                 f"--role={plan.role}",
+                f"--device={plan.device}",
                 f"--model={model}",
                 f"--name={name}",
                 f"--cpu-threads={len(plan.cores)}",

@@ -48,6 +48,7 @@ WORKER_KEYS = (
     "network.host",
     "network.port_range",
     "network.secret",
+    "observability.trace_dir",
     "pool.enabled",
     "drain_timeout",
 )

@@ -237,6 +237,12 @@ class Network(Section):
         return given
 
 
+class Observability(Section):
+    trace_dir: str | None = None
+    """A folder in which each worker writes what it does when, as a Chrome trace; on CUDA it pushes
+    NVTX ranges too. None: nothing is traced."""
+
+
 class RaySection(Section):
     address: str | None = None
     """HOST:PORT of a running Ray, or auto to find one; none: RAY_ADDRESS, else our own."""
@@ -264,6 +270,7 @@ class Config(Section):
     """Prompts that many requests begin with."""
     pool: Pool = Pool()
     network: Network = Network()
+    observability: Observability = Observability()
     ray: RaySection = RaySection()
     drain_timeout: Seconds = 30.0
     """How long running requests may take to finish when the cluster stops."""

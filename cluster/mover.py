@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from cluster.peers import PeerLinks
+from cluster.trace import NO_TRACE, Trace, Value
 from engine.threads import use_threads
 from kvpool.handoff import SlabFilled
 from kvpool.handoff_events import (
@@ -31,10 +32,11 @@ from kvpool.memory_direct import fetch
 from kvpool.pull import BlocksPulled, PullBlocks
 from kvpool.slab import HEADER_BYTES
 from kvpool.slabs import SlabId
-from kvpool.transfer_plan import Side
+from kvpool.transfer_plan import Side, Write
 from kvpool.transport.base import RegionName
 from kvpool.transport.endpoints import SharedRegion
 from kvrelay.errors import PeerError
+from kvrelay.types import RequestKey
 
 Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
 Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled
@@ -53,12 +55,14 @@ class Mover:
         slab_bytes: int,
         post: Callable[[Outcome], None],
         crashed: Callable[[BaseException], None],
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._memory = memory
         self._links = links
         self._fingerprint = fingerprint
         self._post = post
         self._crashed = crashed
+        self._trace = trace
         self._slab_bytes = slab_bytes
         self.regions: dict[SlabId, SharedRegion] = {
             SlabId(i): links.endpoints.register(self._slab_bytes) for i in range(slabs)
@@ -86,7 +90,8 @@ class Mover:
     def _run(self) -> None:
         use_threads(1)
         try:
-            self._work()
+            with self._memory.beside():
+                self._work()
         except Exception as error:
             self._crashed(error)
 
@@ -131,17 +136,20 @@ class Mover:
         window = connection.window(region)
         needed = HEADER_BYTES + job.write.nbytes
         staging = window if window is not None else self._own_staging(needed).memory
-        size = write_slab(
-            self._memory,
-            job.tables,
-            job.piece,
-            job.write,
-            fingerprint=self._fingerprint,
-            lease_id=job.lent.lease_id,
-            window=staging,
-        )
+        facts = _facts(job.lent.key, job.lent.piece, job.write)
+        with self._trace.span("gather", **facts):
+            size = write_slab(
+                self._memory,
+                job.tables,
+                job.piece,
+                job.write,
+                fingerprint=self._fingerprint,
+                lease_id=job.lent.lease_id,
+                window=staging,
+            )
         if window is None:
-            connection.write(region, 0, staging[:size])
+            with self._trace.span("write", **facts):
+                connection.write(region, 0, staging[:size])
 
     def _own_staging(self, needed_bytes: int) -> SharedRegion:
         """Registered on first use, for links that cannot map the peer's slab; again for a peer
@@ -158,15 +166,16 @@ class Mover:
         started_s, error = time.monotonic(), None
         filled = job.filled
         try:
-            read_slab(
-                self._memory,
-                job.tables,
-                job.piece,
-                job.write,
-                fingerprint=self._fingerprint,
-                lease_id=filled.lease_id,
-                window=self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer)),
-            )
+            with self._trace.span("scatter", **_facts(filled.key, filled.piece, job.write)):
+                read_slab(
+                    self._memory,
+                    job.tables,
+                    job.piece,
+                    job.write,
+                    fingerprint=self._fingerprint,
+                    lease_id=filled.lease_id,
+                    window=self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer)),
+                )
         except PeerError as failure:
             error = str(failure)
         return SlabScattered(
@@ -181,7 +190,8 @@ class Mover:
 
     def _fetch(self, job: FetchPiece) -> PieceFetched:
         started_s = time.monotonic()
-        error = self._read(job)
+        with self._trace.span("fetch", **_facts(job.key, job.piece, job.write)):
+            error = self._read(job)
         return PieceFetched(
             key=job.key,
             piece=job.piece,
@@ -210,3 +220,14 @@ class Mover:
         self._links.endpoints.deregister(self.regions[slab_id])
         self.regions[slab_id] = self._links.endpoints.register(self._slab_bytes)
         return SlabReplaced(slab_id=slab_id, region=self.regions[slab_id].name)
+
+
+def _facts(key: RequestKey, piece: int, write: Write) -> dict[str, Value]:
+    """What a trace says of a piece; `end` is the token that it goes up to."""
+    return {
+        "request": key.request_id,
+        "piece": piece,
+        "bytes": write.nbytes,
+        "end": max(section.start + section.tokens for section in write.sections),
+        "last_layer": write.last_layer,
+    }

@@ -145,6 +145,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         port_range=config.network.port_range,
         pool_address=host_pool_address(config.name) if config.pool.enabled else None,
         secret=config.network.secret or "",
+        trace_dir=config.observability.trace_dir,
     )
 
 

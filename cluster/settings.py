@@ -20,7 +20,7 @@ class WorkerSettings:
     fixes the size of the pool, else `memory_fraction` of the device decides. `handoff` is a
     HandoffMode, `codec` a Codec or "auto", `ucx` are fields of UcxOptions. Links between hosts take
     only peers that know the same `secret`. `pool_address` is the pool node's to use, where there
-    need be none yet; None: no pool.
+    need be none yet; None: no pool. `trace_dir` None: nothing is traced.
     """
 
     name: str
@@ -53,6 +53,7 @@ class WorkerSettings:
     port_range: tuple[int, int] | None
     pool_address: str | None
     secret: str = field(default="", repr=False)
+    trace_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

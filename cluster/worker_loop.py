@@ -21,6 +21,7 @@ from cluster.pool_turns import PoolOutcome, PoolTurns
 from cluster.preloads import Preloads
 from cluster.pull_turns import PullTurns
 from cluster.router_streams import RouterStreams
+from cluster.trace import NO_TRACE, Trace
 from cluster.worker_counters import Totals, count
 from cluster.worker_events import (
     Call,
@@ -35,7 +36,7 @@ from cluster.worker_events import (
 )
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
-from kvpool.handoff import TO_PREFILL, PeerHello
+from kvpool.handoff import TO_PREFILL, Commit, PeerHello
 from kvpool.handoff_events import (
     FetchPiece,
     FromPeer,
@@ -93,6 +94,7 @@ class WorkerLoop:
         inbox: queue.SimpleQueue[Incoming],
         *,
         max_model_len: int,
+        trace: Trace = NO_TRACE,
     ) -> None:
         self._device = device
         self._openings = openings
@@ -100,6 +102,7 @@ class WorkerLoop:
         self.decode = decode
         self.inbox = inbox
         self.draining = False
+        self._trace = trace
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
         self._pulls = PullTurns(openings)
@@ -175,6 +178,9 @@ class WorkerLoop:
                 self._execute(self.decode.handle(event, _now()))
                 if choice := self.decode.receiver.pools.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
+            case FromPeer(message=Commit(key=key)):
+                with self._trace.span("commit", request=key.request_id):
+                    self._execute(self.decode.handle(event, _now()))
             case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched():
                 self._execute(self.decode.handle(event, _now()))
             case LayersWritten():

@@ -13,6 +13,8 @@ from cluster.peers import PeerLinks
 from cluster.pool_side import PoolSide
 from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
+from cluster.trace import NO_TRACE, Trace, open_trace
+from cluster.traced_engine import TracedEngine
 from cluster.worker_caches import open_caches
 from cluster.worker_events import Crashed, Incoming
 from cluster.worker_formats import block_names, codec_offer
@@ -23,6 +25,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
+from engine.nvtx import nvtx
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.threads import use_threads
@@ -62,6 +65,7 @@ class WorkerParts:
     hello: WorkerHello
     tables: BlockTables
     pool: PoolTurns | None
+    trace: Trace
 
     def close(self) -> None:
         self.device.close()
@@ -69,12 +73,14 @@ class WorkerParts:
             self.pool.close()
         self.mover.close()
         self.links.close()
+        self.trace.close()
 
 
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
     """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
     if settings.cpu_threads is not None:
         use_threads(settings.cpu_threads)
+    trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
     engine = _load(settings)
     tables = _tables(settings, engine)
     staging = plan_staging(
@@ -86,8 +92,9 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     )
     offer = codec_offer(settings, engine)
     links = _links(settings, engine, staging, offer, inbox)
-    mover = _mover(engine, staging, links, inbox)
-    device = Device(engine, settings.cpu_threads, inbox.put)
+    mover = _mover(engine, staging, links, inbox, trace)
+    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
+    device = Device(stepping, settings.cpu_threads, inbox.put)
     openings = open_caches(settings, tables, staging)
     bound = _canary_bound(settings, engine)
     prefill = PrefillScheduler(
@@ -98,7 +105,9 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     )
     decode = _decode_scheduler(settings, engine, staging, offer, openings, mover, bound)
     max_model_len = engine.facts.max_model_len
-    loop = WorkerLoop(device, openings, prefill, decode, inbox, max_model_len=max_model_len)
+    loop = WorkerLoop(
+        device, openings, prefill, decode, inbox, max_model_len=max_model_len, trace=trace
+    )
     pool = _pool(settings, engine, openings, links, inbox)
     loop.attach(links, mover, pool)
     mover.start()
@@ -113,6 +122,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         hello=_hello(settings, engine, links, tables.names),
         tables=tables,
         pool=pool,
+        trace=trace,
     )
 
 
@@ -241,6 +251,7 @@ def _mover(
     staging: Staging,
     links: PeerLinks,
     inbox: queue.SimpleQueue[Incoming],
+    trace: Trace,
 ) -> Mover:
     return Mover(
         engine.memory,
@@ -250,6 +261,7 @@ def _mover(
         slab_bytes=staging.slab_bytes,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
+        trace=trace,
     )
 
 

@@ -62,7 +62,7 @@ class Engine:
         return self.memory.layout
 
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
-        """Writes the KV of every slice and samples where the batch asks for it.
+        """Writes the KV of every slice and samples where the batch asks for it; done on return.
 
         A layer of `marks` is told once it has all slices' KV, and before this returns.
         """
@@ -73,6 +73,7 @@ class Engine:
         tokens = iter(sample(logits, [s for s in wanted if s]))
         if self._watch is not None:
             self._watch.drain()
+        self.memory.settle()
         return StepOutcome(
             sampled=tuple(next(tokens) if s else () for s in wanted),
             sketches=sketches(logits, batch.slices),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -71,8 +72,15 @@ class KvMemory:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def beside(self) -> AbstractContextManager[object]:
+        """What this thread queues for the device within runs beside what others queue, not behind
+        it: only blocks that the device has done with may be touched, and `settle` ends it."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))
+
     def copy_blocks(self, pairs: CopyPairs) -> None:
-        """Copy-on-write: `pairs[group]` are (source, destination) blocks."""
+        """Copy-on-write: `pairs[group]` are (source, destination) blocks. Done on return."""
         size = self.layout.block_size
         for planes, group_pairs in zip(self.planes, pairs, strict=True):
             for source, target in group_pairs:
@@ -80,3 +88,4 @@ class KvMemory:
                     plane[:, target * size : (target + 1) * size] = plane[
                         :, source * size : (source + 1) * size
                     ]
+        self.settle()

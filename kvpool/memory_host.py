@@ -53,11 +53,12 @@ class HostBlocks:
         return self._staging[: len(blocks)]
 
     def scatter(self, blocks: Sequence[Place]) -> None:
-        """The first rows of `staged` into `blocks`."""
+        """The first rows of `staged` into `blocks`; done on return."""
         if self._on_device is not self._staging:
             self._on_device[: len(blocks)].copy_(self._staging[: len(blocks)])
         for plane, ids, in_place in self._planes(blocks):
             plane.index_copy_(1, ids, in_place)
+        self._memory.settle()
 
     def staged(self, blocks: int) -> torch.Tensor:
         """uint8 `[blocks, block_bytes]`: what `scatter` takes."""

@@ -12,7 +12,8 @@ direct     the receiver reads every run of blocks, of each layer and plane, as o
 one write  the same bytes in one piece, contiguous and registered at both ends.
 memcpy     the same bytes within the sender, pages touched before.
 
-All are timed in turn, and medians compared.
+All are timed in turn, and medians compared. With `--device cuda` both processes are on the one
+device, over cuda_ipc.
 """
 
 from __future__ import annotations
@@ -30,47 +31,24 @@ from bench.report import Row, print_table, write_json
 from bench.transfer.apart import apart, usable
 from bench.transfer.grid import grid_row
 from bench.transfer.handoff import handoff_rows
+from bench.transfer.pair import PAIRS
+from bench.transfer.profile import profile_rows
 from bench.transfer.sender import MESSAGE_LINKS
 from bench.transfer.shape import Shape
 from bench.transfer.speed import rows_of
 from bench.transfer.steady import steady_row
-from bench.transfer.trace import write_trace
 
-WORKER_LINKS = ("shm", *MESSAGE_LINKS)
+WORKER_LINKS = ("shm", "cuda_ipc", *MESSAGE_LINKS)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--format", choices=["table", "json"], default="table")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=7500)
-    parser.add_argument("--layers", type=int, default=32, help="of 32; fewer need less memory")
-    parser.add_argument("--only", nargs="+", metavar="TRANSPORT", help="measure these alone")
-    parser.add_argument("--steady", type=int, metavar="N", help="N small transfers instead")
-    parser.add_argument("--grid", action="store_true", help="how often the right way is chosen")
-    parser.add_argument("--handoff", action="store_true", help="two real workers instead")
-    parser.add_argument("--profile", type=Path, help="write a Chrome trace to this file instead")
-    args = parser.parse_args()
+    args = _arguments()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    shape = Shape(layers=args.layers, tokens=args.tokens)
-    _check_room(shape)
-    names = args.only or usable()
-    if args.profile:
-        write_trace(args.profile, names, shape)
-        return
-    rows: list[Row] = []
-    if args.handoff:
-        rows = handoff_rows([name for name in names if name in WORKER_LINKS], args.repeats)
-        names = []
-    for scheme in names:
-        if args.steady:
-            rows.append(apart(steady_row, scheme, args.steady))
-        elif args.grid:
-            rows.append(apart(grid_row, scheme, shape, args.repeats))
-        else:
-            rows += apart(rows_of, scheme, shape, args.repeats)
+    shape = Shape(
+        layers=args.layers, tokens=args.tokens, device=args.device, chunk_tokens=args.chunk_tokens
+    )
+    rows = _rows(args, shape, args.only or usable(args.device))
     if args.format == "json":
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
@@ -79,10 +57,53 @@ def main() -> None:
         write_json(args.json, rows)
 
 
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--format", choices=["table", "json"], default="table")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=7500)
+    parser.add_argument("--layers", type=int, default=32, help="of 32; fewer need less memory")
+    parser.add_argument("--chunk-tokens", type=int, default=512, help="what a slab holds on CUDA")
+    parser.add_argument("--only", nargs="+", metavar="TRANSPORT", help="measure these alone")
+    parser.add_argument("--steady", type=int, metavar="N", help="N small transfers instead")
+    parser.add_argument("--grid", action="store_true", help="how often the right way is chosen")
+    parser.add_argument("--handoff", action="store_true", help="two real workers instead")
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE.json",
+        help="two real workers instead, and a Chrome trace of what they do",
+    )
+    return parser.parse_args()
+
+
+def _rows(args: argparse.Namespace, shape: Shape, names: list[str]) -> list[Row]:
+    if not names:
+        sys.exit(f"KV on {args.device} can't be moved here")
+    pair = PAIRS[args.device]
+    between_workers = [name for name in names if name in WORKER_LINKS]
+    if args.profile:
+        return profile_rows(args.profile, pair, between_workers, args.repeats)
+    if args.handoff:
+        return handoff_rows(pair, between_workers, args.repeats)
+    _check_room(shape)
+    rows: list[Row] = []
+    for scheme in names:
+        if args.steady:
+            rows.append(apart(steady_row, scheme, args.steady, args.device))
+        elif args.grid:
+            rows.append(apart(grid_row, scheme, shape, args.repeats))
+        else:
+            rows += apart(rows_of, scheme, shape, args.repeats)
+    return rows
+
+
 def _check_room(shape: Shape) -> None:
     needed = 3 * shape.nbytes + 2**30
     room = psutil.virtual_memory().available
-    if needed > room:
+    if shape.device == "cpu" and needed > room:
         fewer = int(shape.layers * (room - 2**30) / (3 * shape.nbytes))
         sys.exit(
             f"{needed / 2**30:.1f} GiB are needed and {room / 2**30:.1f} are free: --layers {fewer}"

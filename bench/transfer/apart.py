@@ -21,14 +21,15 @@ def apart(function: Callable[..., T], *arguments: object) -> T:
         return pool.apply(function, arguments)
 
 
-def usable() -> list[str]:
-    """The transports whose ends can be opened here."""
-    return [scheme for scheme in schemes() if apart(opens, scheme)]
+def usable(device: str) -> list[str]:
+    """The transports whose ends can be opened here for KV on `device`."""
+    possible = [name for name in schemes() if (name == "cuda_ipc") == (device == "cuda")]
+    return [scheme for scheme in possible if apart(opens, scheme, device)]
 
 
-def opens(scheme: str) -> bool:
+def opens(scheme: str, device: str) -> bool:
     try:
-        End(scheme, Shape(layers=1, tokens=16), seed=1).endpoint.close()
+        End(scheme, Shape(layers=1, tokens=16, device=device), seed=1).endpoint.close()
     except (ConfigError, OSError, RuntimeError) as error:
         print(f"{scheme}: not measured: {error}", file=sys.stderr)
         return False

@@ -11,7 +11,6 @@ import torch
 import xxhash
 
 from bench.transfer.shape import Shape
-from bench.transfer.spans import Trace
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write
 from kvpool.transfer_plan import Side
@@ -31,15 +30,16 @@ class End:
     def __init__(self, scheme: str, shape: Shape, seed: int) -> None:
         self.shape = shape
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.trace = Trace()
         callbacks = Callbacks(
             on_connect=self._connected, on_message=self._heard, on_lost=self._lost
         )
-        self.endpoint = open_endpoint(scheme, Incarnation(f"bench-{uuid4().hex}"), callbacks)
+        self.endpoint = open_endpoint(
+            scheme, Incarnation(f"bench-{uuid4().hex}"), callbacks, device=shape.device
+        )
         self.connection: Connection | None = None
         self.tables = shape.tables(seed)
         allocate = memfd.allocate if scheme == "shm" else None
-        self.memory = KvMemory(shape.layout, shape.blocks, "cpu", allocate=allocate)
+        self.memory = KvMemory(shape.layout, shape.blocks, shape.device, allocate=allocate)
         self.kv = self.endpoint.adopt(self.memory.flat)
         self.probe = self.endpoint.register(PROBE_BYTES)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from bench.transfer.receiver import receiver_in_thread
 from bench.transfer.sender import PATIENCE_S, Sender
@@ -32,8 +34,8 @@ def _receiver(scheme: str, shape: Shape) -> Iterator[str]:
         join()
         return
     command = [sys.executable, "-m", "bench.transfer.receiver", scheme]
-    arguments = [str(shape.layers), str(shape.tokens)]
-    with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
+    command.append(json.dumps(asdict(shape)))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             lines = (line.strip() for line in process.stdout)  # UCX may warn before it

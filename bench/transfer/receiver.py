@@ -1,9 +1,10 @@
 """The receiving end: it answers commands on a thread of its own, in another process (`python -m
-bench.transfer.receiver SCHEME ...`) or, for loopback, in this one.
+bench.transfer.receiver SCHEME SHAPE`) or, for loopback, in this one.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Callable
@@ -53,16 +54,15 @@ class Receiver(End):
         )
 
     def _filled(self, slab: int, index: int, tokens: int) -> None:
-        with self.trace.span("scatter"):
-            read_slab(
-                self.memory,
-                self.tables,
-                Piece(span=self.shape.span(tokens), index=index),
-                self.shape.cut(tokens)[index],
-                fingerprint=FINGERPRINT,
-                lease_id=index,
-                window=self._slabs[slab].memory,
-            )
+        read_slab(
+            self.memory,
+            self.tables,
+            Piece(span=self.shape.span(tokens), index=index),
+            self.shape.cut(tokens)[index],
+            fingerprint=FINGERPRINT,
+            lease_id=index,
+            window=self._slabs[slab].memory,
+        )
         self.say(say="free", slab=slab)
 
     def _runs(self, blocks: int) -> None:
@@ -74,9 +74,8 @@ class Receiver(End):
 
     def _read(self, tokens: int, at_once: bool) -> None:
         """A batch for each write of the cut or for all, its preparation included."""
-        with self.trace.span("read"):
-            for write in self.shape.whole(tokens) if at_once else self.shape.cut(tokens):
-                fetch(self.memory, self.side, self.peer, self._kv, self._source, write)
+        for write in self.shape.whole(tokens) if at_once else self.shape.cut(tokens):
+            fetch(self.memory, self.side, self.peer, self._kv, self._source, write)
         self.say(say="read")
 
     def _digest(self) -> None:
@@ -85,13 +84,6 @@ class Receiver(End):
 
     def _rss(self) -> None:
         self.say(say="rss", bytes=psutil.Process().memory_info().rss)
-
-    def _trace(self, on: bool) -> None:
-        self.trace.enabled = on
-        spans, self.trace.spans = self.trace.spans, []
-        for name, started_s, ended_s in spans:
-            self.say(say="span", span=(name, started_s, ended_s))
-        self.say(say="traced")
 
 
 def receiver_in_thread(scheme: str, shape: Shape) -> tuple[str, Callable[[], None]]:
@@ -103,8 +95,8 @@ def receiver_in_thread(scheme: str, shape: Shape) -> tuple[str, Callable[[], Non
 
 
 def main() -> None:
-    scheme, layers, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    receiver = Receiver(scheme, Shape(layers=layers, tokens=tokens))
+    scheme, shape = sys.argv[1:]
+    receiver = Receiver(scheme, Shape(**json.loads(shape)))
     print(receiver.endpoint.address, flush=True)
     receiver.run()
 

@@ -15,7 +15,7 @@ from kvpool.link_cost import LinkCost, TransferShape, Way, fit
 from kvpool.memory_collate import write_slab
 from kvpool.memory_probe import measure_copies
 from kvpool.piece import Piece, transfer_shape
-from kvpool.transfer_plan import Side
+from kvpool.transfer_plan import Side, Write
 from kvpool.transport import probe
 from kvpool.transport.base import RegionName
 
@@ -56,22 +56,20 @@ class Sender(End):
             free.append(int(self.hear("free")["slab"]))
         return time.monotonic() - started_s
 
-    def _send(self, slab: int, piece: Piece, write) -> None:  # type: ignore[no-untyped-def]
+    def _send(self, slab: int, piece: Piece, write: Write) -> None:
         region = self._slabs[slab]
         window = self.peer.window(region)
-        with self.trace.span("gather"):
-            size = write_slab(
-                self.memory,
-                self.tables,
-                piece,
-                write,
-                fingerprint=FINGERPRINT,
-                lease_id=piece.index,
-                window=self._staging.memory if window is None else window,
-            )
+        size = write_slab(
+            self.memory,
+            self.tables,
+            piece,
+            write,
+            fingerprint=FINGERPRINT,
+            lease_id=piece.index,
+            window=self._staging.memory if window is None else window,
+        )
         if window is None:
-            with self.trace.span("write"):
-                self.peer.write(region, 0, self._staging.memory[:size])
+            self.peer.write(region, 0, self._staging.memory[:size])
 
     def direct(self, tokens: int | None = None) -> float:
         """The receiver reads each block, layer and plane."""
@@ -107,6 +105,7 @@ class Sender(End):
     def memcpy(self) -> float:
         started_s = time.monotonic()
         self._plain.copy_(self.memory.flat[: self.shape.nbytes])
+        self.memory.settle()
         return time.monotonic() - started_s
 
     def check(self, move: Callable[[], float]) -> None:
@@ -122,7 +121,7 @@ class Sender(End):
         region = RegionName(self._probe_there)
         samples = probe.measure(self.peer, region, self.probe.memory, self._ping)
         mapped = self.peer.window(region) is not None
-        copies = measure_copies(self.shape.layout, "cpu")
+        copies = measure_copies(self.shape.layout, self.memory.device)
         return fit(self.endpoint.address.partition(":")[0], [*samples, *copies], mapped=mapped)
 
     def _ping(self) -> None:
@@ -142,17 +141,3 @@ class Sender(End):
         """Of both ends."""
         self.say(say="rss")
         return int(self.hear("rss")["bytes"]) + psutil.Process().memory_info().rss
-
-    def traced(self, move: Callable[[], float]) -> dict[str, list[tuple[str, float, float]]]:
-        """# end |-> its spans of one transfer"""
-        self.say(say="trace", on=True)
-        self.hear("traced")
-        self.trace.enabled = True
-        move()
-        self.trace.enabled = False
-        self.say(say="trace", on=False)
-        theirs = []
-        while (message := self.messages.get(timeout=PATIENCE_S))["say"] == "span":
-            theirs.append(tuple(message["span"]))
-        ours, self.trace.spans = self.trace.spans, []
-        return {"prefill": ours, "decode": theirs}

@@ -12,17 +12,19 @@ from kvpool.staging import Staging, plan_staging
 from kvpool.transfer_plan import TokenSpan, Write, cut
 
 SLABS = 4
-CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Llama-3.1-8B's KV: 8 heads of 128, bf16, in 16-token blocks; `layers` of its 32.
-    Runs of `run_blocks` adjacent blocks lie apart."""
+    Runs of `run_blocks` adjacent blocks lie apart. It is on `device`, "cpu" or "cuda", and workers
+    that compute `chunk_tokens` at a time move it."""
 
     layers: int
     tokens: int
     run_blocks: int = 1
+    device: str = "cpu"
+    chunk_tokens: int = 512
 
     @property
     def layout(self) -> KvLayout:
@@ -59,9 +61,13 @@ class Shape:
 
     @property
     def staging(self) -> Staging:
-        """A worker's own, on a CPU."""
+        """A worker's own."""
         return plan_staging(
-            self.layout, slabs=SLABS, chunk_tokens=CHUNK_TOKENS, total_bytes=None, on_cpu=True
+            self.layout,
+            slabs=SLABS,
+            chunk_tokens=self.chunk_tokens,
+            total_bytes=None,
+            on_cpu=self.device == "cpu",
         )
 
 

@@ -11,9 +11,9 @@ STEADY_WARM_UP = 0.1
 GROWTH_ALLOWED_MIB = 8.0
 
 
-def steady_row(scheme: str, transfers: int) -> Row:
+def steady_row(scheme: str, transfers: int, device: str) -> Row:
     """Small transfers, both ways in turn; the resident memory of both processes together."""
-    with link(scheme, Shape(layers=2, tokens=STEADY_TOKENS)) as sender:
+    with link(scheme, Shape(layers=2, tokens=STEADY_TOKENS, device=device)) as sender:
 
         def run(count: int) -> None:
             for number in range(count):

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.report import Reading
 from bench.transfer.grid import GridPoint, grid_row
 from bench.transfer.link import link
+from bench.transfer.overlap import Handoff
+from bench.transfer.pair import PAIRS
+from bench.transfer.profile import rows_of as profiled
 from bench.transfer.shape import Shape
 from bench.transfer.speed import COLLATED, DIRECT, _rows, rows_of
-from bench.transfer.trace import _hidden, write_trace
 from kvpool.link_cost import Way
 
 REPOSITORY = Path(__file__).parents[2]
@@ -72,21 +76,6 @@ def test_the_grid_lays_the_sequence_out_at_both_ends() -> None:
     assert 0 <= row.value <= 100 and row.method.startswith("8 transfers of up to 256 tokens")
 
 
-def test_the_hidden_share_is_what_the_spans_have_in_common() -> None:
-    outer = [("gather", 0.0, 1.0), ("write", 1.0, 2.0)]
-    assert _hidden([("scatter", 0.5, 1.5)], outer) == pytest.approx(1.0)
-    assert _hidden([("scatter", 1.5, 3.5)], outer) == pytest.approx(0.25)
-    assert _hidden([], outer) == 0.0
-
-
-def test_a_trace_has_the_spans_of_both_processes(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    write_trace(path, ["nixl"], SMALL)
-    events = json.loads(path.read_text())["traceEvents"]
-    spans = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
-    assert spans == {(0, "gather"), (0, "write"), (1, "scatter")}
-
-
 def test_the_command_prints_json() -> None:
     small = ["--layers=1", "--tokens=64", "--only", "loopback", "--steady=20", "--format=json"]
     run = subprocess.run(
@@ -99,3 +88,55 @@ def test_the_command_prints_json() -> None:
     (row,) = json.loads(run.stdout)
     assert row["name"] == "loopback: memory grown in 20 transfers"
     assert row["unit"] == "MiB"
+
+
+def test_kv_on_a_device_goes_in_whole_chunks_and_both_passes_count() -> None:
+    shape = Shape(layers=32, tokens=1100, device="cuda")
+    assert shape.staging.payload_bytes == 512 * shape.layout.bytes_per_token
+    assert len(shape.cut()) == 3 < len(replace(shape, device="cpu").cut())
+    speeds = {name: Reading(values=(speed,)) for name, speed in SPEEDS.items()}
+    (row,) = [r for r in _rows("cuda_ipc", speeds, Way.DIRECT, "") if r.goal == 0.8]
+    assert (row.value, row.against, row.against_value) == (4.0, "memcpy", 8.0)
+    assert row.reached is False
+
+
+def test_two_workers_share_the_device() -> None:
+    pair = PAIRS["cuda"]
+    assert [(p.role, p.device) for p in pair.plans] == [("prefill", "cuda"), ("decode", "cuda")]
+    assert not {*pair.plans[0].cores} & {*pair.plans[1].cores}
+    planes = Shape(layers=32, tokens=1).layout.groups[0].planes
+    config = pair.model
+    assert (config.num_key_value_heads, config.head_dim) == (planes[0].heads, planes[0].dim)
+    assert config.num_hidden_layers == 32 and pair.max_model_len <= config.max_position_embeddings
+
+
+def test_what_is_exposed_on_a_device_has_its_limit() -> None:
+    found = Handoff(
+        transfer_s=0.02,
+        hidden_s=0.016,
+        exposed_s=0.002,
+        commit_s=0.004,
+        groups=4,
+        left_groups=1.2,
+        decode_steps=9,
+    )
+    rows = {row.name: row for row in profiled(PAIRS["cuda"], "cuda_ipc", [found])}
+    limited = rows["cuda_ipc: from the last chunk's compute until committed"]
+    assert (limited.value, limited.against_value, limited.reached) == (4.0, 3.0, False)
+    assert rows["cuda_ipc: of that behind the prompt's compute"].value == pytest.approx(80)
+    assert rows["cuda_ipc: layer groups left then, of 4"].reached
+    on_cpu = profiled(PAIRS["cpu"], "shm", [found])
+    assert [row.reached for row in on_cpu if row.unit == "ms"] == [None, None, None]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a device")
+def test_without_a_device_nothing_is_measured_on_it() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.transfer", "--device", "cuda"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert "cuda_ipc: not measured: transport 'cuda_ipc' needs a CUDA device" in run.stderr
+    assert run.stderr.endswith("KV on cuda can't be moved here\n")

@@ -1,0 +1,42 @@
+"""A worker's transfers on a CUDA device don't wait for the step that runs there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.memory import KvMemory
+from kvpool.memory_sections import gather_write
+from kvpool.shard import Shard, ShardLayout
+from kvpool.transfer_plan import Side, TokenSpan, cut
+
+pytestmark = pytest.mark.gpu
+_GROUP = LayerGroup(layers=(0, 1), planes=(Plane(name="k", heads=8, dim=128),))
+_LONG_CYCLES = 1_000_000_000
+
+
+def test_a_gather_runs_beside_a_step() -> None:
+    layout = KvLayout(groups=(_GROUP,), dtype="bfloat16", block_size=16)
+    memory = KvMemory(layout, 4, "cuda")
+    memory.planes[0][0].normal_()
+    one = ShardLayout(model=layout, shard=Shard())
+    span = TokenSpan(start=0, tokens=64, next_position=64)
+    (write,) = cut(one, one, span=span, staging_bytes=2**20)
+    side = Side(tables=(tuple(map(BlockId, (2, 0, 3, 1))),), block_size=16)
+    out = torch.zeros(write.nbytes, dtype=torch.uint8, device="cuda")
+    gather_write(memory, side, write, out)  # compiled, and the device is warm
+    memory.settle()
+    expected = out.clone()
+    out.zero_()
+    torch.cuda.synchronize()
+
+    step_done = torch.cuda.Event()
+    torch.cuda._sleep(_LONG_CYCLES)
+    step_done.record()
+    with memory.beside():
+        gather_write(memory, side, write, out)
+        memory.settle()
+        assert not step_done.query()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
