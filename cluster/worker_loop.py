@@ -35,14 +35,12 @@ from cluster.worker_events import (
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
-from kvpool.handoff import (
-    TO_PREFILL,
-    Commit,
+from kvpool.handoff import TO_PREFILL, Commit, PeerHello
+from kvpool.handoff_events import (
     FetchPiece,
     FromPeer,
     LayersWritten,
     LinkMeasured,
-    PeerHello,
     PeerLost,
     PieceFetched,
     ReplaceSlab,

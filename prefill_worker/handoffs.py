@@ -8,18 +8,14 @@ from engine.step import Command, Tick
 from kvpool.handoff import (
     CancelTransfer,
     Committed,
-    FromPeer,
     HandoffMode,
-    LayersWritten,
     PeerHello,
-    PeerLost,
     PieceAwaited,
     PieceRead,
-    SendPeer,
     SlabLent,
-    SlabWritten,
     TransferCancelled,
 )
+from kvpool.handoff_events import FromPeer, LayersWritten, PeerLost, SendPeer, SlabWritten
 from kvpool.pool_client_events import OfferSettled
 from kvpool.pool_map import KvFacts
 from kvrelay.types import Incarnation, RequestKey

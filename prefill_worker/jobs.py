@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.step import Command, Emit
-from kvpool.handoff import SendPeer
+from kvpool.handoff_events import SendPeer
 from kvpool.layout import Tables
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables

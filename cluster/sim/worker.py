@@ -24,7 +24,8 @@ from engine.latency import StepTimes
 from engine.latency_fit import LinearTimes
 from kvpool.block_names import BlockNames
 from kvpool.blocks import BlockState
-from kvpool.handoff import FromPeer, HandoffMode, PeerHello
+from kvpool.handoff import HandoffMode, PeerHello
+from kvpool.handoff_events import FromPeer
 from kvpool.layout import KvLayout
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings

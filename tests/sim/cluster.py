@@ -14,9 +14,9 @@ from itertools import count
 from cluster.pool_turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
-from kvpool.handoff import (
+from kvpool.handoff import HandoffMode
+from kvpool.handoff_events import (
     FetchPiece,
-    HandoffMode,
     LayersWritten,
     ReplaceSlab,
     ScatterSlab,

@@ -10,13 +10,11 @@ from cluster.preloads import Preloads
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
-from kvpool.handoff import (
+from kvpool.handoff import HandoffMode, PeerHello, SlabFilled
+from kvpool.handoff_events import (
     FetchPiece,
-    HandoffMode,
-    PeerHello,
     PieceFetched,
     ScatterSlab,
-    SlabFilled,
     SlabReplaced,
     SlabScattered,
     WriteSlab,

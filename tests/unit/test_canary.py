@@ -10,7 +10,8 @@ import pytest
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Sampled, StepDone, StepOutcome, StepWanted
 from kvpool.canary import LogitSketch, is_chosen
-from kvpool.handoff import Commit, ScatterSlab, SlabFilled, SlabLent, SlabScattered
+from kvpool.handoff import Commit, SlabFilled, SlabLent
+from kvpool.handoff_events import ScatterSlab, SlabScattered
 from kvrelay.messages import Abort, RequestFailed, Stop
 from kvrelay.types import RequestSpec
 from tests.unit.worker_kit import (

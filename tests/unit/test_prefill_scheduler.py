@@ -9,15 +9,12 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
-    PeerLost,
     PieceAhead,
     RenewLeases,
-    SendPeer,
     SlabLent,
-    SlabWritten,
     TransferCancelled,
-    WriteSlab,
 )
+from kvpool.handoff_events import PeerLost, SendPeer, SlabWritten, WriteSlab
 from kvpool.layout import BlockId
 from kvpool.openings import Openings
 from kvpool.piece import Piece, cut_span

@@ -6,7 +6,8 @@ from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
-from kvpool.handoff import FromPeer, HandoffMode, PeerHello, PeerMessage, PieceAhead, SendPeer
+from kvpool.handoff import HandoffMode, PeerHello, PeerMessage, PieceAhead
+from kvpool.handoff_events import FromPeer, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
