@@ -50,9 +50,9 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Of `devices` that share one copy. `kv_tokens` fit with all their KV, as none that a
-    window has passed yet; `batch` sequences of the context asked for fit; the decode bounds are at that context, of one sequence
-    and of the batch; the prefill bound is of one prompt of it."""
+    """Of `devices` that share one copy. `kv_tokens` fit with all their KV, as none that a window
+    has passed yet; `batch` sequences of the context asked for fit. The decode bounds are at that
+    context, of one sequence and of the batch; the prefill bound is of one prompt of it."""
 
     device: str
     devices: int
