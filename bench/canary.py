@@ -11,7 +11,7 @@ import argparse
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
+from engine.bundled import checkpoint_path
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
@@ -168,15 +169,29 @@ def _starts(found: dict[str, Reading]) -> list[Row]:
     ]
 
 
-def load_model(folder: Path, load: Load) -> Engine:
-    config = LlamaConfig.from_dict(SMOLLM_135M.to_dict() | {"max_position_embeddings": 2048})
+def bounds(engine: Engine) -> Iterator[Row]:
+    """What right KV may differ by, in spreads of the logits."""
+    exact = canary_bound(engine)
+    for codec in Codec:
+        bound = canary_bound(engine, [codec])
+        assert exact is not None and bound is not None
+        yield Row(
+            name=f"bundled model, bf16, codec {codec}: logits may differ by",
+            value=bound,
+            unit="of their spread",
+            against="without a codec",
+            against_value=exact,
+        )
+
+
+def load_model(path: Path, load: Load) -> Engine:
     limits = EngineLimits(
         max_model_len=load.prompt_tokens + load.output_tokens,
         prefill_chunk_tokens=load.prompt_tokens,
         max_running_requests=load.running,
     )
     return load_engine(
-        open_checkpoint(str(write_random_llama(folder, config))),
+        open_checkpoint(str(path)),
         device="cpu",
         dtype="bfloat16",
         block_size=_BLOCK,
@@ -193,9 +208,12 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(args.threads)
+    config = LlamaConfig.from_dict(SMOLLM_135M.to_dict() | {"max_position_embeddings": 2048})
+    load = Load()
     with tempfile.TemporaryDirectory() as folder:
-        load = Load()
-        rows = measure(load_model(Path(folder), load), load, args.repeats)
+        engine = load_model(write_random_llama(Path(folder), config), load)
+        rows = measure(engine, load, args.repeats)
+    rows += bounds(load_model(checkpoint_path(), load))
     print_table("The canary", rows)
     if args.json:
         write_json(args.json, rows)

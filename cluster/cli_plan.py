@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,7 +23,9 @@ _GB = 1e9
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or a name such as llama-2-70b.")
 ]
-DevicesOption = Annotated[str, typer.Option("--gpus", help="Device names, by commas.")]
+DevicesOption = Annotated[
+    str, typer.Option("--gpus", help="Device names, by commas; with a trace NAME:COUNT.")
+]
 ContextOption = Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")]
 WeightsOption = Annotated[
     str | None, typer.Option("--weights", help="Their format, such as float8 [default: as stored]")
@@ -31,6 +34,12 @@ KvOption = Annotated[
     str | None, typer.Option("--kv", help="The KV cache's format [default: float16]")
 ]
 FractionOption = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0)]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Search fleets for these requests; needs --slo.")
+]
+SloOption = Annotated[
+    str | None, typer.Option("--slo", metavar="TTFT,TPOT", help="Such as 2s,100ms.")
+]
 
 
 def plan(
@@ -40,14 +49,62 @@ def plan(
     weights: WeightsOption = None,
     kv: KvOption = None,
     memory_fraction: FractionOption = 0.9,
+    trace: TraceOption = None,
+    slo: SloOption = None,
+    attainment: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="The share of requests to meet the SLO.")
+    ] = 0.9,
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Per hour; find the best goodput for it too.")
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="Of a device and hour.")
+    ] = None,
+    rate_scale: Annotated[float, typer.Option(min=0.001, help="Times the trace's rate.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=2, help="Only so many requests.")] = None,
+    tries: Annotated[int, typer.Option(min=1, help="Fleets to simulate.")] = 12,
+    processes: Annotated[int | None, typer.Option(min=1, help="[default: one per CPU]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the cheapest plan's cluster file.")
+    ] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """Print a model's weights and KV, what of it fits on devices, and how fast they could be."""
+    """Print a model's weights and KV, what of it fits on devices, and how fast they could be.
+
+    With --trace, --slo and --gpus NAME:COUNT,...: search roles, degrees of parallelism and mixes
+    of devices for the cheapest fleet that holds the SLO, by simulation.
+    """
+    from cluster.cli_plan_search import Asked, search
     from cluster.model_facts import find_facts
+
+    facts = find_facts(model, weights=_dtype(weights), kv=_dtype(kv))
+    if trace is None and slo is None:
+        _plan_alone(facts, gpus, context, memory_fraction, format_)
+        return
+    asked = Asked(
+        model=model,
+        gpus=gpus,
+        memory_fraction=memory_fraction,
+        trace=trace,
+        slo=slo,
+        attainment=attainment,
+        budget=budget,
+        prices=tuple(price or ()),
+        rate_scale=rate_scale,
+        limit=limit,
+        tries=tries,
+        processes=processes,
+        out=out,
+    )
+    search(facts, asked, format_)
+
+
+def _plan_alone(
+    facts: ModelFacts, gpus: str, context: int, memory_fraction: float, format_: Format
+) -> None:
     from cluster.sim.profiles.capacity import smallest_copy
     from cluster.sim.profiles.known_names import known_device
 
-    facts = find_facts(model, weights=_dtype(weights), kv=_dtype(kv))
     names = [name.strip() for name in gpus.split(",")]
     copies = {
         name: smallest_copy(facts, name, known_device(name), context, memory_fraction)

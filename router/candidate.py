@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.messages import PrefixSource
-from kvrelay.types import Objectives
 from router.forecast.decode_outlook import BatchThen
 from router.placement import Placement
+from router.promises import Promised
 from router.view import WorkerView
 
 
@@ -57,19 +57,21 @@ class DecodePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """`ttft_s` counts from when the request was received."""
+    """`ttft_s` counts from when the request was received. With the margins' confidence neither will
+    be more than the `at_most` values."""
 
     prompt: PromptPrediction
     decode: DecodePrediction
     ttft_s: float
     tpot_s: float
+    ttft_at_most_s: float
+    tpot_at_most_s: float
     completes_in_s: float
+    choices: int
+    kv_tokens: int
 
-    def within(self, objectives: Objectives) -> bool:
-        return self.ttft_within(objectives) and self.tpot_within(objectives)
-
-    def ttft_within(self, objectives: Objectives) -> bool:
-        return objectives.ttft_s is None or self.ttft_s <= objectives.ttft_s
-
-    def tpot_within(self, objectives: Objectives) -> bool:
-        return objectives.tpot_s is None or self.tpot_s <= objectives.tpot_s
+    @property
+    def work(self) -> Promised:
+        """What it would take of a prefill and of a decode worker."""
+        prefill_s = self.prompt.pull_s + self.prompt.prefill_s
+        return Promised(prefill_s=prefill_s, sequences=self.choices, kv_tokens=self.kv_tokens)

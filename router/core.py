@@ -10,7 +10,7 @@ yields the same tokens; those already delivered are dropped by their index.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -50,11 +50,13 @@ from router.events import (
 )
 from router.forecast.forecast import Forecast
 from router.generation import GenerationRequest
+from router.latency.margins import Margin
 from router.latency.output_lengths import OutputLengths
 from router.ledger import Ledger
 from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
 from router.prefixes import HeldPrefixes
+from router.promises import NOTHING_PROMISED, Promised, Promises, digest_of
 from router.quarantine import SUSPICIOUS, Quarantine
 from router.refusal import DRAINING, NO_CAPACITY, Refusal, refused_by_worker
 from router.release_clock import ReleaseClock
@@ -78,13 +80,21 @@ class RouterCore:
     placing: PlacementPolicy = field(default_factory=KvAware)
     admitting: AdmissionPolicy = field(default_factory=Predictive)
     tiers: QosTiers = ONE_TIER
+    confidence: InitVar[float] = 0.95
     lengths: OutputLengths = field(default_factory=OutputLengths)
+    promises: Promises = field(default_factory=Promises)
+    forecast: Forecast = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     quarantine: Quarantine = field(default_factory=Quarantine)
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
+
+    def __post_init__(self, confidence: float) -> None:
+        self.forecast = Forecast(
+            self.workers, ttft=Margin(confidence=confidence), tpot=Margin(confidence=confidence)
+        )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         return [*self._handle(event, now_s), *self._ask_again(now_s)]
@@ -114,6 +124,7 @@ class RouterCore:
         request = Request(
             submitted=submitted, tier=tier, ledger=ledger, attempt=next(self.attempts)
         )
+        request.promise = self.promises.claim(digest_of(request.spec), now_s)
         self.requests[request.request_id] = request
         return self._place(request, NO_CAPACITY, now_s)
 
@@ -133,11 +144,11 @@ class RouterCore:
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""
         objections = partial(self.quarantine.objection, avoided=request.avoided, now_s=now_s)
-        choice = self.workers.choice(demand, request.tried, objections)
+        choice = self.workers.choice(demand, request.tried, objections, self.forecast)
         suggested = self.placing.candidates(demand, choice, now_s)
         candidates = (one for one in suggested if choice.acceptable(one))
         policy = Capacity() if request.admitted else self.admitting
-        return policy.judge(demand, candidates, otherwise, Forecast(self.workers), now_s)
+        return policy.judge(demand, candidates, otherwise, self.forecast, now_s)
 
     def _demand(self, request: Request, now_s: float) -> Demand:
         spec, most = request.spec, request.submitted.sampling.max_tokens
@@ -148,7 +159,14 @@ class RouterCore:
             objectives=request.objectives,
             priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
+            promised=self._promised(request),
         )
+
+    def _promised(self, request: Request) -> Promised:
+        """What goes before it at each worker though it isn't there yet."""
+        if request.admitted or not self.promises:
+            return NOTHING_PROMISED
+        return self.workers.per_worker(self.promises.ahead_of(request.promise))
 
     @staticmethod
     def _within_s(demand: Demand) -> float | None:
@@ -162,6 +180,9 @@ class RouterCore:
         self._forget(request)
         if refusal.retry_after_s is None and not refusal.hopeless:
             refusal = replace(refusal, retry_after_s=self._releases.retry_after_s())
+        if refusal.work is not None and refusal.retry_after_s is not None:
+            digest = digest_of(request.spec)
+            self.promises.make(digest, refusal.work, refusal.retry_after_s, now_s)
         return [Refuse(request_id=request_id, refusal=refusal)]
 
     def _wait(
@@ -244,6 +265,7 @@ class RouterCore:
             request.ledger.mark("first_token", event.at_s)
             request.ledger.mark("first_token_received", now_s)
             self.workers.prefilled(request.key, request.legs, now_s)
+            self._learn_ttft(request, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
         ready = request.choices[event.choice].take(event)
@@ -251,8 +273,24 @@ class RouterCore:
             return []
         self._learn_length(request, event)
         if request.done:
+            self._learn_tpot(request)
             self._ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
+
+    def _learn_ttft(self, request: Request, now_s: float) -> None:
+        """Of a first try's first choice."""
+        predicted, placed_s = request.predicted, request.placed_s
+        if predicted is None or request.tries > 1 or any(c.next_index for c in request.choices):
+            return
+        self.forecast.ttft.observe(
+            predicted.prompt.first_token_s,
+            now_s - placed_s,
+            undisturbed=predicted.prompt.queue_s <= 0,
+        )
+
+    def _learn_tpot(self, request: Request) -> None:
+        if request.predicted is not None and (actual_s := request.tpot_s()) is not None:
+            self.forecast.tpot.observe(request.predicted.tpot_s, actual_s, undisturbed=False)
 
     def _learn_length(self, request: Request, event: Tokens) -> None:
         if event.finish_reason is not None:

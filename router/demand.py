@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from kvrelay.types import NO_OBJECTIVES, Objectives, RequestSpec
 from router.prefixes import HeldPrefixes
+from router.promises import NOTHING_PROMISED, Promised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """`output_tokens` is how many each choice will probably have. `waited_s` of its time to first
-    token are over. A lower `priority` number goes first."""
+    token are over. A lower `priority` number goes first. What others were `promised` goes before
+    it, for each prefill worker and each decode worker."""
 
     spec: RequestSpec
     output_tokens: int
@@ -19,6 +21,7 @@ class Demand:
     objectives: Objectives = NO_OBJECTIVES
     priority: int = 0
     waited_s: float = 0.0
+    promised: Promised = NOTHING_PROMISED
 
     @property
     def prompt_tokens(self) -> int:

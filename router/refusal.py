@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from router.promises import Promised
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """`reason` is one of ttft_unreachable, tpot_unreachable, kv_exhausted, slots_exhausted,
     tier_share_exhausted, draining, no_capacity. `retry_after_s`: when it would be taken, where
-    that can be told; `hopeless`: never, as the cluster is."""
+    that can be told, and `work` how much that would be; `hopeless`: never, as the cluster is."""
 
     reason: str
     message: str
     retry_after_s: float | None = None
     hopeless: bool = False
+    work: Promised | None = None
 
 
 NO_CAPACITY = Refusal(

@@ -8,11 +8,16 @@ from kvrelay.messages import Lifetime
 from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec
 from router.admitting.policy import Admitted
+from router.candidate import Prediction
 from router.generation import GenerationRequest
-from router.latency.errors import Predicted, prediction_errors
+from router.latency.errors import prediction_errors
 from router.ledger import Ledger
 from router.placement import Pair, Placement
+from router.promises import Promise
 from router.token_order import TokenOrder
+
+FEWEST_TOKENS = 4
+"""The time per token of fewer says little."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +36,8 @@ class Request:
     avoided: set[Pair] = field(default_factory=set)
     admitted: bool = False
     committed: bool = False  # this attempt's KV is at the decode worker
-    predicted: Predicted | None = None  # when its first attempt was placed
+    predicted: Prediction | None = None  # when its first attempt was placed
+    promise: Promise | None = None  # that it came back for
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     choices: tuple[TokenOrder, ...] = field(init=False)
 
@@ -77,6 +83,14 @@ class Request:
             return {}
         tokens = max(choice.next_index for choice in self.choices)
         return prediction_errors(self.predicted, self.ledger, tokens)
+
+    def tpot_s(self) -> float | None:
+        """Of its longest choice; None for one that had to be run again, or is short."""
+        tokens = max(choice.next_index for choice in self.choices)
+        first_s, last_s = map(self.ledger.after_s, ("first_token_received", "last_token_received"))
+        if self.tries > 1 or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
+            return None
+        return (last_s - first_s) / (tokens - 1)
 
     @property
     def handed_over(self) -> bool:

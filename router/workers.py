@@ -14,6 +14,7 @@ from router.forecast.prefill_queue import Ahead
 from router.generation import ModelFacts
 from router.placement import Objections
 from router.placing.policy import Choice, least_against
+from router.promises import Promised
 from router.view import WorkerView
 
 
@@ -57,7 +58,11 @@ class Workers(dict[Incarnation, WorkerView]):
         self[hello.incarnation] = WorkerView.of(hello)
 
     def choice(
-        self, demand: Demand, tried: Collection[Incarnation], objections: Objections
+        self,
+        demand: Demand,
+        tried: Collection[Incarnation],
+        objections: Objections,
+        forecast: Forecast,
     ) -> Choice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
         fitting = [view for view in self.values() if fits(demand, view) and not view.draining]
@@ -70,16 +75,25 @@ class Workers(dict[Incarnation, WorkerView]):
             decodes=[view for view in decodes if view.incarnation not in tried],
             alone=[view for view in by_role[Role.BOTH] if view.incarnation not in tried],
             objections=objections,
-            forecast=Forecast(self),
+            forecast=forecast,
             workers=self,
             least_against=0 if by_role[Role.BOTH] else least_against(prefills, decodes, objections),
+        )
+
+    def per_worker(self, promised: Promised) -> Promised:
+        """Spread evenly over those of each role."""
+        roles = [view.hello.role for view in self.values()]
+        prefills = sum(role is not Role.DECODE for role in roles)
+        decodes = sum(role is not Role.PREFILL for role in roles)
+        return Promised(
+            prefill_s=promised.prefill_s / max(1, prefills),
+            sequences=promised.sequences / max(1, decodes),
+            kv_tokens=promised.kv_tokens / max(1, decodes),
         )
 
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
         candidate, prediction = admitted.candidate, admitted.prediction
         key = demand.spec.key
-        if prediction is None:
-            prediction = Forecast(self).predict(demand, candidate, now_s)
         joins_s = now_s + prediction.decode.joins_in_s
         expected = Expected(
             joins_s=joins_s,

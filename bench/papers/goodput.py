@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from random import Random
 
 from cluster.config import Config
+from cluster.sim import run
 from cluster.sim.ledgers import Outcome
-from cluster.sim.simulation import ClusterSimulation, Scale
+from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
 
 
@@ -41,8 +42,7 @@ def poisson(
 
 
 def simulate(config: Mapping[str, object], requests: Sequence[TraceRequest]) -> Sequence[Outcome]:
-    cluster = ClusterSimulation(Config.model_validate(config, strict=False), requests, Scale())
-    return cluster.run().outcomes
+    return run.simulate(Config.model_validate(config, strict=False), requests, Scale()).outcomes
 
 
 def attainment(outcomes: Sequence[Outcome], objectives: Objectives) -> float:

@@ -46,7 +46,8 @@ class EarlyRejection:
         forecast: Forecast,
         now_s: float,
     ) -> Refusal | None:
-        if not prediction.ttft_within(demand.objectives):
+        ttft_s = demand.objectives.ttft_s
+        if ttft_s is not None and prediction.ttft_s > ttft_s:
             return Refusal(
                 reason="ttft_unreachable", message="the prefill queues are too long for its TTFT"
             )

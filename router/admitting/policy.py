@@ -15,10 +15,8 @@ from router.view import WorkerView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """`prediction` where the policy made one."""
-
     candidate: Candidate
-    prediction: Prediction | None = None
+    prediction: Prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,13 @@
 breaks nobody's, at the time when it gets to each worker. Pure.
 
 Otherwise it is refused at once, with the reason and the time when the same would be taken: when the
-queue has become short enough, or enough sequences have ended.
+queue has become short enough, or enough sequences have ended, what is promised to others included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from router.admitting.policy import Admitted, Verdict, no_place
@@ -36,79 +36,87 @@ class Predictive:
         refusals: list[Refusal] = []
         for candidate in islice(candidates, LOOKED_AT):
             prediction = forecast.predict(demand, candidate, now_s)
-            refusal = self._against(demand, candidate, prediction, now_s)
+            look = _Look(demand, candidate.decode, prediction, forecast, now_s)
+            refusal = look.place() or look.ttft() or look.tpot() or look.deadline() or look.blocks()
             if refusal is None:
                 return Admitted(candidate=candidate, prediction=prediction)
-            refusals.append(refusal)
+            refusals.append(replace(refusal, work=prediction.work))
         return min(refusals, key=_retry_s, default=otherwise)
 
-    def _against(
-        self, demand: Demand, candidate: Candidate, prediction: Prediction, now_s: float
-    ) -> Refusal | None:
-        worker = candidate.decode
-        return (
-            self._place(demand, worker, now_s)
-            or self._ttft(demand, prediction)
-            or self._tpot(demand, worker, prediction, now_s)
-            or self._blocks(demand, worker, prediction, now_s)
-        )
 
-    @staticmethod
-    def _place(demand: Demand, worker: WorkerView, now_s: float) -> Refusal | None:
-        full = no_place(demand, worker)
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """At one way to serve a request: what speaks against it, and until when."""
+
+    demand: Demand
+    worker: WorkerView
+    prediction: Prediction
+    forecast: Forecast
+    now_s: float
+
+    def place(self) -> Refusal | None:
+        full = no_place(self.demand, self.worker)
         if full is None:
             return None
-        ends_s = worker.outlook.end_s(demand.choices - worker.free_places, now_s)
-        return Refusal(
-            reason=full.reason,
-            message=full.message,
-            retry_after_s=None if ends_s is None else ends_s - now_s,
-        )
+        free = self.worker.free_places - self.demand.promised.sequences
+        ends_s = self.worker.outlook.end_s(round(self.demand.choices - free), self.now_s)
+        return replace(full, retry_after_s=None if ends_s is None else ends_s - self.now_s)
 
-    @staticmethod
-    def _ttft(demand: Demand, prediction: Prediction) -> Refusal | None:
+    def ttft(self) -> Refusal | None:
         """A queue shrinks by a second each second; the prompt's own time does not."""
-        objective_s = demand.objectives.ttft_s
-        if objective_s is None or prediction.ttft_s <= objective_s:
+        objective_s, prompt = self.demand.objectives.ttft_s, self.prediction.prompt
+        if objective_s is None or self.prediction.ttft_at_most_s <= objective_s:
             return None
-        alone_s = prediction.prompt.first_token_s - prediction.prompt.queue_s
-        over_s = prediction.ttft_s - demand.waited_s - objective_s
+        alone_s = self.forecast.ttft.apply(prompt.pull_s + prompt.prefill_s)
+        over_s = self.forecast.ttft.apply(prompt.first_token_s) - objective_s
         hopeless = alone_s > objective_s
         return Refusal(
             reason="ttft_unreachable",
-            message=f"its first token would take {prediction.ttft_s * 1e3:.0f} ms, "
+            message=f"its first token would take {self.prediction.ttft_at_most_s * 1e3:.0f} ms, "
             f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:.0f} ms",
-            retry_after_s=None if hopeless else max(0.0, over_s),
+            retry_after_s=None if hopeless else max(0.0, over_s / self.forecast.ttft.factor),
             hopeless=hopeless,
         )
 
-    @staticmethod
-    def _tpot(
-        demand: Demand, worker: WorkerView, prediction: Prediction, now_s: float
-    ) -> Refusal | None:
+    def tpot(self) -> Refusal | None:
         """Its own objective, and the strictest of those that decode there."""
-        strictest = worker.outlook.strictest_tpot_s
-        bounds = [s for s in (demand.objectives.tpot_s, strictest) if s is not None]
-        if not bounds or prediction.tpot_s <= min(bounds):
+        bounds = (self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s)
+        bound_s = min((s for s in bounds if s is not None), default=None)
+        if bound_s is None or self.prediction.tpot_at_most_s <= bound_s:
             return None
-        bound_s = min(bounds)
 
         def fits(batch: BatchThen) -> bool:
-            return worker.step_s(with_it(demand, batch, worker)) <= bound_s
+            step_s = self.worker.step_s(with_it(self.demand, batch, self.worker))
+            return self.forecast.tpot.apply(step_s) <= bound_s
 
+        hopeless = bound_s == self.demand.objectives.tpot_s and not fits(BatchThen(0, 0))
         return Refusal(
             reason="tpot_unreachable",
-            message=f"a token would take {prediction.tpot_s * 1e3:.1f} ms, "
-            f"more than {bound_s * 1e3:.1f} ms",
-            retry_after_s=_when(fits, worker, prediction, now_s),
+            message=f"a token would take {self.prediction.tpot_at_most_s * 1e3:.1f} ms, "
+            f"more than {bound_s * 1e3:.1f} ms" + (" even alone" if hopeless else ""),
+            retry_after_s=None if hopeless else self._when(fits),
+            hopeless=hopeless,
         )
 
-    @staticmethod
-    def _blocks(
-        demand: Demand, worker: WorkerView, prediction: Prediction, now_s: float
-    ) -> Refusal | None:
+    def deadline(self) -> Refusal | None:
+        """Until its last token."""
+        deadline_s = self.demand.objectives.deadline_s
+        in_s = self.demand.waited_s + self.prediction.completes_in_s
+        if deadline_s is None or in_s <= deadline_s:
+            return None
+        queue_s = self.prediction.prompt.queue_s
+        hopeless = in_s - queue_s > deadline_s
+        return Refusal(
+            reason="ttft_unreachable" if not hopeless else "tpot_unreachable",
+            message=f"it would be done in {in_s:.2f} s, {in_s - queue_s:.2f} s without a queue; "
+            f"its deadline is {deadline_s:.2f} s",
+            retry_after_s=None if hopeless else in_s - deadline_s,
+            hopeless=hopeless,
+        )
+
+    def blocks(self) -> Refusal | None:
         """An idle worker takes what fits it at all."""
-        decode = prediction.decode
+        decode, worker = self.prediction.decode, self.worker
         if decode.needed_blocks <= decode.free_blocks or not decode.batch.sequences:
             return None
 
@@ -120,24 +128,19 @@ class Predictive:
             reason="kv_exhausted",
             message=f"it needs {decode.needed_blocks} KV blocks, "
             f"and {max(0, decode.free_blocks)} will be free",
-            retry_after_s=_when(fits, worker, prediction, now_s),
+            retry_after_s=self._when(fits),
         )
 
-
-def _when(
-    fits: Callable[[BatchThen], bool], worker: WorkerView, prediction: Prediction, now_s: float
-) -> float | None:
-    """In how many seconds so many sequences have ended that it fits in the batch; None: the known
-    ones don't matter."""
-    batch = prediction.decode.batch
-    for ended in range(1, batch.sequences + 1):
-        left = batch.sequences - ended
-        kv_tokens = round(batch.kv_tokens * left / batch.sequences)
-        if fits(BatchThen(left, kv_tokens)):
-            joins_s = now_s + prediction.decode.joins_in_s
-            ends_s = worker.outlook.end_s(ended, joins_s)
-            return None if ends_s is None else max(0.0, ends_s - joins_s)
-    return None
+    def _when(self, fits: Callable[[BatchThen], bool]) -> float | None:
+        """In how many seconds so many sequences have ended that it fits in the batch; None: those
+        that are known don't matter."""
+        batch, joins_in_s = self.prediction.decode.batch, self.prediction.decode.joins_in_s
+        for ended in range(1, batch.sequences + 1):
+            left = batch.sequences - ended
+            if fits(BatchThen(left, round(batch.kv_tokens * left / batch.sequences))):
+                ends_s = self.worker.outlook.end_s(ended, self.now_s + joins_in_s)
+                return None if ends_s is None else max(0.0, ends_s - self.now_s - joins_in_s)
+        return None
 
 
 def _retry_s(refusal: Refusal) -> float:

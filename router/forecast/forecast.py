@@ -7,13 +7,14 @@ decode side at the time the request joins: the batch then, counting what is on i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.latency import StepWork, decode_work, prefill_work
 from kvrelay.types import Incarnation
 from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
+from router.latency.margins import Margin
 from router.view import WorkerView
 
 UNMEASURED_BYTES_PER_S = 1e9
@@ -22,7 +23,11 @@ UNMEASURED_BYTES_PER_S = 1e9
 
 @dataclass(slots=True)
 class Forecast:
+    """`ttft` and `tpot` say how far to trust it."""
+
     workers: Mapping[Incarnation, WorkerView]
+    ttft: Margin = field(default_factory=lambda: Margin(confidence=0.5))
+    tpot: Margin = field(default_factory=lambda: Margin(confidence=0.5))
 
     def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
         prompt = self.prompt(demand, candidate, now_s)
@@ -33,9 +38,13 @@ class Forecast:
         return Prediction(
             prompt=prompt,
             decode=decode,
-            ttft_s=demand.waited_s + prompt.first_token_s,
+            ttft_s=demand.waited_s + self.ttft.overhead_s + prompt.first_token_s,
             tpot_s=decode.step_s + handoff_s / gaps,
+            ttft_at_most_s=demand.waited_s + self.ttft.apply(prompt.first_token_s),
+            tpot_at_most_s=self.tpot.apply(decode.step_s + handoff_s / gaps),
             completes_in_s=joins_in_s + decode.step_s * gaps,
+            choices=demand.choices,
+            kv_tokens=demand.choices * mean_tokens(demand),
         )
 
     # --- prefill side ---------------------------------------------------------------------------
@@ -52,6 +61,7 @@ class Forecast:
             if pulled_s + rest_s < prefill_s:
                 pull_s, prefill_s = pulled_s, rest_s
         queue_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
+        queue_s += demand.promised.prefill_s
         return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
 
     @staticmethod
@@ -86,7 +96,7 @@ class Forecast:
     def decode(
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
-        batch = self.batch_then(worker, now_s + joins_in_s, now_s)
+        batch = self.batch_then(demand, worker, now_s + joins_in_s, now_s)
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
@@ -98,15 +108,18 @@ class Forecast:
         )
 
     @staticmethod
-    def batch_then(worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
-        """Those of other routers, as far as the worker has told of them, stay."""
-        own, outlook = worker.outlook.at(then_s, now_s), worker.outlook
+    def batch_then(demand: Demand, worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
+        """Without it. Those of other routers, as far as the worker has told of them, stay."""
+        own, outlook, promised = worker.outlook.at(then_s, now_s), worker.outlook, demand.promised
+        sequences, kv_tokens = promised.sequences, promised.kv_tokens
         others = worker.counters.running - outlook.sequences
-        if others <= 0:
+        if others > 0:
+            sequences += others
+            used = worker.counters.active_blocks * worker.hello.block_size
+            kv_tokens += max(0, used - outlook.kv_tokens)
+        if not sequences:
             return own
-        used = worker.counters.active_blocks * worker.hello.block_size
-        kv_tokens = max(0, used - outlook.kv_tokens)
-        return BatchThen(own.sequences + others, own.kv_tokens + kv_tokens)
+        return BatchThen(own.sequences + round(sequences), own.kv_tokens + round(kv_tokens))
 
 
 def _others_s(worker: WorkerView) -> float:

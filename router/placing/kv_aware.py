@@ -67,7 +67,9 @@ class KvAware:
     ) -> list[tuple[float, WorkerView]]:
         """Those that will decode it fastest, and a step's time there."""
         then_s, forecast = now_s + joins_in_s, choice.forecast
-        batches = ((worker, forecast.batch_then(worker, then_s, now_s)) for worker in workers)
+        batches = (
+            (worker, forecast.batch_then(demand, worker, then_s, now_s)) for worker in workers
+        )
         timed = ((w.step_s(with_it(demand, batch, w)), w) for w, batch in batches)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].decode_load))
 
@@ -78,8 +80,12 @@ class KvAware:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
         gaps = max(1, demand.output_tokens - 1)
         handoff_s = choice.forecast.handoff_s(demand, way)
-        ttft_s, tpot_s = demand.objectives.ttft_s, demand.objectives.tpot_s
-        kept = (ttft_s is None or demand.waited_s + first_s <= ttft_s) and (
-            tpot_s is None or step_s + handoff_s / gaps <= tpot_s
+        ttft_s, tpot_s, forecast = (
+            demand.objectives.ttft_s,
+            demand.objectives.tpot_s,
+            choice.forecast,
+        )
+        kept = (ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= ttft_s) and (
+            tpot_s is None or forecast.tpot.apply(step_s + handoff_s / gaps) <= tpot_s
         )
         return choice.against(way), not kept, first_s + handoff_s + step_s * gaps

@@ -130,7 +130,7 @@ def assert_cached_blocks_are_the_tenants(
     cluster.completion([9] * 40, max_tokens=1)
     wait_until(lambda: not tenants(kv(cluster)), "the requests are over")
     (worker,) = (w for w in kv(cluster).workers if w.worker == "prefill-0")
-    nobodys, acmes = worker.cached
+    acmes, nobodys = worker.cached
     assert (nobodys.tenant, nobodys.blocks, acmes.tenant, acmes.blocks) == ("", 2, ACME, 6)
     assert worker.cached_blocks == 8
     assert acmes.oldest_s >= acmes.newest_s > nobodys.newest_s >= 0

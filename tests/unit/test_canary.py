@@ -77,9 +77,9 @@ def commit_of(canary_every: int) -> Commit:
     (last,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert last.sketch_ids == (() if canary_every else None)
     ran(scheduler, {0: SKETCH} if canary_every else {}, tokens=((9,),))
-    job = scheduler._jobs[key("a")]
+    job = scheduler.jobs[key("a")]
     job.sender._done.update(range(len(job.sender._pieces)))
-    (commit,) = to_peer(scheduler._commit_if_ready(job))
+    (commit,) = to_peer(scheduler.handoffs._commit(job))
     assert isinstance(commit, Commit)
     return commit
 
@@ -176,6 +176,15 @@ def test_wrong_kv_is_given_up_and_leaves_nothing() -> None:
     assert scheduler.batch.tables.cache.find(request_hashes(scheduler, request), None) == []
     assert counts(scheduler) == (0, 1, 0)
     assert_idle(scheduler)
+
+
+@pytest.mark.parametrize(("theirs", "passes"), [(0.2, False), (0.35, True)])
+def test_the_larger_of_both_workers_bounds_holds(theirs: float, passes: bool) -> None:
+    """The prefill worker's dtype may be the coarser one."""
+    scheduler = decode_scheduler(canary_bound=BOUND)
+    arrive(scheduler, spec("a", 9), sketch=replace(SKETCH, bound=theirs))
+    assert names(check(scheduler, off(0.3)))[0] == ("kv_checked" if passes else "RequestFailed")
+    assert counts(scheduler) == (int(passes), int(not passes), 0)
 
 
 def request_hashes(scheduler: DecodeScheduler, request: RequestSpec) -> list[bytes]:

@@ -190,6 +190,7 @@ SAMPLES: dict[str, object] = {
     "preload": [{"text": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "lfu",
+    "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 99,
     "scheduler.max_running_requests": 9,
     "workers": [{"role": "both"}],

@@ -87,6 +87,20 @@ def test_what_the_far_node_has_is_fetched_named_and_offered_to_the_own_pool() ->
     assert tuple(block.hash for block in offered.blocks) == scene.hashes[:3]
 
 
+def test_what_the_worker_has_itself_is_not_fetched() -> None:
+    scene = Scene()
+    assert scene.tables.try_grow(B, 8, now_s=0)
+    scene.tables.fill(B, scene.hashes[:2])
+    scene.open(A, 4)
+    assert scene.in_pool(A, 0) is None
+    question = scene.asked().question
+    assert isinstance(question, WantPrefix)
+    assert (question.skip, len(question.targets)) == (2, 2)
+    done = scene.openings.answer(PrefixFetched(key=A.key, blocks=1), 2.0)
+    assert done == Restored(holder=A, tokens=12, origin=PrefixOrigin.REMOTE)
+    assert scene.far.tokens == 4
+
+
 def test_what_it_has_not_any_more_is_computed() -> None:
     scene = Scene()
     scene.open(A, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -109,18 +109,13 @@ def test_very_long_outputs_have_a_band() -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Prediction:
-    ttft_s: float
-    tpot_s: float
-
-
 def follow(core: RouterCore) -> Request:
     """A request of 5 tokens: the first after 2 s, the last after 10 s."""
     submit(core, now_s=0)
     says(core, "d", reserved())
     request = core.requests["r"]
-    request.predicted = Prediction(ttft_s=1.0, tpot_s=3.0)
+    assert request.predicted is not None
+    request.predicted = replace(request.predicted, ttft_s=1.0, tpot_s=3.0)
     return request
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,11 +51,15 @@ def test_more_sequences_than_were_measured_are_not_covered() -> None:
         LinearTimes(prefill_token_s=1.0).step_s(decode_work(1, 1))
 
 
-def test_the_larger_overhead_of_a_mixed_step_counts_once() -> None:
+@pytest.mark.parametrize(("overhead_s", "smaller_s"), [(0.002, 0.002), (0.01, 0.003)])
+def test_the_larger_overhead_of_a_mixed_step_counts_once(
+    overhead_s: float, smaller_s: float
+) -> None:
+    times = replace(TIMES, prefill_overhead_s=overhead_s)
+    assert times.decode_overhead_s == pytest.approx(0.003)
     prefill, decode = prefill_work(256), decode_work(2, 600)
-    apart_s = TIMES.step_s(prefill) + TIMES.step_s(decode)
-    assert TIMES.decode_overhead_s == pytest.approx(0.003)
-    assert TIMES.step_s(prefill + decode) == pytest.approx(apart_s - 0.003)
+    apart_s = times.step_s(prefill) + times.step_s(decode)
+    assert times.step_s(prefill + decode) == pytest.approx(apart_s - smaller_s)
 
 
 def test_an_overhead_is_never_negative() -> None:

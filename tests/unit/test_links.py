@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
 
@@ -413,10 +414,14 @@ def test_a_link_that_seemed_slow_at_first_is_measured_again(
     a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
     a.greet(b)
     for here in (a, b):
-        found = [here.until(LinkMeasured) for _ in range(3)]
-        latencies_s = [event.cost.latency_s for event in found]  # type: ignore[union-attr]
-        assert latencies_s == pytest.approx([5e-3, 5e-5, 5e-5])
+        latencies_s = [here.until(LinkMeasured).cost.latency_s]  # type: ignore[union-attr]
+        while latencies_s[-1] > 1e-3:  # a side whose time has not come says again what it knows
+            latencies_s.append(here.until(LinkMeasured).cost.latency_s)  # type: ignore[union-attr]
+        assert latencies_s[0] == pytest.approx(5e-3) and latencies_s[-1] == pytest.approx(5e-5)
+    b.until(LinkMeasured)
     assert len(taken) == 2, "each on a thread of its own"
     for times in taken.values():
-        assert times[1] - times[0] >= 0.15 and times[2] - times[1] >= 0.3
+        gaps_s = [later - earlier for earlier, later in pairwise(times)]
+        assert gaps_s[0] >= 0.15 and all(gap_s >= 0.3 for gap_s in gaps_s[1:])
+    assert max(map(len, taken.values())) >= 3
     assert a.links.states()[0].latency_s == pytest.approx(5e-5)

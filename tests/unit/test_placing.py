@@ -11,6 +11,7 @@ from router.candidate import Candidate
 from router.demand import Demand
 from router.directory import Directory
 from router.forecast.decode_outlook import Expected
+from router.forecast.forecast import Forecast
 from router.forecast.prefill_queue import Ahead
 from router.placement import Pair, Placement, trusted
 from router.placing.kv_aware import KvAware
@@ -33,7 +34,9 @@ def ways(
     tried: tuple[str, ...] = (),
 ) -> list[Candidate]:
     asked = asked or demand()
-    choice = workers_of(*workers).choice(asked, [Incarnation(name) for name in tried], trusted)
+    views = workers_of(*workers)
+    names = [Incarnation(name) for name in tried]
+    choice = views.choice(asked, names, trusted, Forecast(views))
     return list(policy.candidates(asked, choice, 0.0))
 
 
@@ -227,7 +230,9 @@ def test_kv_aware_keeps_objectives_before_it_saves_time() -> None:
 def test_a_suspected_pair_is_not_suggested_first() -> None:
     suspected = Pair(Incarnation("p1"), Incarnation("d1"))
     workers = workers_of(*timed(*four()))
-    choice = workers.choice(demand(), (), lambda one: (int(one == suspected), 0.0))
+    choice = workers.choice(
+        demand(), (), lambda one: (int(one == suspected), 0.0), Forecast(workers)
+    )
     (first, *_) = KvAware().candidates(demand(), choice, 0.0)
     assert first.placement == placed("d2", "p1")
     assert choice.acceptable(first)

@@ -5,6 +5,7 @@ import pytest
 from kvrelay.types import Incarnation, Role
 from router.core import RouterCore
 from router.events import Command, PairQuarantined, PairTrusted, Send, WorkerLost
+from router.forecast.forecast import Forecast
 from router.placement import Pair, Placement
 from router.placing.least_loaded import LeastLoaded
 from router.quarantine import Objection, Quarantine, back_off_s
@@ -96,6 +97,7 @@ def place(quarantine: Quarantine, *tried: str, avoided: tuple[Pair, ...] = ()) -
         asked,
         [Incarnation(name) for name in tried],
         lambda one: quarantine.objection(one, avoided, 10),
+        Forecast(workers),
     )
     candidates = LeastLoaded().candidates(asked, choice, 10)
     return next((one.placement for one in candidates if choice.acceptable(one)), None)

@@ -297,28 +297,31 @@ class Clock:
         monkeypatch.setattr(worker_loop, "_now", lambda: self.now_s)
 
 
+def step(worker: Harness, clock: Clock, seconds: float) -> None:
+    """What lies in the inbox begins a step, if none runs; then it ends."""
+    worker.inbox.put(Call(lambda: None))
+    worker.loop.turn()
+    clock.now_s += seconds
+    worker.inbox.put(worker.device.end_step())
+    worker.loop.turn()
+
+
 def test_steps_that_take_longer_than_told_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, worker = Clock(monkeypatch), Harness()
     router = worker.router()
     worker.say(router, generate("a", max_tokens=3))
-    worker.run()
-    assert router.counters.prefill_correction < 1  # it took no time at all
+    step(worker, clock, 0.5 * TIMES.step_s(prefill_work(3)))
+    assert router.counters.prefill_correction < 1
     assert router.counters.decode_correction == 1
-    clock.now_s += 2 * TIMES.step_s(decode_work(1, 3))
-    worker.run()
-    assert router.counters.decode_correction > 1
+    step(worker, clock, 2 * TIMES.step_s(decode_work(1, 3)))
+    assert router.counters.prefill_correction < 1 < router.counters.decode_correction
 
 
 def test_a_worker_without_work_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, worker = Clock(monkeypatch), Harness()
     router = worker.router()
-    step_s = TIMES.step_s(prefill_work(3))
     for name in ("a", "b"):
         clock.now_s += 100
         worker.say(router, generate(name))
-        worker.inbox.put(Call(lambda: None))
-        worker.loop.turn()
-        clock.now_s += step_s
-        worker.inbox.put(worker.device.end_step())
-        worker.loop.turn()
+        step(worker, clock, TIMES.step_s(prefill_work(3)))
     assert router.counters.prefill_correction == pytest.approx(1)

@@ -1,0 +1,114 @@
+"""Fleets that arithmetic finds worth a simulation, cheapest or fastest first. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, inf
+
+from cluster.sim.planning.copies import Copy
+from cluster.sim.planning.estimate import Objectives, Workload, decode_s, prefill_s
+from kvrelay.types import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """`seconds` is how long a request keeps one of its copies busy."""
+
+    role: Role
+    copy: Copy
+    replicas: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One pool that does both, or one for each."""
+
+    pools: tuple[Pool, ...]
+
+    @property
+    def price_per_hour(self) -> float:
+        return sum(pool.replicas * pool.copy.price_per_hour for pool in self.pools)
+
+    @property
+    def most_rate_per_s(self) -> float:
+        return min(pool.replicas / pool.seconds for pool in self.pools)
+
+    @property
+    def devices(self) -> Counter[str]:
+        used: Counter[str] = Counter()
+        for pool in self.pools:
+            used[pool.copy.device] += pool.replicas * pool.copy.parallel.devices
+        return used
+
+    def __str__(self) -> str:
+        return " + ".join(f"{p.replicas} x {p.copy.name} {p.role}" for p in self.pools)
+
+
+Kind = tuple[Pool, ...]
+"""A fleet's pools before it is known how many replicas they have."""
+
+
+def kinds(copies: Sequence[Copy], work: Workload, objectives: Objectives) -> Iterator[Kind]:
+    """All that can keep both objectives when nothing else runs."""
+    prefills, decodes = [], []
+    for copy in copies:
+        prompt_s, tokens_s = prefill_s(copy, work), decode_s(copy, work, objectives.tpot_s)
+        if prompt_s <= objectives.ttft_s:
+            prefills.append(Pool(role=Role.PREFILL, copy=copy, replicas=1, seconds=prompt_s))
+        if tokens_s is not None:
+            decodes.append(Pool(role=Role.DECODE, copy=copy, replicas=1, seconds=tokens_s))
+        if prompt_s <= objectives.ttft_s and tokens_s is not None:
+            seconds = prompt_s + tokens_s
+            yield (Pool(role=Role.BOTH, copy=copy, replicas=1, seconds=seconds),)
+    yield from ((prefill, decode) for prefill in prefills for decode in decodes)
+
+
+def smallest(kind: Kind, rate_per_s: float) -> Fleet:
+    """The least of it that is busy no more than all the time."""
+    return Fleet(tuple(_with(pool, max(1, ceil(rate_per_s * pool.seconds))) for pool in kind))
+
+
+def fastest(kind: Kind, budget_per_hour: float, stock: Mapping[str, int]) -> Fleet | None:
+    """The most of it that the budget and the stock allow, in balance. None: not one of each."""
+    best: Fleet | None = None
+    for first in range(1, _most(kind[0], budget_per_hour, stock) + 1):
+        fleet = _completed(kind, first, budget_per_hour, stock)
+        if fleet is not None and (best is None or fleet.most_rate_per_s > best.most_rate_per_s):
+            best = fleet
+    return best
+
+
+def _most(pool: Pool, budget_per_hour: float, stock: Mapping[str, int]) -> int:
+    price = pool.copy.price_per_hour
+    affordable = floor(budget_per_hour / price) if price else inf
+    return int(min(affordable, stock[pool.copy.device] // pool.copy.parallel.devices))
+
+
+def _completed(
+    kind: Kind, first: int, budget_per_hour: float, stock: Mapping[str, int]
+) -> Fleet | None:
+    """With `first` of the first pool, and as many of the other as are left."""
+    begun = Fleet((_with(kind[0], first),))
+    if len(kind) == 1:
+        return begun
+    left = {name: count - begun.devices[name] for name, count in stock.items()}
+    second = _most(kind[1], budget_per_hour - begun.price_per_hour, left)
+    return Fleet((*begun.pools, _with(kind[1], second))) if second > 0 else None
+
+
+def fits(fleet: Fleet, stock: Mapping[str, int]) -> bool:
+    return all(count <= stock[name] for name, count in fleet.devices.items())
+
+
+def grown(fleet: Fleet, index: int) -> Fleet:
+    """A tenth more of one pool, at least one."""
+    pool = fleet.pools[index]
+    more = _with(pool, pool.replicas + max(1, pool.replicas // 10))
+    return Fleet((*fleet.pools[:index], more, *fleet.pools[index + 1 :]))
+
+
+def _with(pool: Pool, replicas: int) -> Pool:
+    return Pool(role=pool.role, copy=pool.copy, replicas=replicas, seconds=pool.seconds)

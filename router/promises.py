@@ -1,0 +1,121 @@
+"""When refused requests may come back, and what was promised to others by then. Pure.
+
+A refusal names a time. It is a promise: work of that size is counted as if it were waiting already,
+so that who came later isn't served first. Not all clients come back; what is promised counts for
+the share of promises that were claimed lately.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from kvrelay.types import RequestSpec
+
+EARLY_S = 0.05
+"""A client may come back that much sooner, its clock being its own."""
+GRACE_S = 2.0
+"""A promise is held for so long after its time, or as long again as the wait was."""
+MOST_PROMISES = 50_000
+_NEW_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promised:
+    """The work of several promises: seconds of prefill, sequences and their contexts."""
+
+    prefill_s: float = 0.0
+    sequences: float = 0.0
+    kv_tokens: float = 0.0
+
+    def times(self, factor: float) -> Promised:
+        return Promised(
+            prefill_s=self.prefill_s * factor,
+            sequences=self.sequences * factor,
+            kv_tokens=self.kv_tokens * factor,
+        )
+
+    def __add__(self, other: Promised) -> Promised:
+        return Promised(
+            prefill_s=self.prefill_s + other.prefill_s,
+            sequences=self.sequences + other.sequences,
+            kv_tokens=self.kv_tokens + other.kv_tokens,
+        )
+
+
+NOTHING_PROMISED = Promised()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    due_s: float
+    until_s: float
+    work: Promised
+
+
+@dataclass(slots=True)
+class Promises:
+    """Of one router. A request that comes again is known by its digest."""
+
+    claimed_share: float = 0.5
+    _open: dict[int, Promise] = field(default_factory=dict)  # digest |-> promise
+    _by_due: list[tuple[float, int]] = field(default_factory=list)  # ascending
+    _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of until_s and digest
+    _all: Promised = NOTHING_PROMISED
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def make(self, digest: int, work: Promised, retry_after_s: float, now_s: float) -> None:
+        """Replaces the one that the same request had."""
+        self._take(digest)
+        if len(self._open) >= MOST_PROMISES:
+            return
+        due_s = now_s + retry_after_s
+        until_s = due_s + max(GRACE_S, retry_after_s)
+        self._open[digest] = Promise(due_s=due_s, until_s=until_s, work=work)
+        self._all += work
+        insort(self._by_due, (due_s, digest))
+        heappush(self._ends, (until_s, digest))
+
+    def claim(self, digest: int, now_s: float) -> Promise | None:
+        """The promise that the request comes back for, if it has one and it is time."""
+        self._expire(now_s)
+        promise = self._open.get(digest)
+        if promise is None or now_s < promise.due_s - EARLY_S:
+            return None
+        self._take(digest)
+        self._learn(1.0)
+        return promise
+
+    def ahead_of(self, promise: Promise | None) -> Promised:
+        """What was promised for an earlier time; to one without a promise, all of it."""
+        if promise is None:
+            return self._all.times(self.claimed_share)
+        before = self._by_due[: bisect_left(self._by_due, (promise.due_s, 0))]
+        works = (self._open[digest].work for _, digest in before)
+        return sum(works, NOTHING_PROMISED).times(self.claimed_share)
+
+    def _expire(self, now_s: float) -> None:
+        """Nobody came back for these."""
+        while self._ends and self._ends[0][0] < now_s:
+            until_s, digest = heappop(self._ends)
+            promise = self._open.get(digest)
+            if promise is not None and promise.until_s == until_s:
+                self._take(digest)
+                self._learn(0.0)
+
+    def _take(self, digest: int) -> None:
+        promise = self._open.pop(digest, None)
+        if promise is not None:
+            del self._by_due[bisect_left(self._by_due, (promise.due_s, digest))]
+            self._all = self._all + promise.work.times(-1) if self._open else NOTHING_PROMISED
+
+    def _learn(self, claimed: float) -> None:
+        self.claimed_share += _NEW_SHARE * (claimed - self.claimed_share)
+
+
+def digest_of(spec: RequestSpec) -> int:
+    """Of what a client that tries again sends again."""
+    return hash((spec.tenant, spec.prompt_ids, spec.sampling.max_tokens, spec.sampling.n))

@@ -1,0 +1,206 @@
+"""`kvrelay plan` with a trace: arithmetic orders fleets, simulation settles them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench.papers.goodput import poisson
+from cluster.cli import app
+from cluster.config import Config
+from cluster.config_load import load_config
+from cluster.model_facts import find_facts
+from cluster.sim.planning.candidates import Fleet, Kind, fastest, fits, grown, kinds, smallest
+from cluster.sim.planning.cluster_file import obstacles, servable_file
+from cluster.sim.planning.copies import Copy, copies, simulated_kv
+from cluster.sim.planning.estimate import Objectives, decode_s, prefill_s, workload
+from cluster.sim.planning.settle import Task, enough, fastest_rate
+from cluster.sim.profiles.known_names import known_device
+from cluster.sim.simulation import kv_layout
+from cluster.sim.trace import TraceRequest
+from engine.latency import decode_work, prefill_work
+from kvrelay.errors import ConfigError
+from kvrelay.types import Role
+
+FACTS = find_facts("llama-3.1-8b")
+OBJECTIVES = Objectives(ttft_s=0.5, tpot_s=0.05, attainment=0.9)
+REQUESTS = poisson(60, 20.0, 1000, 50, seed=5)
+
+
+def ways(stock: dict[str, int], longest: int = 1050) -> list[Copy]:
+    return copies(FACTS, {name: known_device(name) for name in stock}, stock, longest, 0.9)
+
+
+def possible(stock: dict[str, int]) -> list[Kind]:
+    return list(kinds(ways(stock), workload(REQUESTS, 1.0), OBJECTIVES))
+
+
+def task(stock: dict[str, int], rate: float = 1.0, requests: Sequence[TraceRequest] = ()) -> Task:
+    return Task(
+        model="llama-3.1-8b",
+        facts=FACTS,
+        requests=requests or REQUESTS,
+        rate_scale=rate,
+        objectives=OBJECTIVES,
+        stock=stock,
+    )
+
+
+def of_role(found: Sequence[Kind], *roles: Role) -> Kind:
+    return next(kind for kind in found if tuple(pool.role for pool in kind) == roles)
+
+
+# --- arithmetic ---------------------------------------------------------------------------------
+
+
+def test_copies_stay_within_the_stock_and_the_memory() -> None:
+    assert {way.parallel.devices for way in ways({"h100-sxm": 4})} == {1, 2, 4}
+    large = find_facts("llama-2-70b")
+    fitting = copies(large, {"h100-sxm": known_device("h100-sxm")}, {"h100-sxm": 4}, 4096, 0.9)
+    assert min(way.parallel.devices for way in fitting) == 2
+
+
+def test_a_device_without_a_price_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--price b200-sxm=NUMBER"):
+        ways({"b200-sxm": 1})
+
+
+def test_a_request_takes_its_prefill_and_its_share_of_a_batch() -> None:
+    one, work = ways({"h100-sxm": 1})[0], workload(REQUESTS, 1.0)
+    assert prefill_s(one, work) == pytest.approx(one.times.step_s(prefill_work(1000)))
+    alone_s = one.times.step_s(decode_work(1, 1025))
+    assert decode_s(one, work, tpot_s=alone_s * 1.0001) == pytest.approx(50 * alone_s)
+    assert decode_s(one, work, tpot_s=alone_s / 2) is None
+    shared_s = decode_s(one, work, tpot_s=0.05)
+    assert shared_s is not None and shared_s < 5 * alone_s
+
+
+def test_the_smallest_fleet_is_never_busier_than_all_the_time() -> None:
+    for kind in possible({"h100-sxm": 2, "l40s": 2}):
+        fleet = smallest(kind, 100.0)
+        assert fleet.most_rate_per_s >= 100.0
+        fewer = [pool for pool in fleet.pools if pool.replicas > 1]
+        assert all((pool.replicas - 1) / pool.seconds < 100.0 for pool in fewer)
+
+
+def test_the_fastest_fleet_spends_no_more_than_there_is() -> None:
+    stock = {"h100-sxm": 8, "l40s": 4}
+    kind = of_role(possible(stock), Role.PREFILL, Role.DECODE)
+    fleet = fastest(kind, 30.0, stock)
+    assert fleet is not None and fits(fleet, stock) and fleet.price_per_hour <= 30.0
+    assert fleet.most_rate_per_s > smallest(kind, 0.1).most_rate_per_s
+    assert fastest(kind, 1.0, stock) is None
+
+
+def test_prefill_and_decode_may_take_different_devices() -> None:
+    mixes = {
+        tuple(pool.copy.device for pool in kind)
+        for kind in possible({"h100-sxm": 1, "l40s": 1})
+        if len(kind) == 2
+    }
+    assert {("h100-sxm", "l40s"), ("l40s", "h100-sxm")} <= mixes
+    both = Fleet(next(k for k in possible({"h100-sxm": 1}) if len(k) == 2))
+    assert not fits(both, {"h100-sxm": 1})
+
+
+def test_simulated_kv_has_the_model_s_size() -> None:
+    for name in ("llama-3.1-8b", "deepseek-v3", "gpt-oss-120b", "qwen3.5-397b-a17b", "glm-5"):
+        facts = find_facts(name)
+        config = Config.model_validate({"simulation": {"kv": simulated_kv(facts)}}, strict=False)
+        assert kv_layout(config.simulation, 16).bytes_per_token == facts.kv_bytes_per_token
+
+
+# --- simulation ---------------------------------------------------------------------------------
+
+
+def test_a_fleet_grows_until_it_holds() -> None:
+    stock = {"l40s": 16}
+    start = smallest(of_role(possible(stock), Role.BOTH), 0.1)
+    settled = enough(task(stock, rate=2.0), start)
+    assert settled is not None and settled.holds
+    assert settled.fleet.pools[0].replicas > start.pools[0].replicas == 1
+    assert settled.report.attainment >= 0.9
+    assert settled.report.cost.price_per_million_tokens is not None
+
+
+def test_a_fleet_that_can_not_grow_is_given_up() -> None:
+    stock = {"l40s": 1}
+    start = smallest(of_role(possible(stock), Role.BOTH), 0.1)
+    assert enough(task(stock, rate=20.0), start) is None
+
+
+def test_growth_goes_to_the_pool_that_misses() -> None:
+    stock = {"l40s": 16}
+    start = Fleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
+    settled = enough(task(stock, rate=2.0), start)
+    assert settled is not None
+    prefill, decode = (pool.replicas for pool in settled.fleet.pools)
+    assert prefill > decode
+    assert [pool.replicas for pool in grown(start, 1).pools] == [1, 2]
+
+
+def test_the_highest_rate_holds_and_three_times_of_it_does_not() -> None:
+    stock = {"h100-sxm": 1}
+    fleet = Fleet(of_role(possible(stock), Role.BOTH))
+    requests = poisson(300, 20.0, 1000, 50, seed=5)
+    settled = fastest_rate(task(stock, requests=requests), fleet)
+    assert settled is not None and settled.holds
+    assert enough(task(stock, 3 * settled.rate_scale, requests), fleet) is None
+
+
+# --- files and the command ----------------------------------------------------------------------
+
+
+def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> None:
+    stock = {"h100-sxm": 2}
+    fleet = Fleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
+    raw = servable_file(fleet, "llama-3.1-8b", FACTS, OBJECTIVES)
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
+    loaded = load_config(tmp_path / "plan.yaml")
+    assert [pool.role for pool in loaded.workers] == [Role.PREFILL, Role.DECODE]
+    assert loaded.simulation.slo.tpot == pytest.approx(0.05)
+    assert not obstacles(fleet)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    lines = [f"2023-11-16 18:00:{i:02}.0000000,1000,50" for i in range(40)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    return path
+
+
+def test_the_command_finds_the_cheapest_first(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.yaml"
+    asked = ["plan", "llama-3.1-8b", "--gpus", "l40s:2,h100-sxm:2", "--slo", "1s,50ms"]
+    more = ["--trace", str(trace), "--tries", "3", "--processes", "1", "--out", str(out)]
+    app([*asked, *more, "--budget", "4", "--format", "json"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    prices = [row["price_per_hour"] for row in told["cheapest"]]
+    assert prices == sorted(prices) and prices[0] == pytest.approx(1.84)
+    assert told["fastest"] and all(row["price_per_hour"] <= 4 for row in told["fastest"])
+    assert load_config(out).workers[0].device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--slo 1s,50ms", "give both"),
+        ("--slo 1s --trace T --gpus l40s:1", "expected TTFT,TPOT"),
+        ("--slo 1s,50ms --trace T --gpus l40s", "expected NAME:COUNT"),
+        ("--slo 1s,50ms --trace T --gpus l40s:1 --price l4=1", "not among --gpus"),
+        ("--slo 1s,50ms --trace T --gpus l40s:1 --price l40s=x", "NAME=NUMBER"),
+        ("--slo 1s,1ms --trace T --gpus l40s:1 --processes 1", "no fleet of l40s:1"),
+        ("--slo 1s,50ms --trace none.csv --gpus l40s:1", "none.csv: can't read it"),
+    ],
+)
+def test_what_is_wrong_is_named(trace: Path, options: str, message: str) -> None:
+    argv = ["plan", "llama-3.1-8b", *options.replace(" T ", f" {trace} ").split()]
+    with pytest.raises(ConfigError, match=message):
+        app(argv, standalone_mode=False)

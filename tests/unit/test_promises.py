@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.messages import Released
+from kvrelay.types import Incarnation, Objectives, Role
+from router.core import RouterCore
+from router.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
+from router.latency.margins import Margin
+from router.promises import GRACE_S, NOTHING_PROMISED, Promised, Promises
+from tests.unit.router_kit import PerToken, hello, key, request, says
+
+
+def work(seconds: float) -> Promised:
+    return Promised(prefill_s=seconds, sequences=1, kv_tokens=10)
+
+
+def test_a_promise_is_claimed_once_and_not_before_its_time() -> None:
+    promises = Promises()
+    promises.make(7, work(1), retry_after_s=5, now_s=0)
+    assert promises.claim(7, 4) is None
+    assert promises.claim(8, 5) is None
+    promise = promises.claim(7, 4.96)
+    assert promise is not None
+    assert promise.due_s == 5
+    assert promises.claim(7, 5) is None
+    assert len(promises) == 0
+
+
+def test_what_is_ahead_is_what_was_promised_earlier() -> None:
+    promises = Promises(claimed_share=1.0)
+    for digest, after_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        promises.make(digest, work(digest), retry_after_s=after_s, now_s=0)
+    assert promises.ahead_of(None) == Promised(prefill_s=6, sequences=3, kv_tokens=30)
+    promise = promises.claim(3, 2)
+    assert promises.ahead_of(promise).prefill_s == 2
+    assert promises.ahead_of(None).prefill_s == 3
+
+
+def test_it_counts_for_the_share_that_comes_back() -> None:
+    promises = Promises()
+    for digest in range(200):
+        promises.make(digest, work(1), retry_after_s=1, now_s=0)
+    assert promises.ahead_of(None).prefill_s == pytest.approx(100)
+    assert promises.claim(999, 1 + GRACE_S + 0.1) is None
+    assert promises.claimed_share < 0.001
+    assert promises.ahead_of(None) == NOTHING_PROMISED
+    for digest in range(200):
+        promises.make(digest, work(1), retry_after_s=1, now_s=10)
+        assert promises.claim(digest, 11) is not None
+    assert promises.claimed_share > 0.999
+
+
+def test_a_new_promise_replaces_the_old_one() -> None:
+    promises = Promises(claimed_share=1.0)
+    promises.make(1, work(1), retry_after_s=1, now_s=0)
+    promises.make(1, work(2), retry_after_s=9, now_s=0)
+    assert promises.ahead_of(None).prefill_s == 2
+    assert promises.claim(2, 6) is None  # the old one's end
+    assert promises.claimed_share == 1.0
+    assert promises.claim(1, 9) is not None
+
+
+# --- in the router -------------------------------------------------------------------------------
+
+
+def submit(core: RouterCore, name: str, prompt: tuple[int, ...], now_s: float) -> list[Command]:
+    """A second of prefill, and two may wait for one."""
+    asked = replace(
+        request(name, max_tokens=2), prompt_ids=prompt, objectives=Objectives(ttft_s=2.5)
+    )
+    return core.handle(Submitted(request=asked), now_s)
+
+
+def prompt(number: int) -> tuple[int, ...]:
+    return tuple(range(number, number + 10))
+
+
+def busy() -> RouterCore:
+    """A prefill worker that takes 0.1 s per token and has two prompts."""
+    core = RouterCore()
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
+    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    core.workers[Incarnation("d")].times = PerToken()
+    for i in range(2):
+        assert isinstance(submit(core, f"r{i}", prompt(i), 0)[0], Send)
+    return core
+
+
+def retry_of(commands: list[Command]) -> float:
+    (refuse,) = commands
+    assert isinstance(refuse, Refuse)
+    assert refuse.refusal.retry_after_s is not None
+    return refuse.refusal.retry_after_s
+
+
+def finish(core: RouterCore, name: str, attempt: int, now_s: float) -> None:
+    core.handle(Aborted(request_id=name), now_s)
+    for worker in ("p", "d"):
+        says(core, worker, Released(key=key(name, attempt), at_s=now_s), now_s=now_s)
+
+
+def test_later_ones_are_promised_later_times() -> None:
+    core = busy()
+    core.promises.claimed_share = 1.0
+    times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
+    assert times == pytest.approx([0.5, 1.5, 2.5], abs=0.02)
+
+
+def test_who_comes_back_in_time_goes_before_who_comes_anew() -> None:
+    core = busy()
+    core.promises.claimed_share = 1.0
+    again_s = retry_of(submit(core, "x", prompt(10), 0))
+    finish(core, "r0", 0, 0.6)
+    assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Refuse), "its place is promised"
+    assert isinstance(submit(core, "x", prompt(10), max(again_s, 0.6))[0], Send)
+
+
+def test_when_nobody_comes_back_new_ones_are_taken() -> None:
+    core = busy()
+    core.promises.claimed_share = 0.0
+    retry_of(submit(core, "x", prompt(10), 0))
+    finish(core, "r0", 0, 0.6)
+    assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Send)
+
+
+# --- margins -------------------------------------------------------------------------------------
+
+
+def test_the_margin_covers_the_asked_share_of_requests() -> None:
+    margin = Margin(confidence=0.9)
+    assert margin.apply(2.0) == 2.0
+    for i in range(100):
+        margin.observe(1.0, 1.0 + i / 100, undisturbed=False)
+    assert margin.factor == pytest.approx(1.9, abs=0.02)
+    assert margin.apply(2.0) == pytest.approx(3.8, abs=0.04)
+    for _ in range(300):
+        margin.observe(1.0, 1.1, undisturbed=False)
+    assert margin.factor == pytest.approx(1.1)
+
+
+def test_overhead_is_learnt_where_nothing_was_waited_for() -> None:
+    margin = Margin(confidence=0.5)
+    for _ in range(200):
+        margin.observe(0.1, 0.15, undisturbed=True)
+    assert margin.overhead_s == pytest.approx(0.05, abs=0.001)
+    assert margin.apply(1.0) == pytest.approx(1.05, abs=0.02)
