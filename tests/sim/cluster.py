@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
+from cluster.pool_news import PoolNews
 from cluster.pool_turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
@@ -23,7 +24,6 @@ from kvpool.handoff_events import (
     SendPeer,
     WriteSlab,
 )
-from kvpool.pool_client_events import PoolNews
 from kvpool.restores import Restored
 from kvrelay.messages import (
     Abort,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -15,7 +14,7 @@ from engine.latency import decode_work, prefill_work
 from engine.latency_fit import LinearTimes
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from kvpool.block_news import BlockNews
-from kvpool.handoff_events import SendPeer
+from kvpool.handoff import SendPeer
 from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
@@ -86,7 +85,7 @@ def _counts(event: WorkerEvent) -> bool:
 
 
 class Harness:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         decode = decode_scheduler(blocks=8)
         openings = decode.batch.openings
         prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
