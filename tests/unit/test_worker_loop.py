@@ -14,7 +14,7 @@ from engine.latency import decode_work, prefill_work
 from engine.latency_fit import LinearTimes
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from kvpool.block_news import BlockNews
-from kvpool.handoff import SendPeer
+from kvpool.handoff_events import SendPeer
 from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
