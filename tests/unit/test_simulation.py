@@ -45,7 +45,6 @@ SHARED = (
     "open_caches",
     "plan_staging",
     "WorkerHello",
-    "PeerHello",
 )
 LINEAR = {
     "kind": "linear",
