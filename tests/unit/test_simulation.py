@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -21,7 +22,7 @@ from cluster.sim.ledgers import Outcome
 from cluster.sim.report import Report
 from cluster.sim.run import Result, as_json, simulate, simulate_rates
 from cluster.sim.simulation import ClusterSimulation, Scale
-from cluster.sim.trace import TraceRequest
+from cluster.sim.trace import TracePrompt, TraceRequest
 from kvrelay.errors import ConfigError
 from router.beginning import Beginning
 
@@ -45,7 +46,6 @@ SHARED = (
     "open_caches",
     "plan_staging",
     "WorkerHello",
-    "PeerHello",
 )
 LINEAR = {
     "kind": "linear",
@@ -187,6 +187,20 @@ def test_shared_prefixes_are_found() -> None:
         TraceRequest(arrival_s=float(i), input_tokens=2048, output_tokens=5) for i in range(10)
     ]
     assert run(strangers).report.hit_rate == 0
+
+
+def test_prompts_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the block in which the output begins."""
+    read: list[int] = []
+    iterate = TracePrompt.iterate
+
+    def counted(prompt: TracePrompt, positions: range) -> Iterator[int]:
+        read.append(len(positions))
+        return iterate(prompt, positions)
+
+    monkeypatch.setattr(TracePrompt, "iterate", counted)
+    run(trace(50))
+    assert 0 < sum(read) < 50 * 512
 
 
 def test_the_report_counts_what_was_offered() -> None:
