@@ -27,6 +27,7 @@ from router.dispatcher import WorkerDispatcher
 from router.preload import preload_specs
 from router.recorder import Recorder
 from router.server import FaceOptions, Faces
+from router.tier_rules import TierRules
 from router.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class RouterProcess:
             grpc_port=settings.grpc_port,
             max_body_bytes=settings.max_body_bytes,
             cluster=settings.name,
+            tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
         )
         self._faces = Faces(
             self.dispatcher,

@@ -37,6 +37,7 @@ from router.events import (
     Admit,
     ChoiceStopped,
     Command,
+    DeadlinePassed,
     Deliver,
     Event,
     Fail,
@@ -109,6 +110,8 @@ class RouterCore:
                 return self._stopped(event, now_s)
             case Aborted(request_id=request_id):
                 return self._aborted(request_id, now_s)
+            case DeadlinePassed(request_id=request_id):
+                return self._too_late(request_id, now_s)
             case WorkerJoined(hello=hello):
                 self.workers.join(hello)
                 return orders.preload(hello, self.preloads)
@@ -353,6 +356,15 @@ class RouterCore:
             return []
         self._ended(request, now_s)
         return self._abort_legs(request, now_s)
+
+    def _too_late(self, request_id: str, now_s: float) -> list[Command]:
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        deadline_s = request.objectives.deadline_s or 0.0
+        message = f"its deadline of {deadline_s:.3f} s has passed"
+        failure = Fail(request_id=request_id, reason="deadline_exceeded", message=message)
+        return [*self._aborted(request_id, now_s), failure]
 
     def _abort_legs(self, request: Request, now_s: float) -> list[Command]:
         """The workers say Released once nothing is held; until then the places stay taken. Of a

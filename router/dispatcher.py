@@ -25,6 +25,7 @@ from router.events import (
     Admit,
     ChoiceStopped,
     Command,
+    DeadlinePassed,
     Deliver,
     Event,
     Fail,
@@ -68,6 +69,7 @@ class WorkerGeneration:
         self.request_id = request_id
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.request: Request | None = None
+        self.alarm: asyncio.TimerHandle | None = None  # rings when its deadline passes
         self._dispatcher = dispatcher
         self._deliveries: asyncio.Queue[Deliver | Fail | None] = asyncio.Queue()
 
@@ -180,12 +182,24 @@ class WorkerDispatcher:
         self._generations[request.request_id] = generation
         self._post(Submitted(request=request))
         generation.request = self.core.requests.get(request.request_id)
+        self._watch_deadline(generation, request)
         try:
             await generation.admitted
         except BaseException:
             generation.abort()
             raise
         return generation
+
+    def _watch_deadline(self, generation: WorkerGeneration, request: GenerationRequest) -> None:
+        deadline_s = request.objectives.deadline_s
+        if deadline_s is not None and generation.request is not None:
+            left_s = deadline_s - sum(request.phases_s.values())
+            loop = asyncio.get_running_loop()
+            generation.alarm = loop.call_later(max(0.0, left_s), self._too_late, generation)
+
+    def _too_late(self, generation: WorkerGeneration) -> None:
+        if self.runs(generation):
+            self._post(DeadlinePassed(request_id=generation.request_id))
 
     def _check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what no worker could take, even when idle."""
@@ -222,10 +236,8 @@ class WorkerDispatcher:
         self._end_if_gone(request_id)
 
     def _end_if_gone(self, request_id: str) -> None:
-        if request_id not in self.core.requests:
-            generation = self._generations.pop(request_id, None)
-            if generation is not None:
-                generation.put(None)
+        if request_id not in self.core.requests and request_id in self._generations:
+            self._forget(request_id).put(None)
 
     # --- state ----------------------------------------------------------------------------------
 
@@ -314,9 +326,13 @@ class WorkerDispatcher:
                 quarantine_told.tell(command, self.core.workers)
 
     def _generation(self, request_id: str, *, done: bool) -> WorkerGeneration:
-        if done:
-            return self._generations.pop(request_id)
-        return self._generations[request_id]
+        return self._forget(request_id) if done else self._generations[request_id]
+
+    def _forget(self, request_id: str) -> WorkerGeneration:
+        generation = self._generations.pop(request_id)
+        if generation.alarm is not None:
+            generation.alarm.cancel()
+        return generation
 
     @staticmethod
     def _settle_admission(generation: WorkerGeneration, error: Exception | None) -> None:

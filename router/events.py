@@ -29,6 +29,11 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePassed:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined:
     hello: WorkerHello
 
@@ -46,7 +51,9 @@ class WorkerSaid:
     blocks: tuple[BlockChanges, ...] = ()
 
 
-Event = Submitted | ChoiceStopped | Aborted | WorkerJoined | WorkerLost | WorkerSaid
+Event = (
+    Submitted | ChoiceStopped | Aborted | DeadlinePassed | WorkerJoined | WorkerLost | WorkerSaid
+)
 
 
 # --- commands ---------------------------------------------------------------------------------

@@ -16,6 +16,12 @@ from kvrelay.status import ERROR_DOMAIN, STATUS_DETAILS_KEY
 
 log = logging.getLogger(__name__)
 
+FAILURES = {
+    "aborted": grpc.StatusCode.ABORTED,
+    "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""# reason of a RequestFailedError |-> its status, where it isn't UNAVAILABLE"""
+
 
 @dataclass(frozen=True, slots=True)
 class GrpcError:
@@ -41,8 +47,7 @@ def grpc_error_of(error: Exception) -> GrpcError:
         case Refused():
             return _refused(error)
         case RequestFailedError():
-            aborted = error.reason == "aborted"
-            code = grpc.StatusCode.ABORTED if aborted else grpc.StatusCode.UNAVAILABLE
+            code = FAILURES.get(error.reason, grpc.StatusCode.UNAVAILABLE)
             return GrpcError(code, error.message, (_info(error.reason),))
         case _:
             log.error("a call failed", exc_info=error)

@@ -19,7 +19,7 @@ from router.admin_face import AdminFace
 from router.generation import Dispatcher
 from router.grpc_errors import abort_with
 from router.grpc_messages import (
-    check_supported,
+    objectives_in,
     prompt_of,
     quarantined_pair,
     response_of,
@@ -48,7 +48,7 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         received_s = time.perf_counter()
         try:
-            generation = await self._service.start(_text_request(request, received_s))
+            generation = await self._service.start(self._text_request(request, context, received_s))
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     yield response_of(generation, delta)
@@ -57,6 +57,22 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
         if request.ledger:
             ledger = json.dumps(generation.ledger_ms())
             context.set_trailing_metadata(((LEDGER_KEY, ledger),))
+
+    def _text_request(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, received_s: float
+    ) -> TextRequest:
+        """Raises InvalidRequest."""
+        metadata = {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
+        return TextRequest(
+            request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+            prompt=prompt_of(request),
+            sampling=sampling_of(request.sampling_params),
+            model=request.model,
+            tenant=request.tenant,
+            tier=self._service.tiers.tier_of(request.tier, metadata),
+            objectives=objectives_in(request.slo, context.time_remaining()),
+            received_s=received_s,
+        )
 
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
@@ -94,18 +110,6 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
             workers=[worker_info(worker) for worker in dispatcher.workers()],
             quarantined=[quarantined_pair(pair) for pair in dispatcher.quarantined()],
         )
-
-
-def _text_request(request: pb.GenerateRequest, received_s: float) -> TextRequest:
-    check_supported(request)
-    return TextRequest(
-        request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
-        prompt=prompt_of(request),
-        sampling=sampling_of(request.sampling_params),
-        model=request.model,
-        tenant=request.tenant,
-        received_s=received_s,
-    )
 
 
 class Health(health.aio.HealthServicer):

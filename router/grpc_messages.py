@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from math import inf
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.times_wire import encode_step_times
-from kvrelay.types import TokenLogprobs
+from kvrelay.types import Objectives, TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
+from router.asked_objectives import FIELDS, objectives_of
 from router.choice_text import TextDelta
 from router.generation import QuarantinedPair, WorkerStatus
 from router.sampling_defaults import RequestedSampling
@@ -44,13 +46,13 @@ def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
     )
 
 
-def check_supported(request: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest: what this version can't honour is refused, never ignored."""
-    for name in ("slo", "tier"):
-        if getattr(request, name) != getattr(pb.GenerateRequest(), name):
-            raise InvalidRequest(
-                f"{name} is not supported: leave it out", code="unsupported_parameter", param=name
-            )
+def objectives_in(slo: pb.Slo, call_remaining_s: float | None) -> Objectives:
+    """The call's own deadline counts too, where it is the earlier one. Raises InvalidRequest."""
+    given = {f"slo.{field.name}": value for field, value in slo.ListFields()}
+    asked = objectives_of(given, FIELDS)
+    if call_remaining_s is None or (asked.deadline_s or inf) <= call_remaining_s:
+        return asked
+    return replace(asked, deadline_s=call_remaining_s)
 
 
 def prompt_of(request: pb.GenerateRequest) -> Prompt:

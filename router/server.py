@@ -24,6 +24,7 @@ from router.http.face import HttpFace
 from router.metrics import RouterMetrics
 from router.sampling_defaults import GenerationDefaults
 from router.serving import TextService
+from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
@@ -39,6 +40,7 @@ class FaceOptions:
     grpc_port: int
     max_body_bytes: int
     cluster: str
+    tiers: TierRules = ONE_FOR_ALL
 
 
 class EmbeddedUvicorn(uvicorn.Server):
@@ -71,6 +73,7 @@ class Faces:
             model_name=served_model_name,
             defaults=GenerationDefaults.load(checkpoint_dir),
             metrics=RouterMetrics(dispatcher, served_model_name),
+            tiers=options.tiers,
         )
         self._health = Health(dispatcher)
         self._tasks: list[asyncio.Task[None]] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
-from kvrelay.types import Sampling
+from kvrelay.types import NO_OBJECTIVES, Objectives, Sampling
 from router.choice_text import ChoiceText, TextDelta
 from router.generation import (
     ChoiceTokens,
@@ -29,6 +29,7 @@ from router.sampling_defaults import (
     resolve,
 )
 from router.text_stream import TextStream
+from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
 
 INLINE_CHARACTERS = 20_000
@@ -46,13 +47,16 @@ Prompt = str | tuple[int, ...] | ChatPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """`received_s`: perf_counter when the face got the request's first byte."""
+    """`tier` is that of QoS. `received_s`: perf_counter when the face got the request's first
+    byte."""
 
     request_id: str
     prompt: Prompt
     sampling: RequestedSampling
     model: str = ""
     tenant: str = ""
+    tier: str = ""
+    objectives: Objectives = NO_OBJECTIVES
     add_special_tokens: bool = True
     received_s: float = field(default_factory=time.perf_counter)
 
@@ -66,12 +70,14 @@ class TextService:
         model_name: str,
         defaults: GenerationDefaults,
         metrics: RouterMetrics,
+        tiers: TierRules = ONE_FOR_ALL,
     ) -> None:
         self.dispatcher = dispatcher
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.defaults = defaults
         self.metrics = metrics
+        self.tiers = tiers
 
     async def start(self, request: TextRequest) -> TextGeneration:
         """Raises InvalidRequest, ModelNotFound or Refused; the request runs once it returns."""
@@ -143,6 +149,8 @@ class TextService:
                 prompt_ids=prompt_ids,
                 sampling=sampling,
                 tenant=request.tenant,
+                qos_tier=request.tier,
+                objectives=request.objectives,
                 phases_s=phases_s,
             )
         )

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMatch:
-    """`header` is the HTTP header or gRPC metadata that names the tier.
+    """`header` is the HTTP header or gRPC metadata that names the tier. A known API key decides
+    before it, which anyone could set; an unknown one decides nothing. Headers by lower-case names.
 
     # values: of the header |-> tier
     # api_keys: bearer token |-> tier
@@ -18,13 +19,14 @@ class TierMatch:
     values: Mapping[str, str] = field(default_factory=dict)
     api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
 
-    def tier_of(self, headers: Mapping[str, str]) -> str:
-        """By lower-case names; empty for one that matches none. A known API key decides before
-        the header, which anyone could set."""
+    def tier_of_key(self, headers: Mapping[str, str]) -> str:
+        """Empty without a bearer token that is known."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and token in self.api_keys:
-            return self.api_keys[token]
-        return self.values.get(headers.get(self.header, ""), "")
+        return self.api_keys.get(token.strip(), "") if scheme.lower() == "bearer" else ""
+
+    def tier_of_header(self, headers: Mapping[str, str]) -> str:
+        """Empty for a value that means no tier."""
+        return self.values.get(headers.get(self.header, "").strip(), "")
 
 
 NO_MATCH = TierMatch()

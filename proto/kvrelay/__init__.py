@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         Refused,
         RequestFailedError,
     )
-    from kvrelay.results import ChatMessage, Choice, Chunk, Generated, ModelInfo, ServerInfo
+    from kvrelay.results import ChatMessage, Choice, Chunk, Generated, ModelInfo, ServerInfo, Slo
 
 __all__ = [
     "AsyncClient",
@@ -32,6 +32,7 @@ __all__ = [
     "Refused",
     "RequestFailedError",
     "ServerInfo",
+    "Slo",
     "Stream",
 ]
 

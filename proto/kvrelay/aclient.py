@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TypeVar, Unpack
@@ -17,11 +18,13 @@ from kvrelay.codec import (
     generated_of,
     ledger_of,
     model_info_of,
+    renew_deadline,
+    retries_of,
     server_info_of,
 )
 from kvrelay.errors import RequestFailedError
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
-from kvrelay.status import raise_for
+from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub
 
@@ -31,8 +34,18 @@ Response = TypeVar("Response")
 class AsyncStream:
     """One request's chunks. Closing it, or leaving its `with` block, stops the work."""
 
-    def __init__(self, stub: InferenceStub, request: pb.GenerateRequest, timeout_s: float | None):
+    def __init__(
+        self,
+        stub: InferenceStub,
+        request: pb.GenerateRequest,
+        timeout_s: float | None,
+        retries: int = 0,
+    ) -> None:
         self.request_id = request.request_id
+        self._stub = stub
+        self._request = request
+        self._timeout_s = timeout_s
+        self._retries = retries_of(request, retries, time.monotonic())
         self._call = stub.Generate(request, timeout=timeout_s)
         self._chunks = aiter(self._call)
         self._closed = False
@@ -43,13 +56,31 @@ class AsyncStream:
     async def __anext__(self) -> Chunk:
         """Raises Refused, InvalidRequest, ModelNotFound or RequestFailedError."""
         try:
-            return chunk_of(await anext(self._chunks))
-        except grpc.RpcError as error:
-            raise_for(error)
+            return await self._next()
         except asyncio.CancelledError:
             if self._closed:
                 raise RequestFailedError("cancelled", "this stream was closed") from None
             raise
+
+    async def _next(self) -> Chunk:
+        while True:
+            try:
+                return chunk_of(await anext(self._chunks))
+            except grpc.RpcError as error:
+                await self._call_again(error)
+
+    async def _call_again(self, error: grpc.RpcError) -> None:
+        """At the time that the refusal names. Raises what the error stands for, if not."""
+        meant = meant_by(error)
+        delay_s = self._retries.delay_s(meant, time.monotonic())
+        if delay_s is None:
+            raise meant from error
+        await asyncio.sleep(delay_s)
+        if self._closed:
+            raise meant from error
+        renew_deadline(self._request, self._retries, time.monotonic())
+        self._call = self._stub.Generate(self._request, timeout=self._timeout_s)
+        self._chunks = aiter(self._call)
 
     async def ledger_ms(self) -> dict[str, float]:
         """After the last chunk, and if `ledger` was asked for; else empty."""
@@ -80,12 +111,17 @@ class AsyncClient:
         self._stub = InferenceStub(self._channel)
         self._timeout_s = timeout_s
 
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncStream:
-        return AsyncStream(self._stub, generate_request(prompt, options), self._timeout_s)
+    def stream(
+        self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """Refused, it comes back up to `retries` times, each at the time that the refusal names."""
+        return AsyncStream(self._stub, generate_request(prompt, options), self._timeout_s, retries)
 
-    async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generated:
-        """Raises Refused, InvalidRequest, ModelNotFound or RequestFailedError."""
-        async with self.stream(prompt, **options) as stream:
+    async def generate(
+        self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
+    ) -> Generated:
+        """As `stream`. Raises Refused, InvalidRequest, ModelNotFound or RequestFailedError."""
+        async with self.stream(prompt, retries=retries, **options) as stream:
             chunks = [chunk async for chunk in stream]
             return generated_of(chunks, await stream.ledger_ms())
 

@@ -17,8 +17,10 @@ from kvrelay.results import (
     ModelInfo,
     QuarantinedPair,
     ServerInfo,
+    Slo,
     WorkerInfo,
 )
+from kvrelay.retry import Retries
 from kvrelay.status import LEDGER_KEY, Metadata
 from kvrelay.times_wire import decode_step_times
 from kvrelay.types import FinishReason, TokenLogprobs
@@ -52,15 +54,19 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """`tenant`: requests of different ones share no cached KV."""
+    """`tenant`: requests of different ones share no cached KV. `tier`: of QoS, one of those that
+    the cluster has. It is stopped when `deadline_s` have passed, waits before retries included."""
 
     request_id: str
     model: str
     tenant: str
+    tier: str
+    slo: Slo
+    deadline_s: float
     ledger: bool
 
 
-REQUEST_FIELDS = ("request_id", "model", "tenant", "ledger")
+REQUEST_FIELDS = ("request_id", "model", "tenant", "tier", "slo", "deadline_s", "ledger")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -77,6 +83,8 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
         request_id=options.get("request_id") or f"gen-{uuid.uuid4().hex}",
         model=options.get("model", ""),
         tenant=options.get("tenant", ""),
+        tier=options.get("tier", ""),
+        slo=_slo(options.get("slo", Slo()), options.get("deadline_s")),
         ledger=options.get("ledger", False),
         sampling_params=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
     )
@@ -87,6 +95,24 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
     else:
         request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
     return request
+
+
+def _slo(slo: Slo, deadline_s: float | None) -> pb.Slo:
+    given = {"ttft_ms": slo.ttft_s, "tpot_ms": slo.tpot_s, "deadline_ms": deadline_s}
+    return pb.Slo(**{name: 1000 * s for name, s in given.items() if s is not None})
+
+
+def retries_of(request: pb.GenerateRequest, retries: int, now_s: float) -> Retries:
+    has_deadline = request.slo.HasField("deadline_ms")
+    until_s = now_s + request.slo.deadline_ms / 1000 if has_deadline else None
+    return Retries(left=retries, until_s=until_s)
+
+
+def renew_deadline(request: pb.GenerateRequest, retries: Retries, now_s: float) -> None:
+    """Of a request that is sent again: what is left of it."""
+    remaining_s = retries.remaining_s(now_s)
+    if remaining_s is not None:
+        request.slo.deadline_ms = max(1.0, 1000 * remaining_s)
 
 
 def _message(part: object) -> pb.ChatMessage:
@@ -111,6 +137,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         cached_tokens=response.cached_tokens,
         completion_tokens=response.completion_tokens,
         seed=response.seed,
+        capped_tokens=response.capped_tokens if response.HasField("capped_tokens") else None,
     )
 
 
@@ -129,6 +156,7 @@ def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Gen
         cached_tokens=chunks[0].cached_tokens,
         completion_tokens=sum(own[-1].completion_tokens for own in by_choice),
         seed=chunks[0].seed,
+        capped_tokens=chunks[0].capped_tokens,
         ledger_ms=ledger_ms,
     )
 

@@ -16,10 +16,20 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Objectives of one request; None: its tier's, or none. To the first token, and per token
+    after it."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """What one choice gained. The last one of a choice has its finish reason.
 
-    `token_ids` may run ahead of `text`, which never holds half a character.
+    `token_ids` may run ahead of `text`, which never holds half a character. `capped_tokens`: the
+    router has cut max_tokens to so many, to serve it rather than refuse it.
     """
 
     request_id: str
@@ -34,6 +44,7 @@ class Chunk:
     cached_tokens: int
     completion_tokens: int
     seed: int
+    capped_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +69,7 @@ class Generated:
     cached_tokens: int
     completion_tokens: int
     seed: int
+    capped_tokens: int | None = None
     ledger_ms: Mapping[str, float] = field(default_factory=dict)
     """# phase |-> milliseconds, in the order of events"""
 

@@ -52,7 +52,12 @@ def _status(trailing: Metadata) -> status_pb2.Status:
     return status_pb2.Status()
 
 
+def meant_by(error: grpc.RpcError) -> KvrelayError:
+    """What a failed call stands for."""
+    trailing = tuple(error.trailing_metadata() or ())
+    return error_of(error.code(), error.details() or "", trailing)
+
+
 def raise_for(error: grpc.RpcError) -> NoReturn:
     """Raises the kvrelay error that a failed call stands for."""
-    trailing = tuple(error.trailing_metadata() or ())
-    raise error_of(error.code(), error.details() or "", trailing) from error
+    raise meant_by(error) from error

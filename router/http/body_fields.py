@@ -46,6 +46,8 @@ class GenerationBody(StrictBody):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     """vLLM's: requests with different ones share no cached KV."""
+    tier: str | None = None
+    """Of QoS."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

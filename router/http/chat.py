@@ -16,7 +16,7 @@ from router.http.body_fields import CHAT_NEUTRAL, ChatBody, ChatMessage
 from router.http.face import HttpFace, face_of, new_id
 from router.http.logprobs import chat_logprobs
 from router.http.parameters import (
-    check_headers,
+    objectives_in,
     sampling_of,
     stop_reason,
     stream_flags,
@@ -29,7 +29,7 @@ from router.serving import ChatPrompt, TextRequest
 async def chat_completions(request: Request) -> Response:
     received_s = time.perf_counter()
     face = face_of(request)
-    check_headers(request)
+    objectives = objectives_in(request)
     body = await read_body(request, ChatBody, CHAT_NEUTRAL, face.max_body_bytes)
     reply = ChatReply(face, body, ledger=wants_ledger(request))
     asked = TextRequest(
@@ -38,6 +38,8 @@ async def chat_completions(request: Request) -> Response:
         sampling=sampling_of(body, max_tokens=_max_tokens(body), logprobs=_logprobs(body)),
         model=body.model or "",
         tenant=body.cache_salt or "",
+        tier=face.service.tiers.tier_of(body.tier or "", request.headers),
+        objectives=objectives,
         received_s=received_s,
     )
     return GenerationResponse(face.service, [asked], reply)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from router.http.body_fields import COMPLETION_NEUTRAL, CompletionBody
 from router.http.face import HttpFace, face_of, new_id
 from router.http.logprobs import CompletionLogprobs
 from router.http.parameters import (
-    check_headers,
+    objectives_in,
     sampling_of,
     stop_reason,
     stream_flags,
@@ -32,27 +33,29 @@ MAX_PROMPTS = 128
 async def completions(request: Request) -> Response:
     received_s = time.perf_counter()
     face = face_of(request)
-    check_headers(request)
+    objectives = objectives_in(request)
     body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, face.max_body_bytes)
     reply = CompletionReply(face, body, ledger=wants_ledger(request))
-    return GenerationResponse(face.service, _requests(body, reply.id, received_s), reply)
-
-
-def _requests(body: CompletionBody, call_id: str, received_s: float) -> list[TextRequest]:
-    first = TextRequest(
-        request_id=call_id,
+    asked = TextRequest(
+        request_id=reply.id,
         prompt="",
         sampling=sampling_of(body, max_tokens=body.max_tokens, logprobs=body.logprobs),
         model=body.model or "",
         tenant=body.cache_salt or "",
+        tier=face.service.tiers.tier_of(body.tier or "", request.headers),
+        objectives=objectives,
         add_special_tokens=body.add_special_tokens is not False,
         received_s=received_s,
     )
-    prompts = _prompts(body)
+    return GenerationResponse(face.service, _one_each(asked, _prompts(body)), reply)
+
+
+def _one_each(asked: TextRequest, prompts: Sequence[str | tuple[int, ...]]) -> list[TextRequest]:
+    """A single one keeps the call's id."""
     if len(prompts) == 1:
-        return [replace(first, prompt=prompts[0])]
+        return [replace(asked, prompt=prompts[0])]
     return [
-        replace(first, request_id=f"{call_id}-{position}", prompt=prompt)
+        replace(asked, request_id=f"{asked.request_id}-{position}", prompt=prompt)
         for position, prompt in enumerate(prompts)
     ]
 

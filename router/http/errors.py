@@ -64,7 +64,7 @@ def reply_of(error: Exception) -> ErrorReply:
         case Refused():
             return _refused(error)
         case RequestFailedError():
-            status = 500 if error.reason == "internal" else 503
+            status = {"internal": 500, "deadline_exceeded": 504}.get(error.reason, 503)
             return ErrorReply(
                 status=status, message=error.message, type="server_error", code=error.reason
             )

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.types import Objectives
+from router.asked_objectives import HEADERS, objectives_of
 from router.choice_text import TextDelta
 from router.http.body_fields import GenerationBody
 from router.sampling_defaults import RequestedSampling
 
 LEDGER_HEADER = "x-kvrelay-ledger"
-SLO_HEADERS = ("x-slo-ttft-ms", "x-slo-tpot-ms")
 
 
 def sampling_of(
@@ -69,15 +70,9 @@ def stream_flags(body: GenerationBody) -> tuple[bool, bool]:
     return bool(body.stream), options is not None and bool(options.include_usage)
 
 
-def check_headers(request: Request) -> None:
-    """Raises InvalidRequest: what this version can't honour is refused, never ignored."""
-    for name in SLO_HEADERS:
-        if name in request.headers:
-            raise InvalidRequest(
-                f"the header {name} is not supported: leave it out",
-                code="unsupported_parameter",
-                param=name,
-            )
+def objectives_in(request: Request) -> Objectives:
+    """Of its headers. Raises InvalidRequest."""
+    return objectives_of(request.headers, HEADERS)
 
 
 def wants_ledger(request: Request) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -21,12 +22,16 @@ from kvrelay import (
     ModelNotFound,
     Refused,
     RequestFailedError,
+    Slo,
 )
 from kvrelay.codec import GenerateOptions
+from kvrelay.qos import QosTier, QosTiers
 from kvrelay.results import Generated
-from kvrelay.types import FinishReason
+from kvrelay.types import FinishReason, Objectives
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
+from router.tier_match import TierMatch
+from router.tier_rules import TierRules
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.tokenizer_fixture import byte_level
 from tests.unit.fake_dispatcher import FACTS, FakeDispatcher
@@ -151,6 +156,59 @@ async def test_refusals_carry_a_retry_time(
 
 
 @in_loop
+async def test_a_client_that_may_comes_back_when_it_was_told_to(folder: Path) -> None:
+    refusal = Refused("tpot_unreachable", "not now", retry_after_s=0.05)
+    dispatcher = FakeDispatcher(refusal=refusal, refusals_left=2)
+    async with served(folder, dispatcher) as s, AsyncClient(s.grpc_address) as client:
+        begun_s = time.monotonic()
+        got = await client.generate(TEXT, retries=2, deadline_s=30)
+        assert (got.text, len(dispatcher.requests)) == (TEXT, 3)
+        assert 0.1 <= time.monotonic() - begun_s < 2.0
+        left_s = [request.objectives.deadline_s or 0 for request in dispatcher.requests]
+        assert left_s[0] <= 30.0 and left_s[2] < left_s[1] - 0.04 < left_s[0] - 0.08
+        dispatcher.refusals_left = 2
+        with pytest.raises(Refused, match="not now"):
+            await client.generate(TEXT, retries=1)
+
+
+@in_loop
+async def test_threads_come_back_too_but_never_in_vain(folder: Path) -> None:
+    refusal = Refused("tpot_unreachable", "not now", retry_after_s=0.05)
+    dispatcher = FakeDispatcher(refusal=refusal, refusals_left=1)
+    async with served(folder, dispatcher) as s:
+        with Client(s.grpc_address) as client:
+            got = await asyncio.to_thread(client.generate, TEXT, retries=1)
+            assert (got.text, len(dispatcher.requests)) == (TEXT, 2)
+            dispatcher.refusals_left = -1
+            for deadline_s, retry_after_s in ((30.0, None), (0.5, 0.6)):
+                dispatcher.refusal = Refused("full", "never", retry_after_s=retry_after_s)
+                dispatcher.requests.clear()
+                with pytest.raises(Refused, match="never"):
+                    await asyncio.to_thread(client.generate, TEXT, retries=3, deadline_s=deadline_s)
+                assert len(dispatcher.requests) == 1
+
+
+@in_loop
+async def test_objectives_and_tiers_of_the_client_reach_the_dispatcher(folder: Path) -> None:
+    tiers = QosTiers(tiers=(QosTier(name="premium"), QosTier(name="free")), default="free")
+    rules = TierRules(tiers=tiers, match=TierMatch(values={"gold": "premium"}))
+    async with served(folder, tiers=rules) as s, AsyncClient(s.grpc_address) as client:
+        slo = Slo(ttft_s=0.2, tpot_s=0.05)
+        await client.generate(TEXT, slo=slo, tier="premium", deadline_s=4)
+        stub = inference_pb2_grpc.InferenceStub(client._channel)
+        gold = (("x-customer-tier", "gold"),)
+        async for _ in stub.Generate(pb.GenerateRequest(text=TEXT), metadata=gold, timeout=20):
+            pass
+        full, called = s.dispatcher.requests
+        assert full.objectives == Objectives(ttft_s=0.2, tpot_s=0.05, deadline_s=4.0)
+        assert (full.qos_tier, called.qos_tier) == ("premium", "premium")
+        assert 19 < (called.objectives.deadline_s or 0) < 20.5  # gRPC rounds it up
+        with pytest.raises(InvalidRequest, match="one of premium, free, not gold") as invalid:
+            await client.generate(TEXT, tier="gold")
+        assert invalid.value.param == "tier"
+
+
+@in_loop
 async def test_failures_and_bugs(folder: Path) -> None:
     lost = RequestFailedError("worker_lost", "the worker is gone")
     dispatcher = FakeDispatcher(failure=lost, fail_after_tokens=2)
@@ -235,8 +293,8 @@ async def test_requests_that_cannot_be_honoured_say_so(folder: Path) -> None:
     wrong = {
         "set one of tokenized, text or chat": pb.GenerateRequest(),
         "messages is empty": pb.GenerateRequest(chat=pb.ChatInput()),
-        "slo is not supported": pb.GenerateRequest(text="a", slo=pb.Slo(ttft_ms=5)),
-        "tier is not supported": pb.GenerateRequest(text="a", tier="gold"),
+        "slo.ttft_ms must be milli": pb.GenerateRequest(text="a", slo=pb.Slo(ttft_ms=0)),
+        "tier must be one of default, not": pb.GenerateRequest(text="a", tier="gold"),
     }
     async with served(folder) as s, grpc.aio.insecure_channel(s.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)

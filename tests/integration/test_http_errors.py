@@ -13,10 +13,19 @@ import httpx
 import pytest
 
 from kvrelay.errors import ConfigError, Refused, RequestFailedError
+from kvrelay.qos import QosTier, QosTiers
+from kvrelay.types import Objectives
+from router.tier_match import TierMatch
+from router.tier_rules import TierRules
 from tests.integration.faces_kit import MODEL, faces_over, in_loop, served
 from tests.integration.http_kit import CHAT, assert_error, completion, events, full
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.unit.fake_dispatcher import FakeDispatcher
+
+TIERS = TierRules(
+    tiers=QosTiers(tiers=(QosTier(name="premium"), QosTier(name="free")), default="free"),
+    match=TierMatch(values={"gold": "premium"}),
+)
 
 BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
     ("/v1/completions", {"prompt": ""}, 400, "invalid_value", "prompt", "the prompt is empty"),
@@ -241,16 +250,40 @@ async def test_a_bug_is_a_500_without_its_words(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
 @in_loop
-async def test_objectives_are_refused_while_nothing_honours_them(
-    folder: Path, path: str, header: str
-) -> None:
-    async with served(folder) as s, s.http() as client:
+async def test_objectives_and_tiers_reach_the_dispatcher(folder: Path, path: str) -> None:
+    async with served(folder, tiers=TIERS) as s, s.http() as client:
         body = full(path, {"messages": CHAT} if "chat" in path else {})
-        answer = await client.post(path, json=body, headers={header: "200"})
-        assert_error(answer, 400, "unsupported_parameter", header, f"header {header} is not supp")
+        headers = {"x-slo-ttft-ms": "200", "x-deadline-ms": "3000", "x-customer-tier": "gold"}
+        assert (await client.post(path, json=body, headers=headers)).status_code == 200
+        assert (await client.post(path, json=body | {"tier": "free"})).status_code == 200
+        objectives = [request.objectives for request in s.dispatcher.requests]
+        assert objectives == [Objectives(ttft_s=0.2, deadline_s=3.0), Objectives()]
+        assert [request.qos_tier for request in s.dispatcher.requests] == ["premium", "free"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@in_loop
+async def test_objectives_and_tiers_that_make_no_sense_are_refused(folder: Path, path: str) -> None:
+    async with served(folder, tiers=TIERS) as s, s.http() as client:
+        body = full(path, {"messages": CHAT} if "chat" in path else {})
+        for header in ("x-slo-ttft-ms", "x-slo-tpot-ms", "x-deadline-ms"):
+            answer = await client.post(path, json=body, headers={header: "-1"})
+            assert_error(answer, 400, "invalid_value", header, f"{header} must be milliseconds")
+        answer = await client.post(path, json=body | {"tier": "gold"})
+        assert_error(answer, 400, "invalid_value", "tier", "one of premium, free, not gold")
         assert not s.dispatcher.requests
+
+
+@in_loop
+async def test_a_deadline_that_passes_is_a_timeout(folder: Path) -> None:
+    failure = RequestFailedError("deadline_exceeded", "its deadline has passed")
+    dispatcher = FakeDispatcher(failure=failure, fail_after_tokens=2)
+    async with served(folder, dispatcher) as s, s.http() as client:
+        answer = await completion(client)
+        assert_error(answer, 504, "deadline_exceeded", None, "its deadline has passed")
+        stream = await completion(client, stream=True)
+        assert events(stream.text)[-1]["error"]["code"] == "deadline_exceeded"
 
 
 @in_loop

@@ -128,6 +128,7 @@ class FakeDispatcher:
     pairs: tuple[QuarantinedPair, ...] = ()
     is_ready: bool = True
     refusal: KvrelayError | None = None
+    refusals_left: int = -1
     failure: KvrelayError | Exception | None = None
     fail_after_tokens: int = -1
     gates: set[str] = field(default_factory=set)
@@ -151,7 +152,8 @@ class FakeDispatcher:
 
     async def submit(self, request: GenerationRequest) -> FakeGeneration:
         self.requests.append(request)
-        if self.refusal is not None:
+        if self.refusal is not None and self.refusals_left:
+            self.refusals_left -= 1
             raise self.refusal
         try:
             await self.moment("submit", asyncio.Event())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import cast
@@ -11,9 +12,10 @@ import pytest
 
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import Abort, Counters, Generate, ToWorker, WorkerEvent
-from kvrelay.types import FinishReason, Incarnation, RequestKey, Role
+from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role
 from router.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
 from router.link import WorkerLink
+from router.policies import Policies
 from tests.unit.router_kit import hello, request, reserved, tokens
 
 B = Incarnation("b")
@@ -30,8 +32,8 @@ class Link:
 
 
 class Scene:
-    def __init__(self) -> None:
-        self.dispatcher = WorkerDispatcher()
+    def __init__(self, admission: str) -> None:
+        self.dispatcher = WorkerDispatcher(policies=Policies(admission=admission))
         self.link = Link()
         self.dispatcher.joined(cast(WorkerLink, self.link), hello("b", Role.BOTH))
 
@@ -50,9 +52,9 @@ class Scene:
         return await submitting
 
 
-def play(scene: Callable[[Scene], Awaitable[None]]) -> None:
+def play(scene: Callable[[Scene], Awaitable[None]], admission: str = "predictive") -> None:
     async def run() -> None:
-        await scene(Scene())
+        await scene(Scene(admission))
 
     asyncio.run(run())
 
@@ -134,6 +136,48 @@ def test_a_client_that_gives_up_before_admission_frees_its_place() -> None:
         assert not s.dispatcher._generations
 
     play(scene)
+
+
+def test_a_deadline_counts_from_when_the_request_was_received() -> None:
+    async def scene(s: Scene) -> None:
+        asked = replace(request(), objectives=Objectives(deadline_s=60.01), phases_s={"wait": 60})
+        submitting = asyncio.ensure_future(s.dispatcher.submit(asked))
+        await asyncio.sleep(0)
+        s.say(reserved())
+        generation = await submitting
+        begun_s = time.monotonic()
+        with pytest.raises(RequestFailedError, match="deadline of 60") as failure:
+            [t async for t in generation]
+        assert failure.value.reason == "deadline_exceeded"
+        assert 0.005 < time.monotonic() - begun_s < 5
+        assert s.link.sent[-1] == Abort(key=s.key())
+        assert not s.dispatcher._generations
+
+    play(scene, admission="none")
+
+
+def test_a_deadline_that_passes_before_admission() -> None:
+    async def scene(s: Scene) -> None:
+        asked = replace(request(), objectives=Objectives(deadline_s=0.01))
+        with pytest.raises(RequestFailedError, match="deadline"):
+            await s.dispatcher.submit(asked)
+        assert s.link.sent[-1] == Abort(key=s.key())
+
+    play(scene, admission="none")
+
+
+def test_the_deadline_of_a_request_that_ended_is_not_that_of_the_next_one_of_its_name() -> None:
+    async def scene(s: Scene) -> None:
+        asked = replace(request(), objectives=Objectives(deadline_s=0.01))
+        submitting = asyncio.ensure_future(s.dispatcher.submit(asked))
+        await asyncio.sleep(0)
+        s.say(reserved(), tokens(0, 10, reason=FinishReason.LENGTH))
+        await submitting
+        new = await s.admitted()
+        await asyncio.sleep(0.02)
+        assert s.dispatcher.runs(new)
+
+    play(scene, admission="none")
 
 
 def test_a_request_whose_workers_are_all_gone_fails() -> None:

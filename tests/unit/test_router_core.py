@@ -6,13 +6,14 @@ from itertools import count
 import pytest
 
 from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
-from kvrelay.types import FinishReason, Incarnation, Role
+from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core import MAX_ATTEMPTS, RouterCore
 from router.events import (
     Aborted,
     Admit,
     ChoiceStopped,
     Command,
+    DeadlinePassed,
     Deliver,
     Fail,
     Refuse,
@@ -195,6 +196,26 @@ def test_abort_while_reserving_leaves_no_books() -> None:
     assert key() in core.workers[D].outlook  # until the worker says so
     says(core, "d", reserved(), released())
     assert_no_books(core)
+
+
+def test_a_deadline_that_passes_stops_every_leg_and_says_so() -> None:
+    core = split()
+    asked = replace(request(), objectives=Objectives(deadline_s=1.5))
+    core.handle(Submitted(request=asked), 1)
+    says(core, "d", reserved())
+    assert core.handle(DeadlinePassed(request_id="r"), 2.5) == [
+        Send(worker=D, message=Abort(key=key())),
+        Send(worker=P, message=Abort(key=key())),
+        Fail(
+            request_id="r",
+            reason="deadline_exceeded",
+            message="its deadline of 1.500 s has passed",
+        ),
+    ]
+    says(core, "d", released())
+    says(core, "p", released())
+    assert_no_books(core)
+    assert core.handle(DeadlinePassed(request_id="r"), 3) == []
 
 
 def test_abort_while_a_refusal_is_on_its_way_leaves_no_books() -> None:
