@@ -147,7 +147,8 @@ def _trace() -> list[TraceRequest]:
 
 
 def _cluster(table: Path, machines: list[tuple[str, str]]) -> dict[str, object]:
-    """Whole prompts in one step and none refused, as splitwise-sim has them; messages take next to no time."""
+    """Whole prompts in one step and none refused, as splitwise-sim has them; messages take next to
+    no time."""
     return {
         "workers": [{"role": role} for role, _ in machines],
         "scheduler": {"prefill_chunk_tokens": 4096},
