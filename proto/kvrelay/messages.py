@@ -206,6 +206,17 @@ class LinkState:
     latency_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLoad:
+    """What a worker has of one QoS tier: `running` sequences count against its share of places,
+    those on their way and those that wait included. `waiting` are prompts to be computed, and
+    sequences that lost their blocks."""
+
+    tier: str
+    running: int
+    waiting: int
+
+
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Counters:
     """A worker's own state, sent with every batch of events, so routers agree unprompted. A value,
@@ -213,7 +224,7 @@ class Counters:
 
     Steps take the hello's times multiplied by the corrections, as the worker finds. Of `running`
     decode steps take `decode_sequences` now, whose contexts sum to `decode_kv_tokens`, and
-    `reserved_sequences` are on their way.
+    `reserved_sequences` are on their way. `tiers` is empty where there is one only.
     """
 
     free_blocks: int = 0
@@ -255,3 +266,4 @@ class Counters:
     canaries_mismatched: int = 0
     canaries_skipped: int = 0
     links: tuple[LinkState, ...] = ()
+    tiers: tuple[TierLoad, ...] = ()
