@@ -56,9 +56,10 @@ class Promise:
 
 @dataclass(slots=True)
 class Promises:
-    """Of one router. A request that comes again is known by its digest."""
+    """Of one router. A request that comes again is known by its digest. Nothing is kept for
+    clients before some have come back: a burst of those that don't would shut out all others."""
 
-    claimed_share: float = 0.5
+    claimed_share: float = 0.0
     _open: dict[int, Promise] = field(default_factory=dict)  # digest |-> promise
     _by_due: list[tuple[float, int]] = field(default_factory=list)  # ascending
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of until_s and digest

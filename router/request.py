@@ -39,18 +39,16 @@ class Request:
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # that it came back for
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    key: RequestKey = field(init=False)
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.key = RequestKey(self.request_id, self.attempt)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
 
     @property
     def request_id(self) -> str:
         return self.submitted.request_id
-
-    @property
-    def key(self) -> RequestKey:
-        return RequestKey(self.request_id, self.attempt)
 
     @property
     def placement(self) -> Placement | None:
@@ -100,12 +98,12 @@ class Request:
     @property
     def legs(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
-        if self.placement is None:
+        placement = self.placement
+        if placement is None:
             return ()
-        prefill = self.placement.prefill
-        if prefill is None or self.handed_over:
-            return (self.placement.decode,)
-        return (self.placement.decode, prefill)
+        if placement.prefill is None or self.handed_over:
+            return (placement.decode,)
+        return (placement.decode, placement.prefill)
 
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
@@ -126,6 +124,7 @@ class Request:
         """What the old attempt still says is dropped; tokens delivered already stay delivered."""
         self.tries += 1
         self.attempt = attempt
+        self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()

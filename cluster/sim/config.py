@@ -80,7 +80,7 @@ class Simulation(Section):
     """What each request asks for at most; auto: just the tokens that the trace says it yields."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How often a refused client comes back, when it was told to."""
-    most_steps: Annotated[int, Field(ge=1, le=4096)] = 64
+    most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
     """Decode steps that are computed together while nothing happens. The result is that of single
     steps, but a sequence takes its blocks, and routers hear of its tokens, once for all of them."""
 

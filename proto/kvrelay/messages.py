@@ -18,11 +18,12 @@ from kvrelay.types import (
     Tier,
     TokenLogprobs,
 )
+from kvrelay.values import value
 
 # --- router -> worker ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Reserve:
     """To the decode worker: hold blocks until the KV arrives from `source`."""
 
@@ -41,7 +42,7 @@ class PrefixSource:
     is_pool_node: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Prefill:
     """To the prefill worker: compute the KV, sample token 0 of each choice, hand over all but the
     first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more of the
@@ -116,7 +117,7 @@ class WorkerHello:
     kv_token_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Reserved:
     """`held_tokens`: the KV of so many first tokens is cached here."""
 
@@ -132,7 +133,7 @@ class ReserveRefused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Lifetime:
     """A named moment: prefill_received, prefill_started (`tokens` found cached or fetched, of a
     PrefixOrigin `source`), prefill_chunk (`tokens` computed), handoff_committed, kv_checked (the
@@ -145,7 +146,7 @@ class Lifetime:
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Tokens:
     """Consecutive tokens of one choice. `finish_reason` only on the choice's last message."""
 
@@ -169,7 +170,7 @@ class RequestFailed:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Released:
     """The worker holds nothing of this request any more."""
 
@@ -180,7 +181,7 @@ class Released:
 WorkerEvent = Reserved | ReserveRefused | Lifetime | Tokens | RequestFailed | Released
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class BlockChanges:
     """For the directory: hashes that `holder`'s tier holds since now, and holds no more.
 

@@ -40,7 +40,7 @@ def test_what_is_ahead_is_what_was_promised_earlier() -> None:
 
 
 def test_it_counts_for_the_share_that_comes_back() -> None:
-    promises = Promises()
+    promises = Promises(claimed_share=0.5)
     for digest in range(200):
         promises.make(digest, work(1), retry_after_s=1, now_s=0)
     assert promises.ahead_of(None).prefill_s == pytest.approx(100)
