@@ -36,7 +36,7 @@ BLOCK_TOKENS = 512
 WORKERS = 8
 MOST_TOKENS = 2000
 """The longest output of the trace."""
-AT_ONCE = {"latency": "1us", "bandwidth": "1000TB", "copy_bandwidth": "1000TB"}
+AT_ONCE = {"latency": "0.001ms", "bandwidth": "1000TB", "copy_bandwidth": "1000TB"}
 MATCHED = {"round_robin": "round_robin", "kv_aware": "kv_router"}  # our policy |-> its router
 SOURCE = "ai-dynamo 1.6.1, this run"
 
@@ -104,7 +104,7 @@ def replay(trace: Path, router: str, setting: Setting) -> Measured:
         raise PeerMissed(f"{PEER} isn't there: make bench-peers installs it")
     arguments = [trace, router, setting.rate, setting.blocks, WORKERS]
     done = subprocess.run(
-        [str(PEER), str(PEER_PROGRAM), *map(str, arguments)],
+        [str(PEER), "-P", str(PEER_PROGRAM), *map(str, arguments)],
         env=os.environ | {"DYN_LOG": "error", "PYTHONPATH": ""},
         capture_output=True,
         text=True,
@@ -133,7 +133,7 @@ def cluster_of(policy: str, blocks: int, workers: int = WORKERS) -> dict[str, ob
             "blocks": blocks,
             "block_size": BLOCK_TOKENS,
             "max_tokens": MOST_TOKENS,
-            "fabric": {**AT_ONCE, "router_latency": "1us"},
+            "fabric": {**AT_ONCE, "router_latency": "0.001ms"},
             "slo": {"told": False},
         },
     }

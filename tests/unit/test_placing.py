@@ -240,6 +240,7 @@ def test_kv_aware_counts_those_that_join_soon_after() -> None:
     p, d1, d2 = timed(view("p", P), view("d1", D), view("d2", D))
     d1.times = d2.times = PerToken(sequence_s=0.1)
     d1.outlook.add(key("soon"), Expected(joins_s=1.0, ends_s=9.0, tokens=10))
+    d2.outlook.add(key("late"), Expected(joins_s=900.0, ends_s=999.0, tokens=10, choices=2))
     asked = demand(output_tokens=40)
     assert ways(KvAware(), p, d1, d2, asked=asked)[0].placement == placed("d2", "p")
 
