@@ -30,6 +30,7 @@ from router.events import (
     WorkerSaid,
 )
 from router.generation import GenerationRequest
+from router.request import Request
 
 
 class _Stream:
@@ -118,6 +119,7 @@ class Clients:
         self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
         if not slo.told:
             self._objectives = NO_OBJECTIVES
+        self._admitted: dict[str, Request] = {}  # without a token yet
         self._open = len(arrivals)
         self.outcomes = [Outcome(request=one.request) for one in arrivals]
 
@@ -153,12 +155,15 @@ class Clients:
         match command:
             case Admit():
                 outcome.admitted_s = now_s
+                core = self._router.core
+                self._admitted[command.request_id] = core.requests[command.request_id]
             case Refuse():
                 self._refused(command, outcome)
             case Deliver():
                 self._delivered(command, outcome)
             case Fail(reason=reason):
                 outcome.failed = reason
+                self._admitted.pop(command.request_id, None)
                 self._open -= 1
             case _:
                 assert_never(command)
@@ -176,8 +181,7 @@ class Clients:
         now_s = self._clock.now_s
         if outcome.first_token_s is None:
             outcome.first_token_s = now_s
-            request = self._router.core.requests.get(command.request_id)
-            outcome.cached_tokens = request.cached_tokens if request is not None else 0
+            outcome.cached_tokens = self._admitted.pop(command.request_id).cached_tokens
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

@@ -99,7 +99,8 @@ class Forecast:
     def decode(
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
-        batch = self.batch_then(demand, worker, now_s + joins_in_s, now_s)
+        then_s = now_s + joins_in_s
+        batch = self.batch_then(demand, worker, then_s, then_s, now_s)
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
@@ -111,9 +112,13 @@ class Forecast:
         )
 
     @staticmethod
-    def batch_then(demand: Demand, worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
-        """Without it. Those of other routers, as far as the worker has told of them, stay."""
-        own, outlook, promised = worker.outlook.at(then_s, now_s), worker.outlook, demand.promised
+    def batch_then(
+        demand: Demand, worker: WorkerView, joins_s: float, ends_s: float, now_s: float
+    ) -> BatchThen:
+        """Those that it meets. Those of other routers, as far as the worker has told of them,
+        stay."""
+        outlook, promised = worker.outlook, demand.promised
+        own = outlook.met_by(joins_s, ends_s, now_s)
         sequences, kv_tokens = promised.sequences, promised.kv_tokens
         others = worker.counters.running - outlook.sequences
         if others > 0:

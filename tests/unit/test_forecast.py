@@ -95,13 +95,14 @@ def test_as_counted_one_by_one(
 ) -> None:
     outlook, here = DecodeOutlook(), {}
     for i, (joins, lasts, choices) in enumerate(given_ones):
-        here[key(str(i))] = expect(joins, joins + lasts, choices)
+        here[key(str(i))] = expect(joins, joins + lasts, choices, tokens=7 * i + 1)
         outlook.add(key(str(i)), here[key(str(i))])
     for gone in data.draw(st.sets(st.sampled_from([*here]))) if here else ():
         outlook.remove(gone)
         del here[gone]
-    there = sum(e.choices for e in here.values() if e.joins_s <= then < e.ends_s)
-    assert outlook.at(then, -1).sequences == there
+    there = [e for e in here.values() if e.joins_s <= then < e.ends_s]
+    tokens = sum(e.tokens * e.choices for e in there)
+    assert outlook.at(then, -1) == BatchThen(sum(e.choices for e in there), tokens)
 
 
 def test_the_strictest_objective_counts() -> None:
