@@ -84,10 +84,10 @@ class TextService:
         try:
             return await self._start(request)
         except Refused as refusal:
-            self.metrics.refused(refusal.reason)
+            self.metrics.refused(refusal.reason, time.perf_counter() - request.received_s)
             raise
         except InvalidRequest as invalid:
-            self.metrics.refused(invalid.code)
+            self.metrics.invalid(invalid.code)
             raise
 
     def check_model(self, model: str) -> None:

@@ -31,8 +31,8 @@ def set_(*texts: str) -> Config:
 REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
-    "router.zzz=1": "router.zzz: unknown key, expected one of grpc_port, host, http_port, "
-    "max_body, record, record_size, replicas, resources",
+    "router.zzz=1": "router.zzz: unknown key, expected one of admission, grpc_port, host, "
+    "http_port, max_body, placement, record, record_size, replicas, resources",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -287,7 +287,13 @@ CHANGES = {
     "router.max_body": "5MiB",
     "router.record": "/log",
     "router.record_size": "5MiB",
+    "router.placement.policy": "random",
+    "router.admission.policy": "none",
+    "router.admission.queue_limit": 3,
     "router.resources": {"y": 1},
+    "qos.header": "x-plan",
+    "qos.tiers": {"only": {"default": True}},
+    "qos.tenant_weights": {"a": 2.0},
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
     "transfer.codec": "int8",
@@ -318,6 +324,7 @@ CHANGES = {
 }
 ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
+NAMED_BY_USERS = {"resources", "tiers", "tenant_weights"}
 
 
 EVERYTHING = (
@@ -343,7 +350,7 @@ def test_no_key_is_missing_from_the_test_above() -> None:
 def _paths(tree: dict[str, object], prefix: str = "") -> list[str]:
     found: list[str] = []
     for key, value in tree.items():
-        if isinstance(value, dict) and key != "resources":
+        if isinstance(value, dict) and key not in NAMED_BY_USERS:
             found += _paths(value, f"{prefix}{key}.")
         else:
             found.append(f"{prefix}{key}")
