@@ -23,6 +23,7 @@ from kvpool.hashes import (
 from kvpool.layout import KvLayout
 from kvpool.siblings import Content
 from kvpool.tenants import TenantRoots
+from kvrelay.types import RequestSpec
 
 _MIXED = "mixed"
 
@@ -98,6 +99,13 @@ class HashChain:
         self.tells_content &= not isinstance(token_ids, NamedTokens)
         if self.tells_content:
             self._see(token_ids)
+
+    def begin(self, spec: RequestSpec) -> HashChain:
+        """The request begins with all that it has."""
+        self.extend(spec.prompt_ids, len(spec.prompt_ids))
+        if spec.emitted_ids:
+            self.extend(spec.context_ids, spec.context_tokens)
+        return self
 
     def _see(self, token_ids: SupportsTokens) -> None:
         for start in range(len(self._contents), len(self._hashes)):

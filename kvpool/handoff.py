@@ -108,8 +108,8 @@ class PieceRead:
 
 @value
 class Commit:
-    """Token 0 of each choice; `finished_choices` ended with it and need no decoding. With the
-    `sketch` of the logits that they were drawn from, the KV is checked before it is used."""
+    """The next token of each choice; `finished_choices` ended with it and need no decoding. With
+    the `sketch` of the logits that they were drawn from, the KV is checked before it is used."""
 
     key: RequestKey
     pieces: int

@@ -3,8 +3,9 @@
     submitted -> reserving -> (Reserved) admitted -> tokens ... -> finished
                     `-> (ReserveRefused) next decode worker, or refused
 
-A request whose worker fails is run again under the next attempt. Draws are counter based, so it
-yields the same tokens; those already delivered are dropped by their index.
+A request whose worker fails goes on elsewhere under the next attempt, behind the tokens delivered;
+draws are counter based. One of several choices is run again: it yields the same tokens, and those
+already delivered are dropped by their index.
 """
 
 from __future__ import annotations
@@ -154,16 +155,24 @@ class RouterCore:
         return policy.judge(demand, candidates, otherwise, self.forecast, now_s)
 
     def _demand(self, request: Request, now_s: float) -> Demand:
-        spec, most = request.spec, request.submitted.sampling.max_tokens
+        spec = request.spec
         return Demand(
             spec=spec,
-            output_tokens=self.lengths.quantile(request.tier.name, EXPECTED, max_tokens=most),
+            output_tokens=self._output_tokens(request, spec),
             held=HeldPrefixes(spec, self.directory),
             objectives=request.objectives,
             priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
             promised=self._promised(request),
         )
+
+    def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
+        """Of each choice, still to come."""
+        emitted, most = len(spec.emitted_ids), spec.sampling.max_tokens
+        expected = self.lengths.quantile(
+            request.tier.name, EXPECTED, max_tokens=most, emitted=emitted
+        )
+        return max(1, expected - emitted)
 
     def _promised(self, request: Request) -> Promised:
         """What goes before it at each worker though it isn't there yet."""
@@ -264,7 +273,7 @@ class RouterCore:
         return [Admit(request_id=request.request_id), *begin]
 
     def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
-        if event.first_index == 0:
+        if event.first_index == len(request.resumed_ids):
             request.ledger.mark("first_token", event.at_s)
             request.ledger.mark("first_token_received", now_s)
             self.workers.prefilled(request.key, request.legs, now_s)

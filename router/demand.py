@@ -25,7 +25,8 @@ class Demand:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.spec.prompt_ids)
+        """To be computed, with those that earlier attempts emitted."""
+        return self.spec.context_tokens
 
     @property
     def choices(self) -> int:
@@ -34,4 +35,4 @@ class Demand:
     @property
     def longest_tokens(self) -> int:
         """Prompt and output, if it generates all it may."""
-        return self.prompt_tokens + self.spec.sampling.max_tokens
+        return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens

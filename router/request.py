@@ -40,6 +40,7 @@ class Request:
     promise: Promise | None = None  # that it came back for
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     key: RequestKey = field(init=False)
+    resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +65,7 @@ class Request:
             tenant=asked.tenant,
             qos_tier=self.tier.name,
             tpot_s=self.objectives.tpot_s,
+            emitted_ids=self.resumed_ids,
         )
 
     @property
@@ -93,7 +95,8 @@ class Request:
     @property
     def handed_over(self) -> bool:
         """KV and first tokens have left the prefill worker: it may die now."""
-        return self.committed and all(choice.next_index > 0 for choice in self.choices)
+        begun = len(self.resumed_ids)
+        return self.committed and all(choice.next_index > begun for choice in self.choices)
 
     @property
     def legs(self) -> tuple[Incarnation, ...]:
@@ -121,12 +124,15 @@ class Request:
         self.ledger.mark(moment.name, moment.at_s)
 
     def try_again(self, attempt: int) -> None:
-        """What the old attempt still says is dropped; tokens delivered already stay delivered."""
+        """What the old attempt still says is dropped; tokens delivered already stay delivered. With
+        several choices they are drawn again."""
         self.tries += 1
         self.attempt = attempt
         self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()
+        if len(self.choices) == 1:
+            self.resumed_ids = tuple(self.choices[0].delivered)
         for choice in self.choices:
             choice.forget_early()

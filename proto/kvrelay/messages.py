@@ -44,9 +44,9 @@ class PrefixSource:
 
 @value
 class Prefill:
-    """To the prefill worker: compute the KV, sample token 0 of each choice, hand over all but the
-    first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more of the
-    prompt than the prefill worker itself. Its first token is due `within_s` of now."""
+    """To the prefill worker: compute the KV, sample the next token of each choice, hand over all
+    but the first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more
+    of it than the prefill worker itself. Its first token is due `within_s` of now."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]

@@ -107,6 +107,7 @@ specs = st.builds(
     tenant=text,
     qos_tier=text,
     tpot_s=perhaps_seconds,
+    emitted_ids=ids,
 )
 to_worker = st.one_of(
     st.builds(Reserve, spec=specs, source=text),
