@@ -31,6 +31,7 @@ from router import orders
 from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
 from router.admitting.predictive import Predictive
+from router.degrading import deferred, less_output_helps, stricter, tripped, ways
 from router.demand import Demand
 from router.directory import Directory
 from router.events import (
@@ -42,6 +43,7 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    LadderStepped,
     PairQuarantined,
     PairTrusted,
     Refuse,
@@ -52,6 +54,7 @@ from router.events import (
 )
 from router.forecast.forecast import Forecast
 from router.generation import GenerationRequest
+from router.ladder import Ladders, Step
 from router.latency.margins import Margin
 from router.latency.output_lengths import OutputLengths
 from router.ledger import Ledger
@@ -86,6 +89,7 @@ class RouterCore:
     lengths: OutputLengths = field(default_factory=OutputLengths)
     promises: Promises = field(default_factory=Promises)
     forecast: Forecast = field(init=False)
+    ladders: Ladders = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
@@ -94,12 +98,13 @@ class RouterCore:
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
     def __post_init__(self, confidence: float) -> None:
+        self.ladders = Ladders(self.tiers)
         self.forecast = Forecast(
             self.workers, ttft=Margin(confidence=confidence), tpot=Margin(confidence=confidence)
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        return [*self._handle(event, now_s), *self._ask_again(now_s)]
+        return [*self._handle(event, now_s), *self._ask_again(now_s), *self._climb(now_s)]
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
@@ -134,8 +139,8 @@ class RouterCore:
 
     def _place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
         """Ask the next decode worker; refuse for the last reason when none is left."""
-        demand = self._demand(request, now_s)
-        match self._judge(request, demand, otherwise, now_s):
+        demand, verdict = self._consider(request, otherwise, now_s)
+        match verdict:
             case Refusal() as refusal:
                 return self._refuse(request, refusal, now_s)
             case Deferred(refusal=refusal, patience_s=patience_s):
@@ -144,6 +149,37 @@ class RouterCore:
                 request.place(admitted, now_s)
                 self.workers.book(demand, admitted, now_s)
                 return [orders.ask(request.spec, admitted.candidate, self._within_s(demand))]
+
+    def _consider(
+        self, request: Request, otherwise: Refusal, now_s: float
+    ) -> tuple[Demand, Verdict]:
+        """As asked, or if need be as its tier allows: with less output, or later."""
+        if request.admitted:
+            demand = self._demand(request, now_s)
+            return demand, self._judge(request, demand, otherwise, now_s)
+        request.capped_tokens = None
+        demand, tier = self._demand(request, now_s), request.tier
+        ladder = self.ladders.highest(tier)
+        if ladder is not None and ladder.step is Step.TRIP and not self._in_reserve(request):
+            return demand, tripped(tier, ladder, now_s)
+        refusal = otherwise
+        for way in ways(demand, tier, Step.NORMAL if ladder is None else ladder.step):
+            judged = way if ladder is None else stricter(way, ladder.rules)
+            verdict = self._judge(request, judged, otherwise, now_s)
+            if not isinstance(verdict, Refusal):
+                request.cap(way.spec.sampling.max_tokens)
+                return way, verdict
+            refusal = verdict if ladder is None else replace(verdict, hopeless=False)
+            if not less_output_helps(refusal, demand):
+                break
+        waited_s = self.waiting.waited_s(request.request_id, now_s)
+        return demand, deferred(refusal, tier, waited_s) or refusal
+
+    def _in_reserve(self, request: Request) -> bool:
+        """Whether the tier's own share of decode places has room for it."""
+        own = (one for one in self.requests.values() if one.tier is request.tier and one.placed)
+        taken = sum(len(one.choices) for one in own) + len(request.choices)
+        return taken <= request.tier.share * self.workers.decode_places
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""
@@ -201,26 +237,36 @@ class RouterCore:
         self, request: Request, refusal: Refusal, patience_s: float, now_s: float
     ) -> list[Command]:
         """Without any worker there is nothing to wait for."""
+        line = "" if request.admitted else request.tier.name
         waits = self.workers and self.waiting.try_wait(
-            request.request_id, refusal, patience_s, now_s
+            request.request_id, line, refusal, patience_s, now_s
         )
         if waits:
             request.placed = None
             return []
+        if not request.admitted:
+            return self._refuse(request, refusal, now_s)
         return self._fail(request, refusal.reason, f"can't go on: {refusal.message}")
 
     def _ask_again(self, now_s: float) -> list[Command]:
-        """In order; once one is refused again, the others wait with it."""
+        """In order; once one is refused again, the others of its line wait with it."""
         commands: list[Command] = []
+        held: set[str] = set()
         due_s = now_s if self.workers else inf
-        while (turn := self.waiting.take_next(due_s)) is not None:
+        while (turn := self.waiting.take_next(due_s, held)) is not None:
             request_id, refusal = turn
             request = self.requests[request_id]
             request.tried.clear()
             commands += self._place(request, refusal, now_s)
-            if self.waiting.is_due_later(request_id):
-                break
+            if (line := self.waiting.line_of(request_id)) is not None:
+                held.add(line)
         return commands
+
+    def _climb(self, now_s: float) -> list[Command]:
+        return [
+            LadderStepped(tier=ladder.tier.name, step=ladder.step, cause=cause)
+            for ladder, cause in self.ladders.climb(now_s)
+        ]
 
     # --- what workers say -----------------------------------------------------------------------
 
@@ -278,6 +324,7 @@ class RouterCore:
             request.ledger.mark("first_token_received", now_s)
             self.workers.prefilled(request.key, request.legs, now_s)
             self._learn_ttft(request, now_s)
+            self._watch_ttft(request, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
         ready = request.choices[event.choice].take(event)
@@ -285,7 +332,7 @@ class RouterCore:
             return []
         self._learn_length(request, event)
         if request.done:
-            self._learn_tpot(request)
+            self._learn_tpot(request, now_s)
             self._ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
 
@@ -300,8 +347,19 @@ class RouterCore:
             undisturbed=predicted.prompt.queue_s <= 0,
         )
 
-    def _learn_tpot(self, request: Request) -> None:
-        if request.predicted is not None and (actual_s := request.tpot_s()) is not None:
+    def _watch_ttft(self, request: Request, now_s: float) -> None:
+        """Of those that are held to their tier's objective."""
+        first = not any(choice.next_index for choice in request.choices)
+        if first and request.submitted.objectives.ttft_s is None:
+            self.ladders.saw_ttft(request.tier.name, request.ledger.age_s(now_s), now_s)
+
+    def _learn_tpot(self, request: Request, now_s: float) -> None:
+        actual_s = request.tpot_s()
+        if actual_s is None:
+            return
+        if request.submitted.objectives.tpot_s is None:
+            self.ladders.saw_tpot(request.tier.name, actual_s, now_s)
+        if request.predicted is not None:
             self.forecast.tpot.observe(request.predicted.tpot_s, actual_s, undisturbed=False)
 
     def _learn_length(self, request: Request, event: Tokens) -> None:

@@ -108,4 +108,13 @@ class PairTrusted:
     pair: Pair
 
 
-Command = Send | Admit | Refuse | Deliver | Fail | PairQuarantined | PairTrusted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LadderStepped:
+    """A tier's admission has become tighter, or less tight."""
+
+    tier: str
+    step: int
+    cause: str
+
+
+Command = Send | Admit | Refuse | Deliver | Fail | PairQuarantined | PairTrusted | LadderStepped

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrelay.messages import Lifetime
 from kvrelay.qos import QosTier
-from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec
+from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec, Sampling
 from router.admitting.policy import Admitted
 from router.candidate import Prediction
 from router.generation import GenerationRequest
@@ -38,6 +38,7 @@ class Request:
     committed: bool = False  # this attempt's KV is at the decode worker
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # that it came back for
+    capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     key: RequestKey = field(init=False)
     resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
@@ -61,12 +62,17 @@ class Request:
         return RequestSpec(
             key=self.key,
             prompt_ids=asked.prompt_ids,
-            sampling=asked.sampling,
+            sampling=self.sampling,
             tenant=asked.tenant,
             qos_tier=self.tier.name,
             tpot_s=self.objectives.tpot_s,
             emitted_ids=self.resumed_ids,
         )
+
+    @property
+    def sampling(self) -> Sampling:
+        asked, most = self.submitted.sampling, self.capped_tokens
+        return asked if most is None else replace(asked, max_tokens=most)
 
     @property
     def objectives(self) -> Objectives:
@@ -115,6 +121,10 @@ class Request:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)
         self.ledger.mark("placed", now_s)
+
+    def cap(self, max_tokens: int) -> None:
+        if max_tokens < self.submitted.sampling.max_tokens:
+            self.capped_tokens = max_tokens
 
     def lived(self, moment: Lifetime) -> None:
         """A worker has got so far with it."""

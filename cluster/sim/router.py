@@ -21,6 +21,7 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    LadderStepped,
     PairQuarantined,
     PairTrusted,
     Refuse,
@@ -89,7 +90,7 @@ class SimRouter:
             case Send(worker=worker, message=message):
                 events = (FromRouter(self._streams[worker], message),)
                 self._clock.after(self._latency_s, self._workers[worker].hear, events)
-            case PairQuarantined() | PairTrusted():
+            case PairQuarantined() | PairTrusted() | LadderStepped():
                 pass  # for the log
             case _:
                 assert self._clients is not None
