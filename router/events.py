@@ -108,7 +108,7 @@ class PairTrusted:
     pair: Pair
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class LadderStepped:
     """A tier's admission has become tighter, or less tight."""
 
