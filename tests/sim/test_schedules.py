@@ -37,6 +37,7 @@ class Driver:
         self.specs = {spec.key: spec for spec in specs}
         self.seen = 0
         self.held: dict[RequestKey, int] = {}
+        fabric.on_events = self.react
         for spec in specs:
             self.ask(spec)
 
@@ -46,9 +47,7 @@ class Driver:
 
     def ask(self, spec: RequestSpec, delay_s: float = 0.05) -> None:
         message = Reserve(spec=spec, source=self.source) if self.split else Generate(spec=spec)
-        self.fabric.after(
-            f"ask-{spec.key}", lambda: (self.fabric.to_decode(message), self.react()), delay_s
-        )
+        self.fabric.after(f"ask-{spec.key}", lambda: self.fabric.to_decode(message), delay_s)
 
     def react(self) -> None:
         events, self.seen = self.fabric.events[self.seen :], len(self.fabric.events)
