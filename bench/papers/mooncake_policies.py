@@ -5,7 +5,7 @@
 Paper: Mooncake (Qin et al., FAST 2025), figure 5: mean TTFT on 16 nodes of eight A800 serving a
 model of LLaMA3-70B's shape. The text at hand says neither how many of the 16 prefill nor how fast
 they are: 8 and 8 here, with a roofline of the data sheet (60 % of the FLOP/s, 80 % of the
-bandwidth), a cache of 3 million tokens on each node (as in its figure 10) and 8 NICs of 100 Gb/s.
+bandwidth), a cache of 3 million tokens on each node (as in its figure 10) and 4 NICs of 200 Gb/s.
 """
 
 from __future__ import annotations

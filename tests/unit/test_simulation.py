@@ -176,9 +176,15 @@ def test_a_slower_fabric_delays_decode_but_not_the_first_token() -> None:
     assert slow.e2e_s.mean > fast.e2e_s.mean + 0.3
 
 
-def test_shared_prefixes_are_found() -> None:
+@pytest.mark.parametrize("output_tokens", [5, 1])
+def test_shared_prefixes_are_found(output_tokens: int) -> None:
     same = [
-        TraceRequest(arrival_s=float(i), input_tokens=2048, output_tokens=5, hash_ids=(1, 2, 3, 4))
+        TraceRequest(
+            arrival_s=float(i),
+            input_tokens=2048,
+            output_tokens=output_tokens,
+            hash_ids=(1, 2, 3, 4),
+        )
         for i in range(10)
     ]
     report = run(same, "workers.0.replicas=1").report
