@@ -20,6 +20,8 @@ from router.view import WorkerView
 
 LOOKED_AT = 4
 """Workers of each role."""
+LOOKED_AT_CLOSELY = 12
+"""Of each role, from which these are taken: what a first look, by straight lines, finds best."""
 
 Rank = tuple[Against, bool, float]
 
@@ -53,7 +55,7 @@ class KvAware:
         if not choice.decodes:
             return []
         anyone, forecast = choice.decodes[0], choice.forecast
-        ways = [choice.sourced(demand, anyone, worker) for worker in choice.prefills]
+        ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
         timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))
 
@@ -68,6 +70,8 @@ class KvAware:
         """Those that will decode it fastest, and a step's time there; full ones only if all are."""
         then_s, forecast = now_s + joins_in_s, choice.forecast
         having_room = [w for w in workers if demand.choices <= w.free_places] or workers
+        if len(having_room) > LOOKED_AT_CLOSELY:
+            having_room = nsmallest(LOOKED_AT_CLOSELY, having_room, key=_step_s)
         batches = ((w, forecast.batch_then(demand, w, then_s, now_s)) for w in having_room)
         timed = ((w.step_s(with_it(demand, batch, w)), w) for w, batch in batches)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].decode_load))
@@ -88,3 +92,21 @@ class KvAware:
             tpot_s is None or forecast.tpot.apply(step_s + handoff_s / gaps) <= tpot_s
         )
         return choice.against(way), not kept, first_s + handoff_s + step_s * gaps
+
+
+def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerView]:
+    """By the queue, and the tokens that the worker lacks; pulling comes in the closer look."""
+    if len(choice.prefills) <= LOOKED_AT_CLOSELY:
+        return choice.prefills
+
+    def first_s(worker: WorkerView) -> float:
+        left = demand.prompt_tokens - demand.held.tokens(worker)
+        queued_s = worker.queue.wait_s(demand.priority, now_s)
+        return queued_s + left * worker.speed.prompt_token_s
+
+    return nsmallest(LOOKED_AT_CLOSELY, choice.prefills, key=first_s)
+
+
+def _step_s(worker: WorkerView) -> tuple[float, float]:
+    load = worker.decode_load
+    return load * worker.speed.full_step_s, load
