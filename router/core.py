@@ -228,10 +228,17 @@ class RouterCore:
         self._forget(request)
         if refusal.retry_after_s is None and not refusal.hopeless:
             refusal = replace(refusal, retry_after_s=self._releases.retry_after_s())
-        if refusal.work is not None and refusal.retry_after_s is not None:
-            digest = digest_of(request.spec)
-            self.promises.make(digest, refusal.work, refusal.retry_after_s, now_s)
-        return [Refuse(request_id=request_id, refusal=refusal)]
+        if request.promise is not None:
+            self.promises.settle(kept=False)
+        return [Refuse(request_id=request_id, refusal=self._promise(request, refusal, now_s))]
+
+    def _promise(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
+        soonest_s = refusal.retry_after_s
+        if refusal.work is None or soonest_s is None:
+            return refusal
+        digest = digest_of(request.spec)
+        retry_after_s = self.promises.make(digest, refusal.work, soonest_s, now_s)
+        return replace(refusal, retry_after_s=retry_after_s)
 
     def _wait(
         self, request: Request, refusal: Refusal, patience_s: float, now_s: float
@@ -316,6 +323,8 @@ class RouterCore:
         if request.admitted:
             return begin
         request.admitted = True
+        if request.promise is not None:
+            self.promises.settle(kept=True)
         return [Admit(request_id=request.request_id), *begin]
 
     def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
+from random import Random
 from typing import assert_never
 
 from cluster.sim.answers import Answers
@@ -116,6 +118,9 @@ class Clients:
         self._arrivals = arrivals
         self._answers = answers
         self._retries = simulation.retries
+        self._rounding_s = simulation.retry_rounding
+        draw = Random(simulation.seed).random
+        self._comes_back = [draw() < simulation.retrying_share for _ in arrivals]
         slo = simulation.slo
         self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
         if not slo.told:
@@ -142,6 +147,7 @@ class Clients:
 
     def _submit(self, number: int) -> None:
         arrival = self._arrivals[number]
+        self.outcomes[number].submitted_s = self._clock.now_s
         request = GenerationRequest(
             request_id=str(number),
             prompt_ids=arrival.prompt,
@@ -171,12 +177,20 @@ class Clients:
 
     def _refused(self, command: Refuse, outcome: Outcome) -> None:
         outcome.refusals += 1
-        retry_after_s = command.refusal.retry_after_s
-        if outcome.refusals <= self._retries and retry_after_s is not None:
-            self._clock.after(retry_after_s, self._submit, int(command.request_id))
-        else:
+        retry_after_s, number = command.refusal.retry_after_s, int(command.request_id)
+        if retry_after_s is None or outcome.retries >= self._retries or self._gives_up(number):
             outcome.refused = command.refusal.reason
             self._open -= 1
+            return
+        outcome.retries += 1
+        self._clock.after(self._rounded_s(retry_after_s), self._submit, number)
+
+    def _gives_up(self, number: int) -> bool:
+        return not self._comes_back[number]
+
+    def _rounded_s(self, seconds: float) -> float:
+        step_s = self._rounding_s
+        return ceil(seconds / step_s) * step_s if step_s else seconds
 
     def _delivered(self, command: Deliver, outcome: Outcome) -> None:
         now_s = self._clock.now_s

@@ -17,8 +17,8 @@ from router.forecast.decode_outlook import BatchThen
 from router.latency.margins import Margin
 from router.view import WorkerView
 
-UNMEASURED_BYTES_PER_S = 1e9
-"""Of a link that nobody has measured yet."""
+UNMEASURED_BYTES_PER_S = 1e10
+"""Of a worker's links as long as none has been measured: a guess, which should refuse nobody."""
 
 
 @dataclass(slots=True)
@@ -86,11 +86,12 @@ class Forecast:
         return self._move_s(worker, candidate.decode.incarnation, tokens)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
-        """By the link that either of the two has opened."""
+        """By the link that either of the two has opened, else as fast as the sender's slowest."""
         link = worker.link(peer)
         if link is None and peer in self.workers:
             link = self.workers[peer].link(worker.incarnation)
-        bytes_per_s = link.bytes_per_s if link and link.bytes_per_s else UNMEASURED_BYTES_PER_S
+        usual = worker.slowest_bytes_per_s or UNMEASURED_BYTES_PER_S
+        bytes_per_s = (link.bytes_per_s if link else None) or usual
         latency_s = link.latency_s if link else 0.0
         return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
 

@@ -24,6 +24,8 @@ from router.view import WorkerView
 
 LOOKED_AT = 4
 """Workers of each role."""
+LOOKED_AT_CLOSELY = 12
+"""Of each role, from which these are taken: what a first look, by straight lines, finds best."""
 
 Rank = tuple[Against, bool, float]
 
@@ -65,7 +67,7 @@ class KvAware:
         if not choice.decodes:
             return []
         anyone, forecast = choice.decodes[0], choice.forecast
-        ways = [choice.sourced(demand, anyone, worker) for worker in choice.prefills]
+        ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
         timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))
 
@@ -82,6 +84,8 @@ class KvAware:
         forecast, joins_s = choice.forecast, now_s + joins_in_s
         ends_s = joins_s + _lasts_s(demand, workers)
         having_room = [w for w in workers if demand.choices <= w.free_places] or workers
+        if len(having_room) > LOOKED_AT_CLOSELY:
+            having_room = nsmallest(LOOKED_AT_CLOSELY, having_room, key=_step_s)
         batches = ((w, forecast.batch_then(demand, w, joins_s, ends_s, now_s)) for w in having_room)
         timed = ((_steps(demand, batch, w), w) for w, batch in batches)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0].cost_s, one[1].decode_load))
@@ -117,3 +121,21 @@ def _steps(demand: Demand, batch: BatchThen, worker: WorkerView) -> Steps:
         return Steps(own_s, own_s)
     without_s = worker.step_s(decode_work(batch.sequences, batch.kv_tokens))
     return Steps(own_s, own_s + batch.sequences * max(0.0, own_s - without_s))
+
+
+def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerView]:
+    """By the queue, and the tokens that the worker lacks; pulling comes in the closer look."""
+    if len(choice.prefills) <= LOOKED_AT_CLOSELY:
+        return choice.prefills
+
+    def first_s(worker: WorkerView) -> float:
+        left = demand.prompt_tokens - demand.held.tokens(worker)
+        queued_s = worker.queue.wait_s(demand.priority, now_s)
+        return queued_s + left * worker.speed.prompt_token_s
+
+    return nsmallest(LOOKED_AT_CLOSELY, choice.prefills, key=first_s)
+
+
+def _step_s(worker: WorkerView) -> tuple[float, float]:
+    load = worker.decode_load
+    return load * worker.speed.full_step_s, load

@@ -132,8 +132,8 @@ def test_a_prediction_adds_up() -> None:
     assert found.ttft_s == pytest.approx(0.5 + 2.2)
     assert found.decode.batch == BatchThen(2, 30)
     assert found.decode.step_s == pytest.approx(3 * 0.1 + (30 + 20 + 5) * 0.001)
-    assert found.tpot_s == pytest.approx(found.decode.step_s + 0.008 / 8), "8 MB at 1 GB/s"
-    assert found.completes_in_s == pytest.approx(2.208 + 8 * found.decode.step_s)
+    assert found.tpot_s == pytest.approx(found.decode.step_s + 0.0008 / 8), "8 MB at 10 GB/s"
+    assert found.completes_in_s == pytest.approx(2.2008 + 8 * found.decode.step_s)
     assert found.decode.needed_blocks == 5 + 2  # of four tokens
     assert found.decode.free_blocks == 16 - 8 - 2
 
