@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
-from random import Random
 from typing import assert_never
 
 from cluster.sim.answers import Answers
@@ -112,6 +111,7 @@ class Clients:
         arrivals: Sequence[Arrival],
         answers: Answers,
         simulation: Simulation,
+        draw: Callable[[], float],
     ) -> None:
         self._router = router
         self._clock = clock
@@ -119,7 +119,6 @@ class Clients:
         self._answers = answers
         self._retries = simulation.retries
         self._rounding_s = simulation.retry_rounding
-        draw = Random(simulation.seed).random
         self._comes_back = [draw() < simulation.retrying_share for _ in arrivals]
         slo = simulation.slo
         self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
