@@ -73,6 +73,8 @@ from router.workers import Workers
 MAX_ATTEMPTS = 3
 EXPECTED = 0.5
 """The quantile of its tier's output lengths that a request is expected to have."""
+SOON_S = 0.5
+"""Who is to come back later than this finds the worker done with whoever is taken now."""
 
 
 @dataclass(slots=True)
@@ -199,7 +201,8 @@ class RouterCore:
             objectives=request.objectives,
             priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
-            promised=self._promised(request),
+            promised=self._promised(request, now_s + SOON_S),
+            line=self._promised(request, inf),
         )
 
     def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
@@ -210,11 +213,11 @@ class RouterCore:
         )
         return max(1, expected - emitted)
 
-    def _promised(self, request: Request) -> Promised:
+    def _promised(self, request: Request, before_s: float) -> Promised:
         """What goes before it at each worker though it isn't there yet."""
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.ahead_of(request.promise))
+        return self.workers.per_worker(self.promises.ahead_of(request.promise, before_s))
 
     @staticmethod
     def _within_s(demand: Demand) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 
 from kvrelay.types import RequestSpec
 
@@ -110,11 +111,12 @@ class Promises:
         self._learn(1.0)
         return promise
 
-    def ahead_of(self, promise: Promise | None) -> Promised:
-        """What was promised for an earlier time; to one without a promise, all of it."""
-        if promise is None:
+    def ahead_of(self, promise: Promise | None, before_s: float = inf) -> Promised:
+        """What was promised for an earlier time than `promise`, if it is one, and `before_s`."""
+        end_s = before_s if promise is None else min(before_s, promise.due_s)
+        if end_s == inf:
             return self._all.times(self.claimed_share)
-        before = self._by_due[: bisect_left(self._by_due, (promise.due_s, 0))]
+        before = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
         works = (self._open[digest].work for _, digest in before)
         return sum(works, NOTHING_PROMISED).times(self.claimed_share)
 
