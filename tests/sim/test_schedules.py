@@ -159,7 +159,7 @@ def ends_at_once(spec: RequestSpec) -> bool:
 
 def test_layers_leave_while_later_ones_are_computed() -> None:
     early = 0
-    for seed in range(5):
+    for seed in range(10):
         rng = random.Random(seed)
         fabric = Fabric(seed, prefill_blocks=40, decode_blocks=60, slabs=8)
         Driver(fabric, [make_spec(rng, i) for i in range(8)], split=True)
