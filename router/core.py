@@ -201,7 +201,7 @@ class RouterCore:
             objectives=request.objectives,
             priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
-            promised=self._promised(request, now_s + SOON_S),
+            promised=self._promised(request, -inf if request.promise else now_s + SOON_S),
             line=self._promised(request, inf),
         )
 
@@ -217,7 +217,7 @@ class RouterCore:
         """What goes before it at each worker though it isn't there yet."""
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.ahead_of(request.promise, before_s))
+        return self.workers.per_worker(self.promises.before(before_s))
 
     @staticmethod
     def _within_s(demand: Demand) -> float | None:

@@ -17,8 +17,9 @@ from kvrelay.types import RequestSpec
 
 EARLY_S = 0.05
 """A client may come back that much sooner, its clock being its own."""
-GRACE_S = 2.0
-"""A promise is held for so long after its time, or as long again as the wait was."""
+GRACE_S = 1.25
+"""A promise is held for so long after its time: HTTP's `retry-after` counts whole seconds. While it
+is held, it keeps others out."""
 MOST_PROMISES = 50_000
 _NEW_SHARE = 0.05
 KEPT_SHARE = 0.92
@@ -86,7 +87,7 @@ class Promises:
         if len(self._open) >= MOST_PROMISES:
             return retry_after_s
         due_s = now_s + retry_after_s
-        until_s = due_s + max(GRACE_S, retry_after_s)
+        until_s = due_s + GRACE_S
         self._open[digest] = Promise(due_s=due_s, until_s=until_s, work=work)
         self._all += work
         insort(self._by_due, (due_s, digest))
@@ -111,13 +112,12 @@ class Promises:
         self._learn(1.0)
         return promise
 
-    def ahead_of(self, promise: Promise | None, before_s: float = inf) -> Promised:
-        """What was promised for an earlier time than `promise`, if it is one, and `before_s`."""
-        end_s = before_s if promise is None else min(before_s, promise.due_s)
+    def before(self, end_s: float) -> Promised:
+        """What was promised for an earlier time."""
         if end_s == inf:
             return self._all.times(self.claimed_share)
-        before = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
-        works = (self._open[digest].work for _, digest in before)
+        earlier = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
+        works = (self._open[digest].work for _, digest in earlier)
         return sum(works, NOTHING_PROMISED).times(self.claimed_share)
 
     def _expire(self, now_s: float) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -33,20 +34,21 @@ def test_what_is_ahead_is_what_was_promised_earlier() -> None:
     promises = Promises(claimed_share=1.0, delay_s=0)
     for digest, after_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
         promises.make(digest, work(digest), soonest_s=after_s, now_s=0)
-    assert promises.ahead_of(None) == Promised(prefill_s=6, sequences=3, kv_tokens=30)
-    promise = promises.claim(3, 2)
-    assert promises.ahead_of(promise).prefill_s == 2
-    assert promises.ahead_of(None).prefill_s == 3
+    assert promises.before(inf) == Promised(prefill_s=6, sequences=3, kv_tokens=30)
+    assert promises.before(2.5).prefill_s == 5
+    assert promises.claim(3, 2) is not None
+    assert promises.before(2.5).prefill_s == 2
+    assert promises.before(inf).prefill_s == 3
 
 
 def test_it_counts_for_the_share_that_comes_back() -> None:
     promises = Promises(claimed_share=0.5, delay_s=0)
     for digest in range(200):
         promises.make(digest, work(1), soonest_s=1, now_s=0)
-    assert promises.ahead_of(None).prefill_s == pytest.approx(100)
+    assert promises.before(inf).prefill_s == pytest.approx(100)
     assert promises.claim(999, 1 + GRACE_S + 0.1) is None
     assert promises.claimed_share < 0.001
-    assert promises.ahead_of(None) == NOTHING_PROMISED
+    assert promises.before(inf) == NOTHING_PROMISED
     for digest in range(200):
         promises.make(digest, work(1), soonest_s=1, now_s=10)
         assert promises.claim(digest, 11) is not None
@@ -57,7 +59,7 @@ def test_a_new_promise_replaces_the_old_one() -> None:
     promises = Promises(claimed_share=1.0, delay_s=0)
     promises.make(1, work(1), soonest_s=1, now_s=0)
     promises.make(1, work(2), soonest_s=9, now_s=0)
-    assert promises.ahead_of(None).prefill_s == 2
+    assert promises.before(inf).prefill_s == 2
     assert promises.claim(2, 6) is None  # the old one's end
     assert promises.claimed_share == 1.0
     assert promises.claim(1, 9) is not None
@@ -135,14 +137,14 @@ def test_what_became_of_promises_is_counted() -> None:
     core = busy()
     again_s = retry_of(submit(core, "x", prompt(10), 0))
     core.workers[Incarnation("p")].times = PerToken(prompt_s=0.2)
-    retry_of(submit(core, "x", prompt(10), again_s))
+    at_s = again_s + retry_of(submit(core, "x", prompt(10), again_s))
     assert (core.promises.kept, core.promises.broken) == (0, 1), "it takes longer now"
     core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
-    finish(core, "r0", 0, 3)
-    finish(core, "r1", 1, 3)
-    (ask,) = submit(core, "x", prompt(10), 3)
+    finish(core, "r0", 0, at_s)
+    finish(core, "r1", 1, at_s)
+    (ask,) = submit(core, "x", prompt(10), at_s)
     assert isinstance(ask, Send)
-    says(core, "d", Reserved(key=core.requests["x"].key, at_s=3), now_s=3)
+    says(core, "d", Reserved(key=core.requests["x"].key, at_s=at_s), now_s=at_s)
     assert (core.promises.kept, core.promises.broken) == (1, 1)
 
 

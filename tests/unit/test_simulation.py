@@ -339,6 +339,18 @@ def overloaded(*settings: str) -> Report:
     return run(requests, *fleet, *told, profile, *settings).report
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("rounding", ["null", "1s"])
+def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) -> None:
+    found = overloaded(
+        "simulation.retries=1",
+        f"simulation.retrying_share={share}",
+        f"simulation.retry_rounding={rounding}",
+    )
+    assert found.retries > 50
+    assert found.retried_admitted >= 0.8 * found.retries
+
+
 def test_only_those_clients_come_back_that_do() -> None:
     assert overloaded().retries == 0
     found = overloaded("simulation.retries=1", "simulation.retrying_share=0.5")
