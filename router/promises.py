@@ -15,12 +15,8 @@ from kvrelay.types import RequestSpec
 
 EARLY_S = 0.05
 """A client may come back that much sooner, its clock being its own."""
-LATE_S = 0.1
-"""Room is kept for a client that comes so much later. With as much as the grace, those that gave up
-took more room than there is."""
 GRACE_S = 2.0
-"""One that comes later still goes before those that come anew, for so long after its time or as
-long again as the wait was."""
+"""A promise is held for so long after its time, or as long again as the wait was."""
 MOST_PROMISES = 50_000
 _NEW_SHARE = 0.05
 
@@ -60,8 +56,7 @@ class Promise:
 
 @dataclass(slots=True)
 class Promises:
-    """Of one router. A request that comes again is known by its digest. `_by_due` and `_all` are
-    those that room is kept for."""
+    """Of one router. A request that comes again is known by its digest."""
 
     claimed_share: float = 0.5
     _open: dict[int, Promise] = field(default_factory=dict)  # digest |-> promise
@@ -104,27 +99,18 @@ class Promises:
 
     def _expire(self, now_s: float) -> None:
         """Nobody came back for these."""
-        while self._by_due and self._by_due[0][0] < now_s - LATE_S:
-            self._give_up(self._by_due[0][1])
-            self._learn(0.0)
         while self._ends and self._ends[0][0] < now_s:
             until_s, digest = heappop(self._ends)
             promise = self._open.get(digest)
             if promise is not None and promise.until_s == until_s:
                 self._take(digest)
+                self._learn(0.0)
 
     def _take(self, digest: int) -> None:
-        if digest in self._open:
-            self._give_up(digest)
-            del self._open[digest]
-
-    def _give_up(self, digest: int) -> None:
-        """No room is kept for it (any more)."""
-        promise = self._open[digest]
-        index = bisect_left(self._by_due, (promise.due_s, digest))
-        if self._by_due[index : index + 1] == [(promise.due_s, digest)]:
-            del self._by_due[index]
-            self._all = self._all + promise.work.times(-1) if self._by_due else NOTHING_PROMISED
+        promise = self._open.pop(digest, None)
+        if promise is not None:
+            del self._by_due[bisect_left(self._by_due, (promise.due_s, digest))]
+            self._all = self._all + promise.work.times(-1) if self._open else NOTHING_PROMISED
 
     def _learn(self, claimed: float) -> None:
         self.claimed_share += _NEW_SHARE * (claimed - self.claimed_share)

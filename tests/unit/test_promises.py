@@ -9,7 +9,7 @@ from kvrelay.types import Incarnation, Objectives, Role
 from router.core import RouterCore
 from router.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
 from router.latency.margins import Margin
-from router.promises import GRACE_S, LATE_S, NOTHING_PROMISED, Promised, Promises
+from router.promises import GRACE_S, NOTHING_PROMISED, Promised, Promises
 from tests.unit.router_kit import PerToken, hello, key, request, says
 
 
@@ -31,7 +31,7 @@ def test_a_promise_is_claimed_once_and_not_before_its_time() -> None:
 
 def test_what_is_ahead_is_what_was_promised_earlier() -> None:
     promises = Promises(claimed_share=1.0)
-    for digest, after_s in ((1, 3.0), (2, 1.95), (3, 2.0)):
+    for digest, after_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
         promises.make(digest, work(digest), retry_after_s=after_s, now_s=0)
     assert promises.ahead_of(None) == Promised(prefill_s=6, sequences=3, kv_tokens=30)
     promise = promises.claim(3, 2)
@@ -51,18 +51,6 @@ def test_it_counts_for_the_share_that_comes_back() -> None:
         promises.make(digest, work(1), retry_after_s=1, now_s=10)
         assert promises.claim(digest, 11) is not None
     assert promises.claimed_share > 0.999
-
-
-def test_who_is_late_finds_no_room_kept_but_goes_before_new_ones() -> None:
-    promises = Promises(claimed_share=1.0)
-    for digest in (1, 2):
-        promises.make(digest, work(digest), retry_after_s=digest, now_s=0)
-    assert promises.claim(9, 1 + LATE_S + 0.01) is None
-    share = promises.claimed_share
-    assert promises.ahead_of(None).prefill_s == 2 * share
-    promise = promises.claim(1, 1.5)
-    assert promise is not None
-    assert promises.ahead_of(promise) == NOTHING_PROMISED
 
 
 def test_a_new_promise_replaces_the_old_one() -> None:
