@@ -6,6 +6,7 @@ A sequence whose prefix is on its way holds its blocks and waits, until Restored
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,7 +49,7 @@ class Openings:
     far: FarFetches | None = None
     pulls: Pulls | None = None
     grants: PullGrants | None = None
-    origins: dict[PrefixOrigin, int] = field(default_factory=lambda: dict.fromkeys(PrefixOrigin, 0))
+    origins: Counter[PrefixOrigin] = field(default_factory=Counter)
     _offers: dict[RequestKey, _Offer] = field(default_factory=dict)
     _outbox: list[PoolQuestion] = field(default_factory=list)
 

@@ -31,13 +31,11 @@ class Candidate:
 
 @value
 class PromptPrediction:
-    """Seconds from now until the first token, by what they are spent on: in the end on
-    `computed_tokens` of the prompt."""
+    """Seconds from now until the first token, by what they are spent on."""
 
     queue_s: float
     pull_s: float
     prefill_s: float
-    computed_tokens: int = 0
 
     @property
     def first_token_s(self) -> float:

@@ -55,7 +55,6 @@ class WorkerView:
 
     def __post_init__(self) -> None:
         hello = self.hello
-        self.queue.chunk_tokens = hello.prefill_chunk_tokens
         names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
         self.naming = (*names, hello.block_size)
 

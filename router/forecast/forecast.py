@@ -53,19 +53,16 @@ class Forecast:
         worker = candidate.prefiller
         beside = self._beside(candidate, now_s)
         own = demand.held.tokens(worker)
-        had, pull_s = own, 0.0
-        prefill_s = prompt_s(worker, demand.prompt_tokens, own, beside)
+        pull_s, prefill_s = 0.0, prompt_s(worker, demand.prompt_tokens, own, beside)
         source = candidate.source
         if source is not None and (more := source.blocks * worker.hello.block_size) > own:
             pulled_s = self._move_s(worker, source.peer, more - own)
             rest_s = prompt_s(worker, demand.prompt_tokens, more, beside)
             if pulled_s + rest_s < prefill_s:
-                had, pull_s, prefill_s = more, pulled_s, rest_s
-        computed = max(0, demand.prompt_tokens - had)
-        queue_s = _queue_s(worker, demand.priority, computed, now_s) + demand.promised.prefill_s
-        return PromptPrediction(
-            queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s, computed_tokens=computed
-        )
+                pull_s, prefill_s = pulled_s, rest_s
+        queue_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
+        queue_s += demand.promised.prefill_s
+        return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
 
     @staticmethod
     def _beside(candidate: Candidate, now_s: float) -> StepWork | None:
@@ -129,20 +126,6 @@ class Forecast:
         if not sequences:
             return own
         return BatchThen(own.sequences + round(sequences), own.kv_tokens + round(kv_tokens))
-
-
-def _queue_s(worker: WorkerView, priority: int, computed_tokens: int, now_s: float) -> float:
-    """Until a prompt would be next, less what it and those ahead save by sharing steps."""
-    wait_s = worker.queue.wait_s(priority, now_s)
-    if shared := worker.queue.shared_steps(priority, computed_tokens):
-        wait_s = max(0.0, wait_s - shared * _step_overhead_s(worker))
-    return wait_s + _others_s(worker)
-
-
-def _step_overhead_s(worker: WorkerView) -> float:
-    """What two prompts in one step save."""
-    one = prefill_work(1)
-    return max(0.0, 2 * worker.step_s(one) - worker.step_s(one + one))
 
 
 def _others_s(worker: WorkerView) -> float:

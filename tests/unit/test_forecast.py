@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.latency_fit import LinearTimes
 from kvrelay.messages import Counters
 from kvrelay.types import Role
 from router.candidate import Candidate
@@ -46,21 +45,6 @@ def test_what_has_a_later_priority_is_not_ahead() -> None:
     queue.add(key("low"), Ahead(seconds=2, tokens=20, priority=5), now_s=0)
     queue.add(key("high"), Ahead(seconds=3, tokens=30, priority=1), now_s=0)
     assert [queue.wait_s(priority, 0) for priority in (0, 1, 4, 5)] == [0, 3, 3, 5]
-
-
-def test_prompts_that_wait_share_their_steps() -> None:
-    """Chunks of 8 tokens: 3, 2 and 3 tokens run in one step, behind the first in its own two."""
-    queue = PrefillQueue(chunk_tokens=8)
-    assert queue.shared_steps(0, 5) == 0, "it begins at once"
-    queue.add(key("first"), Ahead(seconds=2, tokens=20, computed_tokens=9), now_s=0)
-    assert queue.shared_steps(0, 3) == 0, "the first runs already"
-    queue.add(key("b"), Ahead(seconds=1, tokens=3, computed_tokens=3), now_s=0)
-    queue.add(key("c"), Ahead(seconds=1, tokens=2, computed_tokens=2), now_s=0)
-    assert [queue.shared_steps(0, tokens) for tokens in (3, 4, 12)] == [2, 1, 1]
-    queue.add(key("later"), Ahead(seconds=1, tokens=1, computed_tokens=1, priority=1), now_s=0)
-    assert [queue.shared_steps(priority, 3) for priority in (0, 1)] == [2, 2]
-    queue.remove(key("first"), 1)
-    assert queue.shared_steps(0, 3) == 1, "the next one runs now"
 
 
 # --- the batch of a decode worker -----------------------------------------------------------------
@@ -136,18 +120,6 @@ def test_a_prediction_adds_up() -> None:
     assert found.completes_in_s == pytest.approx(2.2008 + 8 * found.decode.step_s)
     assert found.decode.needed_blocks == 5 + 2  # of four tokens
     assert found.decode.free_blocks == 16 - 8 - 2
-
-
-def test_a_queue_takes_the_overhead_of_its_steps_not_of_its_prompts() -> None:
-    """A second for each step and 10 ms a token, in chunks of 8; the first of three runs."""
-    p, d = view("p", P), view("d", D)
-    p.times, d.times = LinearTimes(prefill_overhead_s=1, prefill_token_s=0.01), PerToken()
-    for name in ("runs", "waits"):
-        p.queue.add(key(name), Ahead(seconds=1.03, tokens=3, computed_tokens=3), 0)
-    found = Forecast(workers_of(p, d)).predict(
-        demand(prompt_tokens=4), Candidate(decode=d, prefill=p), 0
-    )
-    assert found.prompt.first_token_s == pytest.approx(1.03 + 1.07)
 
 
 def test_what_other_routers_sent_counts_too() -> None:
