@@ -31,6 +31,7 @@ class WorkerPlan:
 @dataclass(slots=True, kw_only=True)
 class PlainCluster:
     http_port: int
+    grpc_port: int
     processes: dict[str, psutil.Process] = field(default_factory=dict)
 
     def resident_mib(self) -> dict[str, float]:
@@ -38,11 +39,19 @@ class PlainCluster:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
+        pattern = rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$"
+        return sum(float(value) for value in re.findall(pattern, self._metrics(), re.MULTILINE))
+
+    def histogram(self, name: str) -> dict[float, float]:
+        """# upper bound |-> how many were not above it"""
+        pattern = rf'^{re.escape(name)}_bucket\{{.*le="([^"]+)".*\}} (\S+)$'
+        found = re.findall(pattern, self._metrics(), re.MULTILINE)
+        return {float(bound): float(count) for bound, count in found}
+
+    def _metrics(self) -> str:
         url = f"http://127.0.0.1:{self.http_port}/metrics"
         with urllib.request.urlopen(url) as answer:
-            text = answer.read().decode()
-        found = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        return sum(float(value) for value in found)
+            return str(answer.read().decode())
 
 
 @contextmanager
@@ -52,15 +61,19 @@ def plain_cluster(
     settings: Sequence[str],
     *,
     pool: str | None = None,
+    router_settings: Sequence[str] = (),
+    router_cores: Sequence[int] | None = None,
 ) -> Iterator[PlainCluster]:
     """Ready to serve; everything is stopped at the end. `settings` are the workers' KEY=VALUE,
     `pool` names the pool node that they use."""
     with ExitStack() as stack:
         extra = [f"--set={setting}" for setting in settings]
         extra += [] if pool is None else [f"--pool={pool}"]
-        router = stack.enter_context(_process(["router", "--model", str(model), *_ROUTER]))
+        own = [f"--set={setting}" for setting in router_settings]
+        begin = ["router", "--model", str(model), *_ROUTER, *own]
+        router = stack.enter_context(_process(begin, router_cores))
         ports = _ports(router)
-        cluster = PlainCluster(http_port=ports["HTTP"])
+        cluster = PlainCluster(http_port=ports["HTTP"], grpc_port=ports["gRPC"])
         cluster.processes["router"] = psutil.Process(router.pid)
         for number, plan in enumerate(plans):
             name = f"{plan.role}-{number}"

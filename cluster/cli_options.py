@@ -53,11 +53,12 @@ def parsed(texts: Iterable[str] | None) -> list[Override]:
 
 
 def only(overrides: Iterable[Override], known: Collection[str]) -> list[Override]:
-    """All of them. Raises ConfigError for a key that the command would not use."""
-    kept = list(overrides)
+    """All of them. Raises ConfigError for a key that the command would not use. A section that is
+    known is known with all that is in it."""
+    kept, sections = list(overrides), tuple(f"{key}." for key in known)
     for override in kept:
         for key in _keys(".".join(override.path), override.value):
-            if key not in known:
+            if key not in known and not key.startswith(sections):
                 raise ConfigError(f"--set {key}: not used here, only {', '.join(known)} are")
     return kept
 

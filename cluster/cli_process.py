@@ -51,6 +51,8 @@ WORKER_KEYS = (
     "network.secret",
     "observability.trace_dir",
     "pool.enabled",
+    "qos.tiers",
+    "qos.tenant_weights",
     "drain_timeout",
 )
 ROUTER_KEYS = (
@@ -64,6 +66,17 @@ ROUTER_KEYS = (
     "router.max_body",
     "router.record",
     "router.record_size",
+    "router.placement.policy",
+    "router.admission.policy",
+    "router.admission.queue_limit",
+    "qos.header",
+    "qos.ladder.window",
+    "qos.ladder.hold",
+    "qos.ladder.calm",
+    "qos.ladder.stricter",
+    "qos.ladder.easing",
+    "qos.ladder.tail",
+    "qos.tiers",
     "preload",
     "drain_timeout",
 )

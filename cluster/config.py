@@ -129,9 +129,9 @@ class Transfer(Section):
     an RDMA device."""
     ucx: Ucx = Ucx()
     handoff: Literal["push", "pull", "pool"] = "push"
-    """push: KV leaves while the prompt is computed, into blocks that wait for it; pull: once all is
-    computed, and the decode worker has room; pool: it goes to the host's pool node, and the decode
-    worker fetches it there (needs pool.enabled)."""
+    """push: KV leaves while the prompt is computed, into blocks that wait for it; pull: so,
+    once the decode worker has room, which it need not have when it accepts the request; pool: it
+    goes to the host's pool node, and the decode worker fetches it there (needs pool.enabled)."""
     codec: Literal["none", "fp8", "int8", "auto"] = "none"
     """What KV is encoded with on its way, at a loss: a byte for each value. auto: fp8 or int8, on
     links where that is faster. Both workers must allow it, else none."""

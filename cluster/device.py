@@ -16,7 +16,7 @@ from engine.layer_marks import LayerMarks
 from engine.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.threads import use_threads
 from kvpool.copies import CopyPairs
-from kvpool.handoff import LayersWritten
+from kvpool.handoff_events import LayersWritten
 
 
 class StepEngine(Protocol):

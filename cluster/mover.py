@@ -15,12 +15,12 @@ from collections.abc import Callable
 from cluster.peers import PeerLinks
 from cluster.trace import NO_TRACE, Trace, Value
 from engine.threads import use_threads
-from kvpool.handoff import (
+from kvpool.handoff import SlabFilled
+from kvpool.handoff_events import (
     FetchPiece,
     PieceFetched,
     ReplaceSlab,
     ScatterSlab,
-    SlabFilled,
     SlabReplaced,
     SlabScattered,
     SlabWritten,

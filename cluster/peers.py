@@ -12,18 +12,8 @@ from dataclasses import replace
 
 from cluster.prober import Link, Prober
 from kvpool.codec import Codec
-from kvpool.handoff import (
-    FromPeer,
-    LinkMeasured,
-    LinkProbed,
-    PeerHello,
-    PeerLost,
-    PeerMessage,
-    Ping,
-    Pong,
-    SendPeer,
-    SlabLent,
-)
+from kvpool.handoff import LinkProbed, PeerHello, PeerMessage, Ping, Pong, SlabLent
+from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.link_cost import LinkCost, Sample
 from kvpool.memory import KvMemory
 from kvpool.peer_wire import decode, encode

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpool.handoff import FromPeer, PeerLost, SendPeer
+from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.openings import Openings
 from kvpool.pull import BlocksPulled, PullBlocks, PullRead, PullWanted
 from kvpool.pull_grants import PullGrants

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cluster.pool_news import FromFar
 from engine.step import StepDone
-from kvpool.handoff import (
+from kvpool.handoff_events import (
     FromPeer,
     LayersWritten,
     LinkMeasured,

@@ -35,14 +35,12 @@ from cluster.worker_events import (
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
 from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
-from kvpool.handoff import (
-    TO_PREFILL,
-    Commit,
+from kvpool.handoff import TO_PREFILL, Commit, PeerHello
+from kvpool.handoff_events import (
     FetchPiece,
     FromPeer,
     LayersWritten,
     LinkMeasured,
-    PeerHello,
     PeerLost,
     PieceFetched,
     ReplaceSlab,
@@ -117,11 +115,12 @@ class WorkerLoop:
         max_model_len: int,
         pace: StepPace,
         most_steps: int = 1,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
-        """`most_steps`: so many the device may run in a row, while no prompt waits."""
-        self._now = clock
+        """`most_steps`: so many the device may run in a row, while no prompt waits. `clock` None:
+        the machine's."""
+        self._now = clock or time.monotonic
         self._most_steps = most_steps
         self._device = device
         self._pace = pace
@@ -133,7 +132,7 @@ class WorkerLoop:
         self._trace = trace
         self._preloads = Preloads(openings.tables, max_model_len)
         self._pool: PoolTurns | None = None
-        self._pulls = PullTurns(openings, clock)
+        self._pulls = PullTurns(openings, self._now)
         self.reports = BlockReports(openings.tables.cache)
         self._streams = RouterStreams(self.reports, self.counters)
         self._next_tick_s = 0.0

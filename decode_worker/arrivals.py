@@ -15,18 +15,20 @@ from decode_worker.reservation import Failure
 from engine.step import Command, Emit, StepOutcome, Tick
 from kvpool.handoff import (
     Commit,
-    FromPeer,
-    LinkMeasured,
     PeerHello,
-    PeerLost,
     PieceAhead,
     PieceComputed,
-    PieceFetched,
     RenewLeases,
     SlabFilled,
+    TransferCancelled,
+)
+from kvpool.handoff_events import (
+    FromPeer,
+    LinkMeasured,
+    PeerLost,
+    PieceFetched,
     SlabReplaced,
     SlabScattered,
-    TransferCancelled,
 )
 from kvrelay.messages import Lifetime, Released, RequestFailed, WorkerEvent
 from kvrelay.types import RequestKey

@@ -13,6 +13,7 @@ from decode_worker.reservation import Arrived
 from decode_worker.roster import Roster
 from decode_worker.run_ahead import RunAhead
 from decode_worker.sequence import Sequence
+from decode_worker.standing import Standing
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
@@ -28,12 +29,13 @@ class Batch:
 
     openings: Openings
     chunk_tokens: int
+    standing: Standing
     rope_border_tokens: int | None = None
     roster: Roster = field(init=False)
     ahead: RunAhead = field(init=False)
 
     def __post_init__(self) -> None:
-        self.roster = Roster(openings=self.openings)
+        self.roster = Roster(openings=self.openings, standing=self.standing)
         self.ahead = RunAhead(roster=self.roster, rope_border_tokens=self.rope_border_tokens)
 
     @property

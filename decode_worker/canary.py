@@ -17,7 +17,7 @@ from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch, StepOu
 from kvpool.canary import LogitSketch
 from kvpool.copies import CopyPairs
 from kvpool.tables import BlockTables, Holder
-from kvrelay.types import RequestKey, Sampling
+from kvrelay.types import RequestKey, RequestSpec, Sampling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,9 +58,9 @@ class Canary:
         return [*self._awaiting_step, *self._on_device]
 
     @property
-    def choices(self) -> int:
-        """Places taken by those that are being checked."""
-        return sum(c.arrived.message.spec.sampling.n for c in self._checks if not c.dropped)
+    def specs(self) -> tuple[RequestSpec, ...]:
+        """Of those that are being checked."""
+        return tuple(c.arrived.message.spec for c in self._checks if not c.dropped)
 
     @property
     def waits(self) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvpool.handoff import PieceAhead, ReplaceSlab, SendPeer, SlabFilled, SlabLent, SlabReplaced
+from kvpool.handoff import PieceAhead, SlabFilled, SlabLent
+from kvpool.handoff_events import ReplaceSlab, SendPeer, SlabReplaced
 from kvpool.slabs import Expired, LeaseId, SlabId, SlabPool
 from kvpool.transfer_plan import Write
 from kvrelay.types import Incarnation, RequestKey

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.codec import Codec
 from kvpool.codec_choice import NO_CODEC, CodecChoice, CodecOffer, choose_codec, wire_dtype
-from kvpool.handoff import FetchPiece, PieceAhead
+from kvpool.handoff import PieceAhead
+from kvpool.handoff_events import FetchPiece
 from kvpool.layout import KvLayout, Tables
 from kvpool.link_cost import LinkCost, Way
 from kvpool.piece import check_cut, holds, source_side, transfer_shape

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch, first_query
-from kvpool.handoff import Commit, Committed, FetchPiece, PieceAhead, SendPeer
+from kvpool.handoff import Commit, Committed, PieceAhead
+from kvpool.handoff_events import FetchPiece, SendPeer
 from kvpool.tables import Holder
 from kvpool.transfer_plan import Write
 from kvrelay.messages import Reserve

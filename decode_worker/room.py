@@ -1,7 +1,8 @@
 """Blocks for the prompts that are handed over to this decode worker. Pure.
 
-`push`: leased with the reservation. `pull`: leased when the prompt's KV is announced, in order, so
-one that is large is not passed by. `pool`: none, they are taken like those of a preempted request.
+`push`: leased with the reservation. `pull`: leased when the prompt's first piece is announced, in
+order, so one that is large is not passed by. `pool`: none, they are taken like those of a preempted
+request.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ class Room:
         if not any(reservation is waiting for waiting in self.awaiting_blocks):
             self.awaiting_blocks.append(reservation)
         return False
+
+    def lacks(self, reservation: Reservation) -> bool:
+        """Whether it can't go on without blocks."""
+        return self.mode is not HandoffMode.POOL and reservation.holder not in self.tables
 
     def take(self, now_s: float) -> Iterator[Reservation]:
         """Those that get their blocks now. All their KV is on its way already, so nothing that is

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from engine.latency import StepWork, decode_work, prefill_work
 from kvpool.canary import LogitSketch
 from kvpool.copies import CopyPairs
-from kvpool.handoff import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
+from kvpool.handoff_events import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
 from kvrelay.messages import WorkerEvent
 from kvrelay.types import RequestKey, Sampling, TokenLogprobs

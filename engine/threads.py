@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -22,5 +23,15 @@ def run_apart(work: Callable[[], T]) -> T:
     OpenMP threads stay with the thread that called them. Where there are more than cores, in all of
     the process, libgomp's sleep between any two operations instead of spinning.
     """
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(work).result()
+    outcome: Future[T] = Future()
+    thread = Thread(target=_settle, args=(work, outcome), name="kvrelay-apart", daemon=True)
+    thread.start()
+    thread.join()
+    return outcome.result()
+
+
+def _settle(work: Callable[[], T], outcome: Future[T]) -> None:
+    try:
+        outcome.set_result(work())
+    except BaseException as error:
+        outcome.set_exception(error)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.far_fetches import AskFar, FarFetches
-from kvpool.handoff import SendPeer
+from kvpool.handoff_events import SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.pull import PullBlocks

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvpool.handoff import FromPeer, PeerHello, PeerLost, SendPeer
+from kvpool.handoff import PeerHello
+from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.piece import source_side
 from kvpool.pool_map import KvFacts

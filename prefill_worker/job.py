@@ -26,11 +26,14 @@ from prefill_worker.sender import Sender
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
     """`cached` tokens were found or copied. `first` is token 0 of each choice, `finished` are the
-    choices that end with it."""
+    choices that end with it. It came `arrival`-th, and alone it would take `left_s` more."""
 
     sender: Sender
     holder: Holder
     names: HashChain
+    arrival: int = 0
+    deadline_s: float | None = None
+    left_s: float = 0.0
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
@@ -48,6 +51,10 @@ class Job:
     @property
     def key(self) -> RequestKey:
         return self.message.spec.key
+
+    @property
+    def tenant(self) -> str:
+        return self.message.spec.tenant
 
     @property
     def prompt(self) -> Sequence[int]:

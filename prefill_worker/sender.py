@@ -6,7 +6,7 @@ A piece is one write of the cut of a span of tokens, by what the peer's slabs ho
                                      `-> computed and awaited -> being read --'
 
 lent or awaited as the decode worker chooses, before or after it is computed. Spans wait for the
-peer's hello, and with `pull` until the whole prompt is computed. With `pool` there are none.
+peer's hello. With `pool` there are none.
 
 The blocks stay the prefill worker's until the decode worker says Committed, and while a write of
 them is in flight: `settled` says when they may be freed.
@@ -25,11 +25,10 @@ from kvpool.handoff import (
     PieceAhead,
     PieceComputed,
     RenewLeases,
-    SendPeer,
     SlabLent,
     TransferCancelled,
-    WriteSlab,
 )
+from kvpool.handoff_events import SendPeer, WriteSlab
 from kvpool.layout import KvLayout, Tables
 from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
 from kvpool.pool_map import KvFacts
@@ -89,8 +88,6 @@ class Sender:
         start = max(start, self.message.held_tokens)
         if start >= end or self.mode is HandoffMode.POOL:
             return []
-        if self.mode is HandoffMode.PULL and self._planned:
-            start = self._planned.pop().start
         most = span_tokens_most(self.layout)
         for at in range(start, end, most):
             self._planned.append(self._span(at, min(at + most, end)))
@@ -107,15 +104,10 @@ class Sender:
     @property
     def next_position(self) -> int:
         """What the query there sees is handed over."""
-        return first_query(self._prompt_tokens, checked=self.checked)
-
-    @property
-    def _prompt_tokens(self) -> int:
-        return len(self.message.spec.prompt_ids)
+        return first_query(len(self.message.spec.prompt_ids), checked=self.checked)
 
     def _announce(self, tables: Tables) -> list[SendPeer]:
-        waits = self.mode is HandoffMode.PULL and self._computed < self._prompt_tokens
-        if self.peer is None or waits:
+        if self.peer is None:
             return []
         spans, self._planned = self._planned, []
         if not spans:
@@ -142,7 +134,7 @@ class Sender:
     def computed(self, end: int, tables: Tables) -> Moves:
         """The KV of tokens `[0, end)` is in the blocks of `tables`."""
         self._computed = end
-        return [*self._announce(tables), *self._moves(tables)]
+        return self._moves(tables)
 
     def layer_marks(self, end: int) -> set[int]:
         """Layers after which pieces of the step that computes up to `end` can leave early."""

@@ -27,6 +27,7 @@ E2E_BUCKETS_S = (
 )
 
 
+REFUSAL_BUCKETS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5)
 ERROR_BUCKETS = (
     *(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0),
     *(1.05, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
@@ -64,6 +65,9 @@ class RouterMetrics:
             ["model_name", "reason", "tier"],
             registry=self.registry,
         )
+        self.refusal = self._histogram(
+            "refusal_seconds", "From a request's first byte to its refusal.", REFUSAL_BUCKETS_S
+        )
         self._phases = Histogram(
             "kvrelay:request_phase_seconds",
             "Time of each phase of a request's ledger.",
@@ -83,7 +87,12 @@ class RouterMetrics:
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
 
-    def refused(self, reason: str, tier: str) -> None:
+    def refused(self, reason: str, tier: str, after_s: float) -> None:
+        """`after_s`: since the face received it."""
+        self.refusal.observe(after_s)
+        self.invalid(reason, tier)
+
+    def invalid(self, reason: str, tier: str) -> None:
         self._refused.labels(**self._labels, reason=reason, tier=tier).inc()
 
     def started(self, received_s: float, prompt_tokens: int) -> RequestTimer:

@@ -84,10 +84,11 @@ class TextService:
         try:
             return await self._start(request)
         except Refused as refusal:
-            self.metrics.refused(refusal.reason, request.tier)
+            after_s = time.perf_counter() - request.received_s
+            self.metrics.refused(refusal.reason, request.tier, after_s)
             raise
         except InvalidRequest as invalid:
-            self.metrics.refused(invalid.code, request.tier)
+            self.metrics.invalid(invalid.code, request.tier)
             raise
 
     def check_model(self, model: str) -> None:

@@ -149,9 +149,8 @@ def main() -> None:
         overall("all, halves exchanged", folds[1].outcomes),
         overall("all, one set of shares for everything", folds[0].common_outcomes),
     ]
-    print_lines(
-        "Together (published, other rows: BLIS 7-9 %, AIConfigurator's operators 1-5 %)", totals
-    )
+    print_lines("Together", totals)
+    print(PUBLISHED)
     for reason, count in left_out.items():
         print(f"{count} rows left out: {reason}")
     if args.json:

@@ -80,9 +80,9 @@ class Simulation(Section):
     """What each request asks for at most; auto: just the tokens that the trace says it yields."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How often a refused client comes back, when it was told to."""
-    most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
+    most_steps: Annotated[int, Field(ge=1, le=4096)] = 64
     """Decode steps that are computed together while nothing happens. The result is that of single
-    steps but for the time at which a sequence takes its next block."""
+    steps, but a sequence takes its blocks, and routers hear of its tokens, once for all of them."""
 
     @field_validator("block_size")
     @classmethod

@@ -11,7 +11,7 @@ from cluster.sim.step_runs import run_s, steps_begun
 from cluster.worker_events import Incoming, Stepped
 from engine.latency import StepTimes, StepWork, decode_work, prefill_work
 from engine.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
-from kvpool.handoff import LayersWritten
+from kvpool.handoff_events import LayersWritten
 
 
 @dataclass(slots=True)

@@ -9,16 +9,15 @@ from cluster.sim.clock import Clock
 from cluster.sim.fabric import Fabric
 from cluster.worker_events import Incoming
 from cluster.worker_loop import MoveJob
-from kvpool.handoff import (
+from kvpool.handoff import PeerHello, SlabFilled
+from kvpool.handoff_events import (
     FetchPiece,
     FromPeer,
     LinkMeasured,
-    PeerHello,
     PieceFetched,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
-    SlabFilled,
     SlabReplaced,
     SlabScattered,
     SlabWritten,

@@ -45,8 +45,8 @@ class Timeline:
         rosters = [loop.decode.batch.roster for loop in loops]
         return Look(
             at_s=self.clock.now_s,
-            awaiting_prefill=sum(loop.prefill.waiting for loop in loops),
-            prefill_tokens=sum(loop.prefill.waiting_tokens for loop in loops),
+            awaiting_prefill=sum(len(loop.prefill.queue) for loop in loops),
+            prefill_tokens=sum(loop.prefill.queue.tokens for loop in loops),
             decoding=sum(len(roster.running) for roster in rosters),
             awaiting_decode=sum(len(roster.awaiting_prefill) for roster in rosters),
             free_blocks=sum(roster.tables.free_blocks for roster in rosters),

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from kvrelay.errors import PeerError
+from kvrelay.from_worker_wire import encode_event
 from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent
 from kvrelay.types import Incarnation, Tier
 from kvrelay.v1 import worker_pb2 as pb
-from kvrelay.wire import encode_event
 
 _HASH_BYTES = 32
 

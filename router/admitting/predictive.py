@@ -115,8 +115,11 @@ class _Look:
         )
 
     def blocks(self) -> Refusal | None:
-        """An idle worker takes what fits it at all."""
+        """An idle worker takes what fits it at all. Where nobody has asked for a pace, sequences
+        that outgrow the memory take turns, and the worker's own answer is enough."""
         decode, worker = self.prediction.decode, self.worker
+        if not self._pace_counts:
+            return None
         if decode.needed_blocks <= decode.free_blocks or not decode.batch.sequences:
             return None
 
@@ -130,6 +133,13 @@ class _Look:
             f"and {max(0, decode.free_blocks)} will be free",
             retry_after_s=self._when(fits),
         )
+
+    @property
+    def _pace_counts(self) -> bool:
+        """A sequence that has to make room for others would break an objective."""
+        asked = self.demand.objectives
+        paces = (asked.tpot_s, asked.deadline_s, self.worker.outlook.strictest_tpot_s)
+        return any(pace_s is not None for pace_s in paces)
 
     def _when(self, fits: Callable[[BatchThen], bool]) -> float | None:
         """In how many seconds so many sequences have ended that it fits in the batch; None: those

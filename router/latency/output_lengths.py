@@ -17,6 +17,8 @@ _BANDS = 160
 _FADE = 0.998
 """What a request counts for less with each later one: the last 500 make up two thirds."""
 _LARGEST = 1e100
+FIRST_GUESS = 256
+"""Tokens of a request before any of its tier has ended: few use all that they may."""
 
 
 def _band(tokens: int) -> int:
@@ -71,7 +73,9 @@ class OutputLengths:
 
     def quantile(self, tier: str, share: float, *, max_tokens: int, emitted: int = 0) -> int:
         """The length that `share` of the tier's requests don't exceed, among those with more than
-        `emitted` tokens; `max_tokens` where that is less, or nothing is known."""
+        `emitted` tokens; `max_tokens` where that is less, or all that is known were cut."""
         known = self._tiers.get(tier)
-        found = known.quantile(share, emitted) if known is not None else None
+        if known is None:
+            return min(max_tokens, emitted + FIRST_GUESS)
+        found = known.quantile(share, emitted)
         return max_tokens if found is None else max(emitted, min(found, max_tokens))

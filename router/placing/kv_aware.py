@@ -65,11 +65,10 @@ class KvAware:
         joins_in_s: float,
         now_s: float,
     ) -> list[tuple[float, WorkerView]]:
-        """Those that will decode it fastest, and a step's time there."""
+        """Those that will decode it fastest, and a step's time there; full ones only if all are."""
         then_s, forecast = now_s + joins_in_s, choice.forecast
-        batches = (
-            (worker, forecast.batch_then(demand, worker, then_s, now_s)) for worker in workers
-        )
+        having_room = [w for w in workers if demand.choices <= w.free_places] or workers
+        batches = ((w, forecast.batch_then(demand, w, then_s, now_s)) for w in having_room)
         timed = ((w.step_s(with_it(demand, batch, w)), w) for w, batch in batches)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].decode_load))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,3 +55,20 @@ def test_memory_that_is_taken_lazily_is_shared_all_the_same() -> None:
         connection.write(region.name, nbytes - 5, torch.ones(5, dtype=torch.uint8))
         assert bool(memory[-5:].all())
         assert os.fstat(fd).st_blocks * 512 < 1 << 20
+
+
+def _resident_kib(address: int) -> int:
+    """Of the mapping that begins there: pages that this process has touched."""
+    lines = Path("/proc/self/smaps").read_text().split("\n")
+    (at,) = (i for i, line in enumerate(lines) if line.startswith(f"{address:x}-"))
+    (found,) = (line for line in lines[at : at + 8] if line.startswith("Rss:"))
+    return int(found.split()[1])
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_all_pages_are_there_at_once_unless_taken_lazily(lazily: bool) -> None:
+    nbytes = 4 << 20
+    memory = memfd.allocate(nbytes, "kvrelay-touched", lazily=lazily)
+    expected = 0 if lazily else nbytes // 1024
+    assert _resident_kib(memory.data_ptr()) in range(expected, expected + 8)
+    assert not memory.any()

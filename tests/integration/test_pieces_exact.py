@@ -38,7 +38,8 @@ def formula(layout: KvLayout, tokens: int) -> int:
 
 def moved_bytes(hosts: tuple[LocalHost, LocalHost]) -> tuple[int, int]:
     """(through slabs, into the decode worker's blocks) so far."""
-    return hosts[0].loop.prefill.transfer_bytes, hosts[1].loop.decode.receiver.transfer_bytes
+    sender, receiver = hosts[0].loop.prefill.handoffs, hosts[1].loop.decode.receiver
+    return sender.transfer_bytes, receiver.transfer_bytes
 
 
 @pytest.mark.parametrize("handoff", ["push", "pull"])

@@ -134,7 +134,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         slabs = worker.decode.receiver.slabs
         assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(cluster.now_s)
         assert worker.decode.sequences == 0
-        assert worker.prefill.handing_over == worker.prefill.waiting == 0
+        assert worker.prefill.jobs.handing_over == len(worker.prefill.queue) == 0
         assert not worker.routes
     for host in cluster.pools.hosts.values():
         assert host.node is not None

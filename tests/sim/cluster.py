@@ -11,20 +11,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
+from cluster.pool_news import PoolNews
 from cluster.pool_turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
-from kvpool.handoff import (
+from kvpool.handoff import HandoffMode
+from kvpool.handoff_events import (
     FetchPiece,
-    HandoffMode,
     LayersWritten,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
     WriteSlab,
 )
-from kvpool.pool_client_events import PoolNews
 from kvpool.restores import Restored
+from kvrelay.from_worker_wire import decode_event, encode_event
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -36,8 +37,8 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
+from kvrelay.to_worker_wire import decode_to_worker, encode_to_worker
 from kvrelay.types import Incarnation, RequestSpec
-from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from prefill_worker.scheduler import PrefillScheduler
 from router.admitting.capacity import Capacity
 from router.core import RouterCore

@@ -11,16 +11,13 @@ from itertools import count
 from random import Random
 
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
-from kvpool.handoff import (
-    TO_PREFILL,
+from kvpool.handoff import TO_PREFILL, HandoffMode, PeerHello, PeerMessage
+from kvpool.handoff_events import (
     FetchPiece,
     FromPeer,
-    HandoffMode,
     LayersWritten,
     LinkMeasured,
-    PeerHello,
     PeerLost,
-    PeerMessage,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,

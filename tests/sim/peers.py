@@ -9,12 +9,11 @@ from itertools import count
 from random import Random
 
 from engine.step import Command, Tick
-from kvpool.handoff import (
-    TO_PREFILL,
+from kvpool.handoff import TO_PREFILL, PeerHello
+from kvpool.handoff_events import (
     FetchPiece,
     FromPeer,
     LinkMeasured,
-    PeerHello,
     PeerLost,
     ScatterSlab,
     SendPeer,

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.pool_side import PoolAnswer, PoolNews
+from cluster.pool_news import PoolNews
+from cluster.pool_side import PoolAnswer
 from cluster.pool_turns import PoolTurns
 from kvpool.cached_block import Place
 from kvpool.hashes import BlockHash

@@ -311,7 +311,7 @@ def _is_tight(world: World) -> bool:
     *prefill, decode = world.cluster.workers.values()
     receiver, tables = decode.decode.receiver, decode.tables
     has_slab = receiver.slabs.counts()[SlabState.FREE] and world.mode is not HandoffMode.POOL
-    underway = all(w.prefill.waiting or w.prefill.handing_over for w in prefill)
+    underway = all(w.prefill.queue or w.prefill.jobs.handing_over for w in prefill)
     return bool(
         underway and not has_slab and tables.free_blocks < 4 and world.storing_workers() > 0
     )

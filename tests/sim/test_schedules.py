@@ -169,7 +169,7 @@ def test_layers_leave_while_later_ones_are_computed() -> None:
     assert early > 20
 
 
-def test_pull_takes_blocks_when_all_is_computed_and_there_is_room() -> None:
+def test_pull_takes_blocks_when_the_prompt_is_announced_and_there_is_room() -> None:
     """The decode worker accepts what doesn't fit together, and nothing is stuck."""
     rng = random.Random(1)
     specs = [make_spec(rng, i, longest=30) for i in range(20)]
@@ -178,7 +178,7 @@ def test_pull_takes_blocks_when_all_is_computed_and_there_is_room() -> None:
     together = 0
     while fabric.step():
         room = fabric.d.decode.receiver._room
-        held = list(fabric.d.decode.receiver._reservations.values())
+        held = list(fabric.d.decode.receiver._reservations)
         together = max(together, sum(len(r.message.spec.prompt_ids) + 1 for r in held))
         assert all(r.commit or r.announced for r in held if r.holder in fabric.d.tables)
         assert len(room.awaiting_blocks) <= len(held)

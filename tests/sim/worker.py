@@ -10,13 +10,13 @@ from cluster.preloads import Preloads
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
-from kvpool.handoff import (
+from decode_worker.standing import Standing
+from engine.latency_fit import LinearTimes
+from kvpool.handoff import HandoffMode, PeerHello, SlabFilled
+from kvpool.handoff_events import (
     FetchPiece,
-    HandoffMode,
-    PeerHello,
     PieceFetched,
     ScatterSlab,
-    SlabFilled,
     SlabReplaced,
     SlabScattered,
     WriteSlab,
@@ -32,14 +32,17 @@ from kvpool.tables import BlockTables
 from kvpool.transfer_plan import Side
 from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
+from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
+from prefill_worker.order import Order
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import LAYOUT, SLAB_BYTES, AnyWorth, Content, Memory
 from tests.sim.pool_side import PoolSide
 from tests.sim.simulation import LEASE_S
 
 MAX_RUNNING = 8
+TIMES = LinearTimes(prefill_token_s=0.005)
 CANARY_EVERY = 2
 
 Slab = tuple[int, Piece | None, Content]
@@ -60,6 +63,7 @@ class Shape:
     max_model_len: int | None = None  # None: all blocks
     host: str = ""  # whose pool it uses
     staging_blocks: int = 2
+    qos: QosTiers = ONE_TIER
 
     @property
     def longest_tokens(self) -> int:
@@ -215,12 +219,19 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         openings=openings,
         preloads=Preloads(tables, shape.longest_tokens),
         prefill=PrefillScheduler(
-            openings=openings, chunk_tokens=12, mode=shape.mode, canary_every=CANARY_EVERY
+            openings=openings,
+            chunk_tokens=12,
+            mode=shape.mode,
+            canary_every=CANARY_EVERY,
+            order=Order(qos=shape.qos, times=TIMES),
         ),
         decode=DecodeScheduler(
             receiver=receiver,
-            batch=Batch(openings=openings, chunk_tokens=12),
-            max_running=MAX_RUNNING,
+            batch=Batch(
+                openings=openings,
+                chunk_tokens=12,
+                standing=Standing(places=MAX_RUNNING, qos=shape.qos),
+            ),
             canary_bound=0.0,
         ),
         memory=Memory(shape.layout),

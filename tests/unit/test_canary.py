@@ -10,7 +10,8 @@ import pytest
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Sampled, StepDone, StepOutcome, StepWanted
 from kvpool.canary import LogitSketch, is_chosen
-from kvpool.handoff import Commit, ScatterSlab, SlabFilled, SlabLent, SlabScattered
+from kvpool.handoff import Commit, SlabFilled, SlabLent
+from kvpool.handoff_events import ScatterSlab, SlabScattered
 from kvrelay.messages import Abort, RequestFailed, Stop
 from kvrelay.types import RequestSpec
 from tests.unit.worker_kit import (
@@ -77,9 +78,9 @@ def commit_of(canary_every: int) -> Commit:
     (last,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert last.sketch_ids == (() if canary_every else None)
     ran(scheduler, {0: SKETCH} if canary_every else {}, tokens=((9,),))
-    job = scheduler._jobs[key("a")]
+    job = scheduler.jobs[key("a")]
     job.sender._done.update(range(len(job.sender._pieces)))
-    (commit,) = to_peer(scheduler._commit_if_ready(job))
+    (commit,) = to_peer(scheduler.handoffs._commit(job))
     assert isinstance(commit, Commit)
     return commit
 

@@ -9,7 +9,8 @@ import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import RunStep, Sampled, StepDone, StepOutcome, StepWanted
-from kvpool.handoff import Commit, SlabFilled, SlabLent, SlabScattered
+from kvpool.handoff import Commit, SlabFilled, SlabLent
+from kvpool.handoff_events import SlabScattered
 from kvpool.tables import Holder
 from kvrelay.messages import Abort, Generate, Released, ReserveRefused, Tokens
 from kvrelay.types import RequestKey, RequestSpec

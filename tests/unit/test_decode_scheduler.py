@@ -4,15 +4,8 @@ import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
-from kvpool.handoff import (
-    Commit,
-    Committed,
-    ScatterSlab,
-    SendPeer,
-    SlabFilled,
-    SlabLent,
-    SlabScattered,
-)
+from kvpool.handoff import Commit, Committed, SlabFilled, SlabLent
+from kvpool.handoff_events import ScatterSlab, SendPeer, SlabScattered
 from kvrelay.messages import (
     Abort,
     Generate,

@@ -12,18 +12,14 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
-    FetchPiece,
-    LinkMeasured,
-    PeerLost,
     PieceAhead,
     PieceAwaited,
     PieceComputed,
-    PieceFetched,
     PieceRead,
-    SendPeer,
     SlabLent,
     TransferCancelled,
 )
+from kvpool.handoff_events import FetchPiece, LinkMeasured, PeerLost, PieceFetched, SendPeer
 from kvpool.link_cost import LinkCost, TransferShape, Way
 from kvpool.openings import Openings
 from kvrelay.messages import Abort

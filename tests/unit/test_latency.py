@@ -59,7 +59,8 @@ def learnt(*ended: int, cut: tuple[int, ...] = ()) -> OutputLengths:
     return lengths
 
 
-def test_before_any_end_max_tokens_is_expected() -> None:
+def test_before_any_end_a_guess_is_expected_within_max_tokens() -> None:
+    assert OutputLengths().quantile("free", 0.5, max_tokens=10_000) == 256
     assert OutputLengths().quantile("free", 0.5, max_tokens=77) == 77
     assert learnt(cut=(5, 5, 5)).quantile("free", 0.5, max_tokens=77) == 77
     assert learnt(5).quantile("premium", 0.5, max_tokens=77) == 77

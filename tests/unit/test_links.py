@@ -18,15 +18,8 @@ import torch
 
 from cluster import prober
 from cluster.peers import PeerLinks
-from kvpool.handoff import (
-    FromPeer,
-    LinkMeasured,
-    PeerHello,
-    PeerLost,
-    RenewLeases,
-    SendPeer,
-    SlabLent,
-)
+from kvpool.handoff import PeerHello, RenewLeases, SlabLent
+from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.link_cost import Sample, Step
 from kvpool.memory_probe import measure_copies

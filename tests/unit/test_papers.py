@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.papers import distserve, mooncake, silicon, splitwise
+from bench.papers import distserve, mooncake, silicon, splitwise, splitwise_fleets
 from bench.papers.goodput import Objectives, attainment, highest_rate, poisson
 from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
 from bench.papers.silicon_rows import Measured, read_measured
 from cluster.sim.ledgers import Outcome
 from cluster.sim.profiles.roofline import Precision
 from cluster.sim.trace import TraceRequest
+from engine.latency import StepWork
 
 _DATA = Path(__file__).parents[3] / "shared/data"
 
@@ -41,6 +42,28 @@ def test_the_simulator_meets_it_where_nothing_is_moved() -> None:
     assert len(alone) == 6 and {claim.off for claim in alone} == {"every digit"}
     split = [c for c in claims if c.what.startswith("Splitwise") and c.what.endswith("response")]
     assert all(c.paper is not None and 0.95 < c.ours / c.paper < 1.000001 for c in split)
+
+
+class Alone:
+    """A prompt takes a second, a token a tenth."""
+
+    def step_s(self, work: StepWork) -> float:
+        return 1.0 if work.prefill_tokens else 0.1
+
+
+def test_nine_limits_are_of_slowdowns_against_a_request_alone() -> None:
+    slow = outcome(1.5, 0.12)
+    assert splitwise_fleets.slowdowns(slow, Alone()) == pytest.approx((1.5, 1.2, 2.7 / 2.0))
+    assert splitwise_fleets.slowdowns(outcome(1, 1, done=False), Alone())[2] == float("inf")
+    assert not splitwise_fleets.within_limits([slow], Alone())
+    assert splitwise_fleets.within_limits([outcome(1.5, 0.1)], Alone())
+    late = [outcome(1.0, 0.1)] * 8 + [outcome(3.5, 0.1)] * 2
+    assert not splitwise_fleets.within_limits(late, Alone())
+
+
+def test_the_fleets_of_equal_power_are_that() -> None:
+    watts = [fleet.total(splitwise_fleets.POWER) for fleet in splitwise_fleets.FLEETS]
+    assert watts == pytest.approx([81.6] * 6, rel=0.03)
 
 
 # --- Mooncake -----------------------------------------------------------------------------------

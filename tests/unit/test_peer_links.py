@@ -12,16 +12,8 @@ import pytest
 from cluster.peers import PeerLinks
 from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer, CodecSpeed
-from kvpool.handoff import (
-    Committed,
-    FromPeer,
-    PeerHello,
-    PeerLost,
-    PeerMessage,
-    RenewLeases,
-    SendPeer,
-    SlabLent,
-)
+from kvpool.handoff import Committed, PeerHello, PeerMessage, RenewLeases, SlabLent
+from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.peer_wire import encode

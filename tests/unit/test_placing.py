@@ -227,6 +227,15 @@ def test_kv_aware_keeps_objectives_before_it_saves_time() -> None:
     assert ways(KvAware(), p, d1, d2, asked=long)[0].placement == placed("d2", "p")
 
 
+def test_kv_aware_looks_at_full_workers_last() -> None:
+    full = [decodes(view(f"full{i}", D, places=1), 1) for i in range(6)]
+    slow = view("slow", D)
+    slow.times = PerToken(sequence_s=9)
+    found = ways(KvAware(), *timed(view("p", P)), *timed(*full), slow)
+    assert found[0].decode is slow
+    assert {way.decode.incarnation for way in found} == {"slow", *(f"full{i}" for i in range(6))}
+
+
 def test_a_suspected_pair_is_not_suggested_first() -> None:
     suspected = Pair(Incarnation("p1"), Incarnation("d1"))
     workers = workers_of(*timed(*four()))

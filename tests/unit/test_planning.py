@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,17 @@ def test_growth_goes_to_the_pool_that_misses() -> None:
     prefill, decode = (pool.replicas for pool in settled.fleet.pools)
     assert prefill > decode
     assert [pool.replicas for pool in grown(start, 1).pools] == [1, 2]
+
+
+def test_long_outputs_ask_for_more_decode_workers() -> None:
+    stock = {"l40s": 16}
+    start = Fleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
+    chatty = task(stock, requests=poisson(300, 30.0, 20, 400, seed=5))
+    strict = replace(chatty, objectives=Objectives(ttft_s=0.5, tpot_s=0.03, attainment=0.9))
+    settled = enough(strict, start)
+    assert settled is not None
+    prefill, decode = (pool.replicas for pool in settled.fleet.pools)
+    assert (prefill, decode > 1) == (1, True)
 
 
 def test_the_highest_rate_holds_and_three_times_of_it_does_not() -> None:

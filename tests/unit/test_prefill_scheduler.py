@@ -9,15 +9,12 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
-    PeerLost,
     PieceAhead,
     RenewLeases,
-    SendPeer,
     SlabLent,
-    SlabWritten,
     TransferCancelled,
-    WriteSlab,
 )
+from kvpool.handoff_events import PeerLost, SendPeer, SlabWritten, WriteSlab
 from kvpool.layout import BlockId
 from kvpool.openings import Openings
 from kvpool.piece import Piece, cut_span
@@ -73,7 +70,7 @@ def written(name: str, piece: int, error: str | None = None) -> SlabWritten:
 def assert_gone(scheduler: PrefillScheduler) -> None:
     scheduler.validate()
     assert scheduler.tables.free_blocks == scheduler.tables.blocks
-    assert scheduler.handing_over == scheduler.waiting == 0
+    assert scheduler.jobs.handing_over == len(scheduler.queue) == 0
     assert scheduler.handle(StepWanted(), 9) == []
 
 
@@ -126,7 +123,8 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
     assert scheduler.handle(written("a", 0), 5) == [
         SendPeer(peer=D, addresses=("sim:d",), message=commit)
     ]
-    assert (scheduler.transfers, scheduler.transfer_bytes, scheduler.transfer_s) == (1, 7, 0.5)
+    sent = scheduler.handoffs
+    assert (sent.transfers, sent.transfer_bytes, sent.transfer_s) == (1, 7, 0.5)
     assert scheduler.handle(from_d(Committed(key=key("a"))), 6) == [
         Emit(events=(Released(key=key("a"), at_s=6),))
     ]
@@ -135,9 +133,9 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
 
 def test_prompts_are_packed_under_the_token_budget() -> None:
     scheduler = prefill_scheduler(chunk=8)
-    for name, tokens in (("a", 5), ("b", 6), ("c", 2)):
+    for name, tokens in (("a", 5), ("b", 6), ("c", 7)):
         scheduler.handle(prefill_of(spec(name, tokens)), 0)
-    assert scheduler.waiting_tokens == 13
+    assert scheduler.queue.tokens == 18
     batch = the_step(scheduler.handle(StepWanted(), 0)).batch
     assert [(s.key.request_id, s.start, s.token_ids) for s in batch.slices] == [
         ("a", 0, (0, 1, 2, 3, 4)),
@@ -148,9 +146,9 @@ def test_prompts_are_packed_under_the_token_budget() -> None:
     batch = the_step(scheduler.handle(StepWanted(), 0)).batch
     assert [(s.key.request_id, s.start, s.token_ids) for s in batch.slices] == [
         ("b", 3, (3, 4, 5)),
-        ("c", 0, (0, 1)),
+        ("c", 4, (4, 5, 6)),
     ]
-    assert [s.prompt_tokens for s in batch.slices] == [6, 2]
+    assert [s.prompt_tokens for s in batch.slices] == [6, 7]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,7 @@ def test_only_the_head_of_the_queue_waits_for_blocks() -> None:
     assert only.key == key("a")
     done(scheduler, (9,))
     assert scheduler.handle(StepWanted(), 0) == []
-    assert scheduler.waiting == 1
+    assert len(scheduler.queue) == 1
     scheduler.handle(Abort(key=key("a")), 0)
     (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert only.key == key("b")
@@ -242,7 +240,7 @@ def test_abort_with_a_write_in_flight_keeps_blocks_and_fence_until_it_is_over() 
     commands = scheduler.handle(written("a", 0), 3)
     assert to_peer(commands) == [TransferCancelled(key=key("a"), reason="aborted")]
     assert names(commands) == ["Released"]
-    assert scheduler.transfers == 0
+    assert scheduler.handoffs.transfers == 0
     assert_gone(scheduler)
 
 
@@ -353,7 +351,7 @@ def test_a_lost_peer_at_every_state(state: str) -> None:
 def test_another_lost_peer_changes_nothing() -> None:
     scheduler = committing()
     assert scheduler.handle(PeerLost(peer=P, reason="gone"), 2) == []
-    assert scheduler.handing_over == 1
+    assert scheduler.jobs.handing_over == 1
 
 
 def test_messages_that_no_healthy_peer_sends_change_nothing() -> None:
@@ -491,7 +489,7 @@ def test_copies_and_chunk_have_room_behind_a_window() -> None:
     for name, prompt in (("a", tuple(range(9))), ("b", (*range(7), 99, 98))):
         scheduler.handle(prefill_of(replace(spec(name, 9), prompt_ids=prompt)), 0)
         steps = 0
-        while scheduler.waiting:
+        while len(scheduler.queue):
             step = the_step(scheduler.handle(StepWanted(), 0))
             (only,) = step.batch.slices
             assert len(only.tables[0]) * BLOCK >= only.start + len(only.token_ids)

@@ -6,16 +6,8 @@ import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import StepWanted, Tick
-from kvpool.handoff import (
-    Commit,
-    HandoffMode,
-    PieceAhead,
-    ScatterSlab,
-    SlabFilled,
-    SlabLent,
-    SlabScattered,
-    TransferCancelled,
-)
+from kvpool.handoff import Commit, HandoffMode, PieceAhead, SlabFilled, SlabLent, TransferCancelled
+from kvpool.handoff_events import ScatterSlab, SlabScattered
 from kvpool.transfer_plan import TokenSpan
 from kvrelay.messages import Abort, Generate, Reserved
 from tests.unit.worker_kit import (
@@ -144,17 +136,14 @@ def test_a_commit_that_needs_no_piece_waits_for_blocks_too() -> None:
     assert names(scheduler.handle(outcome, 0)) == ["handoff_committed", "Released"]
 
 
-def test_the_prefill_worker_announces_all_of_it_at_the_end() -> None:
+def test_the_prefill_worker_announces_each_chunk_before_it_is_computed() -> None:
     scheduler = prefill_scheduler(chunk=8, mode=HandoffMode.PULL)
     scheduler.handle(prefill_of(spec("a", 12)), 0)
-    assert to_peer(scheduler.handle(StepWanted(), 0)) == []
-    assert to_peer(done(scheduler, ())) == []
-    assert to_peer(scheduler.handle(StepWanted(), 0)) == []
-    announced = [m for m in to_peer(done(scheduler, (9,))) if isinstance(m, PieceAhead)]
-    whole = TokenSpan(start=0, tokens=12, next_position=12)
-    assert [(m.number, m.piece.span, m.piece.index) for m in announced] == [
-        (0, whole, 0),
-        (1, whole, 1),
-    ]
-    slab = SlabLent(key=key("a"), piece=0, slab_id=0, region="r", lease_id=1)  # type: ignore[arg-type]
-    assert len(scheduler.handle(from_d(slab), 0)) == 1
+    for span in (range(8), range(8, 12)):
+        announced = to_peer(scheduler.handle(StepWanted(), 0))
+        assert all(isinstance(message, PieceAhead) for message in announced)
+        spans = {m.piece.span for m in announced if isinstance(m, PieceAhead)}
+        assert spans == {TokenSpan(start=span.start, tokens=len(span), next_position=12)}
+        assert to_peer(done(scheduler, ())) == []
+        slab = SlabLent(key=key("a"), piece=0, slab_id=0, region="r", lease_id=1)  # type: ignore[arg-type]
+        assert len(scheduler.handle(from_d(slab), 0)) == (span.start == 0)

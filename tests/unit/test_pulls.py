@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvpool.block_names import HashChain
-from kvpool.handoff import FromPeer, PeerHello, PeerLost, PeerMessage, SendPeer
+from kvpool.handoff import PeerHello, PeerMessage
+from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable

@@ -9,17 +9,19 @@ from engine.step import Command, Emit, Tick
 from kvpool.handoff import (
     CancelTransfer,
     Commit,
-    PeerLost,
     PieceAhead,
     RenewLeases,
+    SlabFilled,
+    SlabLent,
+    TransferCancelled,
+)
+from kvpool.handoff_events import (
+    PeerLost,
     ReplaceSlab,
     ScatterSlab,
     SendPeer,
-    SlabFilled,
-    SlabLent,
     SlabReplaced,
     SlabScattered,
-    TransferCancelled,
 )
 from kvpool.slabs import LeaseId, SlabId, SlabState
 from kvrelay.messages import Abort, Released, RequestFailed

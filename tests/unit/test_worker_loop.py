@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from cluster import worker_loop
 from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
 from cluster.worker_loop import WorkerLoop
 from engine.correction import StepPace
@@ -15,7 +14,7 @@ from engine.latency import decode_work, prefill_work
 from engine.latency_fit import LinearTimes
 from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
 from kvpool.block_news import BlockNews
-from kvpool.handoff import SendPeer
+from kvpool.handoff_events import SendPeer
 from kvpool.tables import BlockTables
 from kvrelay.messages import (
     Abort,
@@ -86,7 +85,7 @@ def _counts(event: WorkerEvent) -> bool:
 
 
 class Harness:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
         decode = decode_scheduler(blocks=8)
         openings = decode.batch.openings
         prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
@@ -101,6 +100,7 @@ class Harness:
             self.inbox,
             max_model_len=16,
             pace=self.pace,
+            clock=clock,
         )
 
     @property
@@ -292,9 +292,11 @@ def test_counters_say_what_decode_steps_take_now() -> None:
 
 
 class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(worker_loop, "_now", lambda: self.now_s)
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 def step(worker: Harness, clock: Clock, seconds: float) -> None:
@@ -306,8 +308,9 @@ def step(worker: Harness, clock: Clock, seconds: float) -> None:
     worker.loop.turn()
 
 
-def test_steps_that_take_longer_than_told_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, worker = Clock(monkeypatch), Harness()
+def test_steps_that_take_longer_than_told_are_told() -> None:
+    clock = Clock()
+    worker = Harness(clock)
     router = worker.router()
     worker.say(router, generate("a", max_tokens=3))
     step(worker, clock, 0.5 * TIMES.step_s(prefill_work(3)))
@@ -317,8 +320,9 @@ def test_steps_that_take_longer_than_told_are_told(monkeypatch: pytest.MonkeyPat
     assert router.counters.prefill_correction < 1 < router.counters.decode_correction
 
 
-def test_a_worker_without_work_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, worker = Clock(monkeypatch), Harness()
+def test_a_worker_without_work_is_not_slow() -> None:
+    clock = Clock()
+    worker = Harness(clock)
     router = worker.router()
     for name in ("a", "b"):
         clock.now_s += 100

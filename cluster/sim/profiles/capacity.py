@@ -5,7 +5,7 @@ The bounds take the data sheet at its word: no overheads, no latencies, every ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.sim.profiles.roofline import Parallel, Precision, roofline_times, weight_bytes
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Efficiency
@@ -50,9 +50,9 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Of `devices` that share one copy. `kv_tokens` are those of one endless sequence; `batch`
-    sequences of the context asked for fit; the decode bounds are at that context, of one sequence
-    and of the batch; the prefill bound is of one prompt of it."""
+    """Of `devices` that share one copy. `kv_tokens` fit with all their KV, as none that a window
+    has passed yet; `batch` sequences of the context asked for fit. The decode bounds are at that
+    context, of one sequence and of the batch; the prefill bound is of one prompt of it."""
 
     device: str
     devices: int
@@ -105,7 +105,7 @@ def capacity(
         device=name,
         devices=parallel.devices,
         weight_bytes_per_device=held,
-        kv_tokens=_endless_tokens(facts, parallel, free),
+        kv_tokens=_tokens(facts, parallel, free),
         batch=batch,
         least_tpot_s=times.step_s(decode_work(1, context_tokens)),
         batch_tpot_s=batch_tpot_s,
@@ -115,10 +115,7 @@ def capacity(
     )
 
 
-def _endless_tokens(facts: ModelFacts, parallel: Parallel, free_bytes: float) -> int:
-    """Tokens that keep all their KV: those of layers without a window."""
-    endless = tuple(replace(kind, window=None) for kind in facts.shape.attentions)
-    shape = replace(facts.shape, attentions=endless)
-    per_token = replace(facts, shape=shape).kv_bytes(1, parallel)
-    per_token -= shape.state_bytes_per_sequence / parallel.devices
+def _tokens(facts: ModelFacts, parallel: Parallel, free_bytes: float) -> int:
+    state_bytes = facts.shape.state_bytes_per_sequence / parallel.devices
+    per_token = facts.kv_bytes(1, parallel) - state_bytes
     return int(free_bytes / per_token) if per_token else 0

@@ -1,0 +1,1 @@
+"""Open-loop load on real processes, and the same arrivals in the simulator."""

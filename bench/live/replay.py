@@ -1,0 +1,90 @@
+"""A live run's arrivals through the simulator: the same policies and lengths, and step times as the
+live workers told and corrected them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+from bench.live.outcome import Objectives
+from bench.live.points import Simulated, quantile
+from bench.live.stack import Policy, cluster_file, durations
+from bench.live.told import Told
+from cluster.config import Config
+from cluster.config_load import load_config
+from cluster.sim.ledgers import Outcome
+from cluster.sim.readers import read_trace
+from cluster.sim.run import simulate
+from cluster.sim.simulation import Scale
+from engine.latency_fit import LinearTimes
+from kvrelay.messages import WorkerHello
+from kvrelay.types import Role
+
+
+def replay(
+    record: Path, told: Told, policy: Policy, objectives: Objectives
+) -> list[tuple[float, Outcome]]:
+    """Each request with the live time of its arrival."""
+    result = simulate(_config(told, policy, objectives), read_trace(record), Scale())
+    first_s = told.submitted_s[0]
+    return [(first_s + one.request.arrival_s, one) for one in result.outcomes]
+
+
+def simulated(
+    outcomes: list[tuple[float, Outcome]],
+    began_s: float,
+    seconds: float,
+    objectives: Objectives,
+) -> Simulated:
+    """Of those that arrived in a window."""
+    window = [one for at_s, one in outcomes if began_s <= at_s < began_s + seconds + 0.5]
+    good = sum(
+        one.done
+        and one.ttft_s is not None
+        and one.ttft_s <= objectives.ttft_s
+        and (one.tpot_s is None or one.tpot_s <= objectives.tpot_s)
+        for one in window
+    )
+    return Simulated(
+        goodput_per_s=good / seconds,
+        admitted=sum(not one.refused for one in window),
+        ttft_p50_s=quantile((one.ttft_s for one in window), 0.5),
+    )
+
+
+def _config(told: Told, policy: Policy, objectives: Objectives) -> Config:
+    """The live cluster's file, with its machines' measures."""
+    by_role = {hello.role: hello for hello in told.hellos.values()}
+    pools = [by_role[role] for role in (Role.PREFILL, Role.DECODE)]
+    placed = told.predictions()
+    reserve_s = median(one.phases_s["reserve"] for one in placed if "reserve" in one.phases_s)
+    raw = cluster_file(policy, objectives) | {
+        "simulation": {
+            "pools": [{"profile": _profile(hello, told)} for hello in pools],
+            "blocks": pools[0].total_blocks,
+            "kv": {"layers": 4, "heads": 2, "head_dim": 64},
+            "fabric": {
+                "latency": "0.1ms",
+                "bandwidth": "5GB",
+                "router_latency": f"{500 * reserve_s:.3f}ms",
+            },
+            "slo": {**durations(objectives), "told": False},
+            "max_model_len": pools[0].max_model_len,
+        }
+    }
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "cluster.yaml"
+        path.write_text(json.dumps(raw))
+        return load_config(path)
+
+
+def _profile(hello: WorkerHello, told: Told) -> dict[str, object]:
+    """As corrected while it was measured; of the other kind of step as it was fitted."""
+    factor = told.correction(hello.role)
+    prefill, decode = (factor, 1.0) if hello.role is Role.PREFILL else (1.0, factor)
+    times = asdict(LinearTimes.of(hello.step_times).scaled(prefill, decode))
+    del times["error"]
+    return {"kind": "linear", **times}

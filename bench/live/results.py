@@ -1,0 +1,56 @@
+"""A file that invocations add their results to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench.live.calibrate import Calibration
+from bench.live.points import Point, Simulated
+from bench.live.told import Predicted
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """`predictions`: # policy |-> of all its requests"""
+
+    calibration: Calibration | None = None
+    points: list[Point] = field(default_factory=list)
+    predictions: dict[str, list[Predicted]] = field(default_factory=dict)
+
+    def add(self, points: list[Point], predictions: list[Predicted]) -> None:
+        """Instead of what was there of the same."""
+        new = {_key(one) for one in points}
+        self.points = [one for one in self.points if _key(one) not in new] + points
+        for policy in {one.policy for one in points}:
+            self.predictions[policy] = predictions
+
+
+def _key(one: Point) -> tuple[str, bool, float]:
+    return one.policy, one.own_ends, one.factor
+
+
+def read(path: Path) -> Results:
+    if not path.exists():
+        return Results()
+    raw = json.loads(path.read_text())
+    return Results(
+        calibration=Calibration(**raw["calibration"]) if raw["calibration"] else None,
+        points=[_point(one) for one in raw["points"]],
+        predictions={
+            policy: [Predicted(**one) for one in each]
+            for policy, each in raw["predictions"].items()
+        },
+    )
+
+
+def write(path: Path, results: Results) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(results)) + "\n")
+
+
+def _point(raw: dict[str, object]) -> Point:
+    simulated = raw.pop("simulated")
+    beside = Simulated(**simulated) if isinstance(simulated, dict) else None
+    return Point(simulated=beside, **raw)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""One policy on a live cluster, rate after rate, then the same arrivals in the simulator."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.live.calibrate import Calibration
+from bench.live.offered import Mix, poisson
+from bench.live.outcome import Outcome
+from bench.live.points import Load, Point, bucket_quantile, point
+from bench.live.replay import replay, simulated
+from bench.live.stack import Policy, load, stack
+from bench.live.told import Predicted, Told, read_record
+from bench.plain_cluster import PlainCluster
+
+WARM_FACTOR, WARM_S = 1.0, 6.0
+"""Before the first rate, so that the router has learnt how far to trust its predictions."""
+REFUSALS = "kvrelay:refusal_seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    policy: Policy
+    factors: tuple[float, ...]
+    seconds: float
+    mix: Mix
+    seed: int
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    points: list[Point]
+    predictions: list[Predicted]
+    record: Told
+
+
+def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
+    with tempfile.TemporaryDirectory() as name:
+        record = Path(name) / "record.jsonl"
+        with stack(plan.policy, calibration.objectives, record) as cluster:
+            measured = list(_measure(plan, calibration, corpus, cluster))
+        told = read_record(record)
+        points = [one for one, _ in measured]
+        if not plan.mix.own_ends:
+            points = _beside(plan, calibration, told, record, measured)
+    return Run(points=points, predictions=told.predictions(), record=told)
+
+
+def _measure(
+    plan: Plan, calibration: Calibration, corpus: Sequence[int], cluster: PlainCluster
+) -> Iterator[tuple[Point, list[Outcome]]]:
+    """Warm-up first, of which nothing is told."""
+    for number, factor in enumerate((WARM_FACTOR, *plan.factors)):
+        seconds = plan.seconds if number else WARM_S
+        rate = factor * calibration.capacity_per_s
+        seed = 1000 * plan.seed + number
+        offered = poisson(plan.mix, corpus, rate_per_s=rate, seconds=seconds, seed=seed)
+        before = cluster.histogram(REFUSALS)
+        outcomes = load(cluster, offered, patience_s=plan.patience_s)
+        p99_s = bucket_quantile(before, cluster.histogram(REFUSALS), 0.99)
+        it = Load(
+            policy=plan.policy.admission,
+            own_ends=plan.mix.own_ends,
+            factor=factor,
+            rate_per_s=rate,
+            seconds=seconds,
+        )
+        if number:
+            yield point(it, outcomes, calibration.objectives, p99_s), outcomes
+
+
+def _beside(
+    plan: Plan,
+    calibration: Calibration,
+    told: Told,
+    record: Path,
+    measured: Sequence[tuple[Point, list[Outcome]]],
+) -> list[Point]:
+    """Lengths of refused requests are known only where each is as long as it may be."""
+    objectives = calibration.objectives
+    outcomes = replay(record, told, plan.policy, objectives)
+    return [
+        replace(one, simulated=simulated(outcomes, live[0].sent_s - 0.05, one.seconds, objectives))
+        for one, live in measured
+    ]

@@ -1,0 +1,103 @@
+"""The cluster under load: one prefill and one decode worker, each on a core, and its router."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.live.offered import Offered
+from bench.live.outcome import Objectives, Outcome
+from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
+from engine.bundled import checkpoint_path
+
+PLANS = (WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores=(1,)))
+OTHERS = 1
+"""The core of the decode worker is also that of the router and the load generator."""
+WORKERS: dict[str, object] = {
+    "engine.kv_memory": "256MiB",
+    "scheduler.max_running_requests": 32,
+    "scheduler.prefill_chunk_tokens": 256,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """`queue_limit` counts only with that admission policy."""
+
+    admission: str
+    queue_limit: int = 8
+
+    def settings(self, objectives: Objectives | None) -> dict[str, object]:
+        """Keys of the cluster file."""
+        given: dict[str, object] = {
+            "router.admission.policy": self.admission,
+            "router.admission.queue_limit": self.queue_limit,
+        }
+        if objectives is not None:
+            given["qos.tiers"] = {"default": {**durations(objectives), "default": True}}
+        return given
+
+
+def durations(objectives: Objectives) -> dict[str, str]:
+    """As a cluster file has them."""
+    ms = {"ttft": 1000 * objectives.ttft_s, "tpot": 1000 * objectives.tpot_s}
+    return {name: f"{value:.3f}ms" for name, value in ms.items()}
+
+
+def cluster_file(policy: Policy, objectives: Objectives) -> dict[str, object]:
+    """The same as a cluster file, for the simulator."""
+    raw: dict[str, object] = {
+        "workers": [{"role": plan.role, "replicas": 1, "device": plan.device} for plan in PLANS]
+    }
+    for key, value in (WORKERS | policy.settings(objectives)).items():
+        section: dict[str, object] = raw
+        *path, last = key.split(".")
+        for name in path:
+            section = section.setdefault(name, {})  # type: ignore[assignment]
+        section[last] = value
+    return raw
+
+
+@contextmanager
+def stack(
+    policy: Policy, objectives: Objectives | None, record: Path | None = None
+) -> Iterator[PlainCluster]:
+    settings = policy.settings(objectives)
+    if record is not None:
+        settings["router.record"] = str(record)
+    with plain_cluster(
+        checkpoint_path(),
+        PLANS,
+        _options(WORKERS),
+        router_settings=_options(settings),
+        router_cores=(OTHERS,),
+    ) as cluster:
+        yield cluster
+
+
+def _options(settings: dict[str, object]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def load(
+    cluster: PlainCluster,
+    offered: Sequence[Offered],
+    *,
+    patience_s: float = 10.0,
+    at_once: int | None = None,
+) -> list[Outcome]:
+    """From another process."""
+    with tempfile.TemporaryDirectory() as name:
+        plan, outcomes = Path(name) / "plan", Path(name) / "outcomes"
+        plan.write_text(json.dumps([asdict(one) for one in offered]))
+        command = ["taskset", "-c", str(OTHERS), sys.executable, "-m", "bench.live.client"]
+        command += [str(cluster.http_port), str(plan), str(outcomes), f"--patience={patience_s}"]
+        command += [] if at_once is None else [f"--at-once={at_once}"]
+        subprocess.run(command, check=True)
+        return [Outcome(**row) for row in json.loads(outcomes.read_text())]

@@ -1,0 +1,103 @@
+"""The requests whose KV is expected at this decode worker, and the leases of their blocks. Pure.
+
+A reservation ends by arriving, or cancelled; then its blocks are freed once no scatter or read into
+them is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from decode_worker.reservation import Arrived, Reservation
+from decode_worker.room import Room
+from kvpool.canary import is_chosen
+from kvpool.leases import LeaseTable
+from kvpool.tables import BlockTables, Holder
+from kvrelay.messages import Reserve
+from kvrelay.types import Incarnation, RequestKey
+
+
+@dataclass(slots=True, kw_only=True)
+class Reservations:
+    """The KV of one request in `canary_every` is to be checked (0: of none). `freed` hears who
+    ended without a commit, and holds nothing any more."""
+
+    tables: BlockTables
+    leases: LeaseTable[RequestKey]
+    room: Room
+    canary_every: int
+    freed: Callable[[RequestKey], None]
+    _by_key: dict[RequestKey, Reservation] = field(default_factory=dict)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._by_key
+
+    def __iter__(self) -> Iterator[Reservation]:
+        """Ending some on the way is fine."""
+        return iter(tuple(self._by_key.values()))
+
+    def __getitem__(self, key: RequestKey) -> Reservation:
+        return self._by_key[key]
+
+    def get(self, key: RequestKey) -> Reservation | None:
+        return self._by_key.get(key)
+
+    def live(self, key: RequestKey) -> Reservation | None:
+        """None also for one that is cancelled, and waits for its last scatter or read."""
+        reservation = self._by_key.get(key)
+        return None if reservation is None or reservation.cancelled else reservation
+
+    def of_peer(self, key: RequestKey, peer: Incarnation) -> Reservation | None:
+        reservation = self.live(key)
+        is_theirs = reservation is not None and reservation.message.source == peer
+        return reservation if is_theirs else None
+
+    @property
+    def choices(self) -> int:
+        return sum(r.message.spec.sampling.n for r in self if not r.cancelled)
+
+    def try_add(self, message: Reserve, now_s: float) -> Reservation | None:
+        """None and nothing changed when there are no blocks for the prompt."""
+        spec = message.spec
+        names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
+        names.extend(spec.prompt_ids, len(spec.prompt_ids))
+        holder = Holder("decode", spec.key)
+        checked = is_chosen(spec.key.request_id, self.canary_every)
+        reservation = Reservation(message=message, holder=holder, names=names, checked=checked)
+        if not self.room.try_reserve(reservation, now_s):
+            return None
+        self._by_key[spec.key] = reservation
+        self.leases.grant(spec.key, now_s)
+        return reservation
+
+    def take_complete(self, key: RequestKey) -> Arrived | None:
+        """Once all pieces have landed and are committed: the blocks, if it has any, are the running
+        request's."""
+        reservation = self._by_key.get(key)
+        arrived = reservation.arrived() if reservation else None
+        if reservation is None or arrived is None or self.room.lacks(reservation):
+            return None
+        del self._by_key[key]
+        self.leases.end(key)
+        if reservation.holder in self.tables:
+            self.tables.activate(reservation.holder)
+        return arrived
+
+    def end(self, reservation: Reservation) -> None:
+        reservation.cancelled = True
+        self.leases.end(reservation.key)
+        self.room.forget(reservation)
+        self.free_if_quiet(reservation)
+
+    def free_if_quiet(self, reservation: Reservation) -> None:
+        if reservation.moving == 0:
+            del self._by_key[reservation.key]
+            self.tables.release(reservation.holder)
+            self.freed(reservation.key)
+
+    def validate(self) -> None:
+        live = {key for key, r in self._by_key.items() if not r.cancelled}
+        assert all(key in self.leases for key in live), "a reservation without a lease"
+        assert len(self.leases) == len(live), "a lease without a reservation"
+        assert {r.key for r in self.room.awaiting_blocks} <= live, "blocks for what is over"

@@ -1,0 +1,137 @@
+"""What a worker's handoffs hear and what they order, as values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.handoff import PeerMessage, SlabFilled, SlabLent
+from kvpool.layout import Tables
+from kvpool.link_cost import LinkCost
+from kvpool.piece import Piece
+from kvpool.pool_map import KvFacts
+from kvpool.slabs import LeaseId, SlabId
+from kvpool.transfer_plan import Side, Write
+from kvrelay.types import Incarnation, RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromPeer:
+    """What a peer said, with who it is."""
+
+    peer: Incarnation
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLost:
+    peer: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabWritten:
+    """The transfer thread has written a piece and told the peer so (`error` None), or failed."""
+
+    key: RequestKey
+    piece: int
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasured:
+    """What the link to a connected peer costs; until it is known slabs are used."""
+
+    peer: Incarnation
+    cost: LinkCost
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersWritten:
+    """The running step has written the KV of all layers up to this one."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabScattered:
+    """The transfer thread has checked and scattered a slab (`error` None), or refused it."""
+
+    key: RequestKey
+    piece: int
+    slab_id: SlabId
+    lease_id: LeaseId
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceFetched:
+    """The transfer thread has read a piece out of the peer's blocks, or failed."""
+
+    key: RequestKey
+    piece: int
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPeer:
+    """`addresses`, one per transport of the peer, let the shell connect first; without any the
+    answer goes over the connection that there is."""
+
+    peer: Incarnation
+    message: PeerMessage
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSlab:
+    """Gather a piece out of the blocks of `tables` and write it into the lent slab."""
+
+    peer: Incarnation
+    lent: SlabLent
+    piece: Piece
+    write: Write
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScatterSlab:
+    """Check a slab that `peer` has filled and scatter it into this worker's own blocks."""
+
+    peer: Incarnation
+    filled: SlabFilled
+    piece: Piece
+    write: Write
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPiece:
+    """Read a piece from `source`, slots of the peer's pool `kv`, into this worker's own blocks."""
+
+    peer: Incarnation
+    key: RequestKey
+    piece: int
+    write: Write
+    kv: KvFacts
+    source: Side
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaceSlab:
+    """Its writer fell silent: deregister the region and register a fresh one in its place."""
+
+    slab_id: SlabId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlabReplaced:
+    slab_id: SlabId
+    region: str
