@@ -89,7 +89,7 @@ class Admission:
         coming = [spec, *self._coming()]
         specs = (*coming, *(sequence.spec for sequence in self._here()))
         strictest_s = min(s.tpot_s for s in specs if s.tpot_s is not None)
-        kv_tokens = sum(len(s.prompt_ids) * s.sampling.n for s in coming)
+        kv_tokens = sum(s.context_tokens * s.sampling.n for s in coming)
         kv_tokens += sum(sequence.length for sequence in self._here())
         together = min(sequences + spec.sampling.n, self.standing.places)
         try:
@@ -107,7 +107,7 @@ class Admission:
         tables = self.batch.tables
         lent_tokens = sum(tables.capacity(s.holder) for s in self._lenders())
         free_tokens = tables.free_blocks * tables.layout.block_size
-        return len(spec.prompt_ids) < free_tokens + lent_tokens
+        return spec.context_tokens < free_tokens + lent_tokens
 
     def try_reclaim(self) -> bool:
         """Takes the blocks of one on a lent place, between two steps."""

@@ -46,11 +46,8 @@ class Batch:
 
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
-        tokens = len(spec.prompt_ids)
-        names = self.tables.chain(spec.tenant, tokens)
-        names.extend(spec.prompt_ids, tokens)
-        sequence = self.roster.sequence(spec, names)
-        if not self.roster.try_open(sequence, tokens + 1, self.chunk_tokens, now_s):
+        sequence = self.roster.sequence(spec, self.tables.names_of(spec))
+        if not self.roster.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
@@ -65,7 +62,7 @@ class Batch:
         whole = self.roster.sequence(spec, arrived.names)
         self.roster.expect(spec.key)
         if whole.holder in self.tables:
-            self.advance(whole, len(spec.prompt_ids))
+            self.advance(whole, spec.context_tokens)
             self._part(whole, arrived.first_token_ids, arrived.finished, now_s)
             return
         for choice, token in zip(whole.choices, arrived.first_token_ids, strict=True):

@@ -79,6 +79,7 @@ class Roster:
             holder=Holder("decode", spec.key),
             names=names,
             arrival=next(self._arrivals),
+            emitted=[*spec.emitted_ids],
         )
 
     def try_open(self, sequence: Sequence, tokens: int, ahead_tokens: int, now_s: float) -> bool:

@@ -85,8 +85,7 @@ class PrefillScheduler:
             peer=self.handoffs.peers.get(message.target),
             checked=is_chosen(key.request_id, self.canary_every),
         )
-        names = self.tables.chain(message.spec.tenant, len(message.spec.prompt_ids))
-        names.extend(message.spec.prompt_ids, len(message.spec.prompt_ids))
+        names = self.tables.names_of(message.spec)
         job = Job(sender=sender, holder=Holder("prefill", key), names=names)
         self.jobs.add(job, now_s)
         received = Emit(events=(Lifetime(key=key, at_s=now_s, name="prefill_received"),))

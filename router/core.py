@@ -3,8 +3,9 @@
     submitted -> reserving -> (Reserved) admitted -> tokens ... -> finished
                     `-> (ReserveRefused) next decode worker, or refused
 
-A request whose worker fails is run again under the next attempt. Draws are counter based, so it
-yields the same tokens; those already delivered are dropped by their index.
+A request whose worker fails goes on elsewhere under the next attempt, behind the tokens delivered;
+draws are counter based. One of several choices is run again: it yields the same tokens, and those
+already delivered are dropped by their index.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ from router.workers import Workers
 MAX_ATTEMPTS = 3
 EXPECTED = 0.5
 """The quantile of its tier's output lengths that a request is expected to have."""
+SOON_S = 0.5
+"""Who is to come back later than this finds the worker done with whoever is taken now."""
 
 
 @dataclass(slots=True)
@@ -190,22 +193,31 @@ class RouterCore:
         return policy.judge(demand, candidates, otherwise, self.forecast, now_s)
 
     def _demand(self, request: Request, now_s: float) -> Demand:
-        spec, most = request.spec, request.submitted.sampling.max_tokens
+        spec = request.spec
         return Demand(
             spec=spec,
-            output_tokens=self.lengths.quantile(request.tier.name, EXPECTED, max_tokens=most),
+            output_tokens=self._output_tokens(request, spec),
             held=HeldPrefixes(spec, self.directory),
             objectives=request.objectives,
             priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
-            promised=self._promised(request),
+            promised=self._promised(request, -inf if request.promise else now_s + SOON_S),
+            line=self._promised(request, inf),
         )
 
-    def _promised(self, request: Request) -> Promised:
+    def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
+        """Of each choice, still to come."""
+        emitted, most = len(spec.emitted_ids), spec.sampling.max_tokens
+        expected = self.lengths.quantile(
+            request.tier.name, EXPECTED, max_tokens=most, emitted=emitted
+        )
+        return max(1, expected - emitted)
+
+    def _promised(self, request: Request, before_s: float) -> Promised:
         """What goes before it at each worker though it isn't there yet."""
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.ahead_of(request.promise))
+        return self.workers.per_worker(self.promises.before(before_s))
 
     @staticmethod
     def _within_s(demand: Demand) -> float | None:
@@ -219,10 +231,17 @@ class RouterCore:
         self._forget(request)
         if refusal.retry_after_s is None and not refusal.hopeless:
             refusal = replace(refusal, retry_after_s=self._releases.retry_after_s())
-        if refusal.work is not None and refusal.retry_after_s is not None:
-            digest = digest_of(request.spec)
-            self.promises.make(digest, refusal.work, refusal.retry_after_s, now_s)
-        return [Refuse(request_id=request_id, refusal=refusal)]
+        if request.promise is not None:
+            self.promises.settle(kept=False)
+        return [Refuse(request_id=request_id, refusal=self._promise(request, refusal, now_s))]
+
+    def _promise(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
+        soonest_s = refusal.retry_after_s
+        if refusal.work is None or soonest_s is None:
+            return refusal
+        digest = digest_of(request.spec)
+        retry_after_s = self.promises.make(digest, refusal.work, soonest_s, now_s)
+        return replace(refusal, retry_after_s=retry_after_s)
 
     def _wait(
         self, request: Request, refusal: Refusal, patience_s: float, now_s: float
@@ -304,10 +323,12 @@ class RouterCore:
         if request.admitted:
             return begin
         request.admitted = True
+        if request.promise is not None:
+            self.promises.settle(kept=True)
         return [Admit(request_id=request.request_id), *begin]
 
     def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
-        if event.first_index == 0:
+        if event.first_index == len(request.resumed_ids):
             request.ledger.mark("first_token", event.at_s)
             request.ledger.mark("first_token_received", now_s)
             self.workers.prefilled(request.key, request.legs, now_s)

@@ -278,6 +278,11 @@ class WorkerDispatcher:
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
         return self.pools.statuses()
 
+    def promises(self) -> dict[str, int]:
+        """# what became of a retry time |-> how often"""
+        told = self.core.promises
+        return {"kept": told.kept, "broken": told.broken, "expired": told.expired}
+
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         core = self.core
         return quarantine_told.statuses(core.quarantine, core.workers, time.monotonic())

@@ -216,6 +216,7 @@ class ClusterGauges(Collector):
         yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
         pairs = len(self._dispatcher.quarantined())
         yield self._gauge("pairs_quarantined", "Pairs of workers kept out of placement.", pairs)
+        yield self._promises()
         workers = self._dispatcher.workers()
         yield self._canaries(workers)
         for name, text, value in WORKER_GAUGES:
@@ -244,6 +245,15 @@ class ClusterGauges(Collector):
             for (kind, quantile), seconds in tier.latencies_s.items():
                 latency.add_metric((self._model_name, tier.name, kind, quantile), seconds)
         return step, latency
+
+    def _promises(self) -> Metric:
+        text = "Retry times told with refusals: whether clients came back, and got in."
+        counter = CounterMetricFamily(
+            "kvrelay:retry_promises", text, labels=("model_name", "outcome")
+        )
+        for outcome, count in self._dispatcher.promises().items():
+            counter.add_metric((self._model_name, outcome), float(count))
+        return counter
 
     def _canaries(self, workers: Sequence[WorkerStatus]) -> Metric:
         """By worker, as the decode side counts them."""

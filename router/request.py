@@ -40,18 +40,17 @@ class Request:
     promise: Promise | None = None  # that it came back for
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    key: RequestKey = field(init=False)
+    resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.key = RequestKey(self.request_id, self.attempt)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
 
     @property
     def request_id(self) -> str:
         return self.submitted.request_id
-
-    @property
-    def key(self) -> RequestKey:
-        return RequestKey(self.request_id, self.attempt)
 
     @property
     def placement(self) -> Placement | None:
@@ -67,6 +66,7 @@ class Request:
             tenant=asked.tenant,
             qos_tier=self.tier.name,
             tpot_s=self.objectives.tpot_s,
+            emitted_ids=self.resumed_ids,
         )
 
     @property
@@ -101,17 +101,18 @@ class Request:
     @property
     def handed_over(self) -> bool:
         """KV and first tokens have left the prefill worker: it may die now."""
-        return self.committed and all(choice.next_index > 0 for choice in self.choices)
+        begun = len(self.resumed_ids)
+        return self.committed and all(choice.next_index > begun for choice in self.choices)
 
     @property
     def legs(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
-        if self.placement is None:
+        placement = self.placement
+        if placement is None:
             return ()
-        prefill = self.placement.prefill
-        if prefill is None or self.handed_over:
-            return (self.placement.decode,)
-        return (self.placement.decode, prefill)
+        if placement.prefill is None or self.handed_over:
+            return (placement.decode,)
+        return (placement.decode, placement.prefill)
 
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
@@ -133,11 +134,15 @@ class Request:
         self.ledger.mark(moment.name, moment.at_s)
 
     def try_again(self, attempt: int) -> None:
-        """What the old attempt still says is dropped; tokens delivered already stay delivered."""
+        """What the old attempt still says is dropped; tokens delivered already stay delivered. With
+        several choices they are drawn again."""
         self.tries += 1
         self.attempt = attempt
+        self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()
+        if len(self.choices) == 1:
+            self.resumed_ids = tuple(self.choices[0].delivered)
         for choice in self.choices:
             choice.forget_early()

@@ -112,7 +112,12 @@ class Workers(dict[Incarnation, WorkerView]):
         prompt = prediction.prompt
         tokens = demand.prompt_tokens
         seconds = prompt.pull_s + prompt.prefill_s
-        ahead = Ahead(seconds=seconds, tokens=tokens, priority=demand.priority)
+        ahead = Ahead(
+            seconds=seconds,
+            tokens=tokens,
+            priority=demand.priority,
+            computed_tokens=prompt.computed_tokens,
+        )
         candidate.prefiller.queue.add(key, ahead, now_s)
 
     def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:

@@ -73,6 +73,7 @@ def _encode_spec(spec: RequestSpec) -> pb.RequestSpec:
         tenant=spec.tenant,
         qos_tier=spec.qos_tier,
         tpot_s=spec.tpot_s,
+        emitted_ids=spec.emitted_ids,
     )
 
 
@@ -84,6 +85,7 @@ def _decode_spec(message: pb.RequestSpec) -> RequestSpec:
         tenant=message.tenant,
         qos_tier=message.qos_tier,
         tpot_s=message.tpot_s if message.HasField("tpot_s") else None,
+        emitted_ids=tuple(message.emitted_ids),
     )
 
 
