@@ -259,17 +259,14 @@ class RouterCore:
         return self._fail(request, refusal.reason, f"can't go on: {refusal.message}")
 
     def _ask_again(self, now_s: float) -> list[Command]:
-        """In order; once one is refused again, the others of its line wait with it."""
+        """Whoever is refused again waits on, and its line with it."""
         commands: list[Command] = []
-        held: set[str] = set()
         due_s = now_s if self.workers else inf
-        while (turn := self.waiting.take_next(due_s, held)) is not None:
+        while (turn := self.waiting.take_next(due_s)) is not None:
             request_id, refusal = turn
             request = self.requests[request_id]
             request.tried.clear()
             commands += self._place(request, refusal, now_s)
-            if (line := self.waiting.line_of(request_id)) is not None:
-                held.add(line)
         return commands
 
     def _climb(self, now_s: float) -> list[Command]:

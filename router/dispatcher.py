@@ -201,11 +201,8 @@ class WorkerDispatcher:
         if deadline_s is not None and generation.request is not None:
             left_s = deadline_s - sum(request.phases_s.values())
             loop = asyncio.get_running_loop()
-            generation.alarm = loop.call_later(max(0.0, left_s), self._too_late, generation)
-
-    def _too_late(self, generation: WorkerGeneration) -> None:
-        if self.runs(generation):
-            self._post(DeadlinePassed(request_id=generation.request_id))
+            passed = DeadlinePassed(request_id=request.request_id)
+            generation.alarm = loop.call_later(max(0.0, left_s), self._post, passed)
 
     def _check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what no worker could take, even when idle."""

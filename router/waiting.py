@@ -7,7 +7,7 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -33,7 +33,8 @@ class _Wait:
 class WaitingRoom:
     """Those of one line are asked in their order, and wait for the first of them."""
 
-    _waits: dict[str, _Wait] = field(default_factory=dict)  # request id |-> wait, first come first
+    _waits: dict[str, _Wait] = field(default_factory=dict)  # request id |-> wait
+    _lines: dict[str, dict[str, None]] = field(default_factory=dict)  # line |-> ids, in order
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waits
@@ -54,26 +55,22 @@ class WaitingRoom:
         self._waits[request_id] = _Wait(
             line=line, refusal=refusal, since_s=since_s, next_s=next_s, until_s=until_s
         )
+        self._lines.setdefault(line, {})[request_id] = None
         return True
 
-    def take_next(self, now_s: float, without: Container[str]) -> tuple[str, Refusal] | None:
-        """Whose turn it is to ask, in a line that is not among `without`, and what it was told
-        last. It waits on if refused again."""
-        due = (
-            name
-            for name, wait in self._waits.items()
-            if wait.next_s <= now_s and wait.line not in without
-        )
+    def take_next(self, now_s: float) -> tuple[str, Refusal] | None:
+        """Whose turn it is to ask, and what it was told last. It waits on if refused again."""
+        firsts = (self._first(line) for line in self._lines.values())
+        due = (name for name in firsts if name and self._waits[name].next_s <= now_s)
         if (name := next(due, None)) is None:
             return None
         wait = self._waits[name]
         self._waits[name] = replace(wait, next_s=inf)
         return name, wait.refusal
 
-    def line_of(self, request_id: str) -> str | None:
-        """Of one that was refused again, and will ask again."""
-        wait = self._waits.get(request_id)
-        return wait.line if wait is not None and wait.next_s < inf else None
+    def _first(self, line: dict[str, None]) -> str | None:
+        """Of those that aren't asking."""
+        return next((name for name in line if self._waits[name].next_s < inf), None)
 
     def waited_s(self, request_id: str, now_s: float) -> float:
         """So far; 0 for one that has not been here."""
@@ -81,4 +78,9 @@ class WaitingRoom:
         return 0.0 if wait is None else now_s - wait.since_s
 
     def leave(self, request_id: str) -> None:
-        self._waits.pop(request_id, None)
+        wait = self._waits.pop(request_id, None)
+        if wait is not None:
+            line = self._lines[wait.line]
+            del line[request_id]
+            if not line:
+                del self._lines[wait.line]

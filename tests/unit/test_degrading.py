@@ -21,6 +21,7 @@ from router.events import (
     Send,
     Submitted,
     WorkerJoined,
+    WorkerLost,
 )
 from router.ladder import Step
 from router.refusal import Refusal
@@ -129,8 +130,10 @@ def core(times: StepTimes, *, places: int = 4) -> RouterCore:
     return core
 
 
-def submit(core: RouterCore, name: str, tier: str, *, now_s: float = 1.0) -> list[Command]:
-    asked = replace(request(name, max_tokens=40), qos_tier=tier)
+def submit(
+    core: RouterCore, name: str, tier: str, *, n: int = 1, most: int = 40, now_s: float = 1.0
+) -> list[Command]:
+    asked = replace(request(name, n=n, max_tokens=most), qos_tier=tier)
     return core.handle(Submitted(request=asked), now_s)
 
 
@@ -183,6 +186,30 @@ def test_a_deferred_request_is_refused_when_its_patience_is_over() -> None:
     assert says(at, "p", now_s=1.9) == []
     (refusal,) = refusals(says(at, "p", now_s=2.2))
     assert refusal.reason == "slots_exhausted"
+    assert "r" not in at.requests and "r" not in at.waiting
+
+
+def test_deferred_requests_of_a_tier_wait_for_the_first_of_them() -> None:
+    at = core(PerToken(), places=4)
+    for i in range(3):
+        submit(at, str(i), "gold", most=4)
+    assert submit(at, "wide", "free", n=3, most=4) == []
+    assert submit(at, "less", "free", n=2, most=4) == []
+    at.handle(Aborted(request_id="0"), 1.1)
+    says(at, "d", released("0"), now_s=1.1)
+    assert asked_for(says(at, "p", now_s=1.3)) == []  # there is room for the second one
+    at.handle(Aborted(request_id="1"), 1.4)
+    says(at, "d", released("1", attempt=1), now_s=1.4)
+    assert [one.n for one in asked_for(says(at, "p", now_s=1.6))] == [3]
+
+
+def test_a_deferred_request_whose_workers_are_all_gone_is_refused() -> None:
+    at = core(PerToken(), places=1)
+    submit(at, "first", "gold")
+    assert submit(at, "r", "free") == []
+    at.handle(WorkerLost(incarnation=D), 1.1)
+    commands = at.handle(WorkerLost(incarnation=Incarnation("p")), 1.3)
+    assert "r" in [c.request_id for c in commands if isinstance(c, Refuse)]
     assert "r" not in at.requests and "r" not in at.waiting
 
 

@@ -18,14 +18,16 @@ def room(*names: tuple[str, str]) -> WaitingRoom:
 
 def test_each_line_asks_in_its_order_and_lets_the_others_go_on() -> None:
     waiting = room(("a", "free"), ("b", "free"), ("c", ""))
-    assert waiting.take_next(0.1, ()) is None
-    assert waiting.take_next(ASK_AGAIN_S, ()) == ("a", WHY)
-    assert waiting.line_of("a") is None  # it is asking
-    assert waiting.try_wait("a", "free", WHY, 1.0, ASK_AGAIN_S)
-    assert waiting.line_of("a") == "free"
-    assert waiting.take_next(ASK_AGAIN_S, {"free"}) == ("c", WHY)
-    assert waiting.take_next(ASK_AGAIN_S, {"free"}) is None
-    assert waiting.take_next(ASK_AGAIN_S, ()) == ("b", WHY)
+    assert waiting.take_next(0.1) is None
+    assert waiting.take_next(ASK_AGAIN_S) == ("a", WHY)
+    assert waiting.try_wait("a", "free", WHY, 1.0, 0.3)
+    assert waiting.take_next(0.3) == ("c", WHY)
+    assert waiting.take_next(0.4) is None  # b waits for a
+    assert waiting.take_next(0.3 + ASK_AGAIN_S) == ("a", WHY)
+    assert waiting.take_next(0.3 + ASK_AGAIN_S) == ("b", WHY)  # a may be served
+    waiting.leave("a")
+    assert waiting.try_wait("b", "free", WHY, 1.0, 0.6)
+    assert waiting.take_next(0.9) == ("b", WHY)
 
 
 def test_patience_counts_from_the_beginning() -> None:
