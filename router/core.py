@@ -292,8 +292,14 @@ class RouterCore:
         )
 
     def _learn_tpot(self, request: Request) -> None:
-        if request.predicted is not None and (actual_s := request.tpot_s()) is not None:
-            self.forecast.tpot.observe(request.predicted.tpot_s, actual_s, undisturbed=False)
+        """Beside the longest steps that it was to have with those admitted after it."""
+        predicted, placement, actual_s = request.predicted, request.placement, request.tpot_s()
+        if predicted is None or placement is None or actual_s is None:
+            return
+        worker = self.workers.get(placement.decode)
+        worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
+        expected_s = max(0.0, worst_s - predicted.decode.step_s) + predicted.tpot_s
+        self.forecast.tpot.observe(expected_s, actual_s, undisturbed=False)
 
     def _learn_length(self, request: Request, event: Tokens) -> None:
         if event.finish_reason is not None:

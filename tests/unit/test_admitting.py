@@ -161,6 +161,25 @@ class TestPredictive:
         assert refusal.message == "it needs 4 KV blocks, and 3 will be free"
         assert refusal.retry_after_s == pytest.approx(9, abs=0.2)
 
+    def test_a_worker_that_is_idle_is_asked_whatever_the_margins_are(self) -> None:
+        """They were learnt under load: with nobody admitted they would stay for ever."""
+        p, d = pair()
+        forecast = Forecast(workers_of(p, d))
+        for margin in (forecast.ttft, forecast.tpot):
+            for _ in range(30):
+                margin.observe(0.1, 0.5, undisturbed=False)
+        asked, way = demand(ttft_s=0.1, tpot_s=0.3), Candidate(decode=d, prefill=p)
+        verdict = Predictive().judge(asked, [way], NO_CAPACITY, forecast, 0.0)
+        assert isinstance(verdict, Admitted)
+        fill(d, 50)
+        refusal = refusal_of(Predictive().judge(asked, [way], NO_CAPACITY, forecast, 0.0))
+        assert (refusal.reason, refusal.hopeless) == ("tpot_unreachable", False)
+        assert refusal.retry_after_s == pytest.approx(50, abs=0.1)
+        queue(p, 0.06)
+        refusal = refusal_of(Predictive().judge(asked, [way], NO_CAPACITY, forecast, 0.0))
+        assert (refusal.reason, refusal.hopeless) == ("ttft_unreachable", False)
+        assert refusal.retry_after_s == pytest.approx(0.06)
+
     def test_the_reason_that_ends_soonest_is_told(self) -> None:
         p, d = pair()
         fill(d, 50, 60, 70)
