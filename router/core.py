@@ -93,8 +93,10 @@ class RouterCore:
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
     def __post_init__(self, confidence: float) -> None:
+        """That both objectives are kept: each may be missed half as often."""
+        each = (1 + confidence) / 2
         self.forecast = Forecast(
-            self.workers, ttft=Margin(confidence=confidence), tpot=Margin(confidence=confidence)
+            self.workers, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
