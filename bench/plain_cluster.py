@@ -26,6 +26,7 @@ class WorkerPlan:
     role: str
     cores: tuple[int, ...]
     device: str = "cpu"
+    nice: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +89,7 @@ def plain_cluster(
                 f"--device-share={len(plans)}",
                 *extra,
             ]
-            worker = stack.enter_context(_process(command, plan.cores))
+            worker = stack.enter_context(_process(command, plan.cores, nice=plan.nice))
             cluster.processes[name] = psutil.Process(worker.pid)
         _wait_ready(cluster.http_port)
         yield cluster
@@ -109,14 +110,14 @@ _ROUTER = ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
 
 @contextmanager
 def _process(
-    arguments: Sequence[str], cores: Sequence[int] | None = None
+    arguments: Sequence[str], cores: Sequence[int] | None = None, *, nice: int = 0
 ) -> Iterator[subprocess.Popen[str]]:
     pin = [] if cores is None else ["taskset", "-c", ",".join(map(str, cores))]
     environment = {**os.environ, "KVRELAY_LOG": "warning", "PYTHONUNBUFFERED": "1"}
     if cores is not None:
         environment["OMP_NUM_THREADS"] = str(len(cores))
     process = subprocess.Popen(
-        [*pin, sys.executable, "-m", "cluster", *arguments],
+        [*pin, "nice", f"-n{nice}", sys.executable, "-m", "cluster", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,

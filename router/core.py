@@ -100,9 +100,11 @@ class RouterCore:
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
     def __post_init__(self, confidence: float) -> None:
+        """That both objectives are kept: each may be missed half as often."""
         self.ladders = Ladders(self.tiers)
+        each = (1 + confidence) / 2
         self.forecast = Forecast(
-            self.workers, ttft=Margin(confidence=confidence), tpot=Margin(confidence=confidence)
+            self.workers, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -363,13 +365,18 @@ class RouterCore:
             self.ladders.saw_ttft(request.tier.name, request.ledger.age_s(now_s), now_s)
 
     def _learn_tpot(self, request: Request, now_s: float) -> None:
-        actual_s = request.tpot_s()
+        """Beside the longest steps that it was to have with those admitted after it."""
+        predicted, placement, actual_s = request.predicted, request.placement, request.tpot_s()
         if actual_s is None:
             return
         if request.submitted.objectives.tpot_s is None:
             self.ladders.saw_tpot(request.tier.name, actual_s, now_s)
-        if request.predicted is not None:
-            self.forecast.tpot.observe(request.predicted.tpot_s, actual_s, undisturbed=False)
+        if predicted is None or placement is None:
+            return
+        worker = self.workers.get(placement.decode)
+        worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
+        expected_s = max(0.0, worst_s - predicted.decode.step_s) + predicted.tpot_s
+        self.forecast.tpot.observe(expected_s, actual_s, undisturbed=False)
 
     def _learn_length(self, request: Request, event: Tokens) -> None:
         if event.finish_reason is not None:

@@ -10,6 +10,7 @@ from kvrelay.messages import Counters, LinkState, WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
+from router.forecast.step_peaks import StepPeaks
 from router.latency.worker_times import WorkerTimes
 
 
@@ -39,13 +40,14 @@ Naming = tuple[str, str, int | None, int]
 @dataclass(slots=True, kw_only=True)
 class WorkerView:
     """Its last counters, and what this router has sent it: prompts not yet prefilled (`queue`) and
-    sequences on its decode side (`outlook`)."""
+    sequences on its decode side (`outlook`), with what was predicted of their steps (`peaks`)."""
 
     hello: WorkerHello
     counters: Counters = field(default_factory=Counters)
     times: StepTimes = field(default_factory=_NoTimes)
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
+    peaks: StepPeaks = field(default_factory=StepPeaks)
     draining: bool = False
     naming: Naming = field(init=False)
     _speed: tuple[StepTimes, Speed] | None = None

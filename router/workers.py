@@ -109,6 +109,7 @@ class Workers(dict[Incarnation, WorkerView]):
             tpot_s=demand.objectives.tpot_s,
         )
         candidate.decode.outlook.add(key, expected)
+        candidate.decode.peaks.add(prediction.decode.step_s, now_s)
         prompt = prediction.prompt
         tokens = demand.prompt_tokens
         seconds = prompt.pull_s + prompt.prefill_s

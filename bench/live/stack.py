@@ -16,9 +16,13 @@ from bench.live.outcome import Objectives, Outcome
 from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
 from engine.bundled import checkpoint_path
 
-PLANS = (WorkerPlan(role="prefill", cores=(0,)), WorkerPlan(role="decode", cores=(1,)))
+PLANS = (
+    WorkerPlan(role="prefill", cores=(0,), nice=5),
+    WorkerPlan(role="decode", cores=(1,), nice=5),
+)
 OTHERS = 1
-"""The core of the decode worker is also that of the router and the load generator."""
+"""The core of the decode worker is also that of the router and the load generator, which go first:
+in production they have cores of their own."""
 WORKERS: dict[str, object] = {
     "engine.kv_memory": "256MiB",
     "scheduler.max_running_requests": 32,

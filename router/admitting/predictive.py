@@ -1,6 +1,9 @@
 """Two-sided early rejection by prediction: a request is taken if it will keep its objectives, and
 breaks nobody's, at the time when it gets to each worker. Pure.
 
+A worker that nobody uses takes what is predicted to keep its objectives there, whatever the margins
+of predictions say: else nothing more would be learnt of them, and all be refused for ever.
+
 Otherwise it is refused at once, with the reason and the time when the same would be taken: when the
 queue has become short enough, or enough sequences have ended, what is promised to others included.
 """
@@ -64,17 +67,19 @@ class _Look:
     def ttft(self) -> Refusal | None:
         """A queue shrinks by a second each second; the prompt's own time does not."""
         objective_s, prompt = self.demand.objectives.ttft_s, self.prediction.prompt
-        if objective_s is None or self.prediction.ttft_at_most_s <= objective_s:
+        alone_s = self.forecast.ttft.overhead_s + prompt.pull_s + prompt.prefill_s
+        queued = prompt.queue_s > 0
+        ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
+        if objective_s is None or ttft_s <= objective_s:
             return None
-        alone_s = self.forecast.ttft.apply(prompt.pull_s + prompt.prefill_s)
+        over_s = min((ttft_s - objective_s) / self.forecast.ttft.factor, prompt.queue_s)
         in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
-        over_s = self.forecast.ttft.apply(prompt.first_token_s + in_line_s) - objective_s
         hopeless = alone_s > objective_s
         return Refusal(
             reason="ttft_unreachable",
-            message=f"its first token would take {self.prediction.ttft_at_most_s * 1e3:.0f} ms, "
+            message=f"its first token would take {ttft_s * 1e3:.0f} ms, "
             f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:.0f} ms",
-            retry_after_s=None if hopeless else max(0.0, over_s / self.forecast.ttft.factor),
+            retry_after_s=None if hopeless else over_s + max(0.0, in_line_s),
             hopeless=hopeless,
         )
 
@@ -82,17 +87,19 @@ class _Look:
         """Its own objective, and the strictest of those that decode there."""
         bounds = (self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s)
         bound_s = min((s for s in bounds if s is not None), default=None)
-        if bound_s is None or self.prediction.tpot_at_most_s <= bound_s:
+        alone = not self.prediction.decode.batch.sequences
+        tpot_s = self.prediction.tpot_s if alone else self.prediction.tpot_at_most_s
+        if bound_s is None or tpot_s <= bound_s:
             return None
 
         def fits(batch: BatchThen) -> bool:
             step_s = self.worker.step_s(with_it(self.demand, batch, self.worker))
-            return self.forecast.tpot.apply(step_s) <= bound_s
+            return (self.forecast.tpot.apply(step_s) if batch.sequences else step_s) <= bound_s
 
         hopeless = bound_s == self.demand.objectives.tpot_s and not fits(BatchThen(0, 0))
         return Refusal(
             reason="tpot_unreachable",
-            message=f"a token would take {self.prediction.tpot_at_most_s * 1e3:.1f} ms, "
+            message=f"a token would take {tpot_s * 1e3:.1f} ms, "
             f"more than {bound_s * 1e3:.1f} ms" + (" even alone" if hopeless else ""),
             retry_after_s=None if hopeless else self._when(fits),
             hopeless=hopeless,

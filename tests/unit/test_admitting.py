@@ -170,6 +170,25 @@ class TestPredictive:
         d.outlook.add(key("a"), Expected(joins_s=0, ends_s=9, tokens=48, tpot_s=9))
         assert refusal_of(judge(Predictive(), p, d, asked=asked)).reason == "kv_exhausted"
 
+    def test_a_worker_that_is_idle_is_asked_whatever_the_margins_are(self) -> None:
+        """They were learnt under load: with nobody admitted they would stay for ever."""
+        p, d = pair()
+        forecast = Forecast(workers_of(p, d))
+        for margin in (forecast.ttft, forecast.tpot):
+            for _ in range(30):
+                margin.observe(0.1, 0.5, undisturbed=False)
+        asked, way = demand(ttft_s=0.1, tpot_s=0.3), Candidate(decode=d, prefill=p)
+        verdict = Predictive().judge(asked, [way], NO_CAPACITY, forecast, 0.0)
+        assert isinstance(verdict, Admitted)
+        fill(d, 50)
+        refusal = refusal_of(Predictive().judge(asked, [way], NO_CAPACITY, forecast, 0.0))
+        assert (refusal.reason, refusal.hopeless) == ("tpot_unreachable", False)
+        assert refusal.retry_after_s == pytest.approx(50, abs=0.1)
+        queue(p, 0.06)
+        refusal = refusal_of(Predictive().judge(asked, [way], NO_CAPACITY, forecast, 0.0))
+        assert (refusal.reason, refusal.hopeless) == ("ttft_unreachable", False)
+        assert refusal.retry_after_s == pytest.approx(0.06)
+
     def test_the_reason_that_ends_soonest_is_told(self) -> None:
         p, d = pair()
         fill(d, 50, 60, 70)

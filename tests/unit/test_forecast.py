@@ -10,6 +10,7 @@ from router.candidate import Candidate
 from router.forecast.decode_outlook import BatchThen, DecodeOutlook, Expected
 from router.forecast.forecast import Forecast
 from router.forecast.prefill_queue import Ahead, PrefillQueue
+from router.forecast.step_peaks import StepPeaks
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 P, D = Role.PREFILL, Role.DECODE
@@ -140,3 +141,11 @@ def test_a_decode_worker_that_prefills_does_both_in_its_steps() -> None:
     asked = demand(prompt_tokens=16)
     found = Forecast(workers_of(d)).predict(asked, Candidate(decode=d, prefill=None), 0)
     assert found.prompt.prefill_s == pytest.approx(0.16 + 2 * 2 * 0.1)
+
+
+def test_peaks_are_the_longest_since() -> None:
+    peaks = StepPeaks()
+    assert peaks.since(0) == 0
+    for at_s, step_s in enumerate((3.0, 1.0, 2.0, 2.0, 0.5)):
+        peaks.add(step_s, at_s)
+    assert [peaks.since(at_s) for at_s in range(6)] == [3.0, 2.0, 2.0, 2.0, 0.5, 0.0]
