@@ -39,6 +39,7 @@ class Request:
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # that it came back for
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    moves: int = 0  # to other decode workers
     resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
 
@@ -81,7 +82,7 @@ class Request:
 
     def prediction_errors(self) -> dict[str, float]:
         """# ttft, tpot |-> predicted by actual seconds; none once it had to be run again"""
-        if self.predicted is None or self.tries > 1:
+        if self.predicted is None or self.disturbed:
             return {}
         tokens = max(choice.next_index for choice in self.choices)
         return prediction_errors(self.predicted, self.ledger, tokens)
@@ -90,9 +91,19 @@ class Request:
         """Of its longest choice; None for one that had to be run again, or is short."""
         tokens = max(choice.next_index for choice in self.choices)
         first_s, last_s = map(self.ledger.after_s, ("first_token_received", "last_token_received"))
-        if self.tries > 1 or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
+        if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
         return (last_s - first_s) / (tokens - 1)
+
+    @property
+    def disturbed(self) -> bool:
+        """It was run again, or moved: how long it took says nothing of the first prediction."""
+        return self.tries > 1 or self.moves > 0
+
+    @property
+    def decodes(self) -> bool:
+        """It is past the first token of this attempt."""
+        return self.choices[0].next_index > len(self.resumed_ids)
 
     @property
     def handed_over(self) -> bool:
@@ -113,7 +124,7 @@ class Request:
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
-        if self.tries == 1:
+        if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)
         self.ledger.mark("placed", now_s)
@@ -129,11 +140,20 @@ class Request:
         """What the old attempt still says is dropped; tokens delivered already stay delivered. With
         several choices they are drawn again."""
         self.tries += 1
+        if len(self.choices) == 1:
+            self.resumed_ids = tuple(self.choices[0].delivered)
+        self._begin(attempt)
+
+    def move(self, spec: RequestSpec) -> None:
+        """It goes on as `spec` says, which may draw some tokens again that came meanwhile."""
+        self.moves += 1
+        self.resumed_ids = spec.emitted_ids
+        self._begin(spec.key.attempt)
+
+    def _begin(self, attempt: int) -> None:
         self.attempt = attempt
         self.placed = None
         self.committed = False
         self.tried.clear()
-        if len(self.choices) == 1:
-            self.resumed_ids = tuple(self.choices[0].delivered)
         for choice in self.choices:
             choice.forget_early()
