@@ -275,6 +275,9 @@ class WorkerDispatcher:
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
         return self.pools.statuses()
 
+    def moved_requests(self) -> int:
+        return self.core.moving.moved
+
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         core = self.core
         return quarantine_told.statuses(core.quarantine, core.workers, time.monotonic())

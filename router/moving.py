@@ -127,8 +127,9 @@ class Moving:
 
     @staticmethod
     def is_worth(admitted: Admitted, left_tokens: int) -> bool:
-        prediction = admitted.prediction
-        return prediction.decode.joins_in_s < WORTH * left_tokens * prediction.decode.step_s
+        """So it is where the workers haven't told their times."""
+        decode = admitted.prediction.decode
+        return not decode.step_s or decode.joins_in_s < WORTH * left_tokens * decode.step_s
 
     def begin(self, request: Request, spec: RequestSpec, admitted: Admitted) -> None:
         source = admitted.candidate.prefiller.incarnation

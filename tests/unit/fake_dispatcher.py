@@ -177,6 +177,9 @@ class FakeDispatcher:
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
 
+    def moved_requests(self) -> int:
+        return 0
+
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         return self.pairs
 
