@@ -38,9 +38,10 @@ class Packing:
 
     def _keep_seated(self) -> None:
         """Those whose places are asked back wait again."""
-        running = {*self.roster.running}
-        self._running = [s for s in self.roster.seated() if s in running]
-        for sequence in running.difference(self._running):
+        running, seated = {*self.roster.running}, self.roster.seated()
+        self._running = [s for s in seated if s in running]
+        kept = {*seated}
+        for sequence in [s for s in reversed(self.roster.running) if s not in kept]:
             self.roster.park(sequence)
 
     def _seated_waiting(self) -> list[Sequence]:

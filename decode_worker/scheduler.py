@@ -98,7 +98,7 @@ class DecodeScheduler:
             return [self._refused(message.spec.key, refusal, now_s)]
         if (taken := self._try_take(message, now_s)) is not None:
             return [taken]
-        if not self.admission.may_reclaim(message.spec):
+        if self._waits_behind(message) or not self.admission.may_reclaim(message.spec):
             return [self._refused(message.spec.key, "kv_exhausted", now_s)]
         self.asking.append(message)
         return []
@@ -112,7 +112,7 @@ class DecodeScheduler:
 
     def _reclaim(self, message: Ask, now_s: float) -> Emit:
         while (taken := self._try_take(message, now_s)) is None:
-            if not self.admission.try_reclaim():
+            if self._waits_behind(message) or not self.admission.try_reclaim():
                 return self._refused(message.spec.key, "kv_exhausted", now_s)
         return taken
 
@@ -122,9 +122,13 @@ class DecodeScheduler:
         if isinstance(message, Reserve):
             reservation = self.receiver.try_reserve(message, now_s)
             return self._taken(key, now_s, reservation.held_tokens) if reservation else None
-        if self.receiver.awaits_blocks:  # what was computed already comes first
+        if self._waits_behind(message):
             return None
         return self._taken(key, now_s) if self.batch.try_enqueue(message.spec, now_s) else None
+
+    def _waits_behind(self, message: Ask) -> bool:
+        """What was computed already comes first."""
+        return isinstance(message, Generate) and self.receiver.awaits_blocks
 
     @staticmethod
     def _taken(key: RequestKey, now_s: float, held_tokens: int = 0) -> Emit:

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.codec import Codec
 from kvpool.hashes import (
+    TOKEN_BYTES,
     BlockHash,
     CacheSalt,
     NamedTokens,
     SupportsTokens,
     block_hash,
+    block_hash_of,
     cache_salt,
     extend_chain,
     token_bytes,
@@ -24,6 +26,9 @@ from kvpool.layout import KvLayout
 from kvpool.siblings import Content
 from kvpool.tenants import TenantRoots
 from kvrelay.types import RequestSpec
+
+_WALK_BLOCKS = 64
+"""Whose bytes are made together."""
 
 _MIXED = "mixed"
 
@@ -136,9 +141,12 @@ class HashChain:
         if isinstance(token_ids, NamedTokens):
             yield from token_ids.names(range(limit // size), size, self.salt)
             return
-        for end in range(size, limit + 1, size):
-            parent = block_hash(parent, token_ids[end - size : end], self.salt)
-            yield parent
+        for first in range(0, limit // size, _WALK_BLOCKS):
+            until = min(first + _WALK_BLOCKS, limit // size)
+            data = token_bytes(token_ids[first * size : until * size])
+            for at in range(0, len(data), size * TOKEN_BYTES):
+                parent = block_hash_of(parent, data[at : at + size * TOKEN_BYTES], self.salt)
+                yield parent
 
     def copy(self) -> HashChain:
         return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))

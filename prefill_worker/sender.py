@@ -112,7 +112,9 @@ class Sender:
         spans, self._planned = self._planned, []
         if not spans:
             return []
-        wire = replace(self.layout, dtype=wire_dtype(self.layout.dtype, self.peer.dtype))
+        own = self.layout.dtype
+        dtype = wire_dtype(own, self.peer.dtype)
+        wire = self.layout if dtype == own else replace(self.layout, dtype=dtype)
         return [
             self._ahead(Piece(span=span, index=index), write, tables)
             for span in spans

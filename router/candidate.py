@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvrelay.messages import PrefixSource
+from kvrelay.values import value
 from router.forecast.decode_outlook import BatchThen
 from router.placement import Placement
 from router.promises import Promised
 from router.view import WorkerView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Candidate:
     """`prefill` None: the decode worker prefills too. `source`: who has more of the prompt than
     the one that prefills."""
@@ -30,20 +29,22 @@ class Candidate:
         return self.prefill or self.decode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PromptPrediction:
-    """Seconds from now until the first token, by what they are spent on."""
+    """Seconds from now until the first token, by what they are spent on: in the end on
+    `computed_tokens` of the prompt."""
 
     queue_s: float
     pull_s: float
     prefill_s: float
+    computed_tokens: int = 0
 
     @property
     def first_token_s(self) -> float:
         return self.queue_s + self.pull_s + self.prefill_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class DecodePrediction:
     """Of a decode worker when the request joins, `joins_in_s` from now: `batch` is without it,
     `step_s` a step with it. Free blocks are those that are left without it."""
@@ -55,7 +56,7 @@ class DecodePrediction:
     free_blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Prediction:
     """`ttft_s` counts from when the request was received. With the margins' confidence neither will
     be more than the `at_most` values."""

@@ -33,6 +33,7 @@ from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
 from router.admitting.predictive import Predictive
 from router.candidate import Candidate
+from router.degrading import deferred, less_output_helps, stricter, tripped, ways
 from router.demand import Demand
 from router.directory import Directory
 from router.events import (
@@ -44,6 +45,7 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    LadderStepped,
     PairQuarantined,
     PairTrusted,
     Refuse,
@@ -55,6 +57,7 @@ from router.events import (
 )
 from router.forecast.forecast import Forecast
 from router.generation import GenerationRequest
+from router.ladder import Ladders, Step
 from router.latency.margins import Margin
 from router.latency.output_lengths import OutputLengths
 from router.ledger import Ledger
@@ -74,6 +77,8 @@ from router.workers import Workers
 MAX_ATTEMPTS = 3
 EXPECTED = 0.5
 """The quantile of its tier's output lengths that a request is expected to have."""
+SOON_S = 0.5
+"""Who is to come back later than this finds the worker done with whoever is taken now."""
 
 
 @dataclass(slots=True)
@@ -92,6 +97,7 @@ class RouterCore:
     promises: Promises = field(default_factory=Promises)
     forecast: Forecast = field(init=False)
     moving: Moving = field(init=False)
+    ladders: Ladders = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
@@ -101,12 +107,13 @@ class RouterCore:
 
     def __post_init__(self, confidence: float, move_hot_spots: bool) -> None:
         self.moving = Moving(self.workers, self.requests, self.lengths, enabled=move_hot_spots)
+        self.ladders = Ladders(self.tiers)
         self.forecast = Forecast(
             self.workers, ttft=Margin(confidence=confidence), tpot=Margin(confidence=confidence)
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        return [*self._handle(event, now_s), *self._ask_again(now_s)]
+        return [*self._handle(event, now_s), *self._ask_again(now_s), *self._climb(now_s)]
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
@@ -141,8 +148,8 @@ class RouterCore:
 
     def _place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
         """Ask the next decode worker; refuse for the last reason when none is left."""
-        demand = self._demand(request, request.spec, now_s)
-        match self._judge(request, demand, otherwise, now_s):
+        demand, verdict = self._consider(request, otherwise, now_s)
+        match verdict:
             case Refusal() as refusal:
                 return self._refuse(request, refusal, now_s)
             case Deferred(refusal=refusal, patience_s=patience_s):
@@ -151,6 +158,37 @@ class RouterCore:
                 request.place(admitted, now_s)
                 self.workers.book(demand, admitted, now_s)
                 return [orders.ask(request.spec, admitted.candidate, self._within_s(demand))]
+
+    def _consider(
+        self, request: Request, otherwise: Refusal, now_s: float
+    ) -> tuple[Demand, Verdict]:
+        """As asked, or if need be as its tier allows: with less output, or later."""
+        if request.admitted:
+            demand = self._demand(request, request.spec, now_s)
+            return demand, self._judge(request, demand, otherwise, now_s)
+        request.capped_tokens = None
+        demand, tier = self._demand(request, request.spec, now_s), request.tier
+        ladder = self.ladders.highest(tier)
+        if ladder is not None and ladder.step is Step.TRIP and not self._in_reserve(request):
+            return demand, tripped(tier, ladder, now_s)
+        refusal = otherwise
+        for way in ways(demand, tier, Step.NORMAL if ladder is None else ladder.step):
+            judged = way if ladder is None else stricter(way, ladder.rules)
+            verdict = self._judge(request, judged, otherwise, now_s)
+            if not isinstance(verdict, Refusal):
+                request.cap(way.spec.sampling.max_tokens)
+                return way, verdict
+            refusal = verdict if ladder is None else replace(verdict, hopeless=False)
+            if not less_output_helps(refusal, demand):
+                break
+        waited_s = self.waiting.waited_s(request.request_id, now_s)
+        return demand, deferred(refusal, tier, waited_s) or refusal
+
+    def _in_reserve(self, request: Request) -> bool:
+        """Whether the tier's own share of decode places has room for it."""
+        own = (one for one in self.requests.values() if one.tier is request.tier and one.placed)
+        taken = sum(len(one.choices) for one in own) + len(request.choices)
+        return taken <= request.tier.share * self.workers.decode_places
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""
@@ -169,7 +207,8 @@ class RouterCore:
             objectives=request.objectives,
             priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
-            promised=self._promised(request),
+            promised=self._promised(request, now_s + SOON_S),
+            line=self._promised(request, inf),
         )
 
     def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
@@ -180,11 +219,11 @@ class RouterCore:
         )
         return max(1, expected - emitted)
 
-    def _promised(self, request: Request) -> Promised:
+    def _promised(self, request: Request, before_s: float) -> Promised:
         """What goes before it at each worker though it isn't there yet."""
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.ahead_of(request.promise))
+        return self.workers.per_worker(self.promises.ahead_of(request.promise, before_s))
 
     @staticmethod
     def _within_s(demand: Demand) -> float | None:
@@ -198,35 +237,52 @@ class RouterCore:
         self._forget(request)
         if refusal.retry_after_s is None and not refusal.hopeless:
             refusal = replace(refusal, retry_after_s=self._releases.retry_after_s())
-        if refusal.work is not None and refusal.retry_after_s is not None:
-            digest = digest_of(request.spec)
-            self.promises.make(digest, refusal.work, refusal.retry_after_s, now_s)
-        return [Refuse(request_id=request_id, refusal=refusal)]
+        if request.promise is not None:
+            self.promises.settle(kept=False)
+        return [Refuse(request_id=request_id, refusal=self._promise(request, refusal, now_s))]
+
+    def _promise(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
+        soonest_s = refusal.retry_after_s
+        if refusal.work is None or soonest_s is None:
+            return refusal
+        digest = digest_of(request.spec)
+        retry_after_s = self.promises.make(digest, refusal.work, soonest_s, now_s)
+        return replace(refusal, retry_after_s=retry_after_s)
 
     def _wait(
         self, request: Request, refusal: Refusal, patience_s: float, now_s: float
     ) -> list[Command]:
         """Without any worker there is nothing to wait for."""
+        line = "" if request.admitted else request.tier.name
         waits = self.workers and self.waiting.try_wait(
-            request.request_id, refusal, patience_s, now_s
+            request.request_id, line, refusal, patience_s, now_s
         )
         if waits:
             request.placed = None
             return []
+        if not request.admitted:
+            return self._refuse(request, refusal, now_s)
         return self._fail(request, refusal.reason, f"can't go on: {refusal.message}")
 
     def _ask_again(self, now_s: float) -> list[Command]:
-        """In order; once one is refused again, the others wait with it."""
+        """In order; once one is refused again, the others of its line wait with it."""
         commands: list[Command] = []
+        held: set[str] = set()
         due_s = now_s if self.workers else inf
-        while (turn := self.waiting.take_next(due_s)) is not None:
+        while (turn := self.waiting.take_next(due_s, held)) is not None:
             request_id, refusal = turn
             request = self.requests[request_id]
             request.tried.clear()
             commands += self._place(request, refusal, now_s)
-            if self.waiting.is_due_later(request_id):
-                break
+            if (line := self.waiting.line_of(request_id)) is not None:
+                held.add(line)
         return commands
+
+    def _climb(self, now_s: float) -> list[Command]:
+        return [
+            LadderStepped(tier=ladder.tier.name, step=ladder.step, cause=cause)
+            for ladder, cause in self.ladders.climb(now_s)
+        ]
 
     # --- what workers say -----------------------------------------------------------------------
 
@@ -278,6 +334,8 @@ class RouterCore:
         if request.admitted:
             return begin
         request.admitted = True
+        if request.promise is not None:
+            self.promises.settle(kept=True)
         return [Admit(request_id=request.request_id), *begin]
 
     def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
@@ -286,6 +344,7 @@ class RouterCore:
             request.ledger.mark("first_token_received", now_s)
             self.workers.prefilled(request.key, request.legs, now_s)
             self._learn_ttft(request, now_s)
+            self._watch_ttft(request, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
         ready = request.choices[event.choice].take(event)
@@ -293,7 +352,7 @@ class RouterCore:
             return []
         self._learn_length(request, event)
         if request.done:
-            self._learn_tpot(request)
+            self._learn_tpot(request, now_s)
             self._ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
 
@@ -308,8 +367,19 @@ class RouterCore:
             undisturbed=predicted.prompt.queue_s <= 0,
         )
 
-    def _learn_tpot(self, request: Request) -> None:
-        if request.predicted is not None and (actual_s := request.tpot_s()) is not None:
+    def _watch_ttft(self, request: Request, now_s: float) -> None:
+        """Of those that are held to their tier's objective."""
+        first = not any(choice.next_index for choice in request.choices)
+        if first and request.submitted.objectives.ttft_s is None:
+            self.ladders.saw_ttft(request.tier.name, request.ledger.age_s(now_s), now_s)
+
+    def _learn_tpot(self, request: Request, now_s: float) -> None:
+        actual_s = request.tpot_s()
+        if actual_s is None:
+            return
+        if request.submitted.objectives.tpot_s is None:
+            self.ladders.saw_tpot(request.tier.name, actual_s, now_s)
+        if request.predicted is not None:
             self.forecast.tpot.observe(request.predicted.tpot_s, actual_s, undisturbed=False)
 
     def _learn_length(self, request: Request, event: Tokens) -> None:

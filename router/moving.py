@@ -101,7 +101,7 @@ class Moving:
             if request is None or key not in (request.key, *self._pending):
                 continue
             for order in request.choices:
-                emitted, most = order.next_index, request.submitted.sampling.max_tokens
+                emitted, most = order.next_index, request.sampling.max_tokens
                 length = self.lengths.quantile(
                     request.tier.name, 0.5, max_tokens=most, emitted=emitted
                 )

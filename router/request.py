@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrelay.messages import Lifetime
 from kvrelay.qos import QosTier
-from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec
+from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec, Sampling
 from router.admitting.policy import Admitted
 from router.candidate import Prediction
 from router.generation import GenerationRequest
@@ -38,21 +38,20 @@ class Request:
     committed: bool = False  # this attempt's KV is at the decode worker
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # that it came back for
+    capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     moves: int = 0  # to other decode workers
+    key: RequestKey = field(init=False)
     resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.key = RequestKey(self.request_id, self.attempt)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
 
     @property
     def request_id(self) -> str:
         return self.submitted.request_id
-
-    @property
-    def key(self) -> RequestKey:
-        return RequestKey(self.request_id, self.attempt)
 
     @property
     def placement(self) -> Placement | None:
@@ -64,12 +63,17 @@ class Request:
         return RequestSpec(
             key=self.key,
             prompt_ids=asked.prompt_ids,
-            sampling=asked.sampling,
+            sampling=self.sampling,
             tenant=asked.tenant,
             qos_tier=self.tier.name,
             tpot_s=self.objectives.tpot_s,
             emitted_ids=self.resumed_ids,
         )
+
+    @property
+    def sampling(self) -> Sampling:
+        asked, most = self.submitted.sampling, self.capped_tokens
+        return asked if most is None else replace(asked, max_tokens=most)
 
     @property
     def objectives(self) -> Objectives:
@@ -114,12 +118,12 @@ class Request:
     @property
     def legs(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
-        if self.placement is None:
+        placement = self.placement
+        if placement is None:
             return ()
-        prefill = self.placement.prefill
-        if prefill is None or self.handed_over:
-            return (self.placement.decode,)
-        return (self.placement.decode, prefill)
+        if placement.prefill is None or self.handed_over:
+            return (placement.decode,)
+        return (placement.decode, placement.prefill)
 
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
@@ -128,6 +132,10 @@ class Request:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)
         self.ledger.mark("placed", now_s)
+
+    def cap(self, max_tokens: int) -> None:
+        if max_tokens < self.submitted.sampling.max_tokens:
+            self.capped_tokens = max_tokens
 
     def lived(self, moment: Lifetime) -> None:
         """A worker has got so far with it."""
@@ -152,6 +160,7 @@ class Request:
 
     def _begin(self, attempt: int) -> None:
         self.attempt = attempt
+        self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()

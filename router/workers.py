@@ -37,6 +37,12 @@ class Workers(dict[Incarnation, WorkerView]):
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return max((hello.max_running_requests for hello in hellos), default=0)
 
+    @property
+    def decode_places(self) -> int:
+        """Of all workers that decode."""
+        hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
+        return sum(hello.max_running_requests for hello in hellos)
+
     def model(self) -> ModelFacts | None:
         """What they serve, as the first one says; None without any."""
         hello = next((view.hello for view in self.values()), None)
@@ -106,7 +112,12 @@ class Workers(dict[Incarnation, WorkerView]):
         prompt = prediction.prompt
         tokens = demand.prompt_tokens
         seconds = prompt.pull_s + prompt.prefill_s
-        ahead = Ahead(seconds=seconds, tokens=tokens, priority=demand.priority)
+        ahead = Ahead(
+            seconds=seconds,
+            tokens=tokens,
+            priority=demand.priority,
+            computed_tokens=prompt.computed_tokens,
+        )
         candidate.prefiller.queue.add(key, ahead, now_s)
 
     def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:

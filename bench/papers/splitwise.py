@@ -162,6 +162,7 @@ def _cluster(table: Path, machines: list[tuple[str, str]]) -> dict[str, object]:
                 "latency": "0.000001ms",
                 "router_latency": "0.000001ms",
             },
+            "slo": {"told": False},
         },
     }
 

@@ -87,7 +87,8 @@ class ClusterSimulation:
         core = begin(_beginning(self._config))
         self.router = SimRouter(core, self.clock, simulation.fabric.router_latency)
         self.fleet = self._fleet()
-        self.clients = Clients(self.router, self.clock, timed, answers, simulation)
+        draw = Random(simulation.seed).random
+        self.clients = Clients(self.router, self.clock, timed, answers, simulation, draw)
         self.router.serve(self.clients)
         span_s = timed[-1].request.arrival_s or 1.0
         self._timeline = Timeline(

@@ -58,9 +58,8 @@ class _Look:
         full = no_place(self.demand, self.worker)
         if full is None:
             return None
-        free = self.worker.free_places - self.demand.promised.sequences
-        ends_s = self.worker.outlook.end_s(round(self.demand.choices - free), self.now_s)
-        return replace(full, retry_after_s=None if ends_s is None else ends_s - self.now_s)
+        missing = self.demand.choices - self.worker.free_places
+        return replace(full, retry_after_s=self._ended_in_s(missing, self.now_s))
 
     def ttft(self) -> Refusal | None:
         """A queue shrinks by a second each second; the prompt's own time does not."""
@@ -68,7 +67,8 @@ class _Look:
         if objective_s is None or self.prediction.ttft_at_most_s <= objective_s:
             return None
         alone_s = self.forecast.ttft.apply(prompt.pull_s + prompt.prefill_s)
-        over_s = self.forecast.ttft.apply(prompt.first_token_s) - objective_s
+        in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
+        over_s = self.forecast.ttft.apply(prompt.first_token_s + in_line_s) - objective_s
         hopeless = alone_s > objective_s
         return Refusal(
             reason="ttft_unreachable",
@@ -142,15 +142,25 @@ class _Look:
         return any(pace_s is not None for pace_s in paces)
 
     def _when(self, fits: Callable[[BatchThen], bool]) -> float | None:
-        """In how many seconds so many sequences have ended that it fits in the batch; None: those
-        that are known don't matter."""
-        batch, joins_in_s = self.prediction.decode.batch, self.prediction.decode.joins_in_s
-        for ended in range(1, batch.sequences + 1):
-            left = batch.sequences - ended
-            if fits(BatchThen(left, round(batch.kv_tokens * left / batch.sequences))):
-                ends_s = self.worker.outlook.end_s(ended, self.now_s + joins_in_s)
-                return None if ends_s is None else max(0.0, ends_s - self.now_s - joins_in_s)
+        """In how many seconds so many sequences have ended that it fits in the batch; None: that
+        it doesn't is not because of those."""
+        decode, soon = self.prediction.decode, self.demand.promised
+        sequences = decode.batch.sequences - round(soon.sequences)
+        kv_tokens = decode.batch.kv_tokens - round(soon.kv_tokens)
+        for ended in range(sequences + 1):
+            left = sequences - ended
+            if fits(BatchThen(left, round(kv_tokens * left / sequences) if sequences else 0)):
+                return self._ended_in_s(ended, self.now_s + decode.joins_in_s)
         return None
+
+    def _ended_in_s(self, ended: int, from_s: float) -> float:
+        """Until so many have ended, and those of the line have come and gone: one after another, as
+        often as sequences of this length end in such a batch."""
+        decode, outlook = self.prediction.decode, self.worker.outlook
+        gap_s = decode.step_s * self.demand.output_tokens / max(1, decode.batch.sequences)
+        known_s = outlook.end_s(ended, from_s) if ended else from_s
+        first_s = ended * gap_s if known_s is None else max(0.0, known_s - from_s)
+        return first_s + self.demand.line.sequences * gap_s
 
 
 def _retry_s(refusal: Refusal) -> float:

@@ -17,8 +17,8 @@ from router.forecast.decode_outlook import BatchThen
 from router.latency.margins import Margin
 from router.view import WorkerView
 
-UNMEASURED_BYTES_PER_S = 1e9
-"""Of a link that nobody has measured yet."""
+UNMEASURED_BYTES_PER_S = 1e10
+"""Of a worker's links as long as none has been measured: a guess, which should refuse nobody."""
 
 
 @dataclass(slots=True)
@@ -53,16 +53,19 @@ class Forecast:
         worker = candidate.prefiller
         beside = self._beside(candidate, now_s)
         own = demand.held.tokens(worker)
-        pull_s, prefill_s = 0.0, prompt_s(worker, demand.prompt_tokens, own, beside)
+        had, pull_s = own, 0.0
+        prefill_s = prompt_s(worker, demand.prompt_tokens, own, beside)
         source = candidate.source
         if source is not None and (more := source.blocks * worker.hello.block_size) > own:
             pulled_s = self._move_s(worker, source.peer, more - own)
             rest_s = prompt_s(worker, demand.prompt_tokens, more, beside)
             if pulled_s + rest_s < prefill_s:
-                pull_s, prefill_s = pulled_s, rest_s
-        queue_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
-        queue_s += demand.promised.prefill_s
-        return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
+                had, pull_s, prefill_s = more, pulled_s, rest_s
+        computed = max(0, demand.prompt_tokens - had)
+        queue_s = _queue_s(worker, demand.priority, computed, now_s) + demand.promised.prefill_s
+        return PromptPrediction(
+            queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s, computed_tokens=computed
+        )
 
     @staticmethod
     def _beside(candidate: Candidate, now_s: float) -> StepWork | None:
@@ -83,11 +86,12 @@ class Forecast:
         return self._move_s(worker, candidate.decode.incarnation, tokens)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
-        """By the link that either of the two has opened."""
+        """By the link that either of the two has opened, else as fast as the sender's slowest."""
         link = worker.link(peer)
         if link is None and peer in self.workers:
             link = self.workers[peer].link(worker.incarnation)
-        bytes_per_s = link.bytes_per_s if link and link.bytes_per_s else UNMEASURED_BYTES_PER_S
+        usual = worker.slowest_bytes_per_s or UNMEASURED_BYTES_PER_S
+        bytes_per_s = (link.bytes_per_s if link else None) or usual
         latency_s = link.latency_s if link else 0.0
         return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
 
@@ -96,7 +100,8 @@ class Forecast:
     def decode(
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
-        batch = self.batch_then(demand, worker, now_s + joins_in_s, now_s)
+        then_s = now_s + joins_in_s
+        batch = self.batch_then(demand, worker, then_s, then_s, now_s)
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
@@ -108,9 +113,13 @@ class Forecast:
         )
 
     @staticmethod
-    def batch_then(demand: Demand, worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
-        """Without it. Those of other routers, as far as the worker has told of them, stay."""
-        own, outlook, promised = worker.outlook.at(then_s, now_s), worker.outlook, demand.promised
+    def batch_then(
+        demand: Demand, worker: WorkerView, joins_s: float, ends_s: float, now_s: float
+    ) -> BatchThen:
+        """Those that it meets. Those of other routers, as far as the worker has told of them,
+        stay."""
+        outlook, promised = worker.outlook, demand.promised
+        own = outlook.met_by(joins_s, ends_s, now_s)
         sequences, kv_tokens = promised.sequences, promised.kv_tokens
         others = worker.counters.running - outlook.sequences
         if others > 0:
@@ -120,6 +129,20 @@ class Forecast:
         if not sequences:
             return own
         return BatchThen(own.sequences + round(sequences), own.kv_tokens + round(kv_tokens))
+
+
+def _queue_s(worker: WorkerView, priority: int, computed_tokens: int, now_s: float) -> float:
+    """Until a prompt would be next, less what it and those ahead save by sharing steps."""
+    wait_s = worker.queue.wait_s(priority, now_s)
+    if shared := worker.queue.shared_steps(priority, computed_tokens):
+        wait_s = max(0.0, wait_s - shared * _step_overhead_s(worker))
+    return wait_s + _others_s(worker)
+
+
+def _step_overhead_s(worker: WorkerView) -> float:
+    """What two prompts in one step save."""
+    one = prefill_work(1)
+    return max(0.0, 2 * worker.step_s(one) - worker.step_s(one + one))
 
 
 def _others_s(worker: WorkerView) -> float:

@@ -32,12 +32,11 @@ from kvpool.tables import BlockTables
 from kvpool.transfer_plan import Side
 from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
-from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
 from prefill_worker.order import Order
 from prefill_worker.scheduler import PrefillScheduler
-from tests.sim.model import LAYOUT, SLAB_BYTES, AnyWorth, Content, Memory
+from tests.sim.model import LAYOUT, SLAB_BYTES, TIERS, AnyWorth, Content, Memory
 from tests.sim.pool_side import PoolSide
 from tests.sim.simulation import LEASE_S
 
@@ -63,7 +62,6 @@ class Shape:
     max_model_len: int | None = None  # None: all blocks
     host: str = ""  # whose pool it uses
     staging_blocks: int = 2
-    qos: QosTiers = ONE_TIER
 
     @property
     def longest_tokens(self) -> int:
@@ -223,14 +221,14 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
             chunk_tokens=12,
             mode=shape.mode,
             canary_every=CANARY_EVERY,
-            order=Order(qos=shape.qos, times=TIMES),
+            order=Order(qos=TIERS, times=TIMES),
         ),
         decode=DecodeScheduler(
             receiver=receiver,
             batch=Batch(
                 openings=openings,
                 chunk_tokens=12,
-                standing=Standing(places=MAX_RUNNING, qos=shape.qos),
+                standing=Standing(places=MAX_RUNNING, qos=TIERS),
             ),
             canary_bound=0.0,
         ),

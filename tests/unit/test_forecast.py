@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.latency_fit import LinearTimes
 from kvrelay.messages import Counters
 from kvrelay.types import Role
 from router.candidate import Candidate
@@ -47,6 +48,21 @@ def test_what_has_a_later_priority_is_not_ahead() -> None:
     assert [queue.wait_s(priority, 0) for priority in (0, 1, 4, 5)] == [0, 3, 3, 5]
 
 
+def test_prompts_that_wait_share_their_steps() -> None:
+    """Chunks of 8 tokens: 3, 2 and 3 tokens run in one step, behind the first in its own two."""
+    queue = PrefillQueue(chunk_tokens=8)
+    assert queue.shared_steps(0, 5) == 0, "it begins at once"
+    queue.add(key("first"), Ahead(seconds=2, tokens=20, computed_tokens=9), now_s=0)
+    assert queue.shared_steps(0, 3) == 0, "the first runs already"
+    queue.add(key("b"), Ahead(seconds=1, tokens=3, computed_tokens=3), now_s=0)
+    queue.add(key("c"), Ahead(seconds=1, tokens=2, computed_tokens=2), now_s=0)
+    assert [queue.shared_steps(0, tokens) for tokens in (3, 4, 12)] == [2, 1, 1]
+    queue.add(key("later"), Ahead(seconds=1, tokens=1, computed_tokens=1, priority=1), now_s=0)
+    assert [queue.shared_steps(priority, 3) for priority in (0, 1)] == [2, 2]
+    queue.remove(key("first"), 1)
+    assert queue.shared_steps(0, 3) == 1, "the next one runs now"
+
+
 # --- the batch of a decode worker -----------------------------------------------------------------
 
 
@@ -79,13 +95,14 @@ def test_as_counted_one_by_one(
 ) -> None:
     outlook, here = DecodeOutlook(), {}
     for i, (joins, lasts, choices) in enumerate(given_ones):
-        here[key(str(i))] = expect(joins, joins + lasts, choices)
+        here[key(str(i))] = expect(joins, joins + lasts, choices, tokens=7 * i + 1)
         outlook.add(key(str(i)), here[key(str(i))])
     for gone in data.draw(st.sets(st.sampled_from([*here]))) if here else ():
         outlook.remove(gone)
         del here[gone]
-    there = sum(e.choices for e in here.values() if e.joins_s <= then < e.ends_s)
-    assert outlook.at(then, -1).sequences == there
+    there = [e for e in here.values() if e.joins_s <= then < e.ends_s]
+    tokens = sum(e.tokens * e.choices for e in there)
+    assert outlook.at(then, -1) == BatchThen(sum(e.choices for e in there), tokens)
 
 
 def test_the_strictest_objective_counts() -> None:
@@ -115,10 +132,22 @@ def test_a_prediction_adds_up() -> None:
     assert found.ttft_s == pytest.approx(0.5 + 2.2)
     assert found.decode.batch == BatchThen(2, 30)
     assert found.decode.step_s == pytest.approx(3 * 0.1 + (30 + 20 + 5) * 0.001)
-    assert found.tpot_s == pytest.approx(found.decode.step_s + 0.008 / 8), "8 MB at 1 GB/s"
-    assert found.completes_in_s == pytest.approx(2.208 + 8 * found.decode.step_s)
+    assert found.tpot_s == pytest.approx(found.decode.step_s + 0.0008 / 8), "8 MB at 10 GB/s"
+    assert found.completes_in_s == pytest.approx(2.2008 + 8 * found.decode.step_s)
     assert found.decode.needed_blocks == 5 + 2  # of four tokens
     assert found.decode.free_blocks == 16 - 8 - 2
+
+
+def test_a_queue_takes_the_overhead_of_its_steps_not_of_its_prompts() -> None:
+    """A second for each step and 10 ms a token, in chunks of 8; the first of three runs."""
+    p, d = view("p", P), view("d", D)
+    p.times, d.times = LinearTimes(prefill_overhead_s=1, prefill_token_s=0.01), PerToken()
+    for name in ("runs", "waits"):
+        p.queue.add(key(name), Ahead(seconds=1.03, tokens=3, computed_tokens=3), 0)
+    found = Forecast(workers_of(p, d)).predict(
+        demand(prompt_tokens=4), Candidate(decode=d, prefill=p), 0
+    )
+    assert found.prompt.first_token_s == pytest.approx(1.03 + 1.07)
 
 
 def test_what_other_routers_sent_counts_too() -> None:

@@ -52,6 +52,7 @@ from kvrelay.messages import (
     Reserved,
     ReserveRefused,
     Stop,
+    TierLoad,
     Tokens,
     ToWorker,
     WorkerEvent,
@@ -251,9 +252,12 @@ def test_worker_hello(role: Role) -> None:
 
 
 def test_a_batch_carries_counters() -> None:
-    names = [name for name in Counters.__dataclass_fields__ if name != "links"]
+    names = [name for name in Counters.__dataclass_fields__ if name not in ("links", "tiers")]
     link = LinkState(peer=Incarnation("d"), transport="shm", bytes_per_s=1e10, latency_s=1e-5)
-    counters = Counters(**{name: i + 1 for i, name in enumerate(names)}, links=(link,))
+    load = TierLoad(tier="premium", running=3, waiting=2)
+    counters = Counters(
+        **{name: i + 1 for i, name in enumerate(names)}, links=(link,), tiers=(load,)
+    )
     event = Released(key=RequestKey("r", 1), at_s=3)
     batch = report_wire.encode_batch([event], counters, 4)
     assert report_wire.decode_counters(batch.counters) == counters
