@@ -67,6 +67,7 @@ ROUTER_KEYS = (
     "router.record",
     "router.record_size",
     "router.placement.policy",
+    "router.placement.move_hot_spots",
     "router.admission.policy",
     "router.admission.queue_limit",
     "qos.header",

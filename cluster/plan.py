@@ -175,6 +175,7 @@ def router_settings(config: Config) -> RouterSettings:
             placement=config.router.placement.policy,
             admission=config.router.admission.policy,
             queue_limit=config.router.admission.queue_limit,
+            move_hot_spots=config.router.placement.move_hot_spots,
         ),
         qos=router_tiers(config.qos),
         tier_match=tier_match(config.qos),

@@ -17,6 +17,7 @@ from itertools import count
 from math import inf
 
 from kvrelay.messages import (
+    Abort,
     Lifetime,
     Released,
     RequestFailed,
@@ -31,6 +32,7 @@ from router import orders
 from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
 from router.admitting.predictive import Predictive
+from router.candidate import Candidate
 from router.degrading import deferred, less_output_helps, stricter, tripped, ways
 from router.demand import Demand
 from router.directory import Directory
@@ -47,6 +49,7 @@ from router.events import (
     PairQuarantined,
     PairTrusted,
     Refuse,
+    Send,
     Submitted,
     WorkerJoined,
     WorkerLost,
@@ -58,6 +61,7 @@ from router.ladder import Ladders, Step
 from router.latency.margins import Margin
 from router.latency.output_lengths import OutputLengths
 from router.ledger import Ledger
+from router.moving import Moving
 from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
 from router.prefixes import HeldPrefixes
@@ -88,9 +92,11 @@ class RouterCore:
     admitting: AdmissionPolicy = field(default_factory=Predictive)
     tiers: QosTiers = ONE_TIER
     confidence: InitVar[float] = 0.95
+    move_hot_spots: InitVar[bool] = False
     lengths: OutputLengths = field(default_factory=OutputLengths)
     promises: Promises = field(default_factory=Promises)
     forecast: Forecast = field(init=False)
+    moving: Moving = field(init=False)
     ladders: Ladders = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -99,8 +105,9 @@ class RouterCore:
     quarantine: Quarantine = field(default_factory=Quarantine)
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
-    def __post_init__(self, confidence: float) -> None:
+    def __post_init__(self, confidence: float, move_hot_spots: bool) -> None:
         """That both objectives are kept: each may be missed half as often."""
+        self.moving = Moving(self.workers, self.requests, self.lengths, enabled=move_hot_spots)
         self.ladders = Ladders(self.tiers)
         each = (1 + confidence) / 2
         self.forecast = Forecast(
@@ -159,10 +166,10 @@ class RouterCore:
     ) -> tuple[Demand, Verdict]:
         """As asked, or if need be as its tier allows: with less output, or later."""
         if request.admitted:
-            demand = self._demand(request, now_s)
+            demand = self._demand(request, request.spec, now_s)
             return demand, self._judge(request, demand, otherwise, now_s)
         request.capped_tokens = None
-        demand, tier = self._demand(request, now_s), request.tier
+        demand, tier = self._demand(request, request.spec, now_s), request.tier
         ladder = self.ladders.highest(tier)
         if ladder is not None and ladder.step is Step.TRIP and not self._in_reserve(request):
             return demand, tripped(tier, ladder, now_s)
@@ -194,8 +201,7 @@ class RouterCore:
         policy = Capacity() if request.admitted else self.admitting
         return policy.judge(demand, candidates, otherwise, self.forecast, now_s)
 
-    def _demand(self, request: Request, now_s: float) -> Demand:
-        spec = request.spec
+    def _demand(self, request: Request, spec: RequestSpec, now_s: float) -> Demand:
         return Demand(
             spec=spec,
             output_tokens=self._output_tokens(request, spec),
@@ -289,11 +295,13 @@ class RouterCore:
         commands: list[Command] = []
         for event in said.events:
             commands += self._one_said(view, event, now_s)
-        return commands
+        return [*commands, *self._relieve(view, now_s)]
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
         if isinstance(event, Released | ReserveRefused):
             view.forget(event.key, now_s)
+        if event.key in self.moving:
+            return self._move_answered(event, now_s)
         request = self.requests.get(event.key.request_id)
         if request is None or request.key != event.key or view.incarnation not in request.legs:
             return []
@@ -320,7 +328,7 @@ class RouterCore:
         self.waiting.leave(request.request_id)
         admitted = request.placed
         assert admitted is not None
-        demand = self._demand(request, now_s)
+        demand = self._demand(request, request.spec, now_s)
         begin = orders.begin(request, admitted.candidate, held_tokens, self._within_s(demand))
         if request.admitted:
             return begin
@@ -350,7 +358,7 @@ class RouterCore:
     def _learn_ttft(self, request: Request, now_s: float) -> None:
         """Of a first try's first choice."""
         predicted, placed_s = request.predicted, request.placed_s
-        if predicted is None or request.tries > 1 or any(c.next_index for c in request.choices):
+        if predicted is None or request.disturbed or any(c.next_index for c in request.choices):
             return
         self.forecast.ttft.observe(
             predicted.prompt.first_token_s,
@@ -383,6 +391,46 @@ class RouterCore:
             tokens = request.choices[event.choice].next_index
             was_cut = event.finish_reason is not FinishReason.STOP
             self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        wanted = self.moving.wanted(view, now_s)
+        return [
+            command
+            for request, target in wanted
+            for command in self._begin_move(request, view, target, now_s)
+        ]
+
+    def _begin_move(
+        self, request: Request, source: WorkerView, target: WorkerView, now_s: float
+    ) -> list[Command]:
+        """It decodes on while the target is asked."""
+        spec = self.moving.spec(request, next(self.attempts))
+        demand = self._demand(request, spec, now_s)
+        candidate = Candidate(decode=target, prefill=source)
+        prediction = self.forecast.predict(demand, candidate, now_s)
+        admitted = Admitted(candidate=candidate, prediction=prediction)
+        if not self.moving.is_worth(admitted, demand.output_tokens):
+            return []
+        self.moving.begin(request, spec, admitted)
+        self.workers.book(demand, admitted, now_s)
+        return [orders.ask(spec, candidate, None)]
+
+    def _move_answered(self, event: WorkerEvent, now_s: float) -> list[Command]:
+        """Nothing changes where the target refuses, or the request went on otherwise."""
+        move = self.moving.answered(event.key, now_s)
+        if not isinstance(event, Reserved):
+            return []
+        request, candidate = self.requests.get(event.key.request_id), move.admitted.candidate
+        if request is None or request.key != move.left:
+            return [Send(worker=candidate.decode.incarnation, message=Abort(key=event.key))]
+        aborts = self._abort_legs(request, now_s)
+        self._forget_legs(request, now_s)
+        request.move(move.spec)
+        request.place(move.admitted, now_s)
+        self.moving.moved += 1
+        return [*aborts, *orders.begin(request, candidate, event.held_tokens, None)]
 
     # --- pairs ----------------------------------------------------------------------------------
 
@@ -481,6 +529,7 @@ class RouterCore:
         if view is None:
             return []
         self.quarantine.forget(incarnation)
+        self.moving.lost(incarnation, now_s)
         affected = [one for one in self.requests.values() if incarnation in one.legs]
         message = f"worker {view.hello.name} was lost"
         return [

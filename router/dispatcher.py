@@ -278,6 +278,9 @@ class WorkerDispatcher:
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
         return self.pools.statuses()
 
+    def moved_requests(self) -> int:
+        return self.core.moving.moved
+
     def promises(self) -> dict[str, int]:
         """# what became of a retry time |-> how often"""
         told = self.core.promises

@@ -216,6 +216,7 @@ class ClusterGauges(Collector):
         yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
         pairs = len(self._dispatcher.quarantined())
         yield self._gauge("pairs_quarantined", "Pairs of workers kept out of placement.", pairs)
+        yield self._moved()
         yield self._promises()
         workers = self._dispatcher.workers()
         yield self._canaries(workers)
@@ -309,6 +310,12 @@ class ClusterGauges(Collector):
             labels = (self._model_name, worker.name, worker.role)
             metric.add_metric(labels, float(value(worker)))
         return metric
+
+    def _moved(self) -> CounterMetricFamily:
+        text = "Requests moved to another decode worker."
+        moved = CounterMetricFamily("kvrelay:requests_moved", text, labels=("model_name",))
+        moved.add_metric((self._model_name,), self._dispatcher.moved_requests())
+        return moved
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=("model_name",))

@@ -40,6 +40,7 @@ class Request:
     promise: Promise | None = None  # that it came back for
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    moves: int = 0  # to other decode workers
     key: RequestKey = field(init=False)
     resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
@@ -85,7 +86,7 @@ class Request:
 
     def prediction_errors(self) -> dict[str, float]:
         """# ttft, tpot |-> predicted by actual seconds; none once it had to be run again"""
-        if self.predicted is None or self.tries > 1:
+        if self.predicted is None or self.disturbed:
             return {}
         tokens = max(choice.next_index for choice in self.choices)
         return prediction_errors(self.predicted, self.ledger, tokens)
@@ -94,9 +95,19 @@ class Request:
         """Of its longest choice; None for one that had to be run again, or is short."""
         tokens = max(choice.next_index for choice in self.choices)
         first_s, last_s = map(self.ledger.after_s, ("first_token_received", "last_token_received"))
-        if self.tries > 1 or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
+        if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
         return (last_s - first_s) / (tokens - 1)
+
+    @property
+    def disturbed(self) -> bool:
+        """It was run again, or moved: how long it took says nothing of the first prediction."""
+        return self.tries > 1 or self.moves > 0
+
+    @property
+    def decodes(self) -> bool:
+        """It is past the first token of this attempt."""
+        return self.choices[0].next_index > len(self.resumed_ids)
 
     @property
     def handed_over(self) -> bool:
@@ -117,7 +128,7 @@ class Request:
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
-        if self.tries == 1:
+        if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)
         self.ledger.mark("placed", now_s)
@@ -137,12 +148,21 @@ class Request:
         """What the old attempt still says is dropped; tokens delivered already stay delivered. With
         several choices they are drawn again."""
         self.tries += 1
+        if len(self.choices) == 1:
+            self.resumed_ids = tuple(self.choices[0].delivered)
+        self._begin(attempt)
+
+    def move(self, spec: RequestSpec) -> None:
+        """It goes on as `spec` says, which may draw some tokens again that came meanwhile."""
+        self.moves += 1
+        self.resumed_ids = spec.emitted_ids
+        self._begin(spec.key.attempt)
+
+    def _begin(self, attempt: int) -> None:
         self.attempt = attempt
         self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()
-        if len(self.choices) == 1:
-            self.resumed_ids = tuple(self.choices[0].delivered)
         for choice in self.choices:
             choice.forget_early()

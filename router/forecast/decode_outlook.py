@@ -7,6 +7,7 @@ outlives its time counts as staying: nothing is known of it any more.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.types import RequestKey
@@ -61,6 +62,9 @@ class DecodeOutlook:
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._expected
+
+    def __iter__(self) -> Iterator[RequestKey]:
+        return iter(self._expected)
 
     @property
     def strictest_tpot_s(self) -> float | None:

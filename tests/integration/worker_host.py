@@ -14,10 +14,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
 from kvpool.layout import NO_BLOCK, Tables
 from kvpool.memory import KvMemory
+from kvrelay.qos import QosTiers
 from kvrelay.types import Role
 
 
@@ -39,6 +42,7 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
     fields = command["start"]
     fields["role"] = Role(fields["role"])
     fields["transports"] = tuple(fields["transports"])
+    fields["qos"] = TypeAdapter(QosTiers).validate_python(fields["qos"])
     worker = WorkerProcess(WorkerSettings(**fields))
     try:
         address = await worker.start()

@@ -184,6 +184,9 @@ class FakeDispatcher:
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
 
+    def moved_requests(self) -> int:
+        return 0
+
     def promises(self) -> dict[str, int]:
         return {"kept": 2, "broken": 1, "expired": 0}
 

@@ -314,6 +314,7 @@ CHANGES = {
     "router.record": "/log",
     "router.record_size": "5MiB",
     "router.placement.policy": "random",
+    "router.placement.move_hot_spots": True,
     "router.admission.policy": "none",
     "router.admission.queue_limit": 3,
     "router.resources": {"y": 1},

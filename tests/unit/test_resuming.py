@@ -11,6 +11,7 @@ import pytest
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.standing import Standing
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.runner import Engine
@@ -23,6 +24,7 @@ from kvpool.slabs import SlabPool
 from kvpool.tables import BlockTables
 from kvrelay.context import Context
 from kvrelay.messages import Generate, Prefill, Tokens
+from kvrelay.qos import ONE_TIER
 from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Sampling
 from prefill_worker.scheduler import PrefillScheduler
 from tests.models import VOCAB_SIZE, random_checkpoint
@@ -83,9 +85,10 @@ def decoder(engine: Engine) -> DecodeScheduler:
     batch = Batch(
         openings=Openings(tables=tables),
         chunk_tokens=CHUNK_TOKENS,
+        standing=Standing(places=8, qos=ONE_TIER),
         rope_border_tokens=tables.names.rope_border_tokens,
     )
-    return DecodeScheduler(receiver=receiver, batch=batch, max_running=8)
+    return DecodeScheduler(receiver=receiver, batch=batch)
 
 
 def run(
