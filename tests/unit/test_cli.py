@@ -202,7 +202,7 @@ SAMPLES: dict[str, object] = {
     "router.record": "/log",
     "router.record_size": "1MiB",
     "router.placement.policy": "random",
-    "router.placement.move_hot_spots": "true",
+    "router.placement.move_hot_spots": True,
     "router.admission.policy": "none",
     "router.admission.queue_limit": 9,
     "router.resources": {"x": 1},
