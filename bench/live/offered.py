@@ -12,7 +12,7 @@ class Mix:
     """Lengths are uniform between the two, in tokens. `own_ends`: the model ends where it will,
     else each output is as long as it may be."""
 
-    prompt_tokens: tuple[int, int] = (256, 1024)
+    prompt_tokens: tuple[int, int] = (512, 1536)
     output_tokens: tuple[int, int] = (8, 48)
     own_ends: bool = False
 

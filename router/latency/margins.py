@@ -4,7 +4,8 @@
 
 The overhead (messages, waking up) is learnt where there was no queue; the factor is a quantile of
 what remains, over the latest requests. So with `confidence` 0.95 about 95 % of those admitted keep
-their objective, whatever the predictions are like.
+their objective, whatever the predictions are like. What a prediction that is shorter than usual is
+off by is seen against the usual one: some milliseconds more say little of long ones.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Margin:
 
     confidence: float
     overhead_s: float = 0.0
+    usual_s: float = 0.0
     _latest: deque[float] = field(default_factory=deque)
     _ascending: list[float] = field(default_factory=list)
 
@@ -46,7 +48,10 @@ class Margin:
             missing_s = max(0.0, actual_s - predicted_s)
             self.overhead_s += _NEW_SHARE * (missing_s - self.overhead_s)
         if predicted_s > 0:
-            self._keep(max(0.0, actual_s - self.overhead_s) / predicted_s)
+            new_share = _NEW_SHARE if self._latest else 1.0
+            self.usual_s += new_share * (predicted_s - self.usual_s)
+            off_s = actual_s - self.overhead_s - predicted_s
+            self._keep(1 + off_s / max(predicted_s, self.usual_s))
 
     def _keep(self, ratio: float) -> None:
         self._latest.append(ratio)

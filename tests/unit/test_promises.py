@@ -159,6 +159,14 @@ def test_when_nobody_comes_back_new_ones_are_taken() -> None:
 # --- margins -------------------------------------------------------------------------------------
 
 
+def test_what_short_ones_are_off_by_says_little_of_long_ones() -> None:
+    margin = Margin(confidence=0.95)
+    for _ in range(100):
+        margin.observe(1.0, 1.1, undisturbed=False)
+        margin.observe(0.01, 0.11, undisturbed=False)
+    assert margin.apply(1.0) == pytest.approx(1.2, abs=0.02)
+
+
 def test_the_margin_covers_the_asked_share_of_requests() -> None:
     margin = Margin(confidence=0.9)
     assert margin.apply(2.0) == 2.0
