@@ -101,19 +101,20 @@ class SimRouter:
 class Clients:
     """Open loop: each request comes when the trace says so, whatever became of the others.
 
-    One that is refused comes back as often as `retries` says, when it was told to.
+    They take the routers in turn. One that is refused comes back, to the same router, as often as
+    `retries` says, when it was told to.
     """
 
     def __init__(
         self,
-        router: SimRouter,
+        routers: Sequence[SimRouter],
         clock: Clock,
         arrivals: Sequence[Arrival],
         answers: Answers,
         simulation: Simulation,
         draw: Callable[[], float],
     ) -> None:
-        self._router = router
+        self._routers = routers
         self._clock = clock
         self._arrivals = arrivals
         self._answers = answers
@@ -127,6 +128,9 @@ class Clients:
         self._admitted: dict[str, Request] = {}  # without a token yet
         self._open = len(arrivals)
         self.outcomes = [Outcome(request=one.request) for one in arrivals]
+
+    def _router_of(self, number: int) -> SimRouter:
+        return self._routers[number % len(self._routers)]
 
     def is_waiting(self) -> bool:
         """For a request to come, or to end."""
@@ -154,14 +158,14 @@ class Clients:
             tenant=arrival.request.tenant,
             objectives=self._objectives,
         )
-        self._router.hear(Submitted(request=request))
+        self._router_of(number).hear(Submitted(request=request))
 
     def hear(self, command: Admit | Refuse | Deliver | Fail) -> None:
         outcome, now_s = self.outcomes[int(command.request_id)], self._clock.now_s
         match command:
             case Admit():
                 outcome.admitted_s = now_s
-                core = self._router.core
+                core = self._router_of(int(command.request_id)).core
                 self._admitted[command.request_id] = core.requests[command.request_id]
             case Refuse():
                 self._refused(command, outcome)

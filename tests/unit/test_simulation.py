@@ -237,7 +237,7 @@ def test_simulator_and_shells_run_the_same_classes() -> None:
         assert simulated[name] is shells[name]
     assert cluster.sim.simulation.begin is router.dispatcher.begin
     simulation = ClusterSimulation(load_config(None), trace(1), Scale())
-    assert type(simulation.router.core) is type(router.dispatcher.begin(Beginning()))
+    assert type(simulation.routers[0].core) is type(router.dispatcher.begin(Beginning()))
     for worker in simulation.fleet.workers.values():
         assert type(worker.loop) is cluster.worker_parts.WorkerLoop
 
@@ -349,6 +349,13 @@ def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) ->
     )
     assert found.retries > 50
     assert found.retried_admitted >= 0.8 * found.retries
+
+
+def test_routers_that_know_of_each_other_by_the_workers_admit_little_too_much() -> None:
+    one, three = overloaded(), overloaded("simulation.routers=3")
+    broken = three.offered - sum(three.refused.values()) - three.good
+    assert broken <= 0.04 * three.offered
+    assert three.good >= 0.9 * one.good
 
 
 def test_only_those_clients_come_back_that_do() -> None:
