@@ -9,7 +9,7 @@ import pytest
 
 from engine.latency import decode_work, prefill_work
 from kvrelay.messages import Counters
-from kvrelay.types import Role
+from kvrelay.types import FinishReason, Role
 from router.core import RouterCore
 from router.latency.output_lengths import OutputLengths
 from router.latency.worker_times import WorkerTimes
@@ -144,3 +144,18 @@ def test_without_a_prediction_there_is_no_error() -> None:
     follow(core).predicted = None
     says(core, "p", tokens(0, 7), now_s=2.0)
     assert core.requests["r"].prediction_errors() == {}
+
+
+def test_what_a_token_took_is_compared_with_the_batch_as_it_grew() -> None:
+    """It was admitted alone, and shared its steps with another: the router had expected that."""
+    core = split()
+    submit(core, "r")
+    alone_s = core.requests["r"].predicted.tpot_s  # type: ignore[union-attr]
+    submit(core, "other", now_s=1.1)
+    grown_s = core.requests["other"].predicted.decode.step_s  # type: ignore[union-attr]
+    says(core, "d", reserved())
+    says(core, "p", tokens(0, 5))
+    says(core, "d", tokens(1, 5, 5, 5, 5, 5, 5, 5, reason=FinishReason.LENGTH), now_s=3)
+    assert "r" not in core.requests
+    assert core.forecast.tpot.usual_s == pytest.approx(grown_s, rel=0.2)
+    assert core.forecast.tpot.usual_s > 1.2 * alone_s
