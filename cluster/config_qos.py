@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
@@ -40,20 +41,45 @@ class Tier(Section):
     """Bearer tokens that mean this tier."""
 
 
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Ladder(Section):
+    """How the admission of a tier is tightened while its latencies leave its objectives: first it
+    is stricter, then output is cut where `degrade.max_tokens` allows it, then only the tier's
+    reserve is served. For tiers with objectives."""
+
+    window: Seconds = 60.0
+    """Latencies that count are so young at most."""
+    hold: Seconds = 10.0
+    """Between two steps up."""
+    calm: Seconds = 30.0
+    """Well inside the objectives, before a step down."""
+    stricter: Share = 0.8
+    """Of its objectives a request has to keep on the first step."""
+    easing: Share = 0.8
+    """The 99th percentile is well inside up to this share of the objective."""
+    tail: Annotated[float, Field(ge=1)] = 2.0
+    """The 99.9th percentile may be so many times the objective."""
+
+
 class Qos(Section):
     """Tiers of service. Without any, all requests are alike."""
 
     header: str = "x-customer-tier"
     """The HTTP header, or gRPC metadata, that names a request's tier."""
     tiers: dict[Name, Tier] = Field(default_factory=dict)
+    ladder: Ladder = Ladder()
     tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Inside a tier tenants get prefill time in proportion to these; 1 where none is given."""
 
     @field_validator("header")
     @classmethod
     def _lower_case(cls, given: str) -> str:
-        if not given or given != given.lower():
-            raise ValueError("a header's name in lower case")
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", given):
+            raise ValueError("the name of a header in lower case")
+        if given == "authorization" or given.startswith("grpc-"):
+            raise ValueError("another header: that one has a meaning of its own")
         return given
 
     @field_validator("tiers")
@@ -74,8 +100,10 @@ class Qos(Section):
 
     @model_validator(mode="after")
     def _each_match_once(self) -> Qos:
-        for field in ("match", "api_keys"):
-            values = [value for tier in self.tiers.values() for value in getattr(tier, field)]
+        """A tier's name is one of its values."""
+        matches = [v for name, tier in self.tiers.items() for v in {name, *tier.match}]
+        keys = [key for tier in self.tiers.values() for key in tier.api_keys]
+        for field, values in (("match", matches), ("api_keys", keys)):
             if len({*values}) < len(values):
                 raise ValueError(f"{field}: each value in one tier only")
         return self

@@ -17,6 +17,9 @@ class Placement(Section):
     """kv_aware: prefill worker, decode worker and prefix source together, by predicted completion;
     local_cache: the prefill worker that is done first with what it has cached itself; least_loaded:
     the shortest queue and the emptiest batch; round_robin: in turn; random."""
+    move_hot_spots: bool = False
+    """Long requests leave a decode worker before its memory or its time for a step runs out, while
+    another one has room."""
 
 
 class Admission(Section):

@@ -10,7 +10,7 @@ from typing import get_args
 from cluster.config import Config, Preload, Ucx, WorkerPool
 from cluster.config_types import FarTransport
 from cluster.pool_names import host_pool_address
-from cluster.qos import qos_tiers, tier_match
+from cluster.qos import qos_tiers, router_tiers, tier_match
 from cluster.resolve import device_share, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.supervisor import ROUTER
@@ -175,8 +175,9 @@ def router_settings(config: Config) -> RouterSettings:
             placement=config.router.placement.policy,
             admission=config.router.admission.policy,
             queue_limit=config.router.admission.queue_limit,
+            move_hot_spots=config.router.placement.move_hot_spots,
         ),
-        qos=qos_tiers(config.qos),
+        qos=router_tiers(config.qos),
         tier_match=tier_match(config.qos),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.config_qos import Qos, Tier
-from kvrelay.qos import ONE_TIER, QosTier, QosTiers
+from kvrelay.qos import ONE_TIER, LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives
 from router.tier_match import TierMatch
 
@@ -14,6 +16,20 @@ def qos_tiers(qos: Qos) -> QosTiers:
     (default,) = (name for name, tier in qos.tiers.items() if tier.default)
     tiers = tuple(_tier(name, tier) for name, tier in qos.tiers.items())
     return QosTiers(tiers=tiers, default=default)
+
+
+def router_tiers(qos: Qos) -> QosTiers:
+    """With what only a router needs to know."""
+    ladder = qos.ladder
+    rules = LadderRules(
+        window_s=ladder.window,
+        hold_s=ladder.hold,
+        calm_s=ladder.calm,
+        stricter=ladder.stricter,
+        easing=ladder.easing,
+        tail=ladder.tail,
+    )
+    return replace(qos_tiers(qos), ladder=rules)
 
 
 def _tier(name: str, tier: Tier) -> QosTier:

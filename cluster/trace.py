@@ -14,10 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from engine.nvtx import Nvtx
 from kvrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.nvtx import Nvtx
 
 Value = str | int | list[str]
 _NOTHING = nullcontext()

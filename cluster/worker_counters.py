@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
 from kvpool.openings import Openings
-from kvrelay.messages import Counters, LinkState
+from kvrelay.messages import Counters, LinkState, TierLoad
 from kvrelay.types import PrefixOrigin
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -72,4 +73,22 @@ def count(
         canaries_mismatched=decode.canary.mismatched,
         canaries_skipped=decode.canary.skipped,
         links=links,
+        tiers=tier_loads(prefill, decode),
+    )
+
+
+def tier_loads(prefill: PrefillScheduler, decode: DecodeScheduler) -> tuple[TierLoad, ...]:
+    """In the order of the configuration."""
+    standing = decode.admission.standing
+    tiers = standing.qos.tiers
+    if len(tiers) == 1:
+        return ()
+    running, waiting = decode.admission.held(), Counter[str]()
+    for sequence in decode.batch.roster.awaiting_prefill:
+        waiting[standing.tier_of(sequence.spec)] += len(sequence.choices)
+    for job in prefill.queue.awaiting_prefill.values():
+        waiting[standing.tier_of(job.message.spec)] += 1
+    return tuple(
+        TierLoad(tier=tier.name, running=running[tier.name], waiting=waiting[tier.name])
+        for tier in tiers
     )

@@ -82,8 +82,9 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     openings = open_caches(settings, tables, staging)
     bound = checked_bound(settings, engine)
     times = step_times(settings, engine)
-    prefill = prefill_scheduler(settings, openings, bound)
-    decode = decode_scheduler(settings, engine, staging, offer, openings, mover, bound)
+    pace = StepPace(times)
+    prefill = prefill_scheduler(settings, openings, bound, pace)
+    decode = decode_scheduler(settings, engine, staging, offer, openings, mover, bound, pace)
     max_model_len = engine.facts.max_model_len
     loop = WorkerLoop(
         device,
@@ -92,7 +93,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         decode,
         inbox,
         max_model_len=max_model_len,
-        pace=StepPace(times),
+        pace=pace,
         trace=trace,
     )
     pool = _pool(settings, engine, openings, links, inbox)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from cluster.mover import Mover
 from cluster.settings import WorkerSettings
+from cluster.worker_qos import prefill_order, standing
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
+from engine.latency import StepTimes
 from engine.runner import Engine
 from kvpool.codec_choice import CodecOffer
 from kvpool.handoff import HandoffMode
@@ -18,13 +20,14 @@ from prefill_worker.scheduler import PrefillScheduler
 
 
 def prefill_scheduler(
-    settings: WorkerSettings, openings: Openings, canary_bound: float | None
+    settings: WorkerSettings, openings: Openings, canary_bound: float | None, times: StepTimes
 ) -> PrefillScheduler:
     return PrefillScheduler(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
         mode=HandoffMode(settings.handoff),
         canary_every=settings.canary_every if canary_bound is not None else 0,
+        order=prefill_order(settings, times),
     )
 
 
@@ -36,6 +39,7 @@ def decode_scheduler(
     openings: Openings,
     mover: Mover,
     canary_bound: float | None,
+    times: StepTimes,
 ) -> DecodeScheduler:
     receiver = Receiver(
         tables=openings.tables,
@@ -50,11 +54,12 @@ def decode_scheduler(
     batch = Batch(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
+        standing=standing(settings),
         rope_border_tokens=longrope.border_tokens if longrope is not None else None,
     )
     return DecodeScheduler(
         receiver=receiver,
         batch=batch,
-        max_running=settings.max_running_requests,
         canary_bound=canary_bound,
+        times=times,
     )

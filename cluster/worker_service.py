@@ -12,12 +12,13 @@ import grpc
 
 from cluster.worker_events import FromRouter, Incoming, RouterJoined, RouterLost
 from kvrelay.errors import PeerError
+from kvrelay.from_worker_wire import encode_hello
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
 from kvrelay.report_wire import encode_batch
+from kvrelay.to_worker_wire import decode_to_worker
 from kvrelay.types import WIRE_VERSION
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from kvrelay.wire import decode_to_worker, encode_hello
 
 log = logging.getLogger(__name__)
 

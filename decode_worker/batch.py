@@ -13,6 +13,7 @@ from decode_worker.reservation import Arrived
 from decode_worker.roster import Roster
 from decode_worker.run_ahead import RunAhead
 from decode_worker.sequence import Sequence
+from decode_worker.standing import Standing
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
@@ -28,12 +29,13 @@ class Batch:
 
     openings: Openings
     chunk_tokens: int
+    standing: Standing
     rope_border_tokens: int | None = None
     roster: Roster = field(init=False)
     ahead: RunAhead = field(init=False)
 
     def __post_init__(self) -> None:
-        self.roster = Roster(openings=self.openings)
+        self.roster = Roster(openings=self.openings, standing=self.standing)
         self.ahead = RunAhead(roster=self.roster, rope_border_tokens=self.rope_border_tokens)
 
     @property
@@ -44,11 +46,8 @@ class Batch:
 
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
-        tokens = len(spec.prompt_ids)
-        names = self.tables.chain(spec.tenant, tokens)
-        names.extend(spec.prompt_ids, tokens)
-        sequence = self.roster.sequence(spec, names)
-        if not self.roster.try_open(sequence, tokens + 1, self.chunk_tokens, now_s):
+        sequence = self.roster.sequence(spec, self.tables.names_of(spec))
+        if not self.roster.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
@@ -63,7 +62,7 @@ class Batch:
         whole = self.roster.sequence(spec, arrived.names)
         self.roster.expect(spec.key)
         if whole.holder in self.tables:
-            self.advance(whole, len(spec.prompt_ids))
+            self.advance(whole, spec.context_tokens)
             self._part(whole, arrived.first_token_ids, arrived.finished, now_s)
             return
         for choice, token in zip(whole.choices, arrived.first_token_ids, strict=True):

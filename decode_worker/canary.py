@@ -3,9 +3,9 @@
     arrived -> awaiting a step -> on the device -> joins, or failed
 
 The prompt's last token is run once more, over the KV that arrived; its logits must be those that
-the prefill worker drew token 0 from. It writes the last position's KV, so it does that in a copy of
-the block. What can't be run so joins unchecked: where nothing was handed over, or no block is left
-for the copy.
+the prefill worker drew its token from. It writes the last position's KV, so it does that in a copy
+of the block. What can't be run so joins unchecked: where nothing was handed over, or no block is
+left for the copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch, StepOu
 from kvpool.canary import LogitSketch
 from kvpool.copies import CopyPairs
 from kvpool.tables import BlockTables, Holder
-from kvrelay.types import RequestKey, Sampling
+from kvrelay.types import RequestKey, RequestSpec, Sampling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,9 +58,9 @@ class Canary:
         return [*self._awaiting_step, *self._on_device]
 
     @property
-    def choices(self) -> int:
-        """Places taken by those that are being checked."""
-        return sum(c.arrived.message.spec.sampling.n for c in self._checks if not c.dropped)
+    def specs(self) -> tuple[RequestSpec, ...]:
+        """Of those that are being checked."""
+        return tuple(c.arrived.message.spec for c in self._checks if not c.dropped)
 
     @property
     def waits(self) -> bool:
@@ -115,7 +115,7 @@ class Canary:
         return SequenceSlice(
             key=arrived.key,
             choice=0,
-            token_ids=arrived.message.spec.prompt_ids[-1:],
+            token_ids=arrived.message.spec.context_ids[-1:],
             start=arrived.prompt_tokens - 1,
             tables=self.tables.tables(check.copy),
             samples=(

@@ -1,7 +1,8 @@
 """One step being put together: which sequences run, and how many tokens of each. Pure.
 
 The next token of each decoding sequence, and chunks of those to be computed yet. When blocks run
-out the newest sequence is preempted and later recomputed, so the oldest always advances.
+out the last in standing, among equals the newest, is preempted and later recomputed, so the first
+always advances. Those on places that their owners ask back wait.
 """
 
 from __future__ import annotations
@@ -23,15 +24,29 @@ class Packing:
     budget: int
     chosen: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[CopyPairs] = field(default_factory=list)
+    _running: list[Sequence] = field(default_factory=list)  # who yields last first
 
     def pack(self) -> None:
+        self._keep_seated()
         preempted_before = self.roster.preemptions
-        for sequence in list(self.roster.running):
+        for sequence in self._running:
             if sequence.holder not in self.roster.tables:
-                break  # preempted just now, as are all newer ones
+                break  # preempted just now, as are all behind it
             self._choose(sequence)
         if self.roster.preemptions == preempted_before or not self.chosen:
-            self._start_waiting(list(self.roster.awaiting_prefill))
+            self._start_waiting(self._seated_waiting())
+
+    def _keep_seated(self) -> None:
+        """Those whose places are asked back wait again."""
+        running, seated = {*self.roster.running}, self.roster.seated()
+        self._running = [s for s in seated if s in running]
+        kept = {*seated}
+        for sequence in [s for s in reversed(self.roster.running) if s not in kept]:
+            self.roster.park(sequence)
+
+    def _seated_waiting(self) -> list[Sequence]:
+        running = {*self.roster.running}
+        return [s for s in self.roster.seated() if s not in running]
 
     # --- those that run -------------------------------------------------------------------------
 
@@ -43,9 +58,11 @@ class Packing:
             self.chosen.append((sequence, take))
 
     def _make_room(self, sequence: Sequence, take: int) -> bool:
-        """Blocks for `take` more tokens, at the cost of newer sequences; False if it had to go."""
+        """Blocks for `take` more tokens, at the cost of those behind it; False if it had to go."""
         while not self._try_room(sequence, take):
-            if self.roster.preempt_newest() is sequence:
+            last = next(s for s in reversed(self._running) if s.holder in self.roster.tables)
+            self.roster.preempt(last)
+            if last is sequence:
                 return False
         return True
 

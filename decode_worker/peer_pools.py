@@ -26,23 +26,34 @@ class PeerPools:
     offer: CodecOffer = NO_CODEC
     _facts: dict[Incarnation, KvFacts] = field(default_factory=dict)
     _costs: dict[Incarnation, LinkCost] = field(default_factory=dict)
+    _choices: dict[Incarnation, CodecChoice] = field(default_factory=dict)
+    """As long as the facts and the cost are the same."""
 
     def met(self, peer: Incarnation, facts: KvFacts) -> None:
         self._facts[peer] = facts
+        self._choices.pop(peer, None)
 
     def measured(self, peer: Incarnation, cost: LinkCost) -> None:
         self._costs[peer] = cost
+        self._choices.pop(peer, None)
 
     def forget_cost(self, peer: Incarnation) -> None:
         """A direct read has failed: slabs, until the link is measured again."""
         self._costs.pop(peer, None)
+        self._choices.pop(peer, None)
 
     def lost(self, peer: Incarnation) -> None:
         self._facts.pop(peer, None)
-        self._costs.pop(peer, None)
+        self.forget_cost(peer)
 
     def choice(self, peer: Incarnation) -> CodecChoice:
         """The codec of the peer's slabs, so far as its hello and the link's cost tell."""
+        chosen = self._choices.get(peer)
+        if chosen is None:
+            chosen = self._choices[peer] = self._choose(peer)
+        return chosen
+
+    def _choose(self, peer: Incarnation) -> CodecChoice:
         facts = self._facts.get(peer)
         if facts is None:
             return CodecChoice()

@@ -20,7 +20,7 @@ from kvpool.leases import LeaseTable
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
 from kvrelay.messages import Reserve
-from kvrelay.types import Incarnation, RequestKey
+from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +59,11 @@ class Receiver:
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._reservations
+
+    @property
+    def reserved_specs(self) -> tuple[RequestSpec, ...]:
+        """Of those that are on their way."""
+        return tuple(r.message.spec for r in self._reservations if not r.cancelled)
 
     @property
     def reserved_choices(self) -> int:

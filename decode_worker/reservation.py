@@ -43,7 +43,8 @@ class Reservation:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.message.spec.prompt_ids)
+        """With those emitted by earlier attempts."""
+        return self.message.spec.context_tokens
 
     @property
     def next_position(self) -> int:
@@ -85,7 +86,8 @@ class Arrived:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.message.spec.prompt_ids)
+        """With those emitted by earlier attempts."""
+        return self.message.spec.context_tokens
 
     def without(self, choice: int) -> Arrived:
         return replace(self, finished=self.finished | {choice})

@@ -60,8 +60,7 @@ class Reservations:
     def try_add(self, message: Reserve, now_s: float) -> Reservation | None:
         """None and nothing changed when there are no blocks for the prompt."""
         spec = message.spec
-        names = self.tables.chain(spec.tenant, len(spec.prompt_ids))
-        names.extend(spec.prompt_ids, len(spec.prompt_ids))
+        names = self.tables.names_of(spec)
         holder = Holder("decode", spec.key)
         checked = is_chosen(spec.key.request_id, self.canary_every)
         reservation = Reservation(message=message, holder=holder, names=names, checked=checked)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 
 from decode_worker.sequence import Sequence
+from decode_worker.standing import Standing
 from kvpool.block_names import HashChain
 from kvpool.openings import Openings
 from kvpool.restores import Restored
@@ -27,6 +28,7 @@ class Roster:
     """`starved`: one that waits found no blocks in the last step."""
 
     openings: Openings
+    standing: Standing
     running: list[Sequence] = field(default_factory=list)  # by arrival
     awaiting_prefill: deque[Sequence] = field(default_factory=deque)  # preempted ones first
     on_device: tuple[tuple[Sequence, int], ...] = ()  # sequence, its tokens in the step
@@ -77,6 +79,7 @@ class Roster:
             holder=Holder("decode", spec.key),
             names=names,
             arrival=next(self._arrivals),
+            emitted=[*spec.emitted_ids],
         )
 
     def try_open(self, sequence: Sequence, tokens: int, ahead_tokens: int, now_s: float) -> bool:
@@ -110,15 +113,29 @@ class Roster:
         self.awaiting_prefill.remove(sequence)
         insort(self.running, sequence, key=_arrival)
 
-    def preempt_newest(self) -> Sequence:
-        """Gives its blocks back; it comes again, in its order, and is recomputed."""
-        sequence = self.running.pop()
-        self.preemptions += 1
+    def preempt(self, sequence: Sequence) -> None:
+        """Gives its blocks back for others; it comes again, in its order, and what is not found
+        then is recomputed."""
         self.starved = True
+        self.park(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Gives its place and its blocks back, and comes again."""
+        self.preemptions += 1
         self.tables.release(sequence.holder)
         sequence.computed = 0
-        self.awaiting_prefill.appendleft(sequence)
-        return sequence
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.awaiting_prefill.appendleft(sequence)
+
+    def seated(self) -> list[Sequence]:
+        """Those that have a place, who yields last first."""
+        ranked = self.standing.order((*self.running, *self.awaiting_prefill))
+        places = self.standing.places
+        if self.choices <= places:
+            return ranked
+        taken = accumulate(len(sequence.choices) for sequence in ranked)
+        return [sequence for sequence, up_to in zip(ranked, taken, strict=True) if up_to <= places]
 
     def restored(self, event: Restored) -> None:
         """A prefix has come from the pool, or what there was of it."""

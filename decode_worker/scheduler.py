@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 
 from decode_worker import arrivals
+from decode_worker.admission import Admission
 from decode_worker.arrivals import Arrivals
 from decode_worker.batch import Batch
 from decode_worker.canary import Canary
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
+from engine.latency import StepTimes
 from engine.step import Command, Emit, Sampled, StepDone, StepWanted
 from kvpool.restores import Restored
 from kvrelay.messages import (
@@ -26,30 +28,39 @@ from kvrelay.messages import (
     Stop,
     WorkerEvent,
 )
-from kvrelay.types import RequestKey, RequestSpec
+from kvrelay.types import RequestKey
+
+Ask = Reserve | Generate
 
 Event = Reserve | Generate | Abort | Stop | StepWanted | StepDone | Restored | arrivals.Event
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
-    """`max_running` bounds the sequences; `canary_bound` is that of `Canary`."""
+    """`asking` waits for the step to end, and for the blocks of others; `canary_bound` is that of
+    `Canary`, `times` those of `Admission`."""
 
     receiver: Receiver
     batch: Batch
-    max_running: int
     canary_bound: InitVar[float | None] = None
+    times: InitVar[StepTimes | None] = None
     canary: Canary = field(init=False)
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    asking: list[Ask] = field(default_factory=list)
+    admission: Admission = field(init=False)
     _arrivals: Arrivals = field(init=False)
 
-    def __post_init__(self, canary_bound: float | None) -> None:
+    def __post_init__(self, canary_bound: float | None, times: StepTimes | None) -> None:
         self.canary = Canary(tables=self.receiver.tables, bound=canary_bound)
+        self.admission = Admission(
+            receiver=self.receiver, batch=self.batch, canary=self.canary, times=times
+        )
         self._arrivals = Arrivals(receiver=self.receiver, canary=self.canary, batch=self.batch)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        return [*self._handle(event, now_s), *self._arrivals.settle(now_s)]
+        commands = self._handle(event, now_s)
+        return [*commands, *self._answer_asking(now_s), *self._arrivals.settle(now_s)]
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
@@ -60,10 +71,8 @@ class DecodeScheduler:
                 return self._release_if_done(holder.key, now_s)
             case StepDone():
                 return self._step_done(event, now_s)
-            case Reserve():
-                return self._reserve(event, now_s)
-            case Generate(spec=spec):
-                return self._generate(spec, now_s)
+            case Reserve() | Generate():
+                return self._ask(event, now_s)
             case Abort(key=key):
                 return self._abort(key, now_s)
             case Stop():
@@ -81,30 +90,45 @@ class DecodeScheduler:
     @property
     def sequences(self) -> int:
         """Running, waiting and on their way."""
-        return self.batch.roster.choices + self.canary.choices + self.receiver.reserved_choices
+        return self.admission.held().total()
 
-    def _refusal(self, spec: RequestSpec) -> str | None:
-        if self.sequences + spec.sampling.n > self.max_running:
-            return "slots_exhausted"
-        return "kv_exhausted" if self.batch.roster.lacks_blocks else None
-
-    def _reserve(self, message: Reserve, now_s: float) -> list[Command]:
-        refusal = self._refusal(message.spec)
+    def _ask(self, message: Ask, now_s: float) -> list[Command]:
+        refusal = self.admission.refusal(message.spec, (ask.spec for ask in self.asking))
         if refusal is not None:
             return [self._refused(message.spec.key, refusal, now_s)]
-        reservation = self.receiver.try_reserve(message, now_s)
-        if reservation is None:
+        if (taken := self._try_take(message, now_s)) is not None:
+            return [taken]
+        if self._waits_behind(message) or not self.admission.may_reclaim(message.spec):
             return [self._refused(message.spec.key, "kv_exhausted", now_s)]
-        return [self._taken(message.spec.key, now_s, reservation.held_tokens)]
+        self.asking.append(message)
+        return []
 
-    def _generate(self, spec: RequestSpec, now_s: float) -> list[Command]:
-        refusal = self._refusal(spec)
-        waits = self.receiver.awaits_blocks  # what was computed already comes first
-        if refusal is None and (waits or not self.batch.try_enqueue(spec, now_s)):
-            refusal = "kv_exhausted"
-        if refusal is not None:
-            return [self._refused(spec.key, refusal, now_s)]
-        return [self._taken(spec.key, now_s)]
+    def _answer_asking(self, now_s: float) -> list[Command]:
+        """Between two steps, when the blocks of others can be taken."""
+        if self.batch.roster.on_device:
+            return []
+        asking, self.asking = self.asking, []
+        return [self._reclaim(message, now_s) for message in asking]
+
+    def _reclaim(self, message: Ask, now_s: float) -> Emit:
+        while (taken := self._try_take(message, now_s)) is None:
+            if self._waits_behind(message) or not self.admission.try_reclaim():
+                return self._refused(message.spec.key, "kv_exhausted", now_s)
+        return taken
+
+    def _try_take(self, message: Ask, now_s: float) -> Emit | None:
+        """None when blocks have run out."""
+        key = message.spec.key
+        if isinstance(message, Reserve):
+            reservation = self.receiver.try_reserve(message, now_s)
+            return self._taken(key, now_s, reservation.held_tokens) if reservation else None
+        if self._waits_behind(message):
+            return None
+        return self._taken(key, now_s) if self.batch.try_enqueue(message.spec, now_s) else None
+
+    def _waits_behind(self, message: Ask) -> bool:
+        """What was computed already comes first."""
+        return isinstance(message, Generate) and self.receiver.awaits_blocks
 
     @staticmethod
     def _taken(key: RequestKey, now_s: float, held_tokens: int = 0) -> Emit:
@@ -198,6 +222,9 @@ class DecodeScheduler:
         return self._release_if_done(message.key, now_s)
 
     def _abort(self, key: RequestKey, now_s: float) -> list[Command]:
+        if any(ask.spec.key == key for ask in self.asking):
+            self.asking = [ask for ask in self.asking if ask.spec.key != key]
+            return [Emit(events=(Released(key=key, at_s=now_s),))]
         if key in self.receiver:
             return self.receiver.cancel(key, "aborted", now_s)
         if self.canary.drop(key):

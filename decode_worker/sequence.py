@@ -87,7 +87,7 @@ class Sequence:
     @property
     def whole_tokens(self) -> int:
         """What is being computed as one prompt: after a preemption the emitted tokens too."""
-        return self.length if self.needed > 1 else len(self.spec.prompt_ids)
+        return self.length if self.needed > 1 else self.spec.context_tokens
 
     def samples(self, *, whole: bool = False) -> tuple[SampleRequest, ...]:
         """What to draw once all tokens are run; with the `whole` history, or where it matters."""
@@ -110,7 +110,7 @@ class Sequence:
 
     def joined_event(self, now_s: float) -> Lifetime:
         """It is in a step for the first time."""
-        if self.emitted:
+        if len(self.emitted) > len(self.spec.emitted_ids):
             return Lifetime(key=self.key, at_s=now_s, name="decode_joined")
         return Lifetime(
             key=self.key,

@@ -58,8 +58,8 @@ class Correction:
 
 @dataclass(slots=True)
 class StepPace:
-    """Compares each step with `times`. A step begins when the device is free for it: what a worker
-    does between two steps belongs to the second."""
+    """Compares each step with `times`, and implements StepTimes as corrected by then. A step begins
+    when the device is free for it: what a worker does between two belongs to the second."""
 
     times: StepTimes
     prefill: Correction = field(default_factory=Correction)
@@ -71,6 +71,10 @@ class StepPace:
     @property
     def corrected(self) -> CorrectedTimes:
         return CorrectedTimes(self.times, self.prefill.factor, self.decode.factor)
+
+    def step_s(self, work: StepWork) -> float:
+        """As corrected now."""
+        return self.corrected.step_s(work)
 
     def begun(self, work: StepWork, now_s: float) -> None:
         self._work = work

@@ -15,9 +15,10 @@ from kvpool.handoff_events import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer
 from kvpool.layout import Tables
 from kvrelay.messages import WorkerEvent
 from kvrelay.types import RequestKey, Sampling, TokenLogprobs
+from kvrelay.values import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SampleRequest:
     """Sample the token after the last one of this slice.
 
@@ -32,7 +33,7 @@ class SampleRequest:
     emitted_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SequenceSlice:
     """Consecutive tokens of one sequence to run, with the blocks that hold its KV.
 
@@ -55,7 +56,7 @@ class SequenceSlice:
     sketch_ids: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StepBatch:
     slices: tuple[SequenceSlice, ...]
 
@@ -74,13 +75,13 @@ class StepBatch:
         return sum((prefill_work(len(s.token_ids), s.start) for s in chunks), decodes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StepOutcome:
     """# slice of the batch |-> one Sampled for each of its samples; and its sketch if wanted
 
@@ -94,14 +95,14 @@ class StepOutcome:
 # --- between a scheduler and its worker ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StepWanted:
     """The device is free: is there a step to run? Up to `most_steps` may be run in a row."""
 
     most_steps: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class StepDone:
     """`steps` of those that RunStep allowed have run; `seconds` is what they took together."""
 
@@ -115,7 +116,7 @@ class Tick:
     """Time has passed; leases may have ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RunStep:
     """Make the copies, then run the batch; its outcome comes back as StepDone.
 
@@ -130,7 +131,7 @@ class RunStep:
     layer_marks: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Emit:
     """Tell the router that the request came from."""
 

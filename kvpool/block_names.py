@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.codec import Codec
 from kvpool.hashes import (
+    TOKEN_BYTES,
     BlockHash,
     CacheSalt,
     NamedTokens,
     SupportsTokens,
     block_hash,
+    block_hash_of,
     cache_salt,
     extend_chain,
     token_bytes,
@@ -23,6 +25,10 @@ from kvpool.hashes import (
 from kvpool.layout import KvLayout
 from kvpool.siblings import Content
 from kvpool.tenants import TenantRoots
+from kvrelay.types import RequestSpec
+
+_WALK_BLOCKS = 64
+"""Whose bytes are made together."""
 
 _MIXED = "mixed"
 
@@ -99,6 +105,13 @@ class HashChain:
         if self.tells_content:
             self._see(token_ids)
 
+    def begin(self, spec: RequestSpec) -> HashChain:
+        """The request begins with all that it has."""
+        self.extend(spec.prompt_ids, len(spec.prompt_ids))
+        if spec.emitted_ids:
+            self.extend(spec.context_ids, spec.context_tokens)
+        return self
+
     def _see(self, token_ids: SupportsTokens) -> None:
         for start in range(len(self._contents), len(self._hashes)):
             at = start * self.block_size
@@ -128,9 +141,12 @@ class HashChain:
         if isinstance(token_ids, NamedTokens):
             yield from token_ids.names(range(limit // size), size, self.salt)
             return
-        for end in range(size, limit + 1, size):
-            parent = block_hash(parent, token_ids[end - size : end], self.salt)
-            yield parent
+        for first in range(0, limit // size, _WALK_BLOCKS):
+            until = min(first + _WALK_BLOCKS, limit // size)
+            data = token_bytes(token_ids[first * size : until * size])
+            for at in range(0, len(data), size * TOKEN_BYTES):
+                parent = block_hash_of(parent, data[at : at + size * TOKEN_BYTES], self.salt)
+                yield parent
 
     def copy(self) -> HashChain:
         return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))

@@ -67,9 +67,9 @@ def choose_codec(
     common = [(t, o) for t in theirs.speeds for o in ours.speeds if t.codec is o.codec]
     plain = CodecChoice(cost=cost)
     if not common:
-        asked = bool(theirs.speeds or ours.speeds)
-        why = f"codec none: it offers {theirs}, this worker {ours}" if asked else ""
-        return replace(plain, reason=why)
+        if not (theirs.speeds or ours.speeds):
+            return plain
+        return replace(plain, reason=f"codec none: it offers {theirs}, this worker {ours}")
     choices = [_encoded(sender, receiver, layout, cost) for sender, receiver in common]
     if not (theirs.only_if_faster or ours.only_if_faster):
         return replace(choices[0], reason=f"codec {choices[0].codec}: both ask for it")

@@ -52,10 +52,12 @@ class DeviceCache:
     _news: list[CachedBlock] = field(init=False, default_factory=list)
     _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
     _of: dict[Part, CachedBlock] = field(init=False, default_factory=dict)
+    _windowed: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.index = PrefixIndex(self.policy)
         self._faded = [OrderedDict() for _ in self.pools]
+        self._windowed = [g for g, one in enumerate(self.layout.groups) if one.window is not None]
 
     # --- finding --------------------------------------------------------------------------------
 
@@ -63,11 +65,12 @@ class DeviceCache:
         """The longest cached prefix with all parts that a query at `seen_from` (None: right behind
         it) needs. Changes nothing."""
         chain = self.index.find(hashes)
-        windowed = [g for g, group in enumerate(self.layout.groups) if group.window is not None]
-        runs = {g: _run_lengths(chain, g) for g in windowed}
+        if not self._windowed:
+            return chain
+        runs = {g: _run_lengths(chain, g) for g in self._windowed}
         for length in range(len(chain), 0, -1):
             firsts = self.firsts(length, seen_from)
-            if all(runs[g][length - 1] >= length - firsts[g] for g in windowed):
+            if all(runs[g][length - 1] >= length - firsts[g] for g in self._windowed):
                 return chain[:length]
         return []
 
@@ -172,8 +175,9 @@ class DeviceCache:
         self._of[part] = block
 
     def _bound(self) -> None:
-        """Blocks that have lost all their parts take no room in a pool: bound them here."""
-        while len(self.index) > self.pools[0].count and self.index.idle:
+        """Blocks that have lost all their parts, as only those with windows can, take no room in a
+        pool: bound them here."""
+        while self._windowed and len(self.index) > self.pools[0].count and self.index.idle:
             self._evict_one()
 
     # --- room -----------------------------------------------------------------------------------

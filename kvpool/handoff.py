@@ -27,7 +27,6 @@ So the owner frees its blocks whenever it likes, and no clock is trusted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 
 from kvpool.canary import LogitSketch
@@ -37,6 +36,7 @@ from kvpool.pool_map import KvFacts
 from kvpool.pull import PullMessage
 from kvpool.slabs import LeaseId, SlabId
 from kvrelay.types import Incarnation, RequestKey
+from kvrelay.values import value
 
 
 class HandoffMode(StrEnum):
@@ -48,7 +48,7 @@ class HandoffMode(StrEnum):
     POOL = "pool"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PeerHello:
     wire_version: int
     incarnation: Incarnation
@@ -58,7 +58,7 @@ class PeerHello:
     probe_region: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PieceAhead:
     """`number` counts the request's pieces; `held` are the sender's blocks, fixed until the end."""
 
@@ -68,7 +68,7 @@ class PieceAhead:
     held: tuple[PieceBlocks, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SlabLent:
     key: RequestKey
     piece: int
@@ -78,7 +78,7 @@ class SlabLent:
     codec: Codec = Codec.NONE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SlabFilled:
     key: RequestKey
     piece: int
@@ -86,7 +86,7 @@ class SlabFilled:
     lease_id: LeaseId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PieceAwaited:
     """Not into a slab: say when it is computed, it will be read where it lies."""
 
@@ -94,22 +94,22 @@ class PieceAwaited:
     piece: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PieceComputed:
     key: RequestKey
     piece: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PieceRead:
     key: RequestKey
     piece: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Commit:
-    """Token 0 of each choice; `finished_choices` ended with it and need no decoding. With the
-    `sketch` of the logits that they were drawn from, the KV is checked before it is used."""
+    """The next token of each choice; `finished_choices` ended with it and need no decoding. With
+    the `sketch` of the logits that they were drawn from, the KV is checked before it is used."""
 
     key: RequestKey
     pieces: int
@@ -118,39 +118,39 @@ class Commit:
     sketch: LogitSketch | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Committed:
     key: RequestKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class CancelTransfer:
     key: RequestKey
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TransferCancelled:
     key: RequestKey
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RenewLeases:
     keys: tuple[RequestKey, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Ping:
     """How long does a message take? Links answer it themselves."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Pong:
     pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class LinkProbed:
     """The side that was connected to has measured the link: now the other one may."""
 

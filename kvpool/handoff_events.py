@@ -12,9 +12,10 @@ from kvpool.pool_map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transfer_plan import Side, Write
 from kvrelay.types import Incarnation, RequestKey
+from kvrelay.values import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FromPeer:
     """What a peer said, with who it is."""
 
@@ -22,13 +23,13 @@ class FromPeer:
     message: PeerMessage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PeerLost:
     peer: Incarnation
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SlabWritten:
     """The transfer thread has written a piece and told the peer so (`error` None), or failed."""
 
@@ -39,7 +40,7 @@ class SlabWritten:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class LinkMeasured:
     """What the link to a connected peer costs; until it is known slabs are used."""
 
@@ -55,7 +56,7 @@ class LayersWritten:
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SlabScattered:
     """The transfer thread has checked and scattered a slab (`error` None), or refused it."""
 
@@ -68,7 +69,7 @@ class SlabScattered:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PieceFetched:
     """The transfer thread has read a piece out of the peer's blocks, or failed."""
 
@@ -79,7 +80,7 @@ class PieceFetched:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SendPeer:
     """`addresses`, one per transport of the peer, let the shell connect first; without any the
     answer goes over the connection that there is."""
@@ -89,7 +90,7 @@ class SendPeer:
     addresses: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WriteSlab:
     """Gather a piece out of the blocks of `tables` and write it into the lent slab."""
 
@@ -100,7 +101,7 @@ class WriteSlab:
     tables: Tables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ScatterSlab:
     """Check a slab that `peer` has filled and scatter it into this worker's own blocks."""
 
@@ -111,7 +112,7 @@ class ScatterSlab:
     tables: Tables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class FetchPiece:
     """Read a piece from `source`, slots of the peer's pool `kv`, into this worker's own blocks."""
 
@@ -124,14 +125,14 @@ class FetchPiece:
     tables: Tables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ReplaceSlab:
     """Its writer fell silent: deregister the region and register a fresh one in its place."""
 
     slab_id: SlabId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class SlabReplaced:
     slab_id: SlabId
     region: str

@@ -63,7 +63,12 @@ def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSa
 
     Raises OverflowError for ids outside 0..2^32-1.
     """
-    data = (parent or _NO_PARENT) + token_bytes(token_ids)
+    return block_hash_of(parent, token_bytes(token_ids), salt)
+
+
+def block_hash_of(parent: BlockHash | None, tokens: bytes, salt: CacheSalt) -> BlockHash:
+    """The same, of the block's `token_bytes`."""
+    data = (parent or _NO_PARENT) + tokens
     digest = blake2b(data, digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
     return BlockHash(digest.digest())
 

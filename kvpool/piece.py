@@ -15,6 +15,7 @@ from kvpool.plan import TokenRun
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import Section, Side, TokenSpan, Write, cut
 from kvrelay.errors import PeerError
+from kvrelay.values import value
 
 LAYER_GROUPS = 4
 """Leaves a quarter of the last chunk to be sent after its compute. Twice as many would save an
@@ -29,7 +30,7 @@ Runs = tuple[tuple[int, int], ...]
 """(first block, number of blocks) of adjacent blocks, in the table's order"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Piece:
     """The `index`-th write of the cut of `span`."""
 
@@ -37,7 +38,7 @@ class Piece:
     index: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PieceBlocks:
     """Which blocks a sender holds at `[first, first + ...)` of one group's table."""
 

@@ -7,12 +7,12 @@ plans its own copies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from kvpool.layout import BlockId, KvLayout
+from kvrelay.values import value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TokenRun:
     """Pool slots `[slot, slot + tokens)` hold slab tokens `[position, position + tokens)`."""
 

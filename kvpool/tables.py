@@ -23,7 +23,7 @@ from kvpool.layout import KvLayout, Tables
 from kvpool.naming import Naming
 from kvpool.room import Room
 from kvpool.tenants import tenant_label
-from kvrelay.types import RequestKey
+from kvrelay.types import RequestKey, RequestSpec
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -102,6 +102,10 @@ class BlockTables:
         """Names for the blocks of a new sequence."""
         chain = self.names.chain(tenant, prompt_tokens, self.layout.block_size)
         return chain.told_to(self.cache.roots, tenant_label(tenant)) if tenant else chain
+
+    def names_of(self, spec: RequestSpec) -> HashChain:
+        """For the blocks of what the request begins with."""
+        return self.chain(spec.tenant, spec.context_tokens).begin(spec)
 
     # --- taking ---------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from kvpool.codec import Codec, WireFormat
 from kvpool.layout import Tables
@@ -17,12 +18,13 @@ from kvpool.plan import TokenRun, token_runs
 from kvpool.reslice import GroupSlice, reslice
 from kvpool.shard import ShardLayout
 from kvrelay.errors import ConfigError
+from kvrelay.values import value
 
 WRITE_TOKENS = 128
 """Fewer tokens in a write cost more per byte than they save in waiting."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TokenSpan:
     """Tokens `[start, start + tokens)` of a sequence whose next query is at `next_position`."""
 
@@ -56,7 +58,7 @@ class Section:
         return replace(self, offset_bytes=offset_bytes, nbytes=nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Write:
     """One slab's payload: sections one after another, without gaps, all in one format."""
 
@@ -75,6 +77,8 @@ class Write:
     def encoded(self, codec: Codec) -> Write:
         """The same tokens of the same layers with another codec. Where heads are tiny a codec may
         need more bytes than none does."""
+        if codec is self.wire.codec:
+            return self
         wire = replace(self.wire, codec=codec)
         sections: list[Section] = []
         for section in self.sections:
@@ -83,7 +87,7 @@ class Write:
         return Write(sections=tuple(sections), wire=wire)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Side:
     """Where the sequence lies in one rank's pool."""
 
@@ -164,28 +168,33 @@ def cut(
     """
     assert layer_groups > 0, layer_groups
     wire = WireFormat(dtype=wire_dtype or source.model.dtype, codec=codec)
-    parts = _parts(source, target, span)
+    seen = [span.seen(group.window) for group in source.model.groups]
+    sent = tuple(index for index, tokens in enumerate(seen) if tokens)
     writes: list[Write] = []
-    for layers in _layer_runs(parts, layer_groups):
-        inside = [some for part in parts if (some := part.within(layers)).layers]
-        sections = (s for part in inside for s in _sections(part, wire, staging_bytes))
+    for parts in _parts_by_layers(source, target, sent, layer_groups):
+        sections = (
+            section
+            for part in parts
+            for section in _sections(part, seen[part.part.group], wire, staging_bytes)
+        )
         writes += _packed(sections, wire, staging_bytes)
     return tuple(writes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What one group sends: `layers` are the model's, as many as `part` has; `seen` the tokens."""
+    """What one group sends of each token: `layers` are the model's, as many as `part` has."""
 
     part: GroupSlice
     layers: tuple[int, ...]
-    seen: range
 
     def within(self, layers: range) -> _Part:
         inside = [i for i, layer in enumerate(self.layers) if layer in layers]
         return self.narrow(range(inside[0], inside[-1] + 1) if inside else range(0))
 
     def narrow(self, members: range) -> _Part:
+        if len(members) == len(self.layers):
+            return self
         part = replace(
             self.part,
             source_layer=self.part.source_layer + members.start,
@@ -199,15 +208,25 @@ class _Part:
         return wire.encoded_bytes(layers, tokens, shape)
 
 
-def _parts(source: ShardLayout, target: ShardLayout, span: TokenSpan) -> list[_Part]:
-    """The groups of which anything travels."""
+@lru_cache(maxsize=256)
+def _parts_by_layers(
+    source: ShardLayout, target: ShardLayout, sent: tuple[int, ...], layer_groups: int
+) -> tuple[tuple[_Part, ...], ...]:
+    """# run of layers |-> its part of each of the `sent` groups, whatever the tokens are"""
+    parts = _parts(source, target, sent)
+    runs = _layer_runs(parts, layer_groups)
+    within = ((part.within(layers) for part in parts) for layers in runs)
+    return tuple(tuple(part for part in some if part.layers) for some in within)
+
+
+def _parts(source: ShardLayout, target: ShardLayout, sent: Sequence[int]) -> list[_Part]:
     parts: list[_Part] = []
     for part in reslice(source, target):
         group = source.model.groups[part.group]
         first = source.shard.members(group).start + part.source_layer
-        if seen := span.seen(group.window):
+        if part.group in sent:
             layers = group.layers[first : first + part.layers]
-            parts.append(_Part(part=part, layers=layers, seen=seen))
+            parts.append(_Part(part=part, layers=layers))
     return parts
 
 
@@ -218,19 +237,21 @@ def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
         yield range(layers[piece[0]], layers[piece[-1]] + 1)
 
 
-def _sections(part: _Part, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
+def _sections(part: _Part, seen: range, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
     """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces."""
     _check_fits(part, wire, staging_bytes)
-    least = _least_tokens(len(part.seen))
+    least = _least_tokens(len(seen))
     layers_fit = _most(len(part.layers), staging_bytes, lambda n: part.nbytes(wire, n, least))
     for members in _even_pieces(range(len(part.layers)), max(1, layers_fit)):
-        yield from _token_sections(part.narrow(members), wire, staging_bytes)
+        yield from _token_sections(part.narrow(members), seen, wire, staging_bytes)
 
 
-def _token_sections(part: _Part, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
+def _token_sections(
+    part: _Part, seen: range, wire: WireFormat, staging_bytes: int
+) -> Iterator[Section]:
     layers = len(part.layers)
-    tokens_fit = _most(len(part.seen), staging_bytes, lambda n: part.nbytes(wire, layers, n))
-    for tokens in _even_pieces(part.seen, tokens_fit):
+    tokens_fit = _most(len(seen), staging_bytes, lambda n: part.nbytes(wire, layers, n))
+    for tokens in _even_pieces(seen, tokens_fit):
         yield Section(
             part=part.part,
             last_layer=part.layers[-1],

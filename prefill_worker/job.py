@@ -1,6 +1,6 @@
 """One prompt on its way through a prefill worker. Pure.
 
-prompt ids
+prompt ids, and those emitted by earlier attempts
 [0 .......... computed)          KV is in the blocks; first what was found, then what was run
 [computed, + copied)             the step on the device copies it from another's block
              [+ copied, length)  to be run, in chunks
@@ -25,12 +25,16 @@ from prefill_worker.sender import Sender
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """`cached` tokens were found or copied. `first` is token 0 of each choice, `finished` are the
-    choices that end with it."""
+    """`cached` tokens were found or copied. `first` is the first token drawn of each choice,
+    `finished` are the choices that end with it. It came `arrival`-th, and alone it would take
+    `left_s` more."""
 
     sender: Sender
     holder: Holder
     names: HashChain
+    arrival: int = 0
+    deadline_s: float | None = None
+    left_s: float = 0.0
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
@@ -50,8 +54,17 @@ class Job:
         return self.message.spec.key
 
     @property
+    def tenant(self) -> str:
+        return self.message.spec.tenant
+
+    @property
     def prompt(self) -> Sequence[int]:
-        return self.message.spec.prompt_ids
+        return self.message.spec.context_ids
+
+    @property
+    def first_index(self) -> int:
+        """Of the token to be drawn."""
+        return len(self.message.spec.emitted_ids)
 
     @property
     def sampling(self) -> Sampling:
@@ -126,7 +139,7 @@ class Job:
         )
 
     def slice(self, take: int, tables: Tables) -> SequenceSlice:
-        """The next `take` tokens; with the last ones, token 0 of each choice is drawn."""
+        """The next `take` tokens; with the last ones, a token of each choice is drawn."""
         start = self.end(0)
         return SequenceSlice(
             key=self.key,
@@ -140,25 +153,30 @@ class Job:
         )
 
     def _samples(self) -> tuple[SampleRequest, ...]:
-        history = self.prompt if needs_history(self.sampling) else ()
+        spec, has_history = self.message.spec, needs_history(self.sampling)
         return tuple(
             SampleRequest(
-                sampling=self.sampling, choice=choice, index=0, prompt_ids=history, emitted_ids=()
+                sampling=self.sampling,
+                choice=choice,
+                index=self.first_index,
+                prompt_ids=spec.prompt_ids if has_history else (),
+                emitted_ids=spec.emitted_ids if has_history else (),
             )
             for choice in range(self.sampling.n)
         )
 
     def take_first(self, sampled: tuple[Sampled, ...], now_s: float) -> list[Tokens]:
-        """Token 0 of each choice, as the router is told."""
+        """The first token drawn of each choice, as the router is told."""
+        emitted = self.first_index + 1
         self.first = tuple(one.token_id for one in sampled)
-        reasons = [finish_reason(self.sampling, token_id=t, emitted=1) for t in self.first]
+        reasons = [finish_reason(self.sampling, token_id=t, emitted=emitted) for t in self.first]
         self.finished = tuple(i for i, reason in enumerate(reasons) if reason is not None)
         return [
             Tokens(
                 key=self.key,
                 at_s=now_s,
                 choice=choice,
-                first_index=0,
+                first_index=self.first_index,
                 token_ids=(one.token_id,),
                 logprobs=() if one.logprobs is None else (one.logprobs,),
                 finish_reason=reason,

@@ -39,10 +39,10 @@ class Jobs:
     def __getitem__(self, key: RequestKey) -> Job:
         return self._jobs[key]
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Job, now_s: float) -> None:
         assert job.key not in self._jobs, f"{job.key} is here already"
         self._jobs[job.key] = job
-        self.queue.add(job)
+        self.queue.add(job, now_s)
 
     def live(self) -> Iterator[Job]:
         """Those not cancelled, though they may be while this is read."""
@@ -100,5 +100,5 @@ class Jobs:
         """Each held prompt is one job's, and each job waits, runs or hands over."""
         held = {h.holder for h in self.block_tables.held() if h.holder.side == "prefill"}
         assert held <= {job.holder for job in self._jobs.values()}, held
-        assert all(job.key in self._jobs for job in self.queue.awaiting_prefill)
+        assert self.queue.awaiting_prefill.keys() <= self._jobs.keys()
         self.queue.validate()

@@ -1,8 +1,10 @@
-"""Prompts whose KV is still to be computed, in order of arrival, and what of them runs next. Pure.
+"""Prompts whose KV is still to be computed, and what of them runs next. Pure.
 
 Prompts are chunked under a token budget, so memory is bounded whatever their length. A prompt's
 blocks are taken all at once before its first chunk (in groups with a window, those of one chunk).
-So at most the head of the queue waits for blocks, and those it waits for are on their way out.
+One that is half computed keeps its blocks when another goes before it, and that one takes all of
+its own at once, window or not: so at most one asks for more, and all others can end without. Where
+the first in order lacks blocks, none behind it takes any: those it waits for are on their way out.
 
 The first chunk begins where an earlier prompt parts from it: behind the whole blocks that both
 share, the tokens that still agree are copied.
@@ -10,101 +12,158 @@ share, the tokens that still agree are copied.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from kvpool.copies import CopyPairs
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
-from kvrelay.types import PrefixOrigin
+from kvrelay.types import PrefixOrigin, RequestKey
 from prefill_worker.job import Job
+from prefill_worker.order import Order
 
 
 @dataclass(slots=True)
 class PromptQueue:
-    awaiting_prefill: deque[Job] = field(default_factory=deque)
+    order: Order = field(default_factory=Order)
+    awaiting_prefill: dict[RequestKey, Job] = field(default_factory=dict)
     on_device: tuple[tuple[Job, int], ...] = ()  # job, its tokens in the step
     copies: tuple[CopyPairs, ...] = ()  # to be made before the step
+    _opened: dict[RequestKey, Job] = field(default_factory=dict)  # of those that wait
+    _growing: Job | None = None
+    """It has yet to ask for some of its blocks."""
 
     def __len__(self) -> int:
         return len(self.awaiting_prefill)
 
     @property
     def tokens(self) -> int:
-        return sum(job.remaining for job in self.awaiting_prefill)
+        return sum(job.remaining for job in self.awaiting_prefill.values())
 
-    def add(self, job: Job) -> None:
-        self.awaiting_prefill.append(job)
+    def add(self, job: Job, now_s: float) -> None:
+        self.awaiting_prefill[job.key] = job
+        self.order.add(job, now_s)
 
     def remove(self, job: Job) -> None:
         """Removing what doesn't wait is fine."""
-        if job in self.awaiting_prefill:
-            self.awaiting_prefill.remove(job)
+        if self.awaiting_prefill.pop(job.key, None) is not None:
+            self.order.remove(job)
+            self._opened.pop(job.key, None)
+            if self._growing is job:
+                self._growing = None
+
+    # --- choosing -------------------------------------------------------------------------------
 
     def pack(
         self, openings: Openings, *, budget_tokens: int, now_s: float
     ) -> tuple[tuple[Job, int], ...]:
         """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
         assert not self.on_device, "a step is on the device"
-        chosen: list[tuple[Job, int]] = []
-        copies: list[CopyPairs] = []
-        for job in self.awaiting_prefill:
-            if budget_tokens == 0 or not _has_blocks(job, openings, budget_tokens, now_s):
+        step = _Step(openings=openings, now_s=now_s, budget_tokens=budget_tokens)
+        for job in self.order.order(now_s):
+            if not step.budget_tokens:
                 break
-            if openings.waits(job.holder):
-                continue
-            if not job.started:
-                copies += _copy(job, openings.tables)
-            take = min(budget_tokens, job.remaining)
-            budget_tokens -= take
-            chosen.append((job, take))
-        self.on_device, self.copies = tuple(chosen), tuple(copies)
+            if not self._try_choose(job, step):
+                self._choose_opened(step)
+                break
+        self.on_device, self.copies = tuple(step.chosen.items()), tuple(step.copies)
         return self.on_device
 
-    def take_ran(self, tables: BlockTables) -> tuple[tuple[Job, int], ...]:
+    def _try_choose(self, job: Job, step: _Step) -> bool:
+        """False when it lacks blocks."""
+        if job.holder in step.openings.tables:
+            return step.try_go_on(job)
+        if not step.try_open(job, whole=self._growing is not None):
+            return False
+        self._opened[job.key] = job
+        if not step.has_all_blocks(job):
+            self._growing = job
+        return step.try_go_on(job)
+
+    def _choose_opened(self, step: _Step) -> None:
+        """Only what has its blocks goes on."""
+        for job in self._opened.values():
+            if step.budget_tokens and job not in step.chosen:
+                step.try_go_on(job)
+
+    # --- afterwards -----------------------------------------------------------------------------
+
+    def take_ran(
+        self, tables: BlockTables, seconds: float, now_s: float
+    ) -> tuple[tuple[Job, int], ...]:
+        """A step is over that took so long."""
         ran, self.on_device, self.copies = self.on_device, (), ()
         for job, take in ran:
             tables.copied(job.holder)
             job.ran(take)
+        self.order.ran(ran, seconds, now_s)
         return ran
 
     def runs(self, job: Job) -> bool:
         return any(job is running for running, _ in self.on_device)
 
     def validate(self) -> None:
-        """Each waiting prompt has something left to compute, and waits once."""
-        assert all(job.remaining > 0 for job in self.awaiting_prefill)
-        assert len({*map(id, self.awaiting_prefill)}) == len(self.awaiting_prefill)
+        """Each waiting prompt has something left to compute, and is in the order once."""
+        waiting = self.awaiting_prefill
+        assert all(job.remaining > 0 for job in waiting.values())
+        assert waiting.keys() >= self._opened.keys()
+        self.order.validate(waiting.values())
 
 
-def _copy(job: Job, tables: BlockTables) -> tuple[CopyPairs, ...]:
-    """At least the last token is run, for its logits."""
-    tokens, pairs = tables.begin_like_another(
-        job.holder, job.names, job.prompt, end=len(job.prompt) - 1
-    )
-    if not tokens:
-        return ()
-    job.begins_like_another(tokens)
-    return (pairs,)
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One step being put together; `budget_tokens` are left."""
 
+    openings: Openings
+    now_s: float
+    budget_tokens: int
+    chosen: dict[Job, int] = field(default_factory=dict)  # its tokens in the step
+    copies: list[CopyPairs] = field(default_factory=list)
 
-def _has_blocks(job: Job, openings: Openings, budget_tokens: int, now_s: float) -> bool:
-    """Whether its next `budget_tokens` tokens have room, and what may be copied before them; what
-    was cached counts as computed."""
-    tables, prompt_tokens = openings.tables, len(job.prompt)
-    ahead_tokens = budget_tokens + (0 if job.started else tables.layout.block_size - 1)
-    if job.holder in tables:
-        end = min(prompt_tokens, job.computed + ahead_tokens)
-        return tables.try_grow(job.holder, prompt_tokens, window_tokens=end, now_s=now_s)
-    found = openings.try_open(
-        job.holder,
-        prompt_tokens,
-        hashes=job.reusable,
-        ahead_tokens=ahead_tokens,
-        now_s=now_s,
-        source=job.message.prefix_source,
-    )
-    if found is None:
-        return False
-    job.opened(found, PrefixOrigin.DEVICE if found else PrefixOrigin.COMPUTED)
-    return True
+    def try_open(self, job: Job, *, whole: bool) -> bool:
+        """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
+        found = self.openings.try_open(
+            job.holder,
+            len(job.prompt),
+            hashes=job.reusable,
+            ahead_tokens=len(job.prompt) if whole else self._ahead_tokens(job),
+            now_s=self.now_s,
+            source=job.message.prefix_source,
+        )
+        if found is None:
+            return False
+        job.opened(found, PrefixOrigin.DEVICE if found else PrefixOrigin.COMPUTED)
+        return True
+
+    def _ahead_tokens(self, job: Job) -> int:
+        """Its next chunk, and what may be copied before it."""
+        copied = 0 if job.started else self.openings.tables.layout.block_size - 1
+        return self.budget_tokens + copied
+
+    def has_all_blocks(self, job: Job) -> bool:
+        return self.openings.tables.capacity(job.holder) >= len(job.prompt)
+
+    def try_go_on(self, job: Job) -> bool:
+        """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
+        tables = self.openings.tables
+        end = min(len(job.prompt), job.computed + self._ahead_tokens(job))
+        if not tables.try_grow(job.holder, len(job.prompt), window_tokens=end, now_s=self.now_s):
+            return False
+        if not self.openings.waits(job.holder):
+            self._take(job)
+        return True
+
+    def _take(self, job: Job) -> None:
+        if not job.started:
+            self._copy(job)
+        take = min(self.budget_tokens, job.remaining)
+        self.budget_tokens -= take
+        self.chosen[job] = take
+
+    def _copy(self, job: Job) -> None:
+        """At least the last token is run, for its logits."""
+        tokens, pairs = self.openings.tables.begin_like_another(
+            job.holder, job.names, job.prompt, end=len(job.prompt) - 1
+        )
+        if tokens:
+            job.begins_like_another(tokens)
+            self.copies.append(pairs)

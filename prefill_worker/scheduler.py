@@ -21,6 +21,7 @@ from prefill_worker import handoffs
 from prefill_worker.handoffs import Handoffs
 from prefill_worker.job import Job
 from prefill_worker.jobs import Jobs
+from prefill_worker.order import Order
 from prefill_worker.prompt_queue import PromptQueue
 from prefill_worker.sender import Sender
 
@@ -30,18 +31,19 @@ Event = Prefill | Abort | StepWanted | StepDone | Restored | handoffs.Event
 @dataclass(slots=True, kw_only=True)
 class PrefillScheduler:
     """`chunk_tokens` bounds one step's tokens. The KV of one request in `canary_every` is checked
-    by the decode worker (0: of none)."""
+    by the decode worker (0: of none). `order` says who goes first."""
 
     openings: Openings
     chunk_tokens: int
     mode: InitVar[HandoffMode] = HandoffMode.PUSH
     canary_every: int = 0
+    order: InitVar[Order | None] = None
     prompt_tokens: int = 0
     jobs: Jobs = field(init=False)
     handoffs: Handoffs = field(init=False)
 
-    def __post_init__(self, mode: HandoffMode) -> None:
-        self.jobs = Jobs(openings=self.openings)
+    def __post_init__(self, mode: HandoffMode, order: Order | None) -> None:
+        self.jobs = Jobs(openings=self.openings, queue=PromptQueue(order or Order()))
         self.handoffs = Handoffs(jobs=self.jobs, mode=mode)
 
     @property
@@ -83,10 +85,9 @@ class PrefillScheduler:
             peer=self.handoffs.peers.get(message.target),
             checked=is_chosen(key.request_id, self.canary_every),
         )
-        names = self.tables.chain(message.spec.tenant, len(message.spec.prompt_ids))
-        names.extend(message.spec.prompt_ids, len(message.spec.prompt_ids))
+        names = self.tables.names_of(message.spec)
         job = Job(sender=sender, holder=Holder("prefill", key), names=names)
-        self.jobs.add(job)
+        self.jobs.add(job, now_s)
         received = Emit(events=(Lifetime(key=key, at_s=now_s, name="prefill_received"),))
         return [received] if sender.peer else [received, sender.renew()]  # connects
 
@@ -128,7 +129,7 @@ class PrefillScheduler:
         return [Emit(events=tuple(job.started_event(now_s) for job in fresh))] if fresh else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
-        ran = self.queue.take_ran(self.tables)
+        ran = self.queue.take_ran(self.tables, done.seconds, now_s)
         self.openings.computed(sum(take for _, take in ran), done.seconds)
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):

@@ -104,7 +104,7 @@ class Sender:
     @property
     def next_position(self) -> int:
         """What the query there sees is handed over."""
-        return first_query(len(self.message.spec.prompt_ids), checked=self.checked)
+        return first_query(self.message.spec.context_tokens, checked=self.checked)
 
     def _announce(self, tables: Tables) -> list[SendPeer]:
         if self.peer is None:
@@ -112,7 +112,9 @@ class Sender:
         spans, self._planned = self._planned, []
         if not spans:
             return []
-        wire = replace(self.layout, dtype=wire_dtype(self.layout.dtype, self.peer.dtype))
+        own = self.layout.dtype
+        dtype = wire_dtype(own, self.peer.dtype)
+        wire = self.layout if dtype == own else replace(self.layout, dtype=dtype)
         return [
             self._ahead(Piece(span=span, index=index), write, tables)
             for span in spans
@@ -210,7 +212,7 @@ class Sender:
         finished: tuple[int, ...],
         sketch: LogitSketch | None = None,
     ) -> SendPeer:
-        """All pieces are sent and token 0 of each choice is known."""
+        """All pieces are sent and the first token drawn of each choice is known."""
         assert self.all_sent and self.settled
         return self._to_peer(
             Commit(

@@ -30,4 +30,5 @@ def begin(beginning: Beginning) -> RouterCore:
         placing=open_placement(beginning.policies, Random(beginning.seed)),
         admitting=open_admission(beginning.policies),
         tiers=beginning.tiers,
+        move_hot_spots=beginning.policies.move_hot_spots,
     )

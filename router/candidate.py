@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvrelay.messages import PrefixSource
+from kvrelay.values import value
 from router.forecast.decode_outlook import BatchThen
 from router.placement import Placement
 from router.promises import Promised
 from router.view import WorkerView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Candidate:
     """`prefill` None: the decode worker prefills too. `source`: who has more of the prompt than
     the one that prefills."""
@@ -30,7 +29,7 @@ class Candidate:
         return self.prefill or self.decode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PromptPrediction:
     """Seconds from now until the first token, by what they are spent on."""
 
@@ -43,7 +42,7 @@ class PromptPrediction:
         return self.queue_s + self.pull_s + self.prefill_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class DecodePrediction:
     """Of a decode worker when the request joins, `joins_in_s` from now: `batch` is without it,
     `step_s` a step with it. Free blocks are those that are left without it."""
@@ -55,7 +54,7 @@ class DecodePrediction:
     free_blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Prediction:
     """`ttft_s` counts from when the request was received. With the margins' confidence neither will
     be more than the `at_most` values."""

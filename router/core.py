@@ -3,8 +3,9 @@
     submitted -> reserving -> (Reserved) admitted -> tokens ... -> finished
                     `-> (ReserveRefused) next decode worker, or refused
 
-A request whose worker fails is run again under the next attempt. Draws are counter based, so it
-yields the same tokens; those already delivered are dropped by their index.
+A request whose worker fails goes on elsewhere under the next attempt, behind the tokens delivered;
+draws are counter based. One of several choices is run again: it yields the same tokens, and those
+already delivered are dropped by their index.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import count
 from math import inf
 
 from kvrelay.messages import (
+    Abort,
     Lifetime,
     Released,
     RequestFailed,
@@ -30,6 +32,8 @@ from router import orders
 from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
 from router.admitting.predictive import Predictive
+from router.candidate import Candidate
+from router.degrading import deferred, less_output_helps, stricter, tripped, ways
 from router.demand import Demand
 from router.directory import Directory
 from router.events import (
@@ -41,9 +45,11 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    LadderStepped,
     PairQuarantined,
     PairTrusted,
     Refuse,
+    Send,
     Submitted,
     WorkerJoined,
     WorkerLost,
@@ -51,9 +57,11 @@ from router.events import (
 )
 from router.forecast.forecast import Forecast
 from router.generation import GenerationRequest
+from router.ladder import Ladders, Step
 from router.latency.margins import Margin
 from router.latency.output_lengths import OutputLengths
 from router.ledger import Ledger
+from router.moving import Moving
 from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
 from router.prefixes import HeldPrefixes
@@ -69,6 +77,8 @@ from router.workers import Workers
 MAX_ATTEMPTS = 3
 EXPECTED = 0.5
 """The quantile of its tier's output lengths that a request is expected to have."""
+SOON_S = 0.5
+"""Who is to come back later than this finds the worker done with whoever is taken now."""
 
 
 @dataclass(slots=True)
@@ -82,9 +92,12 @@ class RouterCore:
     admitting: AdmissionPolicy = field(default_factory=Predictive)
     tiers: QosTiers = ONE_TIER
     confidence: InitVar[float] = 0.95
+    move_hot_spots: InitVar[bool] = False
     lengths: OutputLengths = field(default_factory=OutputLengths)
     promises: Promises = field(default_factory=Promises)
     forecast: Forecast = field(init=False)
+    moving: Moving = field(init=False)
+    ladders: Ladders = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
@@ -92,15 +105,17 @@ class RouterCore:
     quarantine: Quarantine = field(default_factory=Quarantine)
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
-    def __post_init__(self, confidence: float) -> None:
+    def __post_init__(self, confidence: float, move_hot_spots: bool) -> None:
         """That both objectives are kept: each may be missed half as often."""
+        self.moving = Moving(self.workers, self.requests, self.lengths, enabled=move_hot_spots)
+        self.ladders = Ladders(self.tiers)
         each = (1 + confidence) / 2
         self.forecast = Forecast(
             self.workers, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        return [*self._handle(event, now_s), *self._ask_again(now_s)]
+        return [*self._handle(event, now_s), *self._ask_again(now_s), *self._climb(now_s)]
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
@@ -135,8 +150,8 @@ class RouterCore:
 
     def _place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
         """Ask the next decode worker; refuse for the last reason when none is left."""
-        demand = self._demand(request, now_s)
-        match self._judge(request, demand, otherwise, now_s):
+        demand, verdict = self._consider(request, otherwise, now_s)
+        match verdict:
             case Refusal() as refusal:
                 return self._refuse(request, refusal, now_s)
             case Deferred(refusal=refusal, patience_s=patience_s):
@@ -145,6 +160,37 @@ class RouterCore:
                 request.place(admitted, now_s)
                 self.workers.book(demand, admitted, now_s)
                 return [orders.ask(request.spec, admitted.candidate, self._within_s(demand))]
+
+    def _consider(
+        self, request: Request, otherwise: Refusal, now_s: float
+    ) -> tuple[Demand, Verdict]:
+        """As asked, or if need be as its tier allows: with less output, or later."""
+        if request.admitted:
+            demand = self._demand(request, request.spec, now_s)
+            return demand, self._judge(request, demand, otherwise, now_s)
+        request.capped_tokens = None
+        demand, tier = self._demand(request, request.spec, now_s), request.tier
+        ladder = self.ladders.highest(tier)
+        if ladder is not None and ladder.step is Step.TRIP and not self._in_reserve(request):
+            return demand, tripped(tier, ladder, now_s)
+        refusal = otherwise
+        for way in ways(demand, tier, Step.NORMAL if ladder is None else ladder.step):
+            judged = way if ladder is None else stricter(way, ladder.rules)
+            verdict = self._judge(request, judged, otherwise, now_s)
+            if not isinstance(verdict, Refusal):
+                request.cap(way.spec.sampling.max_tokens)
+                return way, verdict
+            refusal = verdict if ladder is None else replace(verdict, hopeless=False)
+            if not less_output_helps(refusal, demand):
+                break
+        waited_s = self.waiting.waited_s(request.request_id, now_s)
+        return demand, deferred(refusal, tier, waited_s) or refusal
+
+    def _in_reserve(self, request: Request) -> bool:
+        """Whether the tier's own share of decode places has room for it."""
+        own = (one for one in self.requests.values() if one.tier is request.tier and one.placed)
+        taken = sum(len(one.choices) for one in own) + len(request.choices)
+        return taken <= request.tier.share * self.workers.decode_places
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""
@@ -155,23 +201,31 @@ class RouterCore:
         policy = Capacity() if request.admitted else self.admitting
         return policy.judge(demand, candidates, otherwise, self.forecast, now_s)
 
-    def _demand(self, request: Request, now_s: float) -> Demand:
-        spec, most = request.spec, request.submitted.sampling.max_tokens
+    def _demand(self, request: Request, spec: RequestSpec, now_s: float) -> Demand:
         return Demand(
             spec=spec,
-            output_tokens=self.lengths.quantile(request.tier.name, EXPECTED, max_tokens=most),
+            output_tokens=self._output_tokens(request, spec),
             held=HeldPrefixes(spec, self.directory),
             objectives=request.objectives,
             priority=request.tier.priority,
             waited_s=request.ledger.age_s(now_s),
-            promised=self._promised(request),
+            promised=self._promised(request, -inf if request.promise else now_s + SOON_S),
+            line=self._promised(request, inf),
         )
 
-    def _promised(self, request: Request) -> Promised:
+    def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
+        """Of each choice, still to come."""
+        emitted, most = len(spec.emitted_ids), spec.sampling.max_tokens
+        expected = self.lengths.quantile(
+            request.tier.name, EXPECTED, max_tokens=most, emitted=emitted
+        )
+        return max(1, expected - emitted)
+
+    def _promised(self, request: Request, before_s: float) -> Promised:
         """What goes before it at each worker though it isn't there yet."""
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.ahead_of(request.promise))
+        return self.workers.per_worker(self.promises.before(before_s))
 
     @staticmethod
     def _within_s(demand: Demand) -> float | None:
@@ -185,25 +239,35 @@ class RouterCore:
         self._forget(request)
         if refusal.retry_after_s is None and not refusal.hopeless:
             refusal = replace(refusal, retry_after_s=self._releases.retry_after_s())
-        if refusal.work is not None and refusal.retry_after_s is not None:
-            digest = digest_of(request.spec)
-            self.promises.make(digest, refusal.work, refusal.retry_after_s, now_s)
-        return [Refuse(request_id=request_id, refusal=refusal)]
+        if request.promise is not None:
+            self.promises.settle(kept=False)
+        return [Refuse(request_id=request_id, refusal=self._promise(request, refusal, now_s))]
+
+    def _promise(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
+        soonest_s = refusal.retry_after_s
+        if refusal.work is None or soonest_s is None:
+            return refusal
+        digest = digest_of(request.spec)
+        retry_after_s = self.promises.make(digest, refusal.work, soonest_s, now_s)
+        return replace(refusal, retry_after_s=retry_after_s)
 
     def _wait(
         self, request: Request, refusal: Refusal, patience_s: float, now_s: float
     ) -> list[Command]:
         """Without any worker there is nothing to wait for."""
+        line = "" if request.admitted else request.tier.name
         waits = self.workers and self.waiting.try_wait(
-            request.request_id, refusal, patience_s, now_s
+            request.request_id, line, refusal, patience_s, now_s
         )
         if waits:
             request.placed = None
             return []
+        if not request.admitted:
+            return self._refuse(request, refusal, now_s)
         return self._fail(request, refusal.reason, f"can't go on: {refusal.message}")
 
     def _ask_again(self, now_s: float) -> list[Command]:
-        """In order; once one is refused again, the others wait with it."""
+        """Whoever is refused again waits on, and its line with it."""
         commands: list[Command] = []
         due_s = now_s if self.workers else inf
         while (turn := self.waiting.take_next(due_s)) is not None:
@@ -211,9 +275,13 @@ class RouterCore:
             request = self.requests[request_id]
             request.tried.clear()
             commands += self._place(request, refusal, now_s)
-            if self.waiting.is_due_later(request_id):
-                break
         return commands
+
+    def _climb(self, now_s: float) -> list[Command]:
+        return [
+            LadderStepped(tier=ladder.tier.name, step=ladder.step, cause=cause)
+            for ladder, cause in self.ladders.climb(now_s)
+        ]
 
     # --- what workers say -----------------------------------------------------------------------
 
@@ -227,11 +295,13 @@ class RouterCore:
         commands: list[Command] = []
         for event in said.events:
             commands += self._one_said(view, event, now_s)
-        return commands
+        return [*commands, *self._relieve(view, now_s)]
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
         if isinstance(event, Released | ReserveRefused):
             view.forget(event.key, now_s)
+        if event.key in self.moving:
+            return self._move_answered(event, now_s)
         request = self.requests.get(event.key.request_id)
         if request is None or request.key != event.key or view.incarnation not in request.legs:
             return []
@@ -258,19 +328,22 @@ class RouterCore:
         self.waiting.leave(request.request_id)
         admitted = request.placed
         assert admitted is not None
-        demand = self._demand(request, now_s)
+        demand = self._demand(request, request.spec, now_s)
         begin = orders.begin(request, admitted.candidate, held_tokens, self._within_s(demand))
         if request.admitted:
             return begin
         request.admitted = True
+        if request.promise is not None:
+            self.promises.settle(kept=True)
         return [Admit(request_id=request.request_id), *begin]
 
     def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
-        if event.first_index == 0:
+        if event.first_index == len(request.resumed_ids):
             request.ledger.mark("first_token", event.at_s)
             request.ledger.mark("first_token_received", now_s)
             self.workers.prefilled(request.key, request.legs, now_s)
             self._learn_ttft(request, now_s)
+            self._watch_ttft(request, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
         ready = request.choices[event.choice].take(event)
@@ -278,14 +351,14 @@ class RouterCore:
             return []
         self._learn_length(request, event)
         if request.done:
-            self._learn_tpot(request)
+            self._learn_tpot(request, now_s)
             self._ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
 
     def _learn_ttft(self, request: Request, now_s: float) -> None:
         """Of a first try's first choice."""
         predicted, placed_s = request.predicted, request.placed_s
-        if predicted is None or request.tries > 1 or any(c.next_index for c in request.choices):
+        if predicted is None or request.disturbed or any(c.next_index for c in request.choices):
             return
         self.forecast.ttft.observe(
             predicted.prompt.first_token_s,
@@ -293,10 +366,20 @@ class RouterCore:
             undisturbed=predicted.prompt.queue_s <= 0,
         )
 
-    def _learn_tpot(self, request: Request) -> None:
+    def _watch_ttft(self, request: Request, now_s: float) -> None:
+        """Of those that are held to their tier's objective."""
+        first = not any(choice.next_index for choice in request.choices)
+        if first and request.submitted.objectives.ttft_s is None:
+            self.ladders.saw_ttft(request.tier.name, request.ledger.age_s(now_s), now_s)
+
+    def _learn_tpot(self, request: Request, now_s: float) -> None:
         """Beside the longest steps that it was to have with those admitted after it."""
         predicted, placement, actual_s = request.predicted, request.placement, request.tpot_s()
-        if predicted is None or placement is None or actual_s is None:
+        if actual_s is None:
+            return
+        if request.submitted.objectives.tpot_s is None:
+            self.ladders.saw_tpot(request.tier.name, actual_s, now_s)
+        if predicted is None or placement is None:
             return
         worker = self.workers.get(placement.decode)
         worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
@@ -308,6 +391,46 @@ class RouterCore:
             tokens = request.choices[event.choice].next_index
             was_cut = event.finish_reason is not FinishReason.STOP
             self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        wanted = self.moving.wanted(view, now_s)
+        return [
+            command
+            for request, target in wanted
+            for command in self._begin_move(request, view, target, now_s)
+        ]
+
+    def _begin_move(
+        self, request: Request, source: WorkerView, target: WorkerView, now_s: float
+    ) -> list[Command]:
+        """It decodes on while the target is asked."""
+        spec = self.moving.spec(request, next(self.attempts))
+        demand = self._demand(request, spec, now_s)
+        candidate = Candidate(decode=target, prefill=source)
+        prediction = self.forecast.predict(demand, candidate, now_s)
+        admitted = Admitted(candidate=candidate, prediction=prediction)
+        if not self.moving.is_worth(admitted, demand.output_tokens):
+            return []
+        self.moving.begin(request, spec, admitted)
+        self.workers.book(demand, admitted, now_s)
+        return [orders.ask(spec, candidate, None)]
+
+    def _move_answered(self, event: WorkerEvent, now_s: float) -> list[Command]:
+        """Nothing changes where the target refuses, or the request went on otherwise."""
+        move = self.moving.answered(event.key, now_s)
+        if not isinstance(event, Reserved):
+            return []
+        request, candidate = self.requests.get(event.key.request_id), move.admitted.candidate
+        if request is None or request.key != move.left:
+            return [Send(worker=candidate.decode.incarnation, message=Abort(key=event.key))]
+        aborts = self._abort_legs(request, now_s)
+        self._forget_legs(request, now_s)
+        request.move(move.spec)
+        request.place(move.admitted, now_s)
+        self.moving.moved += 1
+        return [*aborts, *orders.begin(request, candidate, event.held_tokens, None)]
 
     # --- pairs ----------------------------------------------------------------------------------
 
@@ -406,6 +529,7 @@ class RouterCore:
         if view is None:
             return []
         self.quarantine.forget(incarnation)
+        self.moving.lost(incarnation, now_s)
         affected = [one for one in self.requests.values() if incarnation in one.legs]
         message = f"worker {view.hello.name} was lost"
         return [

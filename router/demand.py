@@ -12,8 +12,9 @@ from router.promises import NOTHING_PROMISED, Promised
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """`output_tokens` is how many each choice will probably have. `waited_s` of its time to first
-    token are over. A lower `priority` number goes first. What others were `promised` goes before
-    it, for each prefill worker and each decode worker."""
+    token are over. A lower `priority` goes first. What others were `promised` for the time that
+    it would wait goes before it, for each prefill worker and each decode worker; the `line` is all
+    that was promised, which goes before it if it has to come back."""
 
     spec: RequestSpec
     output_tokens: int
@@ -22,10 +23,12 @@ class Demand:
     priority: int = 0
     waited_s: float = 0.0
     promised: Promised = NOTHING_PROMISED
+    line: Promised = NOTHING_PROMISED
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.spec.prompt_ids)
+        """To be computed, with those that earlier attempts emitted."""
+        return self.spec.context_tokens
 
     @property
     def choices(self) -> int:
@@ -34,4 +37,4 @@ class Demand:
     @property
     def longest_tokens(self) -> int:
         """Prompt and output, if it generates all it may."""
-        return self.prompt_tokens + self.spec.sampling.max_tokens
+        return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens

@@ -18,7 +18,7 @@ from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent, Wor
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestSpec
 from kvrelay.v1.admin_pb2 import GetKvResponse
-from router import quarantine_told
+from router import ladder_told, quarantine_told
 from router.beginning import Beginning, begin
 from router.events import (
     Aborted,
@@ -29,6 +29,7 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    LadderStepped,
     PairQuarantined,
     PairTrusted,
     Refuse,
@@ -45,6 +46,7 @@ from router.generation import (
     ModelFacts,
     PoolNodeStatus,
     QuarantinedPair,
+    TierStatus,
     WorkerStatus,
 )
 from router.joining import check_joins
@@ -102,6 +104,10 @@ class WorkerGeneration:
     @property
     def cached_tokens(self) -> int:
         return self.request.cached_tokens if self.request is not None else 0
+
+    @property
+    def capped_tokens(self) -> int | None:
+        return self.request.capped_tokens if self.request is not None else None
 
     def put(self, delivery: Deliver | Fail | None) -> None:
         self._deliveries.put_nowait(delivery)
@@ -195,11 +201,8 @@ class WorkerDispatcher:
         if deadline_s is not None and generation.request is not None:
             left_s = deadline_s - sum(request.phases_s.values())
             loop = asyncio.get_running_loop()
-            generation.alarm = loop.call_later(max(0.0, left_s), self._too_late, generation)
-
-    def _too_late(self, generation: WorkerGeneration) -> None:
-        if self.runs(generation):
-            self._post(DeadlinePassed(request_id=generation.request_id))
+            passed = DeadlinePassed(request_id=request.request_id)
+            generation.alarm = loop.call_later(max(0.0, left_s), self._post, passed)
 
     def _check(self, request: GenerationRequest) -> None:
         """Raises InvalidRequest for what no worker could take, even when idle."""
@@ -275,9 +278,20 @@ class WorkerDispatcher:
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
         return self.pools.statuses()
 
+    def moved_requests(self) -> int:
+        return self.core.moving.moved
+
+    def promises(self) -> dict[str, int]:
+        """# what became of a retry time |-> how often"""
+        told = self.core.promises
+        return {"kept": told.kept, "broken": told.broken, "expired": told.expired}
+
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         core = self.core
         return quarantine_told.statuses(core.quarantine, core.workers, time.monotonic())
+
+    def tiers(self) -> tuple[TierStatus, ...]:
+        return ladder_told.statuses(self.core.ladders, time.monotonic())
 
     def model(self) -> ModelFacts | None:
         return self.core.workers.model()
@@ -324,6 +338,8 @@ class WorkerDispatcher:
                 generation.put(command)
             case PairQuarantined() | PairTrusted():
                 quarantine_told.tell(command, self.core.workers)
+            case LadderStepped():
+                ladder_told.tell(command)
 
     def _generation(self, request_id: str, *, done: bool) -> WorkerGeneration:
         return self._forget(request_id) if done else self._generations[request_id]

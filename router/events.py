@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.types import Incarnation
+from kvrelay.values import value
 from router.generation import ChoiceTokens, GenerationRequest
 from router.placement import Pair
 from router.refusal import Refusal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Submitted:
     request: GenerationRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class ChoiceStopped:
     request_id: str
     choice: int
     valid_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Aborted:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class DeadlinePassed:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerJoined:
     hello: WorkerHello
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerLost:
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class WorkerSaid:
     incarnation: Incarnation
     events: tuple[WorkerEvent, ...]
@@ -59,18 +58,18 @@ Event = (
 # --- commands ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Send:
     worker: Incarnation
     message: ToWorker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Admit:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Refuse:
     """A `refusal` without `retry_after_s` is hopeless."""
 
@@ -78,21 +77,21 @@ class Refuse:
     refusal: Refusal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Deliver:
     request_id: str
     tokens: tuple[ChoiceTokens, ...]
     done: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Fail:
     request_id: str
     reason: str
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PairQuarantined:
     """A handoff failed: other pairs are preferred for so long."""
 
@@ -102,11 +101,20 @@ class PairQuarantined:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class PairTrusted:
     """A handoff succeeded again."""
 
     pair: Pair
 
 
-Command = Send | Admit | Refuse | Deliver | Fail | PairQuarantined | PairTrusted
+@value
+class LadderStepped:
+    """A tier's admission has become tighter, or less tight."""
+
+    tier: str
+    step: int
+    cause: str
+
+
+Command = Send | Admit | Refuse | Deliver | Fail | PairQuarantined | PairTrusted | LadderStepped

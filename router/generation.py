@@ -56,6 +56,10 @@ class Generation(Protocol):
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was found, not computed; known with the first token."""
 
+    @property
+    def capped_tokens(self) -> int | None:
+        """What its max_tokens were cut to, so as to serve it; None: they weren't."""
+
     def ledger(self) -> dict[str, float]:
         """# phase |-> seconds, from received to the last token so far, in the order of events"""
 
@@ -108,6 +112,16 @@ class QuarantinedPair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierStatus:
+    """Of a QoS tier with objectives: the step that its ladder is at, and its latest latencies."""
+
+    name: str
+    step: int
+    latencies_s: Mapping[tuple[str, str], float]
+    """# (ttft or tpot, quantile) |-> seconds, of those known since the last step"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the workers say about the model they serve."""
 
@@ -133,7 +147,14 @@ class Dispatcher(Protocol):
 
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]: ...
 
+    def moved_requests(self) -> int: ...
+
+    def promises(self) -> dict[str, int]: ...
+
     def quarantined(self) -> tuple[QuarantinedPair, ...]: ...
+
+    def tiers(self) -> tuple[TierStatus, ...]:
+        """Those with objectives."""
 
     def model(self) -> ModelFacts | None:
         """None until the first worker has said what it serves."""

@@ -85,6 +85,7 @@ def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResp
         cached_tokens=generation.cached_tokens,
         completion_tokens=delta.completion_tokens,
         seed=generation.sampling.seed,
+        capped_tokens=generation.capped_tokens,
     )
     if delta.stop_string is not None:
         response.stop_string = delta.stop_string

@@ -12,12 +12,13 @@ from typing import Protocol
 import grpc
 
 from kvrelay.errors import PeerError
+from kvrelay.from_worker_wire import decode_event, decode_hello
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
 from kvrelay.report_wire import decode_changes, decode_counters
+from kvrelay.to_worker_wire import encode_to_worker
 from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from kvrelay.wire import decode_event, decode_hello, encode_to_worker
 
 log = logging.getLogger(__name__)
 

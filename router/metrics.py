@@ -62,7 +62,7 @@ class RouterMetrics:
         self._refused = Counter(
             "kvrelay:request_rejections",
             "Requests refused or invalid, by reason.",
-            ["model_name", "reason"],
+            ["model_name", "reason", "tier"],
             registry=self.registry,
         )
         self.refusal = self._histogram(
@@ -87,13 +87,13 @@ class RouterMetrics:
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
 
-    def refused(self, reason: str, after_s: float) -> None:
+    def refused(self, reason: str, tier: str, after_s: float) -> None:
         """`after_s`: since the face received it."""
         self.refusal.observe(after_s)
-        self.invalid(reason)
+        self.invalid(reason, tier)
 
-    def invalid(self, reason: str) -> None:
-        self._refused.labels(**self._labels, reason=reason).inc()
+    def invalid(self, reason: str, tier: str) -> None:
+        self._refused.labels(**self._labels, reason=reason, tier=tier).inc()
 
     def started(self, received_s: float, prompt_tokens: int) -> RequestTimer:
         self.prompt_tokens.inc(prompt_tokens)
@@ -216,6 +216,8 @@ class ClusterGauges(Collector):
         yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
         pairs = len(self._dispatcher.quarantined())
         yield self._gauge("pairs_quarantined", "Pairs of workers kept out of placement.", pairs)
+        yield self._moved()
+        yield self._promises()
         workers = self._dispatcher.workers()
         yield self._canaries(workers)
         for name, text, value in WORKER_GAUGES:
@@ -229,6 +231,30 @@ class ClusterGauges(Collector):
         yield self._prefix_sources(workers)
         yield from self._links(workers)
         yield self._pool_nodes()
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterable[Metric]:
+        """Of QoS tiers with objectives."""
+        text = "0 normal, 1 tightened, 2 output capped, 3 only the tier's reserve is served."
+        labels = ("model_name", "tier")
+        step = GaugeMetricFamily("kvrelay:qos_ladder_step", text, labels=labels)
+        text = "Quantiles of the latest latencies, ttft and tpot, since the ladder's last step."
+        by_kind = (*labels, "kind", "quantile")
+        latency = GaugeMetricFamily("kvrelay:qos_latency_seconds", text, labels=by_kind)
+        for tier in self._dispatcher.tiers():
+            step.add_metric((self._model_name, tier.name), tier.step)
+            for (kind, quantile), seconds in tier.latencies_s.items():
+                latency.add_metric((self._model_name, tier.name, kind, quantile), seconds)
+        return step, latency
+
+    def _promises(self) -> Metric:
+        text = "Retry times told with refusals: whether clients came back, and got in."
+        counter = CounterMetricFamily(
+            "kvrelay:retry_promises", text, labels=("model_name", "outcome")
+        )
+        for outcome, count in self._dispatcher.promises().items():
+            counter.add_metric((self._model_name, outcome), float(count))
+        return counter
 
     def _canaries(self, workers: Sequence[WorkerStatus]) -> Metric:
         """By worker, as the decode side counts them."""
@@ -284,6 +310,12 @@ class ClusterGauges(Collector):
             labels = (self._model_name, worker.name, worker.role)
             metric.add_metric(labels, float(value(worker)))
         return metric
+
+    def _moved(self) -> CounterMetricFamily:
+        text = "Requests moved to another decode worker."
+        moved = CounterMetricFamily("kvrelay:requests_moved", text, labels=("model_name",))
+        moved.add_metric((self._model_name,), self._dispatcher.moved_requests())
+        return moved
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=("model_name",))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.types import Incarnation
+from kvrelay.values import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Pair:
     decode: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Placement:
     """`prefill` None: the decode worker prefills too."""
 

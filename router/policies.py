@@ -24,6 +24,7 @@ class Policies:
     placement: str = "kv_aware"
     admission: str = "predictive"
     queue_limit: int = 64
+    move_hot_spots: bool = False
 
 
 DEFAULT_POLICIES = Policies()

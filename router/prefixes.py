@@ -38,7 +38,7 @@ class HeldPrefixes:
         return found
 
     def _look(self, hello: WorkerHello) -> Held:
-        """At least the prompt's last token is computed, so it counts for nothing."""
+        """At least the last token is computed, so it counts for nothing."""
         if not self.directory.entries:
             return {}
         names = BlockNames(
@@ -46,9 +46,11 @@ class HeldPrefixes:
             physical_format=hello.physical_format,
             rope_border_tokens=hello.rope_border_tokens,
         )
-        prompt = self.spec.prompt_ids
-        chain = names.chain(self.spec.tenant, len(prompt), hello.block_size)
-        return self.directory.longest(chain.walk(prompt, len(prompt) - 1))
+        spec, tokens = self.spec, self.spec.context_tokens
+        chain = names.chain(spec.tenant, tokens, hello.block_size)
+        if spec.emitted_ids:
+            return self.directory.longest(iter(chain.begin(spec).full(tokens - 1)))
+        return self.directory.longest(chain.walk(spec.prompt_ids, tokens - 1))
 
     def tokens(self, worker: WorkerView) -> int:
         """What the worker has itself, or its host's pool node."""

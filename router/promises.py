@@ -2,7 +2,8 @@
 
 A refusal names a time. It is a promise: work of that size is counted as if it were waiting already,
 so that who came later isn't served first. Not all clients come back; what is promised counts for
-the share of promises that were claimed lately.
+the share of promises that were claimed lately. And times are put off by as much as it takes for
+those that come back to be admitted.
 """
 
 from __future__ import annotations
@@ -10,15 +11,21 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 
 from kvrelay.types import RequestSpec
 
 EARLY_S = 0.05
 """A client may come back that much sooner, its clock being its own."""
-GRACE_S = 2.0
-"""A promise is held for so long after its time, or as long again as the wait was."""
+GRACE_S = 1.25
+"""A promise is held for so long after its time: HTTP's `retry-after` counts whole seconds. While it
+is held, it keeps others out."""
 MOST_PROMISES = 50_000
 _NEW_SHARE = 0.05
+KEPT_SHARE = 0.92
+"""Of the promises that clients come back for, so many are to be kept."""
+_STEP_S = 0.25
+_MOST_DELAY_S = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +63,14 @@ class Promise:
 
 @dataclass(slots=True)
 class Promises:
-    """Of one router. A request that comes again is known by its digest."""
+    """Of one router. A request that comes again is known by its digest. Nothing is kept for
+    clients before some have come back: a burst of those that don't would shut out all others."""
 
-    claimed_share: float = 0.5
+    claimed_share: float = 0.0
+    delay_s: float = _STEP_S
+    kept: int = 0
+    broken: int = 0
+    expired: int = 0
     _open: dict[int, Promise] = field(default_factory=dict)  # digest |-> promise
     _by_due: list[tuple[float, int]] = field(default_factory=list)  # ascending
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of until_s and digest
@@ -67,17 +79,28 @@ class Promises:
     def __len__(self) -> int:
         return len(self._open)
 
-    def make(self, digest: int, work: Promised, retry_after_s: float, now_s: float) -> None:
-        """Replaces the one that the same request had."""
+    def make(self, digest: int, work: Promised, soonest_s: float, now_s: float) -> float:
+        """In how many seconds to come back: what is told. Replaces the one that the same request
+        had."""
         self._take(digest)
+        retry_after_s = soonest_s + self.delay_s
         if len(self._open) >= MOST_PROMISES:
-            return
+            return retry_after_s
         due_s = now_s + retry_after_s
-        until_s = due_s + max(GRACE_S, retry_after_s)
+        until_s = due_s + GRACE_S
         self._open[digest] = Promise(due_s=due_s, until_s=until_s, work=work)
         self._all += work
         insort(self._by_due, (due_s, digest))
         heappush(self._ends, (until_s, digest))
+        return retry_after_s
+
+    def settle(self, *, kept: bool) -> None:
+        """One that was claimed. The delay is where `KEPT_SHARE` of them are kept: a quantile
+        that is followed (Robbins and Monro, 1951)."""
+        self.kept += kept
+        self.broken += not kept
+        step_s = _STEP_S * (KEPT_SHARE - kept)
+        self.delay_s = max(0.0, min(_MOST_DELAY_S, self.delay_s + step_s))
 
     def claim(self, digest: int, now_s: float) -> Promise | None:
         """The promise that the request comes back for, if it has one and it is time."""
@@ -89,12 +112,12 @@ class Promises:
         self._learn(1.0)
         return promise
 
-    def ahead_of(self, promise: Promise | None) -> Promised:
-        """What was promised for an earlier time; to one without a promise, all of it."""
-        if promise is None:
+    def before(self, end_s: float) -> Promised:
+        """What was promised for an earlier time."""
+        if end_s == inf:
             return self._all.times(self.claimed_share)
-        before = self._by_due[: bisect_left(self._by_due, (promise.due_s, 0))]
-        works = (self._open[digest].work for _, digest in before)
+        earlier = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
+        works = (self._open[digest].work for _, digest in earlier)
         return sum(works, NOTHING_PROMISED).times(self.claimed_share)
 
     def _expire(self, now_s: float) -> None:
@@ -104,6 +127,7 @@ class Promises:
             promise = self._open.get(digest)
             if promise is not None and promise.until_s == until_s:
                 self._take(digest)
+                self.expired += 1
                 self._learn(0.0)
 
     def _take(self, digest: int) -> None:

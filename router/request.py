@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvrelay.messages import Lifetime
 from kvrelay.qos import QosTier
-from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec
+from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec, Sampling
 from router.admitting.policy import Admitted
 from router.candidate import Prediction
 from router.generation import GenerationRequest
@@ -38,19 +38,20 @@ class Request:
     committed: bool = False  # this attempt's KV is at the decode worker
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # that it came back for
+    capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    moves: int = 0  # to other decode workers
+    key: RequestKey = field(init=False)
+    resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.key = RequestKey(self.request_id, self.attempt)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
 
     @property
     def request_id(self) -> str:
         return self.submitted.request_id
-
-    @property
-    def key(self) -> RequestKey:
-        return RequestKey(self.request_id, self.attempt)
 
     @property
     def placement(self) -> Placement | None:
@@ -62,11 +63,17 @@ class Request:
         return RequestSpec(
             key=self.key,
             prompt_ids=asked.prompt_ids,
-            sampling=asked.sampling,
+            sampling=self.sampling,
             tenant=asked.tenant,
             qos_tier=self.tier.name,
             tpot_s=self.objectives.tpot_s,
+            emitted_ids=self.resumed_ids,
         )
+
+    @property
+    def sampling(self) -> Sampling:
+        asked, most = self.submitted.sampling, self.capped_tokens
+        return asked if most is None else replace(asked, max_tokens=most)
 
     @property
     def objectives(self) -> Objectives:
@@ -79,7 +86,7 @@ class Request:
 
     def prediction_errors(self) -> dict[str, float]:
         """# ttft, tpot |-> predicted by actual seconds; none once it had to be run again"""
-        if self.predicted is None or self.tries > 1:
+        if self.predicted is None or self.disturbed:
             return {}
         tokens = max(choice.next_index for choice in self.choices)
         return prediction_errors(self.predicted, self.ledger, tokens)
@@ -88,32 +95,47 @@ class Request:
         """Of its longest choice; None for one that had to be run again, or is short."""
         tokens = max(choice.next_index for choice in self.choices)
         first_s, last_s = map(self.ledger.after_s, ("first_token_received", "last_token_received"))
-        if self.tries > 1 or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
+        if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
         return (last_s - first_s) / (tokens - 1)
 
     @property
+    def disturbed(self) -> bool:
+        """It was run again, or moved: how long it took says nothing of the first prediction."""
+        return self.tries > 1 or self.moves > 0
+
+    @property
+    def decodes(self) -> bool:
+        """It is past the first token of this attempt."""
+        return self.choices[0].next_index > len(self.resumed_ids)
+
+    @property
     def handed_over(self) -> bool:
         """KV and first tokens have left the prefill worker: it may die now."""
-        return self.committed and all(choice.next_index > 0 for choice in self.choices)
+        begun = len(self.resumed_ids)
+        return self.committed and all(choice.next_index > begun for choice in self.choices)
 
     @property
     def legs(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
-        if self.placement is None:
+        placement = self.placement
+        if placement is None:
             return ()
-        prefill = self.placement.prefill
-        if prefill is None or self.handed_over:
-            return (self.placement.decode,)
-        return (self.placement.decode, prefill)
+        if placement.prefill is None or self.handed_over:
+            return (placement.decode,)
+        return (placement.decode, placement.prefill)
 
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
-        if self.tries == 1:
+        if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)
         self.ledger.mark("placed", now_s)
+
+    def cap(self, max_tokens: int) -> None:
+        if max_tokens < self.submitted.sampling.max_tokens:
+            self.capped_tokens = max_tokens
 
     def lived(self, moment: Lifetime) -> None:
         """A worker has got so far with it."""
@@ -123,9 +145,22 @@ class Request:
         self.ledger.mark(moment.name, moment.at_s)
 
     def try_again(self, attempt: int) -> None:
-        """What the old attempt still says is dropped; tokens delivered already stay delivered."""
+        """What the old attempt still says is dropped; tokens delivered already stay delivered. With
+        several choices they are drawn again."""
         self.tries += 1
+        if len(self.choices) == 1:
+            self.resumed_ids = tuple(self.choices[0].delivered)
+        self._begin(attempt)
+
+    def move(self, spec: RequestSpec) -> None:
+        """It goes on as `spec` says, which may draw some tokens again that came meanwhile."""
+        self.moves += 1
+        self.resumed_ids = spec.emitted_ids
+        self._begin(spec.key.attempt)
+
+    def _begin(self, attempt: int) -> None:
         self.attempt = attempt
+        self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()

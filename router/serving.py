@@ -84,10 +84,11 @@ class TextService:
         try:
             return await self._start(request)
         except Refused as refusal:
-            self.metrics.refused(refusal.reason, time.perf_counter() - request.received_s)
+            after_s = time.perf_counter() - request.received_s
+            self.metrics.refused(refusal.reason, request.tier, after_s)
             raise
         except InvalidRequest as invalid:
-            self.metrics.invalid(invalid.code)
+            self.metrics.invalid(invalid.code, request.tier)
             raise
 
     def check_model(self, model: str) -> None:
@@ -194,6 +195,11 @@ class TextGeneration:
     def cached_tokens(self) -> int:
         """Of the prompt, once the first token is here."""
         return self._generation.cached_tokens
+
+    @property
+    def capped_tokens(self) -> int | None:
+        """What its max_tokens were cut to, so as to serve it; None: they weren't."""
+        return self._generation.capped_tokens
 
     def abort(self) -> None:
         """Nothing happens when it has ended already."""

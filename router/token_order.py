@@ -1,7 +1,7 @@
 """Puts what workers say of one choice into index order, each token once. Pure.
 
-Token 0 comes from another worker than those after it, and a request that is run again yields the
-same tokens again: they arrive early, late and twice.
+An attempt's first token comes from another worker than those after it, and a request of several
+choices that is run again yields the same tokens again: they arrive early, late and twice.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from router.generation import ChoiceTokens
 
 @dataclass(slots=True, kw_only=True)
 class TokenOrder:
-    """Tokens `[0, next_index)` of the choice are delivered."""
-
     choice: int
-    next_index: int = 0
+    delivered: list[int] = field(default_factory=list)
     finished: bool = False
     _early: dict[int, Tokens] = field(default_factory=dict)  # first index |-> overtook another
+
+    @property
+    def next_index(self) -> int:
+        return len(self.delivered)
 
     def take(self, event: Tokens) -> list[ChoiceTokens]:
         """What can be delivered now."""
@@ -38,7 +40,7 @@ class TokenOrder:
         skip = self.next_index - event.first_index
         if self.finished or skip >= len(event.token_ids):
             return []
-        self.next_index += len(event.token_ids) - skip
+        self.delivered += event.token_ids[skip:]
         self.finished = event.finish_reason is not None
         tokens = ChoiceTokens(
             choice=self.choice,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from engine.latency import NotCovered, StepTimes, StepWork
+from engine.latency import NotCovered, StepTimes, StepWork, decode_work, prefill_work
 from kvrelay.messages import Counters, LinkState, WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.forecast.decode_outlook import DecodeOutlook
@@ -19,6 +19,18 @@ class _NoTimes:
 
     def step_s(self, work: StepWork) -> float:
         return 0.0
+
+
+_KILO = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A worker's times as lines through the origin, for a first look: seconds per token of a
+    prompt, and of a decode step with all places taken."""
+
+    prompt_token_s: float
+    full_step_s: float
 
 
 Naming = tuple[str, str, int | None, int]
@@ -38,8 +50,10 @@ class WorkerView:
     peaks: StepPeaks = field(default_factory=StepPeaks)
     draining: bool = False
     naming: Naming = field(init=False)
+    _speed: tuple[StepTimes, Speed] | None = None
     _links: dict[Incarnation, LinkState] = field(default_factory=dict)
     _linked: tuple[LinkState, ...] = ()
+    _slowest: float | None = None
 
     def __post_init__(self) -> None:
         hello = self.hello
@@ -62,12 +76,34 @@ class WorkerView:
         except NotCovered:
             return inf
 
+    @property
+    def speed(self) -> Speed:
+        if self._speed is None or self._speed[0] is not self.times:
+            self._speed = (self.times, self._look_at_times())
+        return self._speed[1]
+
+    def _look_at_times(self) -> Speed:
+        """What isn't covered counts for nothing: a closer look tells."""
+        prompt_s = self.step_s(prefill_work(_KILO))
+        step_s = self.step_s(decode_work(self.hello.max_running_requests, 0))
+        return Speed(
+            prompt_s / _KILO if prompt_s < inf else 0.0,
+            step_s if step_s < inf else 0.0,
+        )
+
     def link(self, peer: Incarnation) -> LinkState | None:
         """The one that the worker has opened to `peer`."""
         if self._linked is not self.counters.links:
             self._linked = self.counters.links
             self._links = {link.peer: link for link in self._linked}
+            speeds = (link.bytes_per_s for link in self._linked if link.bytes_per_s)
+            self._slowest = min(speeds, default=None)
         return self._links.get(peer)
+
+    @property
+    def slowest_bytes_per_s(self) -> float | None:
+        """Of the links that were measured, as of the last `link`."""
+        return self._slowest
 
     @property
     def incarnation(self) -> Incarnation:

@@ -22,14 +22,19 @@ ASK_AGAIN_S = 0.25
 class _Wait:
     """`next_s` is infinite while a worker is being asked."""
 
+    line: str
     refusal: Refusal
+    since_s: float
     next_s: float
     until_s: float
 
 
 @dataclass(slots=True)
 class WaitingRoom:
-    _waits: dict[str, _Wait] = field(default_factory=dict)  # request id |-> wait, first come first
+    """Those of one line are asked in their order, and wait for the first of them."""
+
+    _waits: dict[str, _Wait] = field(default_factory=dict)  # request id |-> wait
+    _lines: dict[str, dict[str, None]] = field(default_factory=dict)  # line |-> ids, in order
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waits
@@ -37,29 +42,45 @@ class WaitingRoom:
     def __iter__(self) -> Iterator[str]:
         return iter(self._waits)
 
-    def try_wait(self, request_id: str, refusal: Refusal, patience_s: float, now_s: float) -> bool:
+    def try_wait(
+        self, request_id: str, line: str, refusal: Refusal, patience_s: float, now_s: float
+    ) -> bool:
         """False when it has waited long enough."""
         wait = self._waits.get(request_id)
+        since_s = now_s if wait is None else wait.since_s
         until_s = now_s + patience_s if wait is None else wait.until_s
         if now_s >= until_s:
             return False
         next_s = now_s + ASK_AGAIN_S
-        self._waits[request_id] = _Wait(refusal=refusal, next_s=next_s, until_s=until_s)
+        self._waits[request_id] = _Wait(
+            line=line, refusal=refusal, since_s=since_s, next_s=next_s, until_s=until_s
+        )
+        self._lines.setdefault(line, {})[request_id] = None
         return True
 
     def take_next(self, now_s: float) -> tuple[str, Refusal] | None:
         """Whose turn it is to ask, and what it was told last. It waits on if refused again."""
-        due = (name for name, wait in self._waits.items() if wait.next_s <= now_s)
+        firsts = (self._first(line) for line in self._lines.values())
+        due = (name for name in firsts if name and self._waits[name].next_s <= now_s)
         if (name := next(due, None)) is None:
             return None
         wait = self._waits[name]
         self._waits[name] = replace(wait, next_s=inf)
         return name, wait.refusal
 
-    def is_due_later(self, request_id: str) -> bool:
-        """Whether it was refused again, and will ask again."""
+    def _first(self, line: dict[str, None]) -> str | None:
+        """Of those that aren't asking."""
+        return next((name for name in line if self._waits[name].next_s < inf), None)
+
+    def waited_s(self, request_id: str, now_s: float) -> float:
+        """So far; 0 for one that has not been here."""
         wait = self._waits.get(request_id)
-        return wait is not None and wait.next_s < inf
+        return 0.0 if wait is None else now_s - wait.since_s
 
     def leave(self, request_id: str) -> None:
-        self._waits.pop(request_id, None)
+        wait = self._waits.pop(request_id, None)
+        if wait is not None:
+            line = self._lines[wait.line]
+            del line[request_id]
+            if not line:
+                del self._lines[wait.line]

@@ -37,6 +37,12 @@ class Workers(dict[Incarnation, WorkerView]):
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return max((hello.max_running_requests for hello in hellos), default=0)
 
+    @property
+    def decode_places(self) -> int:
+        """Of all workers that decode."""
+        hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
+        return sum(hello.max_running_requests for hello in hellos)
+
     def model(self) -> ModelFacts | None:
         """What they serve, as the first one says; None without any."""
         hello = next((view.hello for view in self.values()), None)

@@ -147,10 +147,12 @@ def _trace() -> list[TraceRequest]:
 
 
 def _cluster(table: Path, machines: list[tuple[str, str]]) -> dict[str, object]:
-    """Whole prompts in one step, as splitwise-sim has them; messages take next to no time."""
+    """Whole prompts in one step and none refused, as splitwise-sim has them; messages take next to
+    no time."""
     return {
         "workers": [{"role": role} for role, _ in machines],
         "scheduler": {"prefill_chunk_tokens": 4096},
+        "router": {"admission": {"policy": "none"}},
         "simulation": {
             "pools": [{"profile": _profile(table, hardware)} for _, hardware in machines],
             "kv": {"layers": 70, "heads": 112, "head_dim": 128, "dtype": "float16"},
@@ -160,6 +162,7 @@ def _cluster(table: Path, machines: list[tuple[str, str]]) -> dict[str, object]:
                 "latency": "0.000001ms",
                 "router_latency": "0.000001ms",
             },
+            "slo": {"told": False},
         },
     }
 

@@ -78,9 +78,16 @@ class Simulation(Section):
     """Prompt plus output, in tokens."""
     max_tokens: AutoCount = None
     """What each request asks for at most; auto: just the tokens that the trace says it yields."""
+    routers: Count = 1
+    """Clients take them in turn; each knows of the others only what workers tell."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How often a refused client comes back, when it was told to."""
-    most_steps: Annotated[int, Field(ge=1, le=4096)] = 64
+    retrying_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The share of clients that do."""
+    retry_rounding: Seconds | None = None
+    """Clients wait for a multiple of it, no less than they were told: 1 s is what HTTP's
+    `retry-after` can say."""
+    most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
     """Decode steps that are computed together while nothing happens. The result is that of single
     steps, but a sequence takes its blocks, and routers hear of its tokens, once for all of them."""
 

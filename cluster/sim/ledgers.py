@@ -9,9 +9,10 @@ from cluster.sim.trace import TraceRequest
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Of one request; `refused` and `failed` are reasons."""
+    """Of one request; `refused` and `failed` are reasons. `submitted_s`: the last time."""
 
     request: TraceRequest
+    submitted_s: float = 0.0
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -19,14 +20,16 @@ class Outcome:
     done: bool = False
     cached_tokens: int = 0
     refusals: int = 0
+    retries: int = 0
     refused: str = ""
     failed: str = ""
 
     @property
     def ttft_s(self) -> float | None:
+        """Since it was last submitted: what it waited before, it was told to."""
         if self.first_token_s is None:
             return None
-        return self.first_token_s - self.request.arrival_s
+        return self.first_token_s - self.submitted_s
 
     @property
     def e2e_s(self) -> float | None:

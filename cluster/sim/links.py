@@ -42,10 +42,11 @@ class SimLinks:
         self._fabric = fabric
         self._posts = posts
         self._met: set[Incarnation] = set()
+        self._states: tuple[LinkState, ...] = ()
         self._outbox: dict[Incarnation, list[Incoming]] = {}
 
     def states(self) -> tuple[LinkState, ...]:
-        return ()
+        return self._states
 
     def send(self, command: SendPeer) -> None:
         self.meet(command.peer)
@@ -66,9 +67,16 @@ class SimLinks:
         if peer in self._met:
             return
         self._met.add(peer)
-        me = self.hello.incarnation
+        me, cost = self.hello.incarnation, self._fabric.cost()
+        state = LinkState(
+            peer=peer,
+            transport="simulated",
+            bytes_per_s=cost.bytes_per_s,
+            latency_s=cost.latency_s,
+        )
+        self._states = (*self._states, state)
         self._put(peer, FromPeer(peer=me, message=self.hello))
-        self._put(peer, LinkMeasured(peer=me, cost=self._fabric.cost()))
+        self._put(peer, LinkMeasured(peer=me, cost=cost))
 
 
 class SimMover:

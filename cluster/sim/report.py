@@ -35,7 +35,8 @@ class Spread:
 class Report:
     """`attainment` and `goodput_per_s` are over what was offered, `admitted_attainment` over what
     was admitted. `hit_rate` is of prompt tokens whose KV a prefill found, `reuse_rate` of those
-    that it found on its own device."""
+    that it found on its own device. `retries`: how often clients came back when they were told to,
+    and how many of these times they were admitted."""
 
     name: str
     rate_scale: float
@@ -49,6 +50,8 @@ class Report:
     refused: dict[str, int]
     failed: dict[str, int]
     refusals: int
+    retries: int
+    retried_admitted: int
     duration_s: float
     offered_per_s: float
     completed_per_s: float
@@ -93,6 +96,8 @@ def report(simulated: Simulated) -> Report:
         refused=_counted(one.refused for one in outcomes),
         failed=_counted(one.failed for one in outcomes),
         refusals=sum(one.refusals for one in outcomes),
+        retries=sum(one.retries for one in outcomes),
+        retried_admitted=sum(one.retries > 0 and one.admitted_s is not None for one in outcomes),
         duration_s=duration_s,
         offered_per_s=len(outcomes) / (outcomes[-1].request.arrival_s or 1.0),
         completed_per_s=len(completed) / duration_s,

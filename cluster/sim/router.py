@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import ceil
 from typing import assert_never
 
 from cluster.sim.answers import Answers
@@ -21,6 +22,7 @@ from router.events import (
     Deliver,
     Event,
     Fail,
+    LadderStepped,
     PairQuarantined,
     PairTrusted,
     Refuse,
@@ -30,6 +32,7 @@ from router.events import (
     WorkerSaid,
 )
 from router.generation import GenerationRequest
+from router.request import Request
 
 
 class _Stream:
@@ -88,7 +91,7 @@ class SimRouter:
             case Send(worker=worker, message=message):
                 events = (FromRouter(self._streams[worker], message),)
                 self._clock.after(self._latency_s, self._workers[worker].hear, events)
-            case PairQuarantined() | PairTrusted():
+            case PairQuarantined() | PairTrusted() | LadderStepped():
                 pass  # for the log
             case _:
                 assert self._clients is not None
@@ -98,28 +101,36 @@ class SimRouter:
 class Clients:
     """Open loop: each request comes when the trace says so, whatever became of the others.
 
-    One that is refused comes back as often as `retries` says, when it was told to.
+    They take the routers in turn. One that is refused comes back, to the same router, as often as
+    `retries` says, when it was told to.
     """
 
     def __init__(
         self,
-        router: SimRouter,
+        routers: Sequence[SimRouter],
         clock: Clock,
         arrivals: Sequence[Arrival],
         answers: Answers,
         simulation: Simulation,
+        draw: Callable[[], float],
     ) -> None:
-        self._router = router
+        self._routers = routers
         self._clock = clock
         self._arrivals = arrivals
         self._answers = answers
         self._retries = simulation.retries
+        self._rounding_s = simulation.retry_rounding
+        self._comes_back = [draw() < simulation.retrying_share for _ in arrivals]
         slo = simulation.slo
         self._objectives = Objectives(ttft_s=slo.ttft, tpot_s=slo.tpot)
         if not slo.told:
             self._objectives = NO_OBJECTIVES
+        self._admitted: dict[str, Request] = {}  # without a token yet
         self._open = len(arrivals)
         self.outcomes = [Outcome(request=one.request) for one in arrivals]
+
+    def _router_of(self, number: int) -> SimRouter:
+        return self._routers[number % len(self._routers)]
 
     def is_waiting(self) -> bool:
         """For a request to come, or to end."""
@@ -139,6 +150,7 @@ class Clients:
 
     def _submit(self, number: int) -> None:
         arrival = self._arrivals[number]
+        self.outcomes[number].submitted_s = self._clock.now_s
         request = GenerationRequest(
             request_id=str(number),
             prompt_ids=arrival.prompt,
@@ -146,38 +158,48 @@ class Clients:
             tenant=arrival.request.tenant,
             objectives=self._objectives,
         )
-        self._router.hear(Submitted(request=request))
+        self._router_of(number).hear(Submitted(request=request))
 
     def hear(self, command: Admit | Refuse | Deliver | Fail) -> None:
         outcome, now_s = self.outcomes[int(command.request_id)], self._clock.now_s
         match command:
             case Admit():
                 outcome.admitted_s = now_s
+                core = self._router_of(int(command.request_id)).core
+                self._admitted[command.request_id] = core.requests[command.request_id]
             case Refuse():
                 self._refused(command, outcome)
             case Deliver():
                 self._delivered(command, outcome)
             case Fail(reason=reason):
                 outcome.failed = reason
+                self._admitted.pop(command.request_id, None)
                 self._open -= 1
             case _:
                 assert_never(command)
 
     def _refused(self, command: Refuse, outcome: Outcome) -> None:
         outcome.refusals += 1
-        retry_after_s = command.refusal.retry_after_s
-        if outcome.refusals <= self._retries and retry_after_s is not None:
-            self._clock.after(retry_after_s, self._submit, int(command.request_id))
-        else:
+        retry_after_s, number = command.refusal.retry_after_s, int(command.request_id)
+        if retry_after_s is None or outcome.retries >= self._retries or self._gives_up(number):
             outcome.refused = command.refusal.reason
             self._open -= 1
+            return
+        outcome.retries += 1
+        self._clock.after(self._rounded_s(retry_after_s), self._submit, number)
+
+    def _gives_up(self, number: int) -> bool:
+        return not self._comes_back[number]
+
+    def _rounded_s(self, seconds: float) -> float:
+        step_s = self._rounding_s
+        return ceil(seconds / step_s) * step_s if step_s else seconds
 
     def _delivered(self, command: Deliver, outcome: Outcome) -> None:
         now_s = self._clock.now_s
         if outcome.first_token_s is None:
             outcome.first_token_s = now_s
-            request = self._router.core.requests.get(command.request_id)
-            outcome.cached_tokens = request.cached_tokens if request is not None else 0
+            outcome.cached_tokens = self._admitted.pop(command.request_id).cached_tokens
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

@@ -33,6 +33,7 @@ def _requests(one: Report) -> Table:
         ("offered", f"{one.offered} requests, {one.offered_per_s:.2f}/s"),
         ("completed", f"{one.completed}, {one.completed_per_s:.2f}/s"),
         ("refused", _reasons(one.refused)),
+        ("came back", f"{one.retries} times, {one.retried_admitted} of them admitted"),
         ("failed", _reasons(one.failed)),
         (f"met {slo}", f"{one.attainment:.1%} of offered, {one.admitted_attainment:.1%} admitted"),
         ("goodput", f"{one.goodput_per_s:.2f}/s"),

@@ -1,4 +1,4 @@
-"""A whole cluster on a virtual clock: the cluster file's pools, a router, and a trace's clients."""
+"""A whole cluster on a virtual clock: the cluster file's pools, routers, and a trace's clients."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 from router.beginning import Beginning, begin
+from router.core import RouterCore
 
 NOWHERE = Site(total_cpus=0, node_cpus=1, host="simulated", bundled_path="simulated")
 
@@ -84,15 +85,20 @@ class ClusterSimulation:
         self._around = Surroundings(
             clock=self.clock, fabric=self._fabric, answers=answers, posts=self._posts
         )
-        core = begin(_beginning(self._config))
-        self.router = SimRouter(core, self.clock, simulation.fabric.router_latency)
+        self.routers = [self._router() for _ in range(simulation.routers)]
         self.fleet = self._fleet()
-        self.clients = Clients(self.router, self.clock, timed, answers, simulation)
-        self.router.serve(self.clients)
+        draw = Random(simulation.seed).random
+        self.clients = Clients(self.routers, self.clock, timed, answers, simulation, draw)
+        for router in self.routers:
+            router.serve(self.clients)
         span_s = timed[-1].request.arrival_s or 1.0
         self._timeline = Timeline(
             self.clock, self.fleet.workers.values(), span_s / LOOKS, self.clients.is_waiting
         )
+
+    def _router(self) -> SimRouter:
+        latency_s = self._config.simulation.fabric.router_latency
+        return SimRouter(begin(_beginning(self._config)), self.clock, latency_s)
 
     def _fleet(self) -> Fleet:
         workers: dict[Incarnation, SimWorker] = {}
@@ -106,7 +112,8 @@ class ClusterSimulation:
                 workers[worker.incarnation] = worker
                 profiles[worker.incarnation] = profile
                 self._posts[worker.incarnation] = worker.hear
-                self.router.attach(worker)
+                for router in self.routers:
+                    router.attach(worker)
         return Fleet(workers=workers, profiles=profiles)
 
     def _hardware(self, index: int) -> tuple[HardwareProfile, Hardware]:
@@ -155,13 +162,17 @@ class ClusterSimulation:
 
     def _check_end(self) -> None:
         """The conservation laws."""
-        core = self.router.core
-        core.validate()
-        assert not core.requests, f"{len(core.requests)} requests never ended"
         for worker in self.fleet.workers.values():
             worker.assert_nothing_held()
-            view = core.workers[worker.incarnation]
-            assert not view.outlook.sequences and not len(view.queue), worker.incarnation
+        for router in self.routers:
+            _assert_empty(router.core)
+
+
+def _assert_empty(core: RouterCore) -> None:
+    core.validate()
+    assert not core.requests, f"{len(core.requests)} requests never ended"
+    for view in core.workers.values():
+        assert not view.outlook.sequences and not len(view.queue), view.incarnation
 
 
 def _beginning(config: Config) -> Beginning:

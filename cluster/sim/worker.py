@@ -16,6 +16,7 @@ from cluster.sim.links import Post, SimLinks, SimMover
 from cluster.worker_caches import open_caches
 from cluster.worker_events import Incoming
 from cluster.worker_loop import WorkerLoop
+from cluster.worker_qos import prefill_order, standing
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
@@ -108,7 +109,9 @@ class SimWorker:
     @property
     def _is_wanted_otherwise(self) -> bool:
         """The next step is not to be as the one that runs."""
-        return not self.loop.decode.batch.roster.is_settled or self.loop.prefill.has_work
+        decode, prefill = self.loop.decode, self.loop.prefill
+        settled = decode.batch.roster.is_settled and not decode.asking
+        return not settled or prefill.has_work
 
     def _tick(self, _: None) -> None:
         """Only while there is something that could end by itself."""
@@ -129,25 +132,27 @@ class SimWorker:
             policy=settings.eviction,
         )
         openings = open_caches(settings, tables, staging)
+        pace = StepPace(LinearTimes.of(self.hardware.told))
         prefill = PrefillScheduler(
             openings=openings,
             chunk_tokens=settings.prefill_chunk_tokens,
             mode=HandoffMode(settings.handoff),
+            order=prefill_order(settings, pace),
         )
         return WorkerLoop(
             self.device,
             openings,
             prefill,
-            self._decode(settings, staging, openings),
+            self._decode(settings, staging, openings, pace),
             queue.SimpleQueue(),
             max_model_len=self.hardware.max_model_len,
-            pace=StepPace(LinearTimes.of(self.hardware.told)),
+            pace=pace,
             most_steps=self.hardware.most_steps,
             clock=lambda: self._clock.now_s,
         )
 
     def _decode(
-        self, settings: WorkerSettings, staging: Staging, openings: Openings
+        self, settings: WorkerSettings, staging: Staging, openings: Openings, times: StepTimes
     ) -> DecodeScheduler:
         receiver = Receiver(
             tables=openings.tables,
@@ -156,10 +161,12 @@ class SimWorker:
             leases=LeaseTable(settings.lease_ttl_s),
             mode=HandoffMode(settings.handoff),
         )
-        batch = Batch(openings=openings, chunk_tokens=settings.prefill_chunk_tokens)
-        return DecodeScheduler(
-            receiver=receiver, batch=batch, max_running=settings.max_running_requests
+        batch = Batch(
+            openings=openings,
+            chunk_tokens=settings.prefill_chunk_tokens,
+            standing=standing(settings),
         )
+        return DecodeScheduler(receiver=receiver, batch=batch, times=times)
 
     def _peer_hello(self, staging: Staging) -> PeerHello:
         layout = self.hardware.layout

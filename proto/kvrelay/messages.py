@@ -18,11 +18,12 @@ from kvrelay.types import (
     Tier,
     TokenLogprobs,
 )
+from kvrelay.values import value
 
 # --- router -> worker ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Reserve:
     """To the decode worker: hold blocks until the KV arrives from `source`."""
 
@@ -41,11 +42,11 @@ class PrefixSource:
     is_pool_node: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Prefill:
-    """To the prefill worker: compute the KV, sample token 0 of each choice, hand over all but the
-    first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more of the
-    prompt than the prefill worker itself. Its first token is due `within_s` of now."""
+    """To the prefill worker: compute the KV, sample the next token of each choice, hand over all
+    but the first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more
+    of it than the prefill worker itself. Its first token is due `within_s` of now."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
@@ -116,7 +117,7 @@ class WorkerHello:
     kv_token_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Reserved:
     """`held_tokens`: the KV of so many first tokens is cached here."""
 
@@ -132,7 +133,7 @@ class ReserveRefused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Lifetime:
     """A named moment: prefill_received, prefill_started (`tokens` found cached or fetched, of a
     PrefixOrigin `source`), prefill_chunk (`tokens` computed), handoff_committed, kv_checked (the
@@ -145,7 +146,7 @@ class Lifetime:
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Tokens:
     """Consecutive tokens of one choice. `finish_reason` only on the choice's last message."""
 
@@ -169,7 +170,7 @@ class RequestFailed:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Released:
     """The worker holds nothing of this request any more."""
 
@@ -180,7 +181,7 @@ class Released:
 WorkerEvent = Reserved | ReserveRefused | Lifetime | Tokens | RequestFailed | Released
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class BlockChanges:
     """For the directory: hashes that `holder`'s tier holds since now, and holds no more.
 
@@ -206,6 +207,17 @@ class LinkState:
     latency_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLoad:
+    """What a worker has of one QoS tier: `running` sequences count against its share of places,
+    those on their way and those that wait included. `waiting` are prompts to be computed, and
+    sequences that lost their blocks."""
+
+    tier: str
+    running: int
+    waiting: int
+
+
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Counters:
     """A worker's own state, sent with every batch of events, so routers agree unprompted. A value,
@@ -213,7 +225,7 @@ class Counters:
 
     Steps take the hello's times multiplied by the corrections, as the worker finds. Of `running`
     decode steps take `decode_sequences` now, whose contexts sum to `decode_kv_tokens`, and
-    `reserved_sequences` are on their way.
+    `reserved_sequences` are on their way. `tiers` is empty where there is one only.
     """
 
     free_blocks: int = 0
@@ -255,3 +267,4 @@ class Counters:
     canaries_mismatched: int = 0
     canaries_skipped: int = 0
     links: tuple[LinkState, ...] = ()
+    tiers: tuple[TierLoad, ...] = ()

@@ -25,11 +25,30 @@ class QosTier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LadderRules:
+    """When a router tightens a tier whose latencies leave its objectives (`router.ladder`).
+
+    Latencies of the last `window_s` count. A step up: the 99th percentile is over the objective, or
+    the 99.9th over `tail` times it; the next one `hold_s` later at the earliest. A step down:
+    `calm_s` with the 99th percentile under `easing` times the objective. While it is tight,
+    requests are judged by `stricter` times what they ask for.
+    """
+
+    window_s: float = 60.0
+    hold_s: float = 10.0
+    calm_s: float = 30.0
+    stricter: float = 0.8
+    easing: float = 0.8
+    tail: float = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QosTiers:
     """`default` names the tier of requests that match none."""
 
     tiers: tuple[QosTier, ...] = (QosTier(name="default"),)
     default: str = "default"
+    ladder: LadderRules = LadderRules()
 
     def __contains__(self, name: str) -> bool:
         return any(tier.name == name for tier in self.tiers)

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from kvrelay.errors import PeerError
-from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent
+from kvrelay.from_worker_wire import encode_event
+from kvrelay.messages import BlockChanges, Counters, LinkState, TierLoad, WorkerEvent
 from kvrelay.types import Incarnation, Tier
 from kvrelay.v1 import worker_pb2 as pb
-from kvrelay.wire import encode_event
 
 _HASH_BYTES = 32
 
@@ -35,7 +35,12 @@ def decode_counters(message: pb.Counters) -> Counters:
     names = Counters.__dataclass_fields__
     fields = {name: getattr(message, name) for name in names}
     fields["links"] = tuple(_decode_link(link) for link in message.links)
+    fields["tiers"] = tuple(map(_decode_tier, message.tiers))
     return Counters(**fields)
+
+
+def _decode_tier(message: pb.TierLoad) -> TierLoad:
+    return TierLoad(tier=message.tier, running=message.running, waiting=message.waiting)
 
 
 def _decode_link(message: pb.Link) -> LinkState:

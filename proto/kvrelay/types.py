@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+from kvrelay.context import Context
+
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 2
-"""1: first. 2: pool nodes have addresses for workers of other hosts."""
+WIRE_VERSION = 3
+"""1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
+what they have emitted."""
 
 
 class Role(StrEnum):
@@ -114,7 +117,8 @@ class RequestSpec:
     """What a worker is told about a request: token ids in, sampling parameters, nothing of text.
 
     Requests of different `tenant`s share no cached KV. `qos_tier` names the tier that it belongs
-    to; while it decodes, the mean time per token is to stay within `tpot_s`.
+    to; while it decodes, the mean time per token is to stay within `tpot_s`. A request of one
+    choice goes on behind the `emitted_ids` of its earlier attempts.
     """
 
     key: RequestKey
@@ -123,6 +127,16 @@ class RequestSpec:
     tenant: str = ""
     qos_tier: str = ""
     tpot_s: float | None = None
+    emitted_ids: tuple[int, ...] = ()
+
+    @property
+    def context_ids(self) -> Sequence[int]:
+        """What its next token is computed from."""
+        return Context(self.prompt_ids, self.emitted_ids) if self.emitted_ids else self.prompt_ids
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.emitted_ids)
 
 
 @dataclass(frozen=True, slots=True)

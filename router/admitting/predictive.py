@@ -61,9 +61,8 @@ class _Look:
         full = no_place(self.demand, self.worker)
         if full is None:
             return None
-        free = self.worker.free_places - self.demand.promised.sequences
-        ends_s = self.worker.outlook.end_s(round(self.demand.choices - free), self.now_s)
-        return replace(full, retry_after_s=None if ends_s is None else ends_s - self.now_s)
+        missing = self.demand.choices - self.worker.free_places
+        return replace(full, retry_after_s=self._ended_in_s(missing, self.now_s))
 
     def ttft(self) -> Refusal | None:
         """A queue shrinks by a second each second; the prompt's own time does not."""
@@ -73,13 +72,14 @@ class _Look:
         ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
         if objective_s is None or ttft_s <= objective_s:
             return None
-        over_s = (ttft_s - objective_s) / self.forecast.ttft.factor
+        over_s = min((ttft_s - objective_s) / self.forecast.ttft.factor, prompt.queue_s)
+        in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
         hopeless = alone_s > objective_s
         return Refusal(
             reason="ttft_unreachable",
             message=f"its first token would take {ttft_s * 1e3:.0f} ms, "
             f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:.0f} ms",
-            retry_after_s=None if hopeless else min(over_s, prompt.queue_s),
+            retry_after_s=None if hopeless else over_s + max(0.0, in_line_s),
             hopeless=hopeless,
         )
 
@@ -122,8 +122,11 @@ class _Look:
         )
 
     def blocks(self) -> Refusal | None:
-        """An idle worker takes what fits it at all."""
+        """An idle worker takes what fits it at all. Where nobody has asked for a pace, sequences
+        that outgrow the memory take turns, and the worker's own answer is enough."""
         decode, worker = self.prediction.decode, self.worker
+        if not self._pace_counts:
+            return None
         if decode.needed_blocks <= decode.free_blocks or not decode.batch.sequences:
             return None
 
@@ -138,16 +141,33 @@ class _Look:
             retry_after_s=self._when(fits),
         )
 
+    @property
+    def _pace_counts(self) -> bool:
+        """A sequence that has to make room for others would break an objective."""
+        asked = self.demand.objectives
+        paces = (asked.tpot_s, asked.deadline_s, self.worker.outlook.strictest_tpot_s)
+        return any(pace_s is not None for pace_s in paces)
+
     def _when(self, fits: Callable[[BatchThen], bool]) -> float | None:
-        """In how many seconds so many sequences have ended that it fits in the batch; None: those
-        that are known don't matter."""
-        batch, joins_in_s = self.prediction.decode.batch, self.prediction.decode.joins_in_s
-        for ended in range(1, batch.sequences + 1):
-            left = batch.sequences - ended
-            if fits(BatchThen(left, round(batch.kv_tokens * left / batch.sequences))):
-                ends_s = self.worker.outlook.end_s(ended, self.now_s + joins_in_s)
-                return None if ends_s is None else max(0.0, ends_s - self.now_s - joins_in_s)
+        """In how many seconds so many sequences have ended that it fits in the batch; None: that
+        it doesn't is not because of those."""
+        decode, soon = self.prediction.decode, self.demand.promised
+        sequences = decode.batch.sequences - round(soon.sequences)
+        kv_tokens = decode.batch.kv_tokens - round(soon.kv_tokens)
+        for ended in range(sequences + 1):
+            left = sequences - ended
+            if fits(BatchThen(left, round(kv_tokens * left / sequences) if sequences else 0)):
+                return self._ended_in_s(ended, self.now_s + decode.joins_in_s)
         return None
+
+    def _ended_in_s(self, ended: int, from_s: float) -> float:
+        """Until so many have ended, and those of the line have come and gone: one after another, as
+        often as sequences of this length end in such a batch."""
+        decode, outlook = self.prediction.decode, self.worker.outlook
+        gap_s = decode.step_s * self.demand.output_tokens / max(1, decode.batch.sequences)
+        known_s = outlook.end_s(ended, from_s) if ended else from_s
+        first_s = ended * gap_s if known_s is None else max(0.0, known_s - from_s)
+        return first_s + self.demand.line.sequences * gap_s
 
 
 def _retry_s(refusal: Refusal) -> float:

@@ -7,6 +7,7 @@ outlives its time counts as staying: nothing is known of it any more.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.types import RequestKey
@@ -30,16 +31,40 @@ class BatchThen:
 
 
 @dataclass(slots=True)
+class _Moments:
+    """When sequences join, or end, ascending, and the context of each."""
+
+    at_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def add(self, at_s: float, tokens: int) -> None:
+        index = bisect_right(self.at_s, at_s)
+        self.at_s.insert(index, at_s)
+        self.tokens.insert(index, tokens)
+
+    def discard(self, at_s: float, tokens: int) -> None:
+        index = self.tokens.index(tokens, bisect_left(self.at_s, at_s))
+        assert self.at_s[index] == at_s
+        del self.at_s[index], self.tokens[index]
+
+    def until(self, then_s: float) -> int:
+        return bisect_right(self.at_s, then_s)
+
+
+@dataclass(slots=True)
 class DecodeOutlook:
     sequences: int = 0
     kv_tokens: int = 0
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
-    _joins_s: list[float] = field(default_factory=list)  # of each choice, ascending
-    _ends_s: list[float] = field(default_factory=list)
+    _joins: _Moments = field(default_factory=_Moments)  # of each choice
+    _ends: _Moments = field(default_factory=_Moments)
     _objectives_s: list[float] = field(default_factory=list)  # TPOT objectives, ascending
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._expected
+
+    def __iter__(self) -> Iterator[RequestKey]:
+        return iter(self._expected)
 
     @property
     def strictest_tpot_s(self) -> float | None:
@@ -51,8 +76,8 @@ class DecodeOutlook:
         self.sequences += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
         for _ in range(expected.choices):
-            insort(self._joins_s, expected.joins_s)
-            insort(self._ends_s, expected.ends_s)
+            self._joins.add(expected.joins_s, expected.tokens)
+            self._ends.add(expected.ends_s, expected.tokens)
         if expected.tpot_s is not None:
             insort(self._objectives_s, expected.tpot_s)
 
@@ -64,24 +89,27 @@ class DecodeOutlook:
         self.sequences -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
         for _ in range(expected.choices):
-            _discard(self._joins_s, expected.joins_s)
-            _discard(self._ends_s, expected.ends_s)
+            self._joins.discard(expected.joins_s, expected.tokens)
+            self._ends.discard(expected.ends_s, expected.tokens)
         if expected.tpot_s is not None:
             _discard(self._objectives_s, expected.tpot_s)
 
     def at(self, then_s: float, now_s: float) -> BatchThen:
         """Of the sequences that are known now, those that decode `then_s`."""
-        joined = bisect_right(self._joins_s, then_s)
-        overdue = bisect_right(self._ends_s, now_s)
-        ended = bisect_right(self._ends_s, then_s) - overdue
-        sequences = max(0, joined - ended)
-        mean_tokens = self.kv_tokens / self.sequences if self.sequences else 0.0
-        return BatchThen(sequences, round(sequences * mean_tokens))
+        return self.met_by(then_s, then_s, now_s)
+
+    def met_by(self, joins_s: float, ends_s: float, now_s: float) -> BatchThen:
+        """Of the sequences that are known now, those that one which decodes in that time meets,
+        however shortly."""
+        joined, overdue = self._joins.until(ends_s), self._ends.until(now_s)
+        ended = max(overdue, self._ends.until(joins_s))
+        tokens = sum(self._joins.tokens[:joined]) - sum(self._ends.tokens[overdue:ended])
+        return BatchThen(max(0, joined - (ended - overdue)), max(0, tokens))
 
     def end_s(self, ends: int, now_s: float) -> float | None:
         """When the next `ends` of them will have ended; None if fewer are expected to."""
-        index = bisect_right(self._ends_s, now_s) + ends - 1
-        return self._ends_s[index] if 0 <= index < len(self._ends_s) else None
+        index = self._ends.until(now_s) + ends - 1
+        return self._ends.at_s[index] if 0 <= index < len(self._ends.at_s) else None
 
 
 def _discard(ascending: list[float], value: float) -> None:

@@ -17,8 +17,8 @@ from router.forecast.decode_outlook import BatchThen
 from router.latency.margins import Margin
 from router.view import WorkerView
 
-UNMEASURED_BYTES_PER_S = 1e9
-"""Of a link that nobody has measured yet."""
+UNMEASURED_BYTES_PER_S = 1e10
+"""Of a worker's links as long as none has been measured: a guess, which should refuse nobody."""
 
 
 @dataclass(slots=True)
@@ -83,11 +83,12 @@ class Forecast:
         return self._move_s(worker, candidate.decode.incarnation, tokens)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
-        """By the link that either of the two has opened."""
+        """By the link that either of the two has opened, else as fast as the sender's slowest."""
         link = worker.link(peer)
         if link is None and peer in self.workers:
             link = self.workers[peer].link(worker.incarnation)
-        bytes_per_s = link.bytes_per_s if link and link.bytes_per_s else UNMEASURED_BYTES_PER_S
+        usual = worker.slowest_bytes_per_s or UNMEASURED_BYTES_PER_S
+        bytes_per_s = (link.bytes_per_s if link else None) or usual
         latency_s = link.latency_s if link else 0.0
         return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
 
@@ -96,7 +97,8 @@ class Forecast:
     def decode(
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
-        batch = self.batch_then(demand, worker, now_s + joins_in_s, now_s)
+        then_s = now_s + joins_in_s
+        batch = self.batch_then(demand, worker, then_s, then_s, now_s)
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
@@ -108,9 +110,13 @@ class Forecast:
         )
 
     @staticmethod
-    def batch_then(demand: Demand, worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
-        """Without it. Those of other routers, as far as the worker has told of them, stay."""
-        own, outlook, promised = worker.outlook.at(then_s, now_s), worker.outlook, demand.promised
+    def batch_then(
+        demand: Demand, worker: WorkerView, joins_s: float, ends_s: float, now_s: float
+    ) -> BatchThen:
+        """Those that it meets. Those of other routers, as far as the worker has told of them,
+        stay."""
+        outlook, promised = worker.outlook, demand.promised
+        own = outlook.met_by(joins_s, ends_s, now_s)
         sequences, kv_tokens = promised.sequences, promised.kv_tokens
         others = worker.counters.running - outlook.sequences
         if others > 0:

@@ -27,6 +27,8 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+CAPPED_HEADER = "x-kvrelay-capped"
+
 Totals = Mapping[tuple[int, int], TextDelta]
 """# (prompt, choice) |-> all it gained"""
 
@@ -62,6 +64,11 @@ class Reply(ABC):
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def capped_header(self) -> list[tuple[str, str]]:
+        """Says that the output is shorter than asked for, and how long it may be."""
+        capped = [one.capped_tokens for one in self.generations if one.capped_tokens is not None]
+        return [(CAPPED_HEADER, str(min(capped)))] if capped else []
+
     def closing_extra(self) -> dict[str, object]:
         extra: dict[str, object] = {}
         if self._include_usage:
@@ -96,7 +103,7 @@ class GenerationResponse(Response):
                 sums[position, delta.choice].add(delta)
         totals = {key: sums[key].total() for key in sorted(sums)}
         body = self._reply.whole(totals) | self._reply.ledger_extra()
-        await json_response(body)(scope, receive, send)
+        await json_response(body, headers=dict(self._reply.capped_header()))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         """The status line leaves with the first token: until then errors have their own status."""
@@ -104,7 +111,9 @@ class GenerationResponse(Response):
         reply.generations = await start_all(self._service, self._requests)
         async with aclosing(merged(reply.generations)) as deltas:
             position, delta = await anext(deltas)
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS[:]})
+            capped = [(name.encode(), value.encode()) for name, value in reply.capped_header()]
+            headers = [*STREAM_HEADERS, *capped]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await _send(send, event(reply.chunk(position, delta)))
             try:
                 async for position, delta in deltas:

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 from engine.latency import StepWork
 from engine.latency_fit import LinearTimes
 from kvrelay.messages import Counters, WorkerHello
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WorkerTimes:
     """Implements `engine.latency.StepTimes`: the hello's times multiplied by the corrections of
-    the latest counters; `current` is the product."""
+    the latest counters; `current` is the product, made when it is asked for."""
 
     told: LinearTimes
-    current: LinearTimes
     chunk_tokens: int
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
+    _current: LinearTimes | None = field(init=False, default=None)
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerTimes:
         times = LinearTimes.of(hello.step_times)
-        return WorkerTimes(told=times, current=times, chunk_tokens=hello.prefill_chunk_tokens)
+        return WorkerTimes(told=times, chunk_tokens=hello.prefill_chunk_tokens)
+
+    @property
+    def current(self) -> LinearTimes:
+        if self._current is None:
+            self._current = self.told.scaled(self.prefill_correction, self.decode_correction)
+        return self._current
 
     def corrected(self, counters: Counters) -> WorkerTimes:
         prefill, decode = counters.prefill_correction, counters.decode_correction
         if (prefill, decode) == (self.prefill_correction, self.decode_correction):
             return self
-        return replace(
-            self,
-            current=self.told.scaled(prefill, decode),
+        return WorkerTimes(
+            told=self.told,
+            chunk_tokens=self.chunk_tokens,
             prefill_correction=prefill,
             decode_correction=decode,
         )

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
+from math import inf
+from typing import NamedTuple
 
+from engine.latency import decode_work
 from router.candidate import Candidate
 from router.demand import Demand
+from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import with_it
 from router.placement import Against
 from router.placing.policy import Choice, paired
@@ -20,8 +24,18 @@ from router.view import WorkerView
 
 LOOKED_AT = 4
 """Workers of each role."""
+LOOKED_AT_CLOSELY = 12
+"""Of each role, from which these are taken: what a first look, by straight lines, finds best."""
 
 Rank = tuple[Against, bool, float]
+
+
+class Steps(NamedTuple):
+    """`own_s` is a decode step with the request; `cost_s` adds by how much the others' get longer,
+    so that the sum over all counts: a long context does least harm where few decode."""
+
+    own_s: float
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +45,16 @@ class KvAware:
         joins_in_s = prompts[0][0] if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
         ranked = [
-            (self._rank(demand, choice, candidate, first_s, step_s), candidate)
+            (self._rank(demand, choice, candidate, first_s, steps), candidate)
             for first_s, way in prompts
-            for step_s, decode in decodes
+            for steps, decode in decodes
             for candidate in (replace(way, decode=decode),)
         ]
         alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
-        for step_s, worker in alone:
+        for steps, worker in alone:
             way = choice.sourced(demand, worker, None)
             first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
-            ranked.append((self._rank(demand, choice, way, first_s, step_s), way))
+            ranked.append((self._rank(demand, choice, way, first_s, steps), way))
         ranked.sort(key=lambda one: one[0])
         yield from (way for _, way in ranked)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
@@ -53,7 +67,7 @@ class KvAware:
         if not choice.decodes:
             return []
         anyone, forecast = choice.decodes[0], choice.forecast
-        ways = [choice.sourced(demand, anyone, worker) for worker in choice.prefills]
+        ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
         timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))
 
@@ -64,18 +78,20 @@ class KvAware:
         choice: Choice,
         joins_in_s: float,
         now_s: float,
-    ) -> list[tuple[float, WorkerView]]:
-        """Those that will decode it fastest, and a step's time there; full ones only if all are."""
-        then_s, forecast = now_s + joins_in_s, choice.forecast
+    ) -> list[tuple[Steps, WorkerView]]:
+        """Those where a step of all costs least, with all that it will meet; full ones only if all
+        are."""
+        forecast, joins_s = choice.forecast, now_s + joins_in_s
+        ends_s = joins_s + _lasts_s(demand, workers)
         having_room = [w for w in workers if demand.choices <= w.free_places] or workers
-        batches = ((w, forecast.batch_then(demand, w, then_s, now_s)) for w in having_room)
-        timed = ((w.step_s(with_it(demand, batch, w)), w) for w, batch in batches)
-        return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].decode_load))
+        if len(having_room) > LOOKED_AT_CLOSELY:
+            having_room = nsmallest(LOOKED_AT_CLOSELY, having_room, key=_step_s)
+        batches = ((w, forecast.batch_then(demand, w, joins_s, ends_s, now_s)) for w in having_room)
+        timed = ((_steps(demand, batch, w), w) for w, batch in batches)
+        return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0].cost_s, one[1].decode_load))
 
     @staticmethod
-    def _rank(
-        demand: Demand, choice: Choice, way: Candidate, first_s: float, step_s: float
-    ) -> Rank:
+    def _rank(demand: Demand, choice: Choice, way: Candidate, first_s: float, steps: Steps) -> Rank:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
         gaps = max(1, demand.output_tokens - 1)
         handoff_s = choice.forecast.handoff_s(demand, way)
@@ -85,6 +101,41 @@ class KvAware:
             choice.forecast,
         )
         kept = (ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= ttft_s) and (
-            tpot_s is None or forecast.tpot.apply(step_s + handoff_s / gaps) <= tpot_s
+            tpot_s is None or forecast.tpot.apply(steps.own_s + handoff_s / gaps) <= tpot_s
         )
-        return choice.against(way), not kept, first_s + handoff_s + step_s * gaps
+        return choice.against(way), not kept, first_s + handoff_s + steps.cost_s * gaps
+
+
+def _lasts_s(demand: Demand, workers: Sequence[WorkerView]) -> float:
+    """How long it decodes, beside what one of them has now."""
+    if not workers:
+        return 0.0
+    outlook = workers[0].outlook
+    all_there = BatchThen(outlook.sequences, outlook.kv_tokens)
+    return workers[0].step_s(with_it(demand, all_there, workers[0])) * demand.output_tokens
+
+
+def _steps(demand: Demand, batch: BatchThen, worker: WorkerView) -> Steps:
+    own_s = worker.step_s(with_it(demand, batch, worker))
+    if not batch.sequences or own_s == inf:
+        return Steps(own_s, own_s)
+    without_s = worker.step_s(decode_work(batch.sequences, batch.kv_tokens))
+    return Steps(own_s, own_s + batch.sequences * max(0.0, own_s - without_s))
+
+
+def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerView]:
+    """By the queue, and the tokens that the worker lacks; pulling comes in the closer look."""
+    if len(choice.prefills) <= LOOKED_AT_CLOSELY:
+        return choice.prefills
+
+    def first_s(worker: WorkerView) -> float:
+        left = demand.prompt_tokens - demand.held.tokens(worker)
+        queued_s = worker.queue.wait_s(demand.priority, now_s)
+        return queued_s + left * worker.speed.prompt_token_s
+
+    return nsmallest(LOOKED_AT_CLOSELY, choice.prefills, key=first_s)
+
+
+def _step_s(worker: WorkerView) -> tuple[float, float]:
+    load = worker.decode_load
+    return load * worker.speed.full_step_s, load

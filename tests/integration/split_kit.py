@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,7 +89,7 @@ class WorkerHost:
         return self.process.pid
 
     def start(self, settings: WorkerSettings) -> str:
-        answer = self._ask({"start": asdict(settings)})
+        answer = self._ask({"start": b64encode(pickle.dumps(settings)).decode()})
         assert "address" in answer, answer
         return answer["address"]
 

@@ -258,7 +258,34 @@ def test_a_killed_worker_costs_no_token(llama: Path, role: Role) -> None:
             cluster.add(doomed, worker_settings("doomed", role, llama))
             found = stream_with_a_death(cluster, prompt, doomed, spare, role, llama)
             wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
+            views = cluster.router.process.dispatcher.core.workers.values()
+            drawn = sum(view.counters.generated_tokens for view in views)
         assert_same_tokens(generate_reference(load(llama), prompt, tokens=600), found)
+        assert role is Role.PREFILL or drawn < 600 - 4, "what was delivered was drawn again"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0, "seed": 11},
+        {"temperature": 0.9, "seed": 2, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+        {"temperature": 0, "logprobs": 2},
+    ],
+    ids=["seeded", "penalised", "logprobs"],
+)
+def test_what_is_resumed_is_drawn_as_if_nothing_had_died(
+    llama: Path, fields: dict[str, Any]
+) -> None:
+    prompt = prompts(1, 200)[0]
+    with WorkerHost() as first, WorkerHost() as doomed, WorkerHost() as spare:
+        workers = [(first, worker_settings("steady", Role.PREFILL, llama))]
+        with running_cluster(llama, workers) as cluster:
+            cluster.add(doomed, worker_settings("doomed", Role.DECODE, llama))
+            undisturbed = ask_all(cluster, [prompt], **fields, max_tokens=600)[0]
+            found = stream_with_a_death(
+                cluster, prompt, doomed, spare, Role.DECODE, llama, **fields
+            )
+    assert found == undisturbed
 
 
 def stream_with_a_death(
@@ -268,9 +295,10 @@ def stream_with_a_death(
     spare: WorkerHost,
     role: Role,
     llama: Path,
+    **fields: Any,
 ) -> list[int]:
     body = {"model": "test-model", "prompt": prompt, "max_tokens": 600, "temperature": 0}
-    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **fields}
     found: list[int] = []
     with cluster.http.stream("POST", "/v1/completions", json=body) as response:
         for line in response.iter_lines():

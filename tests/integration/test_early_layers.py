@@ -14,6 +14,7 @@ from engine.layer_marks import LayerMarks
 from engine.model import load_model
 from engine.step import StepBatch, StepOutcome
 from kvpool import piece
+from kvpool.copies import CopyPairs
 from kvrelay.types import Role
 from tests.integration.local_kit import USE_SLABS, LocalHost, unmeasured
 from tests.integration.split_kit import PATIENCE_S, running_cluster, worker_settings
@@ -30,8 +31,8 @@ class Held:
         self._written = written
         self.in_time: list[bool] = []
 
-    def copy_blocks(self, pairs: object) -> None:
-        raise AssertionError("no choices here")
+    def copy_blocks(self, pairs: CopyPairs) -> None:
+        self._engine.copy_blocks(pairs)
 
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
         if marks is None:

@@ -19,6 +19,7 @@ from engine.model import load_model
 from kvpool.block_names import BlockNames
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.directory import Directory
+from router.forecast.prefill_queue import Ahead
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
     Cluster,
@@ -31,6 +32,7 @@ from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import assert_same_tokens, generate_reference
 
 TOKENS = 20
+ELSEWHERE = RequestKey("elsewhere", 0)
 SECRET = "of both hosts"
 
 
@@ -81,8 +83,9 @@ def ask(cluster: Cluster, worker: str, ids: list[int]) -> tuple[list[int], int]:
     async def book() -> None:
         for view in cluster.router.process.dispatcher.core.workers.values():
             if view.hello.role is Role.PREFILL:
-                busy = 0 if view.hello.name == worker else 10**6
-                view.prompt_tokens[RequestKey("elsewhere", 0)] = busy
+                view.queue.remove(ELSEWHERE, 0.0)
+                if view.hello.name != worker:
+                    view.queue.add(ELSEWHERE, Ahead(seconds=1e9, tokens=10**6), 0.0)
 
     cluster.router.call(book())
     answer = cluster.completion(ids, max_tokens=TOKENS, temperature=0, ignore_eos=True)

@@ -276,6 +276,17 @@ async def test_objectives_and_tiers_that_make_no_sense_are_refused(folder: Path,
 
 
 @in_loop
+async def test_objectives_that_can_never_be_kept_are_refused_without_a_retry_time(
+    folder: Path,
+) -> None:
+    hopeless = Refused("ttft_unreachable", "9 ms without a queue", retry_after_s=None)
+    async with served(folder, FakeDispatcher(refusal=hopeless)) as s, s.http() as client:
+        answer = await completion(client)
+        assert_error(answer, 429, "ttft_unreachable", None, "9 ms without a queue")
+        assert not {"retry-after", "retry-after-ms"} & set(answer.headers)
+
+
+@in_loop
 async def test_a_deadline_that_passes_is_a_timeout(folder: Path) -> None:
     failure = RequestFailedError("deadline_exceeded", "its deadline has passed")
     dispatcher = FakeDispatcher(failure=failure, fail_after_tokens=2)

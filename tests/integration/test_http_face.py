@@ -7,6 +7,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrelay import AsyncClient
+from router.generation import TierStatus
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.integration.http_kit import CHAT, TEXT, completion, events
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
@@ -170,6 +172,8 @@ async def test_ready_says_why_not(folder: Path) -> None:
 @in_loop
 async def test_metrics_are_valid_and_count(folder: Path) -> None:
     async with served(folder) as s, s.http() as client:
+        latencies = {("ttft", "0.99"): 1.5}
+        s.dispatcher.tier_statuses = (TierStatus(name="gold", step=2, latencies_s=latencies),)
         s.dispatcher.prediction_errors = {"ttft": 0.7, "tpot": 1.3}
         await completion(client)
         await completion(client, temperature=-1)
@@ -190,8 +194,13 @@ async def test_metrics_are_valid_and_count(folder: Path) -> None:
         worker = (model, ("role", "both"), ("worker", "both-0"))
         assert samples["kvrelay:kv_cache_usage_perc", *worker] == 0.25
         assert samples["kvrelay:request_success_total", ("finished_reason", "stop"), model] == 1
-        rejected = ("kvrelay:request_rejections_total", model, ("reason", "invalid_value"))
+        tier = ("tier", "default")
+        rejected = ("kvrelay:request_rejections_total", model, ("reason", "invalid_value"), tier)
         assert samples[rejected] == 1
+        gold = ("tier", "gold")
+        assert samples["kvrelay:qos_ladder_step", model, gold] == 2
+        seen = (("kind", "ttft"), model, ("quantile", "0.99"), gold)
+        assert samples["kvrelay:qos_latency_seconds", *seen] == 1.5
         phase = ("kvrelay:request_phase_seconds_count", model, ("phase", "tokenize"))
         assert samples[phase] == 1
         for kind, ratio in (("ttft", 0.7), ("tpot", 1.3)):
@@ -207,3 +216,17 @@ async def test_debug_and_version(folder: Path) -> None:
         assert (worker["worker"], worker["total_blocks"]) == ("both-0", 100)
         assert kv == {"pool_nodes": [], "silent": []}
         assert (await client.get("/version")).json() == {"version": "0.1.0"}
+
+
+@in_loop
+async def test_an_answer_says_that_its_output_was_capped(folder: Path) -> None:
+    async with served(folder) as s, s.http() as client:
+        assert "x-kvrelay-capped" not in (await completion(client)).headers
+        s.dispatcher.capped_tokens = 7
+        for stream in (False, True):
+            answer = await completion(client, stream=stream)
+            assert answer.headers["x-kvrelay-capped"] == "7"
+        async with AsyncClient(s.grpc_address) as typed:
+            assert (await typed.generate("hello")).capped_tokens == 7
+            s.dispatcher.capped_tokens = None
+            assert (await typed.generate("hello")).capped_tokens is None

@@ -131,8 +131,8 @@ def assert_cached_blocks_are_the_tenants(
     wait_until(lambda: not tenants(kv(cluster)), "the requests are over")
     (worker,) = (w for w in kv(cluster).workers if w.worker == "prefill-0")
     acmes, nobodys = worker.cached
-    assert (nobodys.tenant, nobodys.blocks, acmes.tenant, acmes.blocks) == ("", 2, ACME, 6)
-    assert worker.cached_blocks == 8
+    assert (nobodys.tenant, nobodys.blocks, acmes.tenant, acmes.blocks) == ("", 3, ACME, 7)
+    assert worker.cached_blocks == 10
     assert acmes.oldest_s >= acmes.newest_s > nobodys.newest_s >= 0
     app(
         ["status", "--kv", "--address", cluster.grpc_address, "--tenant", "acme"],

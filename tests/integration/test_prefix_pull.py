@@ -16,6 +16,7 @@ import pytest
 from engine.checkpoint import open_checkpoint
 from engine.model import load_model
 from kvrelay.types import RequestKey, Role
+from router.forecast.prefill_queue import Ahead
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -27,6 +28,7 @@ from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import assert_same_tokens, generate_reference
 
 TOKENS = 20
+ELSEWHERE = RequestKey("elsewhere", 0)
 Workers = list[tuple[WorkerHost, Any]]
 
 
@@ -67,8 +69,9 @@ def _prefer(cluster: Cluster, name: str) -> None:
     async def book() -> None:
         for view in cluster.router.process.dispatcher.core.workers.values():
             if view.hello.role is Role.PREFILL:
-                busy = 0 if view.hello.name == name else 10**6
-                view.prompt_tokens[RequestKey("elsewhere", 0)] = busy
+                view.queue.remove(ELSEWHERE, 0.0)
+                if view.hello.name != name:
+                    view.queue.add(ELSEWHERE, Ahead(seconds=1e9, tokens=10**6), 0.0)
 
     cluster.router.call(book())
 

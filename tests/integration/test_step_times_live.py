@@ -13,7 +13,7 @@ from cluster import status
 from engine.latency import prefill_work
 from kvrelay.types import Role
 from router.latency.worker_times import WorkerTimes
-from router.placement import WorkerView
+from router.view import WorkerView
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import sys
+from base64 import b64decode
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,6 @@ from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
 from kvpool.layout import NO_BLOCK, Tables
 from kvpool.memory import KvMemory
-from kvrelay.types import Role
 
 
 async def main() -> None:
@@ -36,10 +37,9 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
     if "damage" in command:
         damage(workers[command["damage"]], command["pieces"])
         return {"damaged": command["damage"]}
-    fields = command["start"]
-    fields["role"] = Role(fields["role"])
-    fields["transports"] = tuple(fields["transports"])
-    worker = WorkerProcess(WorkerSettings(**fields))
+    settings = pickle.loads(b64decode(command["start"]))
+    assert isinstance(settings, WorkerSettings)
+    worker = WorkerProcess(settings)
     try:
         address = await worker.start()
     except Exception as error:

@@ -25,6 +25,7 @@ from kvpool.handoff_events import (
     WriteSlab,
 )
 from kvpool.restores import Restored
+from kvrelay.from_worker_wire import decode_event, encode_event
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -36,8 +37,8 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
+from kvrelay.to_worker_wire import decode_to_worker, encode_to_worker
 from kvrelay.types import Incarnation, RequestSpec
-from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from prefill_worker.scheduler import PrefillScheduler
 from router.admitting.capacity import Capacity
 from router.core import RouterCore

@@ -5,6 +5,7 @@ Every message, step and transfer arrives after a random delay, in order per chan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -61,6 +62,7 @@ class Fabric(Simulation):
         self._links = count(1)
         self._broken: set[int] = set()
         self.events: list[WorkerEvent] = []
+        self.on_events: Callable[[], None] = lambda: None
         self.sent_bytes = 0
         self.writes = 0
         self.early_writes = 0
@@ -126,6 +128,7 @@ class Fabric(Simulation):
             target_addresses=("d",),
             target=self.d.incarnation,
             held_tokens=held_tokens,
+            within_s=self.random.choice([None, 0.05, 1.0]),
         )
         self.after("router>p", lambda: self.to_prefill(message))
 
@@ -149,6 +152,7 @@ class Fabric(Simulation):
         match command:
             case Emit(events=events):
                 self.events += events
+                self.on_events()
             case RunStep():
                 self._run_step(worker, command)
             case SendPeer(message=message):

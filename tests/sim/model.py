@@ -17,9 +17,18 @@ from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
 from kvpool.link_cost import TransferShape, Way
 from kvpool.restore_cost import RestoreCost
 from kvpool.transfer_plan import Side, Write
+from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 
 BLOCK = 4
+TIERS = QosTiers(
+    tiers=(
+        QosTier(name="premium", priority=0, share=0.25),
+        QosTier(name="standard", priority=1, share=0.25),
+        QosTier(name="free", priority=2),
+    ),
+    default="free",
+)
 VOCABULARY = 50
 
 History = NewType("History", int)
@@ -123,7 +132,12 @@ def make_spec(rng: random.Random, number: int, longest: int = 40) -> RequestSpec
         n=rng.choice([1, 1, 1, 2, 3]),
         stop_token_ids=(rng.randrange(VOCABULARY),),
     )
-    return RequestSpec(key=RequestKey(f"r{number}", 0), prompt_ids=prompt, sampling=sampling)
+    return RequestSpec(
+        key=RequestKey(f"r{number}", 0),
+        prompt_ids=prompt,
+        sampling=sampling,
+        qos_tier=TIERS.tiers[number % 3].name,
+    )
 
 
 def expected(spec: RequestSpec, choice: int) -> tuple[list[int], FinishReason]:

@@ -22,7 +22,7 @@ def _of_worker(worker: Worker) -> Iterator[str]:
     tables, batch, receiver = worker.tables, worker.decode.batch, worker.decode.receiver
     yield f"{tables.free_blocks} of {tables.blocks} blocks to be had"
     yield from (f"{held.holder} holds {held.tables}" for held in tables.held())
-    for job in worker.prefill.queue.awaiting_prefill:
+    for job in worker.prefill.queue.awaiting_prefill.values():
         yield f"{job.key} waits for prefill, {_prefix(worker, job.holder)}"
     for sequence in batch.roster.awaiting_prefill:
         yield f"{sequence.holder} waits to be computed, {_prefix(worker, sequence.holder)}"

@@ -10,6 +10,8 @@ from cluster.preloads import Preloads
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.standing import Standing
+from engine.latency_fit import LinearTimes
 from kvpool.handoff import HandoffMode, PeerHello, SlabFilled
 from kvpool.handoff_events import (
     FetchPiece,
@@ -32,12 +34,14 @@ from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
+from prefill_worker.order import Order
 from prefill_worker.scheduler import PrefillScheduler
-from tests.sim.model import LAYOUT, SLAB_BYTES, AnyWorth, Content, Memory
+from tests.sim.model import LAYOUT, SLAB_BYTES, TIERS, AnyWorth, Content, Memory
 from tests.sim.pool_side import PoolSide
 from tests.sim.simulation import LEASE_S
 
 MAX_RUNNING = 8
+TIMES = LinearTimes(prefill_token_s=0.005)
 CANARY_EVERY = 2
 
 Slab = tuple[int, Piece | None, Content]
@@ -213,12 +217,19 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         openings=openings,
         preloads=Preloads(tables, shape.longest_tokens),
         prefill=PrefillScheduler(
-            openings=openings, chunk_tokens=12, mode=shape.mode, canary_every=CANARY_EVERY
+            openings=openings,
+            chunk_tokens=12,
+            mode=shape.mode,
+            canary_every=CANARY_EVERY,
+            order=Order(qos=TIERS, times=TIMES),
         ),
         decode=DecodeScheduler(
             receiver=receiver,
-            batch=Batch(openings=openings, chunk_tokens=12),
-            max_running=MAX_RUNNING,
+            batch=Batch(
+                openings=openings,
+                chunk_tokens=12,
+                standing=Standing(places=MAX_RUNNING, qos=TIERS),
+            ),
             canary_bound=0.0,
         ),
         memory=Memory(shape.layout),

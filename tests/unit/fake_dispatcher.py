@@ -17,6 +17,7 @@ from router.generation import (
     ModelFacts,
     PoolNodeStatus,
     QuarantinedPair,
+    TierStatus,
     WorkerStatus,
 )
 from tests.unit.router_kit import STEP_TIMES
@@ -109,6 +110,10 @@ class FakeGeneration:
     def cached_tokens(self) -> int:
         return self.owner.cached_tokens
 
+    @property
+    def capped_tokens(self) -> int | None:
+        return self.owner.capped_tokens
+
     def prediction_errors(self) -> dict[str, float]:
         return self.owner.prediction_errors
 
@@ -133,6 +138,8 @@ class FakeDispatcher:
     fail_after_tokens: int = -1
     gates: set[str] = field(default_factory=set)
     cached_tokens: int = 0
+    capped_tokens: int | None = None
+    tier_statuses: tuple[TierStatus, ...] = ()
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
@@ -177,8 +184,17 @@ class FakeDispatcher:
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
 
+    def moved_requests(self) -> int:
+        return 0
+
+    def promises(self) -> dict[str, int]:
+        return {"kept": 2, "broken": 1, "expired": 0}
+
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         return self.pairs
+
+    def tiers(self) -> tuple[TierStatus, ...]:
+        return self.tier_statuses
 
     def model(self) -> ModelFacts | None:
         return self.facts

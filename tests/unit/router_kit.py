@@ -142,12 +142,15 @@ def key(name: str = "r", attempt: int = 0) -> RequestKey:
     return RequestKey(name, attempt)
 
 
-def spec(name: str = "r", *, attempt: int = 0, n: int = 1) -> RequestSpec:
+def spec(
+    name: str = "r", *, attempt: int = 0, n: int = 1, emitted: tuple[int, ...] = ()
+) -> RequestSpec:
     return RequestSpec(
         key=key(name, attempt),
         prompt_ids=PROMPT,
         sampling=request(name, n=n).sampling,
         qos_tier="default",
+        emitted_ids=emitted,
     )
 
 

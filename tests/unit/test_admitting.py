@@ -156,10 +156,19 @@ class TestPredictive:
     def test_blocks_are_counted_when_it_gets_there(self) -> None:
         p, d = pair()
         d.outlook.add(key("a"), Expected(joins_s=0, ends_s=9, tokens=48))
-        refusal = refusal_of(judge(Predictive(), p, d, asked=demand(prompt_tokens=12)))
+        refusal = refusal_of(judge(Predictive(), p, d, asked=demand(prompt_tokens=12, tpot_s=9)))
         assert refusal.reason == "kv_exhausted"
         assert refusal.message == "it needs 4 KV blocks, and 3 will be free"
         assert refusal.retry_after_s == pytest.approx(9, abs=0.2)
+
+    def test_blocks_are_left_to_the_worker_where_no_pace_was_asked_for(self) -> None:
+        p, d = pair()
+        d.outlook.add(key("a"), Expected(joins_s=0, ends_s=9, tokens=48))
+        asked = demand(prompt_tokens=12)
+        assert isinstance(judge(Predictive(), p, d, asked=asked), Admitted)
+        d.outlook.remove(key("a"))
+        d.outlook.add(key("a"), Expected(joins_s=0, ends_s=9, tokens=48, tpot_s=9))
+        assert refusal_of(judge(Predictive(), p, d, asked=asked)).reason == "kv_exhausted"
 
     def test_a_worker_that_is_idle_is_asked_whatever_the_margins_are(self) -> None:
         """They were learnt under load: with nobody admitted they would stay for ever."""

@@ -31,8 +31,8 @@ def set_(*texts: str) -> Config:
 REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
-    "router.zzz=1": "router.zzz: unknown key, expected one of grpc_port, host, http_port, "
-    "max_body, record, record_size, replicas, resources",
+    "router.zzz=1": "router.zzz: unknown key, expected one of admission, grpc_port, host, "
+    "http_port, max_body, placement, record, record_size, replicas, resources",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -73,6 +73,30 @@ REFUSED = {
     "expected a decode pool beside the prefill pool",
     "workers=[{role: decode}, {role: both}]": "workers: got a list of 2, "
     "expected a prefill pool beside the decode pool",
+    "qos.tiers={a: {share: 0.7}, b: {share: 0.4, default: true}}": "qos.tiers: got a mapping, "
+    "expected shares that sum to 1 at most, not 1.1",
+    "qos.tiers={a: {share: 1.5, default: true}}": "qos.tiers.a.share: got 1.5, "
+    "expected less than or equal to 1",
+    "qos.tiers={a: {default: true}, b: {default: true}}": "qos: got a mapping, "
+    "expected default: true in exactly one tier, not in a, b",
+    "qos.tiers={a: {priority: 1}, b: {}}": "qos: got a mapping, "
+    "expected default: true in exactly one tier, not in none",
+    "qos.tiers={a: {match: [x], default: true}, b: {match: [x]}}": "qos: got a mapping, "
+    "expected match: each value in one tier only",
+    "qos.tiers={a: {match: [b], default: true}, b: {}}": "qos: got a mapping, "
+    "expected match: each value in one tier only",
+    "qos.tiers={a: {shar: 0.5, default: true}}": "qos.tiers.a.shar: unknown key, "
+    "did you mean share?",
+    "qos.tiers={Gold!: {default: true}}": 'qos.tiers.Gold!.[key]: got "Gold!", '
+    "expected a-z, 0-9 and inner dashes",
+    "qos.tiers={a: {ttft: 200, default: true}}": "qos.tiers.a.ttft: got 200, "
+    'expected a duration with its unit (ms, s, m, h), such as "30s"',
+    "qos.header=X-Tier": 'qos.header: got "X-Tier", expected the name of a header in lower case',
+    "qos.header='x tier:'": 'qos.header: got "x tier:", '
+    "expected the name of a header in lower case",
+    "qos.header=authorization": 'qos.header: got "authorization", '
+    "expected another header: that one has a meaning of its own",
+    "qos.ladder.stricter=0": "qos.ladder.stricter: got 0, expected greater than 0",
     "workers=[{replicas: 2}]": "workers.0.role: missing, it is required",
 }
 
@@ -167,7 +191,9 @@ def test_examples_load_and_resolve(name: str) -> None:
 
 
 def test_examples_are_there() -> None:
-    assert {"local.yaml", "one-gpu.yaml", "8-gpu.yaml"} <= {p.name for p in CONFIGS.iterdir()}
+    assert {"local.yaml", "one-gpu.yaml", "8-gpu.yaml", "qos.yaml"} <= {
+        p.name for p in CONFIGS.iterdir()
+    }
 
 
 def test_cpus_are_shared_out() -> None:
@@ -287,7 +313,20 @@ CHANGES = {
     "router.max_body": "5MiB",
     "router.record": "/log",
     "router.record_size": "5MiB",
+    "router.placement.policy": "random",
+    "router.placement.move_hot_spots": True,
+    "router.admission.policy": "none",
+    "router.admission.queue_limit": 3,
     "router.resources": {"y": 1},
+    "qos.header": "x-plan",
+    "qos.ladder.window": "9s",
+    "qos.ladder.hold": "9s",
+    "qos.ladder.calm": "9s",
+    "qos.ladder.stricter": 0.5,
+    "qos.ladder.easing": 0.5,
+    "qos.ladder.tail": 3.0,
+    "qos.tiers": {"only": {"default": True}},
+    "qos.tenant_weights": {"a": 2.0},
     "transfer.transports": ["nixl"],
     "transfer.handoff": "pull",
     "transfer.codec": "int8",
@@ -318,6 +357,7 @@ CHANGES = {
 }
 ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
+NAMED_BY_USERS = {"resources", "tiers", "tenant_weights"}
 
 
 EVERYTHING = (
@@ -343,7 +383,7 @@ def test_no_key_is_missing_from_the_test_above() -> None:
 def _paths(tree: dict[str, object], prefix: str = "") -> list[str]:
     found: list[str] = []
     for key, value in tree.items():
-        if isinstance(value, dict) and key != "resources":
+        if isinstance(value, dict) and key not in NAMED_BY_USERS:
             found += _paths(value, f"{prefix}{key}.")
         else:
             found.append(f"{prefix}{key}")

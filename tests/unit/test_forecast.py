@@ -80,13 +80,14 @@ def test_as_counted_one_by_one(
 ) -> None:
     outlook, here = DecodeOutlook(), {}
     for i, (joins, lasts, choices) in enumerate(given_ones):
-        here[key(str(i))] = expect(joins, joins + lasts, choices)
+        here[key(str(i))] = expect(joins, joins + lasts, choices, tokens=7 * i + 1)
         outlook.add(key(str(i)), here[key(str(i))])
     for gone in data.draw(st.sets(st.sampled_from([*here]))) if here else ():
         outlook.remove(gone)
         del here[gone]
-    there = sum(e.choices for e in here.values() if e.joins_s <= then < e.ends_s)
-    assert outlook.at(then, -1).sequences == there
+    there = [e for e in here.values() if e.joins_s <= then < e.ends_s]
+    tokens = sum(e.tokens * e.choices for e in there)
+    assert outlook.at(then, -1) == BatchThen(sum(e.choices for e in there), tokens)
 
 
 def test_the_strictest_objective_counts() -> None:
@@ -116,8 +117,8 @@ def test_a_prediction_adds_up() -> None:
     assert found.ttft_s == pytest.approx(0.5 + 2.2)
     assert found.decode.batch == BatchThen(2, 30)
     assert found.decode.step_s == pytest.approx(3 * 0.1 + (30 + 20 + 5) * 0.001)
-    assert found.tpot_s == pytest.approx(found.decode.step_s + 0.008 / 8), "8 MB at 1 GB/s"
-    assert found.completes_in_s == pytest.approx(2.208 + 8 * found.decode.step_s)
+    assert found.tpot_s == pytest.approx(found.decode.step_s + 0.0008 / 8), "8 MB at 10 GB/s"
+    assert found.completes_in_s == pytest.approx(2.2008 + 8 * found.decode.step_s)
     assert found.decode.needed_blocks == 5 + 2  # of four tokens
     assert found.decode.free_blocks == 16 - 8 - 2
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 
 import pytest
 
-from bench.papers import distserve, mooncake, silicon, splitwise, splitwise_fleets
+from bench.papers import distserve, dynamo, mooncake, silicon, splitwise, splitwise_fleets
 from bench.papers.goodput import Objectives, attainment, highest_rate, poisson
 from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
 from bench.papers.silicon_rows import Measured, read_measured
+from cluster.config import Config
+from cluster.sim import run
 from cluster.sim.ledgers import Outcome
 from cluster.sim.profiles.roofline import Precision
+from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
 from engine.latency import StepWork
 
@@ -197,3 +201,61 @@ def test_held_out_silicon_is_predicted_as_well_as_published_simulators_do() -> N
     found = silicon.overall("all", fold.outcomes)
     assert found.rows == sum(row.half for row in rows)
     assert found.tpot_percent < 9 and found.ttft_percent < 20
+
+
+# --- Dynamo -------------------------------------------------------------------------------------
+
+
+def dynamo_prefill_s(tokens: int) -> float:
+    return (4.209989e-7 * tokens**2 + 1.518344e-2 * tokens + 16.50142) / 1e3
+
+
+def dynamo_decode_s(kv_tokens: int, blocks: int) -> float:
+    used = kv_tokens / (512 * blocks)
+    return (-25.74 * used**2 + 54.01 * used + 5.74) / 1e3
+
+
+def test_round_robin_in_turn_and_packed_as_by_hand() -> None:
+    """The third prompt shares a worker with the first, whose rest it is packed with."""
+    asked = [(0.0, 9192), (0.0, 1000), (0.01, 500)]
+    requests = [
+        TraceRequest(
+            arrival_s=at_s,
+            input_tokens=tokens,
+            output_tokens=11,
+            hash_ids=tuple(range(1000 * i, 1000 * i + -(-tokens // 512))),
+        )
+        for i, (at_s, tokens) in enumerate(asked)
+    ]
+    config = Config.model_validate(dynamo.cluster_of("round_robin", 6000, 2), strict=False)
+    found = run.simulate(config, requests, Scale()).outcomes
+    both_s = dynamo_prefill_s(8192) + dynamo_prefill_s(1500)
+    alone_s = [dynamo_decode_s(n, 6000) for n in range(1001, 1011)]
+    assert [one.ttft_s for one in found] == pytest.approx(
+        [both_s, dynamo_prefill_s(1000), both_s - 0.01], abs=2e-5
+    )
+    assert found[1].tpot_s == pytest.approx(sum(alone_s) / 10, rel=2e-3)
+    together_s = dynamo_decode_s(9192 + 500 + 11, 6000)
+    assert found[0].tpot_s == pytest.approx(together_s, rel=2e-3)
+
+
+def test_dynamo_s_report_is_read() -> None:
+    summary = {
+        "num_requests": 2,
+        "completed_requests": 2,
+        "mean_ttft_ms": 30.0,
+        "p99_ttft_ms": 40.0,
+        "mean_tpot_ms": 6.5,
+        "mean_e2e_latency_ms": 700.0,
+        "prefix_cache_reused_ratio": 0.25,
+    }
+    said = {"summary": summary, "prompt_computed_ms": [20.0, 30.0]}
+    measured = dynamo.parse_peer(json.dumps(said))
+    assert (measured.ttft, measured.p99_ttft, measured.told_ttft) == (25.0, 30.0, 30.0)
+    assert (measured.tpot, measured.e2e, measured.reuse) == (6.5, 700.0, 0.25)
+    some = said | {"summary": summary | {"completed_requests": 1}}
+    with pytest.raises(dynamo.PeerMissed, match="1 of 2"):
+        dynamo.parse_peer(json.dumps(some))
+    for broken in ("", "[]", "{}", json.dumps(said | {"prompt_computed_ms": []})):
+        with pytest.raises(dynamo.PeerMissed, match="isn't its report"):
+            dynamo.parse_peer(broken)

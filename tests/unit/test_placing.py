@@ -227,6 +227,24 @@ def test_kv_aware_keeps_objectives_before_it_saves_time() -> None:
     assert ways(KvAware(), p, d1, d2, asked=long)[0].placement == placed("d2", "p")
 
 
+def test_kv_aware_puts_a_long_context_where_few_decode() -> None:
+    """Its own steps would be shorter at d1, where three would wait for it."""
+    p, d1, d2 = timed(view("p", P), view("d1", D), view("d2", D))
+    d1.times = d2.times = PerToken(context_s=0.01)
+    decodes(d1, 3, tokens=5)
+    decodes(d2, 1, tokens=20)
+    assert ways(KvAware(), p, d1, d2)[0].placement == placed("d2", "p")
+
+
+def test_kv_aware_counts_those_that_join_soon_after() -> None:
+    p, d1, d2 = timed(view("p", P), view("d1", D), view("d2", D))
+    d1.times = d2.times = PerToken(sequence_s=0.1)
+    d1.outlook.add(key("soon"), Expected(joins_s=1.0, ends_s=9.0, tokens=10))
+    d2.outlook.add(key("late"), Expected(joins_s=900.0, ends_s=999.0, tokens=10, choices=2))
+    asked = demand(output_tokens=40)
+    assert ways(KvAware(), p, d1, d2, asked=asked)[0].placement == placed("d2", "p")
+
+
 def test_kv_aware_looks_at_full_workers_last() -> None:
     full = [decodes(view(f"full{i}", D, places=1), 1) for i in range(6)]
     slow = view("slow", D)

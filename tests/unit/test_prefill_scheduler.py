@@ -133,9 +133,9 @@ def test_a_short_prompt_from_arrival_to_release() -> None:
 
 def test_prompts_are_packed_under_the_token_budget() -> None:
     scheduler = prefill_scheduler(chunk=8)
-    for name, tokens in (("a", 5), ("b", 6), ("c", 2)):
+    for name, tokens in (("a", 5), ("b", 6), ("c", 7)):
         scheduler.handle(prefill_of(spec(name, tokens)), 0)
-    assert scheduler.queue.tokens == 13
+    assert scheduler.queue.tokens == 18
     batch = the_step(scheduler.handle(StepWanted(), 0)).batch
     assert [(s.key.request_id, s.start, s.token_ids) for s in batch.slices] == [
         ("a", 0, (0, 1, 2, 3, 4)),
@@ -146,9 +146,9 @@ def test_prompts_are_packed_under_the_token_budget() -> None:
     batch = the_step(scheduler.handle(StepWanted(), 0)).batch
     assert [(s.key.request_id, s.start, s.token_ids) for s in batch.slices] == [
         ("b", 3, (3, 4, 5)),
-        ("c", 0, (0, 1)),
+        ("c", 4, (4, 5, 6)),
     ]
-    assert [s.prompt_tokens for s in batch.slices] == [6, 2]
+    assert [s.prompt_tokens for s in batch.slices] == [6, 7]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
-from kvrelay.messages import Released
+from kvrelay.messages import Released, Reserved
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core import RouterCore
 from router.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
@@ -18,8 +19,8 @@ def work(seconds: float) -> Promised:
 
 
 def test_a_promise_is_claimed_once_and_not_before_its_time() -> None:
-    promises = Promises()
-    promises.make(7, work(1), retry_after_s=5, now_s=0)
+    promises = Promises(claimed_share=0.5, delay_s=0)
+    promises.make(7, work(1), soonest_s=5, now_s=0)
     assert promises.claim(7, 4) is None
     assert promises.claim(8, 5) is None
     promise = promises.claim(7, 4.96)
@@ -30,37 +31,49 @@ def test_a_promise_is_claimed_once_and_not_before_its_time() -> None:
 
 
 def test_what_is_ahead_is_what_was_promised_earlier() -> None:
-    promises = Promises(claimed_share=1.0)
+    promises = Promises(claimed_share=1.0, delay_s=0)
     for digest, after_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
-        promises.make(digest, work(digest), retry_after_s=after_s, now_s=0)
-    assert promises.ahead_of(None) == Promised(prefill_s=6, sequences=3, kv_tokens=30)
-    promise = promises.claim(3, 2)
-    assert promises.ahead_of(promise).prefill_s == 2
-    assert promises.ahead_of(None).prefill_s == 3
+        promises.make(digest, work(digest), soonest_s=after_s, now_s=0)
+    assert promises.before(inf) == Promised(prefill_s=6, sequences=3, kv_tokens=30)
+    assert promises.before(2.5).prefill_s == 5
+    assert promises.claim(3, 2) is not None
+    assert promises.before(2.5).prefill_s == 2
+    assert promises.before(inf).prefill_s == 3
 
 
 def test_it_counts_for_the_share_that_comes_back() -> None:
-    promises = Promises()
+    promises = Promises(claimed_share=0.5, delay_s=0)
     for digest in range(200):
-        promises.make(digest, work(1), retry_after_s=1, now_s=0)
-    assert promises.ahead_of(None).prefill_s == pytest.approx(100)
+        promises.make(digest, work(1), soonest_s=1, now_s=0)
+    assert promises.before(inf).prefill_s == pytest.approx(100)
     assert promises.claim(999, 1 + GRACE_S + 0.1) is None
     assert promises.claimed_share < 0.001
-    assert promises.ahead_of(None) == NOTHING_PROMISED
+    assert promises.before(inf) == NOTHING_PROMISED
     for digest in range(200):
-        promises.make(digest, work(1), retry_after_s=1, now_s=10)
+        promises.make(digest, work(1), soonest_s=1, now_s=10)
         assert promises.claim(digest, 11) is not None
     assert promises.claimed_share > 0.999
 
 
 def test_a_new_promise_replaces_the_old_one() -> None:
-    promises = Promises(claimed_share=1.0)
-    promises.make(1, work(1), retry_after_s=1, now_s=0)
-    promises.make(1, work(2), retry_after_s=9, now_s=0)
-    assert promises.ahead_of(None).prefill_s == 2
+    promises = Promises(claimed_share=1.0, delay_s=0)
+    promises.make(1, work(1), soonest_s=1, now_s=0)
+    promises.make(1, work(2), soonest_s=9, now_s=0)
+    assert promises.before(inf).prefill_s == 2
     assert promises.claim(2, 6) is None  # the old one's end
     assert promises.claimed_share == 1.0
     assert promises.claim(1, 9) is not None
+
+
+def test_times_are_put_off_until_most_are_kept() -> None:
+    promises = Promises(claimed_share=0.5, delay_s=0)
+    for turn in range(400):
+        promises.settle(kept=promises.delay_s + 0.1 * (turn % 10) > 0.95)
+    assert promises.delay_s == pytest.approx(0.9, abs=0.15)
+    told_s = promises.make(1, work(1), soonest_s=3, now_s=0)
+    assert told_s == 3 + promises.delay_s
+    assert promises.claim(1, 3) is None, "not before what was told"
+    assert promises.kept + promises.broken == 400
 
 
 # --- in the router -------------------------------------------------------------------------------
@@ -81,6 +94,7 @@ def prompt(number: int) -> tuple[int, ...]:
 def busy() -> RouterCore:
     """A prefill worker that takes 0.1 s per token and has two prompts."""
     core = RouterCore()
+    core.promises.delay_s = 0.0
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
     core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
@@ -117,6 +131,21 @@ def test_who_comes_back_in_time_goes_before_who_comes_anew() -> None:
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Refuse), "its place is promised"
     assert isinstance(submit(core, "x", prompt(10), max(again_s, 0.6))[0], Send)
+
+
+def test_what_became_of_promises_is_counted() -> None:
+    core = busy()
+    again_s = retry_of(submit(core, "x", prompt(10), 0))
+    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.2)
+    at_s = again_s + retry_of(submit(core, "x", prompt(10), again_s))
+    assert (core.promises.kept, core.promises.broken) == (0, 1), "it takes longer now"
+    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    finish(core, "r0", 0, at_s)
+    finish(core, "r1", 1, at_s)
+    (ask,) = submit(core, "x", prompt(10), at_s)
+    assert isinstance(ask, Send)
+    says(core, "d", Reserved(key=core.requests["x"].key, at_s=at_s), now_s=at_s)
+    assert (core.promises.kept, core.promises.broken) == (1, 1)
 
 
 def test_when_nobody_comes_back_new_ones_are_taken() -> None:

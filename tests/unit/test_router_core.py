@@ -251,16 +251,19 @@ def test_a_stopped_choice_is_told_to_the_decode_worker_and_says_no_more() -> Non
 
 
 def test_a_lost_decode_worker_costs_no_token() -> None:
+    """The request goes on behind what was delivered."""
+    resumed = spec(attempt=1, emitted=(10, 11, 12))
     core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
     assert delivered(says(core, "d", tokens(1, 11, 12))) == [(11, 12)]
     assert core.handle(WorkerLost(incarnation=D), 3) == [
-        Send(worker=D2, message=Reserve(spec=spec(attempt=1), source=P))
+        Send(worker=D2, message=Reserve(spec=resumed, source=P))
     ]
     (prefill,) = says(core, "d2", reserved(attempt=1))  # no second Admit
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
-    assert delivered(says(core, "p", tokens(0, 10, attempt=1))) == []
-    again = says(core, "d2", tokens(1, 11, attempt=1), tokens(2, 12, 13, attempt=1))
-    assert delivered(again) == [(13,)]
+    assert prefill.message.spec == resumed
+    assert len(core.workers[P].queue) == 1
+    assert delivered(says(core, "p", tokens(3, 13, attempt=1))) == [(13,)]
+    assert len(core.workers[P].queue) == 0
     assert delivered(says(core, "d2", tokens(4, 14, attempt=1, reason=LENGTH))) == [(14,)]
     says(core, "p", released(attempt=1))
     says(core, "d2", released(attempt=1))
@@ -292,6 +295,39 @@ def test_a_prefill_worker_lost_with_its_first_token_is_missed() -> None:
     assert core.handle(WorkerLost(incarnation=P), 3) == [Send(worker=D, message=Abort(key=key()))]
     core.handle(WorkerJoined(hello=hello("p2", Role.PREFILL)), 4)
     assert core.requests["r"].legs == (D, P2)
+
+
+def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
+    """Tokens of the attempt before don't tell that the next one came."""
+    core = running(core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
+    core.handle(WorkerLost(incarnation=D), 3)
+    says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
+    prefill = core.requests["r"].legs[1]
+    lost = core.handle(WorkerLost(incarnation=prefill), 4)
+    assert Send(worker=D2, message=Abort(key=key(attempt=1))) in lost
+    assert core.requests["r"].key == key(attempt=2)
+
+
+def test_several_choices_are_run_again_and_none_repeats_a_token() -> None:
+    core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE), n=2)
+    says(core, "d", tokens(1, 11, 12), tokens(1, 21, choice=1))
+    assert core.handle(WorkerLost(incarnation=D), 3) == [
+        Send(worker=D2, message=Reserve(spec=spec(attempt=1, n=2), source=P))
+    ]
+    says(core, "d2", reserved(attempt=1))
+    assert delivered(says(core, "p", tokens(0, 10, attempt=1))) == []
+    again = says(core, "d2", tokens(1, 11, attempt=1), tokens(2, 12, 13, attempt=1))
+    assert delivered(again) == [(13,)]
+
+
+def test_what_was_emitted_counts_as_prompt_and_no_more_as_output() -> None:
+    core = running(split())
+    demand = core._demand(core.requests["r"], core.requests["r"].spec, 3)
+    assert (demand.prompt_tokens, demand.longest_tokens) == (3, 11)
+    core.requests["r"].try_again(1)
+    resumed = core._demand(core.requests["r"], core.requests["r"].spec, 3)
+    assert (resumed.prompt_tokens, resumed.longest_tokens) == (4, 11)
+    assert resumed.output_tokens == demand.output_tokens - 1
 
 
 def test_choices_that_ended_are_not_decoded_again() -> None:
@@ -346,7 +382,7 @@ def test_without_any_worker_there_is_nothing_to_wait_for() -> None:
 
 def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None:
     core = waiting()
-    again = Send(worker=D2, message=Reserve(spec=spec(attempt=1), source=P))
+    again = Send(worker=D2, message=Reserve(spec=spec(attempt=1, emitted=(10,)), source=P))
     assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == []
     assert says(core, "p", now_s=3 + ASK_AGAIN_S) == [again]
     assert says(core, "p", now_s=4) == []  # it is being asked for

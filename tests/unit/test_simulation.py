@@ -176,9 +176,15 @@ def test_a_slower_fabric_delays_decode_but_not_the_first_token() -> None:
     assert slow.e2e_s.mean > fast.e2e_s.mean + 0.3
 
 
-def test_shared_prefixes_are_found() -> None:
+@pytest.mark.parametrize("output_tokens", [5, 1])
+def test_shared_prefixes_are_found(output_tokens: int) -> None:
     same = [
-        TraceRequest(arrival_s=float(i), input_tokens=2048, output_tokens=5, hash_ids=(1, 2, 3, 4))
+        TraceRequest(
+            arrival_s=float(i),
+            input_tokens=2048,
+            output_tokens=output_tokens,
+            hash_ids=(1, 2, 3, 4),
+        )
         for i in range(10)
     ]
     report = run(same, "workers.0.replicas=1").report
@@ -231,7 +237,7 @@ def test_simulator_and_shells_run_the_same_classes() -> None:
         assert simulated[name] is shells[name]
     assert cluster.sim.simulation.begin is router.dispatcher.begin
     simulation = ClusterSimulation(load_config(None), trace(1), Scale())
-    assert type(simulation.router.core) is type(router.dispatcher.begin(Beginning()))
+    assert type(simulation.routers[0].core) is type(router.dispatcher.begin(Beginning()))
     for worker in simulation.fleet.workers.values():
         assert type(worker.loop) is cluster.worker_parts.WorkerLoop
 
@@ -320,3 +326,39 @@ def test_more_load_is_not_more_goodput_for_nothing() -> None:
     reports: list[Report] = [run(trace(150), rate=rate).report for rate in (1.0, 30.0)]
     assert reports[1].ttft_s and reports[0].ttft_s
     assert reports[1].ttft_s.mean > reports[0].ttft_s.mean
+
+
+def overloaded(*settings: str) -> Report:
+    """A prefill worker with more than twice what it can do."""
+    requests = [
+        TraceRequest(arrival_s=0.05 * i, input_tokens=4000, output_tokens=20) for i in range(400)
+    ]
+    told = ("simulation.slo.told=true", "simulation.slo.ttft=1s", "simulation.slo.tpot=100ms")
+    fleet = ("workers.0.replicas=1", "workers.1.replicas=1")
+    profile = f"simulation.profile={json.dumps(LINEAR).replace('2e-05', '0.00002')}"
+    return run(requests, *fleet, *told, profile, *settings).report
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("rounding", ["null", "1s"])
+def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) -> None:
+    found = overloaded(
+        "simulation.retries=1",
+        f"simulation.retrying_share={share}",
+        f"simulation.retry_rounding={rounding}",
+    )
+    assert found.retries > 50
+    assert found.retried_admitted >= 0.8 * found.retries
+
+
+def test_routers_that_know_of_each_other_by_the_workers_admit_little_too_much() -> None:
+    one, three = overloaded(), overloaded("simulation.routers=3")
+    broken = three.offered - sum(three.refused.values()) - three.good
+    assert broken <= 0.04 * three.offered
+    assert three.good >= 0.9 * one.good
+
+
+def test_only_those_clients_come_back_that_do() -> None:
+    assert overloaded().retries == 0
+    found = overloaded("simulation.retries=1", "simulation.retrying_share=0.5")
+    assert 0.4 * found.refusals < 2 * found.retries < found.refusals * 1.4

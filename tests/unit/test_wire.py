@@ -37,7 +37,7 @@ from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool_map import KvFacts
 from kvpool.transfer_plan import TokenSpan
 from kvpool.transport.base import MAX_MESSAGE_BYTES
-from kvrelay import report_wire, wire
+from kvrelay import from_worker_wire, report_wire, to_worker_wire
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     Abort,
@@ -52,6 +52,7 @@ from kvrelay.messages import (
     Reserved,
     ReserveRefused,
     Stop,
+    TierLoad,
     Tokens,
     ToWorker,
     WorkerEvent,
@@ -106,6 +107,7 @@ specs = st.builds(
     tenant=text,
     qos_tier=text,
     tpot_s=perhaps_seconds,
+    emitted_ids=ids,
 )
 to_worker = st.one_of(
     st.builds(Reserve, spec=specs, source=text),
@@ -225,14 +227,14 @@ peer_messages = st.one_of(
 
 @given(to_worker)
 def test_router_messages(message: ToWorker) -> None:
-    payload = wire.encode_to_worker(message).SerializeToString()
-    assert wire.decode_to_worker(pb.ToWorker.FromString(payload)) == message
+    payload = to_worker_wire.encode_to_worker(message).SerializeToString()
+    assert to_worker_wire.decode_to_worker(pb.ToWorker.FromString(payload)) == message
 
 
 @given(worker_events, st.floats(0, 1e6), st.floats(0, 1e6))
 def test_worker_events_keep_their_age(event: WorkerEvent, sent_s: float, read_s: float) -> None:
-    payload = wire.encode_event(event, sent_s).SerializeToString()
-    arrived = wire.decode_event(pb.Event.FromString(payload), read_s)
+    payload = from_worker_wire.encode_event(event, sent_s).SerializeToString()
+    arrived = from_worker_wire.decode_event(pb.Event.FromString(payload), read_s)
     assert arrived.at_s == pytest.approx(read_s - (sent_s - event.at_s), abs=1e-6)
     assert replace(arrived, at_s=event.at_s) == event
 
@@ -245,18 +247,21 @@ def test_peer_messages(message: PeerMessage) -> None:
 @pytest.mark.parametrize("role", Role)
 def test_worker_hello(role: Role) -> None:
     ours = hello("w", role)
-    assert wire.decode_hello(wire.encode_hello(ours)) == ours
+    assert from_worker_wire.decode_hello(from_worker_wire.encode_hello(ours)) == ours
     assert all(getattr(ours, name) for name in WorkerHello.__dataclass_fields__)  # none is empty
 
 
 def test_a_batch_carries_counters() -> None:
-    names = [name for name in Counters.__dataclass_fields__ if name != "links"]
+    names = [name for name in Counters.__dataclass_fields__ if name not in ("links", "tiers")]
     link = LinkState(peer=Incarnation("d"), transport="shm", bytes_per_s=1e10, latency_s=1e-5)
-    counters = Counters(**{name: i + 1 for i, name in enumerate(names)}, links=(link,))
+    load = TierLoad(tier="premium", running=3, waiting=2)
+    counters = Counters(
+        **{name: i + 1 for i, name in enumerate(names)}, links=(link,), tiers=(load,)
+    )
     event = Released(key=RequestKey("r", 1), at_s=3)
     batch = report_wire.encode_batch([event], counters, 4)
     assert report_wire.decode_counters(batch.counters) == counters
-    assert [wire.decode_event(e, 4) for e in batch.events] == [event]
+    assert [from_worker_wire.decode_event(e, 4) for e in batch.events] == [event]
 
 
 def test_a_commit_carries_a_sketch() -> None:
@@ -278,9 +283,9 @@ def test_garbage_from_a_peer_is_a_peer_error_or_a_message(payload: bytes) -> Non
 @given(st.binary(max_size=200))
 def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload: bytes) -> None:
     for kind, read in (
-        (pb.ToWorker, wire.decode_to_worker),
-        (pb.Event, lambda event: wire.decode_event(event, 0.0)),
-        (pb.WorkerHello, wire.decode_hello),
+        (pb.ToWorker, to_worker_wire.decode_to_worker),
+        (pb.Event, lambda event: from_worker_wire.decode_event(event, 0.0)),
+        (pb.WorkerHello, from_worker_wire.decode_hello),
     ):
         try:
             message = kind.FromString(payload)
@@ -293,12 +298,12 @@ def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload:
 
 
 def test_what_another_version_sends_is_refused() -> None:
-    greeting = wire.encode_hello(hello("w", Role.BOTH))
+    greeting = from_worker_wire.encode_hello(hello("w", Role.BOTH))
     greeting.wire_version = 7
     with pytest.raises(
         PeerError, match=f"worker w speaks wire version 7, this router {WIRE_VERSION}"
     ):
-        wire.decode_hello(greeting)
+        from_worker_wire.decode_hello(greeting)
 
 
 @pytest.mark.parametrize(
@@ -317,33 +322,35 @@ def test_facts_that_can_not_be_used_are_refused(changes: dict[str, Any], message
 
 
 def test_step_times_that_no_step_takes_are_refused() -> None:
-    greeting = wire.encode_hello(hello("w", Role.BOTH))
+    greeting = from_worker_wire.encode_hello(hello("w", Role.BOTH))
     greeting.step_times.prefill_token_s = -1
     with pytest.raises(PeerError, match="worker w sent step_times with prefill_token_s: a number"):
-        wire.decode_hello(greeting)
+        from_worker_wire.decode_hello(greeting)
 
 
 def test_unknown_names_are_refused() -> None:
-    greeting = wire.encode_hello(hello("w", Role.BOTH))
+    greeting = from_worker_wire.encode_hello(hello("w", Role.BOTH))
     greeting.role = "oracle"
     with pytest.raises(PeerError, match="worker w has the unknown role 'oracle'"):
-        wire.decode_hello(greeting)
+        from_worker_wire.decode_hello(greeting)
     event = pb.Event(tokens=pb.Tokens(finish_reason="boredom"))
     with pytest.raises(PeerError, match="unknown finish reason 'boredom'"):
-        wire.decode_event(event, 0)
+        from_worker_wire.decode_event(event, 0)
     with pytest.raises(PeerError, match="a worker sent nothing"):
-        wire.decode_event(pb.Event(), 0)
+        from_worker_wire.decode_event(pb.Event(), 0)
     with pytest.raises(PeerError, match="a router sent nothing"):
-        wire.decode_to_worker(pb.ToWorker())
+        to_worker_wire.decode_to_worker(pb.ToWorker())
     with pytest.raises(PeerError, match="a router sent hello"):
-        wire.decode_to_worker(pb.ToWorker(hello=pb.RouterHello()))
+        to_worker_wire.decode_to_worker(pb.ToWorker(hello=pb.RouterHello()))
     with pytest.raises(PeerError, match="a kind that this version does not know"):
         peer_wire.decode(b"")
 
 
 def test_a_top_k_beyond_the_wire_keeps_everything() -> None:
     sampling = Sampling(max_tokens=1, seed=0, top_k=2**40)
-    assert wire.decode_sampling(wire.encode_sampling(sampling)).top_k == 2**31 - 1
+    assert (
+        to_worker_wire.decode_sampling(to_worker_wire.encode_sampling(sampling)).top_k == 2**31 - 1
+    )
 
 
 def test_the_longest_peer_message_fits_a_notification() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.standing import Standing
+from engine.latency import StepTimes
 from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
 from kvpool.handoff import HandoffMode, PeerHello, PeerMessage, PieceAhead
 from kvpool.handoff_events import FromPeer, SendPeer
@@ -17,6 +19,7 @@ from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
 from kvpool.transfer_plan import TokenSpan
 from kvrelay.messages import Lifetime, Prefill, Reserve, Tokens, WorkerEvent
+from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Sampling
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -109,6 +112,8 @@ def decode_scheduler(
     caching: bool = True,
     mode: HandoffMode = HandoffMode.PUSH,
     canary_bound: float | None = None,
+    qos: QosTiers = ONE_TIER,
+    times: StepTimes | None = None,
 ) -> DecodeScheduler:
     """P has said hello to it. With a bound every request is checked."""
     canary_every = int(canary_bound is not None)
@@ -118,8 +123,12 @@ def decode_scheduler(
     owner.pools.met(P, FACTS)
     return DecodeScheduler(
         receiver=owner,
-        batch=Batch(openings=Openings(tables=owner.tables), chunk_tokens=chunk),
-        max_running=max_running,
+        batch=Batch(
+            openings=Openings(tables=owner.tables),
+            chunk_tokens=chunk,
+            standing=Standing(places=max_running, qos=qos),
+        ),
+        times=times,
         canary_bound=canary_bound,
     )
 

@@ -20,20 +20,22 @@ class DynamoTimes:
     """A step that mixes both kinds takes their sum."""
 
     kv_capacity_tokens: int
+    saturates: bool = False
 
     def step_s(self, work: StepWork) -> float:
-        """Raises NotCovered for more KV than the capacity, where the polynomial falls again."""
+        """Raises NotCovered for more KV than the capacity, where the polynomial falls again, unless
+        that `saturates`."""
         prefill_ms = _prefill_ms(work.prefill_tokens) if work.prefill_tokens else 0.0
         decode_ms = self._decode_ms(work.kv_tokens) if work.decode_sequences else 0.0
         return (prefill_ms + decode_ms) / _MS_PER_S
 
     def _decode_ms(self, kv_tokens: int) -> float:
-        if kv_tokens > self.kv_capacity_tokens:
+        if kv_tokens > self.kv_capacity_tokens and not self.saturates:
             raise NotCovered(
                 f"{kv_tokens} KV tokens asked, the profile's kv_capacity_tokens is "
                 f"{self.kv_capacity_tokens}"
             )
-        used = kv_tokens / self.kv_capacity_tokens
+        used = min(1.0, kv_tokens / self.kv_capacity_tokens)
         return max(_LEAST_MS, -25.74 * used**2 + 54.01 * used + 5.74)
 
 
@@ -42,4 +44,4 @@ def _prefill_ms(tokens: int) -> float:
 
 
 def dynamo_times(profile: DynamoProfile) -> DynamoTimes:
-    return DynamoTimes(kv_capacity_tokens=profile.kv_capacity_tokens)
+    return DynamoTimes(kv_capacity_tokens=profile.kv_capacity_tokens, saturates=profile.saturates)

@@ -113,10 +113,14 @@ class DistServeProfile(_Profile):
 
 
 class DynamoProfile(_Profile):
-    """Dynamo's mocker: polynomials in new tokens and in the used share of `kv_capacity_tokens`."""
+    """Dynamo's mocker: polynomials in new tokens and in the used share of `kv_capacity_tokens`.
+
+    `saturates`: sequences that share blocks may sum to more than the capacity: it counts as full.
+    """
 
     kind: Literal["dynamo"]
     kv_capacity_tokens: Count
+    saturates: bool = False
 
 
 class Efficiency(Section):

@@ -29,20 +29,22 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("key", "prompt_ids", "sampling", "tenant", "qos_tier", "tpot_s")
+    __slots__ = ("key", "prompt_ids", "sampling", "tenant", "qos_tier", "tpot_s", "emitted_ids")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     QOS_TIER_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
     key: Key
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
     tenant: str
     qos_tier: str
     tpot_s: float
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., qos_tier: _Optional[str] = ..., tpot_s: _Optional[float] = ...) -> None: ...
+    emitted_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., qos_tier: _Optional[str] = ..., tpot_s: _Optional[float] = ..., emitted_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop_token_ids", "n", "logprobs", "seed", "logit_bias")
@@ -324,7 +326,7 @@ class Released(_message.Message):
     def __init__(self) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks", "prefix_queried_tokens", "prefix_hit_tokens", "links", "pool_queried_tokens", "pool_host_tokens", "pool_disk_tokens", "pool_declined_tokens", "canaries_passed", "canaries_mismatched", "canaries_skipped", "peer_tokens", "prefixes_device", "prefixes_host", "prefixes_disk", "prefixes_peer", "prefixes_computed", "decode_sequences", "decode_kv_tokens", "reserved_sequences", "prefill_correction", "decode_correction", "prefixes_remote", "pool_remote_tokens")
+    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks", "prefix_queried_tokens", "prefix_hit_tokens", "links", "pool_queried_tokens", "pool_host_tokens", "pool_disk_tokens", "pool_declined_tokens", "canaries_passed", "canaries_mismatched", "canaries_skipped", "peer_tokens", "prefixes_device", "prefixes_host", "prefixes_disk", "prefixes_peer", "prefixes_computed", "decode_sequences", "decode_kv_tokens", "reserved_sequences", "prefill_correction", "decode_correction", "prefixes_remote", "pool_remote_tokens", "tiers")
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +366,7 @@ class Counters(_message.Message):
     DECODE_CORRECTION_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_REMOTE_FIELD_NUMBER: _ClassVar[int]
     POOL_REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     free_blocks: int
     leased_blocks: int
     active_blocks: int
@@ -403,7 +406,18 @@ class Counters(_message.Message):
     decode_correction: float
     prefixes_remote: int
     pool_remote_tokens: int
-    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., pool_queried_tokens: _Optional[int] = ..., pool_host_tokens: _Optional[int] = ..., pool_disk_tokens: _Optional[int] = ..., pool_declined_tokens: _Optional[int] = ..., canaries_passed: _Optional[int] = ..., canaries_mismatched: _Optional[int] = ..., canaries_skipped: _Optional[int] = ..., peer_tokens: _Optional[int] = ..., prefixes_device: _Optional[int] = ..., prefixes_host: _Optional[int] = ..., prefixes_disk: _Optional[int] = ..., prefixes_peer: _Optional[int] = ..., prefixes_computed: _Optional[int] = ..., decode_sequences: _Optional[int] = ..., decode_kv_tokens: _Optional[int] = ..., reserved_sequences: _Optional[int] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., prefixes_remote: _Optional[int] = ..., pool_remote_tokens: _Optional[int] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierLoad]
+    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., pool_queried_tokens: _Optional[int] = ..., pool_host_tokens: _Optional[int] = ..., pool_disk_tokens: _Optional[int] = ..., pool_declined_tokens: _Optional[int] = ..., canaries_passed: _Optional[int] = ..., canaries_mismatched: _Optional[int] = ..., canaries_skipped: _Optional[int] = ..., peer_tokens: _Optional[int] = ..., prefixes_device: _Optional[int] = ..., prefixes_host: _Optional[int] = ..., prefixes_disk: _Optional[int] = ..., prefixes_peer: _Optional[int] = ..., prefixes_computed: _Optional[int] = ..., decode_sequences: _Optional[int] = ..., decode_kv_tokens: _Optional[int] = ..., reserved_sequences: _Optional[int] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., prefixes_remote: _Optional[int] = ..., pool_remote_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ...) -> None: ...
+
+class TierLoad(_message.Message):
+    __slots__ = ("tier", "running", "waiting")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    running: int
+    waiting: int
+    def __init__(self, tier: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("peer", "transport", "bytes_per_s", "latency_s")

@@ -1,0 +1,17 @@
+"""Who goes first on a worker, by its settings. Pure."""
+
+from __future__ import annotations
+
+from cluster.settings import WorkerSettings
+from decode_worker.standing import Standing
+from engine.latency import StepTimes
+from prefill_worker.order import Order
+
+
+def standing(settings: WorkerSettings) -> Standing:
+    return Standing(places=settings.max_running_requests, qos=settings.qos)
+
+
+def prefill_order(settings: WorkerSettings, times: StepTimes) -> Order:
+    weights = dict(settings.tenant_weights)
+    return Order(qos=settings.qos, tenant_weights=weights, times=times)

@@ -1,0 +1,124 @@
+"""Which requests a decode worker takes, and at whose cost. Pure.
+
+Every place that is free is lent to whoever asks. A tier that holds less than its share of the
+places always gets one: when all are taken, a sequence on a lent place loses its own at the next
+step, and waits until one is free (`Standing`). Refused are, in this order:
+
+    tier_share_exhausted   beyond its share, no place is free, another tier would still get one
+    slots_exhausted        beyond its share, no place is free, nobody would get one
+    tpot_unreachable       steps would take longer than it or another may bear, by a tenth
+    kv_exhausted           no blocks; within its share also none of those on lent places
+
+What is running, waiting, being checked, on its way and asking counts. Only requests that bring a
+TPOT of their own are refused for it. The margin is for those that end before it comes, of which
+routers know more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from decode_worker.batch import Batch
+from decode_worker.canary import Canary
+from decode_worker.receiver import Receiver
+from decode_worker.sequence import Sequence
+from decode_worker.standing import Standing
+from engine.latency import NotCovered, StepTimes, decode_work
+from kvrelay.types import RequestSpec
+
+TPOT_MARGIN = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """`times` are the worker's own, as corrected at the moment; None: nothing is known."""
+
+    receiver: Receiver
+    batch: Batch
+    canary: Canary
+    times: StepTimes | None = None
+
+    @property
+    def standing(self) -> Standing:
+        return self.batch.roster.standing
+
+    def held(self) -> Counter[str]:
+        """# tier |-> sequences: those here and those on their way"""
+        held: Counter[str] = Counter()
+        for sequence in self._here():
+            held[self.standing.tier_of(sequence.spec)] += len(sequence.choices)
+        for spec in self._coming():
+            held[self.standing.tier_of(spec)] += spec.sampling.n
+        return held
+
+    def _here(self) -> Iterator[Sequence]:
+        yield from self.batch.roster.running
+        yield from self.batch.roster.awaiting_prefill
+
+    def _coming(self) -> Iterator[RequestSpec]:
+        yield from self.canary.specs
+        yield from self.receiver.reserved_specs
+
+    # --- judging --------------------------------------------------------------------------------
+
+    def refusal(self, spec: RequestSpec, asking: Iterable[RequestSpec] = ()) -> str | None:
+        """Why not, blocks apart; the `asking` ones came before."""
+        held = self.held()
+        for other in asking:
+            held[self.standing.tier_of(other)] += other.sampling.n
+        if not self._is_own(spec, held):
+            if held.total() + spec.sampling.n > self.standing.places:
+                return self._all_taken(spec, held)
+            if self.batch.roster.lacks_blocks:
+                return "kv_exhausted"
+        return "tpot_unreachable" if self._breaks_tpot(spec, held.total()) else None
+
+    def _is_own(self, spec: RequestSpec, held: Counter[str]) -> bool:
+        tier = self.standing.tier_of(spec)
+        return held[tier] + spec.sampling.n <= self.standing.own_places(tier)
+
+    def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> str:
+        others = self.standing.others_may_come(self.standing.tier_of(spec), held)
+        return "tier_share_exhausted" if others else "slots_exhausted"
+
+    def _breaks_tpot(self, spec: RequestSpec, sequences: int) -> bool:
+        if spec.tpot_s is None or self.times is None:
+            return False
+        coming = [spec, *self._coming()]
+        specs = (*coming, *(sequence.spec for sequence in self._here()))
+        strictest_s = min(s.tpot_s for s in specs if s.tpot_s is not None)
+        kv_tokens = sum(s.context_tokens * s.sampling.n for s in coming)
+        kv_tokens += sum(sequence.length for sequence in self._here())
+        together = min(sequences + spec.sampling.n, self.standing.places)
+        try:
+            step_s = self.times.step_s(decode_work(together, kv_tokens))
+        except NotCovered:
+            return False
+        return step_s > TPOT_MARGIN * strictest_s
+
+    # --- blocks ---------------------------------------------------------------------------------
+
+    def may_reclaim(self, spec: RequestSpec) -> bool:
+        """Whether blocks of those on lent places are its tier's to have, and enough."""
+        if not self._is_own(spec, self.held()):
+            return False
+        tables = self.batch.tables
+        lent_tokens = sum(tables.capacity(s.holder) for s in self._lenders())
+        free_tokens = tables.free_blocks * tables.layout.block_size
+        return spec.context_tokens < free_tokens + lent_tokens
+
+    def try_reclaim(self) -> bool:
+        """Takes the blocks of one on a lent place, between two steps."""
+        assert not self.batch.roster.on_device, "a step is on the device"
+        for sequence in self._lenders():
+            self.batch.roster.preempt(sequence)
+            return True
+        return False
+
+    def _lenders(self) -> Iterator[Sequence]:
+        tables, openings = self.batch.tables, self.batch.openings
+        for sequence in self.standing.borrowers(self._here()):
+            if sequence.holder in tables and not openings.waits(sequence.holder):
+                yield sequence

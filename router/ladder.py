@@ -1,0 +1,140 @@
+"""What is done when a tier's latencies leave its objectives although requests were admitted for
+them: step by step, and back with hysteresis. Pure.
+
+    normal -> tighten -> cap output -> trip
+
+A step up is taken at most every `hold_s`, upon latencies that were measured since the last one; a
+step down after `calm_s` well inside the objectives, or without requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from math import inf
+
+from kvrelay.qos import LadderRules, QosTier, QosTiers
+from kvrelay.types import NO_OBJECTIVES
+from router.latency.recent import Recent
+
+P99, P999 = 0.99, 0.999
+LOOKS_EVERY_S = 0.1
+
+
+class Step(IntEnum):
+    """Each includes those before it. `TRIP`: only the tier's reserve is served."""
+
+    NORMAL = 0
+    TIGHTEN = 1
+    CAP = 2
+    TRIP = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Ladder:
+    """Of one tier."""
+
+    tier: QosTier
+    rules: LadderRules
+    step: Step = Step.NORMAL
+    ttft: Recent = field(init=False)
+    tpot: Recent = field(init=False)
+    _stepped_s: float = -inf
+    _uneasy_s: float = -inf  # when something was last outside or near its objective
+
+    def __post_init__(self) -> None:
+        self.ttft = Recent(window_s=self.rules.window_s)
+        self.tpot = Recent(window_s=self.rules.window_s)
+
+    def climb(self, now_s: float) -> str | None:
+        """Takes a step up or down, and says why; None: it stays."""
+        cause = next(self._outside(now_s), None)
+        if cause is not None or self._is_near(now_s):
+            self._uneasy_s = now_s
+        if cause is not None and self.step < Step.TRIP and self._rested(self.rules.hold_s, now_s):
+            self._to(Step(self.step + 1), now_s)
+            return cause
+        if self.step > Step.NORMAL and self.falls_in_s(now_s) <= 0:
+            self._to(Step(self.step - 1), now_s)
+            return f"well inside its objectives for {self.rules.calm_s:g} s"
+        return None
+
+    def falls_in_s(self, now_s: float) -> float:
+        """Until the next step down, if it stays calm."""
+        return max(self._stepped_s, self._uneasy_s) + self.rules.calm_s - now_s
+
+    def _rested(self, seconds: float, now_s: float) -> bool:
+        return now_s - self._stepped_s >= seconds
+
+    def _to(self, step: Step, now_s: float) -> None:
+        self.step, self._stepped_s = step, now_s
+        self.ttft.clear()
+        self.tpot.clear()
+
+    def _outside(self, now_s: float) -> Iterator[str]:
+        for kind, recent, objective_s in self._watched():
+            for name, share, bound_s in (
+                ("p99", P99, objective_s),
+                ("p99.9", P999, self.rules.tail * objective_s),
+            ):
+                seconds = recent.quantile(share, now_s)
+                if seconds is not None and seconds > bound_s:
+                    yield f"{kind} {name} is {seconds * 1e3:.0f} ms, over {bound_s * 1e3:.0f} ms"
+
+    def _is_near(self, now_s: float) -> bool:
+        for _, recent, objective_s in self._watched():
+            seconds = recent.quantile(P99, now_s)
+            if seconds is not None and seconds > self.rules.easing * objective_s:
+                return True
+        return False
+
+    def _watched(self) -> Iterator[tuple[str, Recent, float]]:
+        """(kind, latencies, objective in seconds)"""
+        objectives = self.tier.objectives
+        if objectives.ttft_s is not None:
+            yield "TTFT", self.ttft, objectives.ttft_s
+        if objectives.tpot_s is not None:
+            yield "TPOT", self.tpot, objectives.tpot_s
+
+
+class Ladders:
+    """Of all tiers that have objectives; without any it does nothing."""
+
+    _looks_s = -inf
+
+    def __init__(self, tiers: QosTiers) -> None:
+        self._of = {
+            tier.name: Ladder(tier=tier, rules=tiers.ladder)
+            for tier in tiers.tiers
+            if tier.objectives != NO_OBJECTIVES
+        }
+
+    def __iter__(self) -> Iterator[Ladder]:
+        return iter(self._of.values())
+
+    def climb(self, now_s: float) -> list[tuple[Ladder, str]]:
+        """(ladder that took a step, why)"""
+        if now_s < self._looks_s:
+            return []
+        self._looks_s = now_s + LOOKS_EVERY_S
+        steps = ((ladder, ladder.climb(now_s)) for ladder in self)
+        return [(ladder, cause) for ladder, cause in steps if cause is not None]
+
+    def highest(self, tier: QosTier) -> Ladder | None:
+        """That of the tier, or of one that goes before it, which has climbed most; None: none
+        has."""
+        climbed = (
+            one
+            for one in self
+            if one.step and (one.tier is tier or one.tier.priority < tier.priority)
+        )
+        return max(climbed, key=lambda one: one.step, default=None)
+
+    def saw_ttft(self, tier: str, seconds: float, now_s: float) -> None:
+        if tier in self._of:
+            self._of[tier].ttft.observe(seconds, now_s)
+
+    def saw_tpot(self, tier: str, seconds: float, now_s: float) -> None:
+        if tier in self._of:
+            self._of[tier].tpot.observe(seconds, now_s)

@@ -1,0 +1,157 @@
+"""Moves of requests that decode from one worker to another. Pure; part of a router's core.
+
+    decodes -> Reserve at the target, still decodes -> (Reserved) aborted here, resumed there
+                                           `-> (ReserveRefused) decodes on
+
+The worker that it leaves prefills the new attempt: it has the KV of all full blocks in its cache.
+What it says between Reserve and Reserved is drawn again, and dropped by its index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
+from router.admitting.policy import Admitted
+from router.hot_spots import Decoding, Load, suggest
+from router.latency.output_lengths import OutputLengths
+from router.request import Request
+from router.view import WorkerView
+from router.workers import Workers
+
+PRESSED = 0.7
+"""A worker with fewer of its blocks taken is not looked at."""
+LOOK_S = 0.25
+"""Between two looks at one worker."""
+MOST_MOVING = 2
+"""From one worker at a time."""
+MOST_MOVES = 2
+"""Of one request."""
+MOST_TARGETS = 4
+"""That are looked at: those with the most free blocks."""
+WORTH = 0.25
+"""A move may pause a request for this share of the time that it still takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """What `left` runs at `source` so far."""
+
+    left: RequestKey
+    source: Incarnation
+    spec: RequestSpec
+    admitted: Admitted
+
+
+@dataclass(slots=True)
+class Moving:
+    """`moved` counts those whose target has taken them."""
+
+    workers: Workers
+    requests: dict[str, Request]
+    lengths: OutputLengths
+    enabled: bool = False
+    moved: int = 0
+    _pending: dict[RequestKey, Move] = field(default_factory=dict)
+    _looked_s: dict[Incarnation, float] = field(default_factory=dict)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._pending
+
+    def wanted(self, view: WorkerView, now_s: float) -> list[tuple[Request, WorkerView]]:
+        """Who is to go where."""
+        if not self._is_due(view, now_s):
+            return []
+        self._looked_s[view.incarnation] = now_s
+        load = self._load(view)
+        most = MOST_MOVING - sum(m.source == view.incarnation for m in self._pending.values())
+        targets = [self._load(target) for target in self._targets(view)]
+        moves = suggest(load, targets, most)
+        return [(self.requests[one.request_id], target) for one, target in moves]
+
+    def _is_due(self, view: WorkerView, now_s: float) -> bool:
+        if not self.enabled or _taken_blocks(view) < PRESSED * view.hello.total_blocks:
+            return False
+        return now_s >= self._looked_s.get(view.incarnation, -LOOK_S) + LOOK_S
+
+    def _targets(self, source: WorkerView) -> list[WorkerView]:
+        others = [
+            view
+            for view in self.workers.values()
+            if view is not source
+            and view.hello.role is not Role.PREFILL
+            and not view.draining
+            and view.free_places > 0
+            and _taken_blocks(view) < PRESSED * view.hello.total_blocks
+        ]
+        free = sorted(others, key=lambda v: v.hello.total_blocks - _taken_blocks(v), reverse=True)
+        return free[:MOST_TARGETS]
+
+    def _load(self, view: WorkerView) -> Load:
+        """Of other routers' sequences nothing is known but their blocks."""
+        sequences = [*self._decoding(view)]
+        own = sum(-(-one.tokens // view.hello.block_size) for one in sequences)
+        others = max(0, _taken_blocks(view) - own)
+        return Load(worker=view, sequences=sequences, other_blocks=others)
+
+    def _decoding(self, view: WorkerView) -> Iterator[Decoding]:
+        for key in view.outlook:
+            request = self.requests.get(key.request_id)
+            if request is None or key not in (request.key, *self._pending):
+                continue
+            for order in request.choices:
+                emitted, most = order.next_index, request.sampling.max_tokens
+                length = self.lengths.quantile(
+                    request.tier.name, 0.5, max_tokens=most, emitted=emitted
+                )
+                yield Decoding(
+                    request_id=request.request_id,
+                    tokens=len(request.submitted.prompt_ids) + emitted,
+                    left_tokens=max(0, length - emitted),
+                    may_move=self._may_move(request, view),
+                )
+
+    def _may_move(self, request: Request, view: WorkerView) -> bool:
+        alone = len(request.choices) == 1 and request.moves < MOST_MOVES
+        here = request.legs == (view.incarnation,) and request.decodes
+        return alone and here and all(m.left != request.key for m in self._pending.values())
+
+    # --- a move's life --------------------------------------------------------------------------
+
+    @staticmethod
+    def spec(request: Request, attempt: int) -> RequestSpec:
+        """Of its next attempt, behind all that it has delivered."""
+        key = RequestKey(request.request_id, attempt)
+        return replace(request.spec, key=key, emitted_ids=tuple(request.choices[0].delivered))
+
+    @staticmethod
+    def is_worth(admitted: Admitted, left_tokens: int) -> bool:
+        """So it is where the workers haven't told their times."""
+        decode = admitted.prediction.decode
+        return not decode.step_s or decode.joins_in_s < WORTH * left_tokens * decode.step_s
+
+    def begin(self, request: Request, spec: RequestSpec, admitted: Admitted) -> None:
+        source = admitted.candidate.prefiller.incarnation
+        self._pending[spec.key] = Move(
+            left=request.key, source=source, spec=spec, admitted=admitted
+        )
+
+    def answered(self, key: RequestKey, now_s: float) -> Move:
+        """What it would have kept its source busy with is not booked any more."""
+        move = self._pending.pop(key)
+        if move.source in self.workers:
+            self.workers[move.source].queue.remove(key, now_s)
+        return move
+
+    def lost(self, worker: Incarnation, now_s: float) -> None:
+        """Nothing comes of the moves to it."""
+        for key, move in [*self._pending.items()]:
+            if move.admitted.candidate.decode.incarnation == worker:
+                self.answered(key, now_s)
+        self._looked_s.pop(worker, None)
+
+
+def _taken_blocks(view: WorkerView) -> int:
+    counters = view.counters
+    return counters.active_blocks + counters.leased_blocks

@@ -1,0 +1,151 @@
+"""A request that is moved while it decodes: no token is lost, repeated or late without need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvrelay.messages import Abort, Counters, Prefill, Reserve, WorkerHello
+from kvrelay.types import FinishReason, Incarnation, RequestSpec, Role
+from router.core import RouterCore
+from router.events import Aborted, Command, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
+from router.moving import LOOK_S
+from tests.unit.router_kit import (
+    PROMPT,
+    failed,
+    hello,
+    key,
+    lifetime,
+    refused,
+    released,
+    request,
+    reserved,
+    says,
+    spec,
+    tokens,
+)
+from tests.unit.test_router_core import assert_no_books, delivered
+
+D, D2 = Incarnation("d"), Incarnation("d2")
+MOST = 60
+
+
+def asked(attempt: int, *emitted: int) -> RequestSpec:
+    sampling = request(max_tokens=MOST).sampling
+    return replace(spec(attempt=attempt, emitted=emitted), sampling=sampling)
+
+
+def decoding(*, moves: bool = True) -> RouterCore:
+    """One request with three tokens at d; d2 comes when all is full there."""
+    core = RouterCore(move_hot_spots=moves)
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        core.handle(WorkerJoined(hello=wide(name, role)), 0)
+    core.handle(Submitted(request=request(max_tokens=MOST)), 1)
+    says(core, "d", reserved())
+    says(core, "p", tokens(0, 10))
+    says(core, "d", lifetime("handoff_committed"), tokens(1, 11, 12))
+    says(core, "p", released())
+    core.handle(WorkerJoined(hello=wide("d2", Role.DECODE)), 2)
+    return core
+
+
+def wide(name: str, role: Role) -> WorkerHello:
+    return replace(hello(name, role, max_model_len=128), total_blocks=20, kv_token_bytes=1)
+
+
+def pressed(core: RouterCore, now_s: float, active: int = 19) -> list[Command]:
+    counters = Counters(active_blocks=active, running=1)
+    return core.handle(WorkerSaid(incarnation=D, events=(), counters=counters), now_s)
+
+
+def moving(core: RouterCore) -> RouterCore:
+    assert pressed(core, 3) == [
+        Send(worker=D2, message=Reserve(spec=asked(1, 10, 11, 12), source=D))
+    ]
+    return core
+
+
+def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
+    core = moving(decoding())
+    assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
+    abort, prefill = says(core, "d2", reserved(attempt=1))
+    assert abort == Send(worker=D, message=Abort(key=key()))
+    assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
+    assert (prefill.worker, prefill.message.target) == (D, D2)
+    assert prefill.message.spec == asked(1, 10, 11, 12)
+    assert says(core, "d", tokens(4, 14), released()) == []  # the old attempt is over
+    assert says(core, "d", tokens(3, 13, attempt=1)) == []  # it was delivered already
+    last = says(core, "d2", lifetime("handoff_committed", attempt=1), tokens(4, 14, attempt=1))
+    assert delivered(last) == [(14,)]
+    assert core.requests["r"].legs == (D2,)
+    end = says(core, "d2", tokens(5, 15, attempt=1, reason=FinishReason.STOP))
+    assert delivered(end) == [(15,)]
+    says(core, "d", released(attempt=1))
+    says(core, "d2", released(attempt=1))
+    assert_no_books(core)
+    assert core.moving.moved == 1
+
+
+def test_refused_it_stays_as_it_was() -> None:
+    core = moving(decoding())
+    assert says(core, "d2", refused("kv_exhausted", attempt=1)) == []
+    assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
+    assert core.workers[D2].outlook.sequences == len(core.workers[D].queue) == 0
+    assert core.moving.moved == 0
+
+
+def test_what_ends_meanwhile_gives_the_new_place_back() -> None:
+    core = moving(decoding())
+    says(core, "d", tokens(3, 13, reason=FinishReason.STOP), released())
+    assert says(core, "d2", reserved(attempt=1)) == [
+        Send(worker=D2, message=Abort(key=key(attempt=1)))
+    ]
+    says(core, "d2", released(attempt=1))
+    assert_no_books(core)
+
+
+def test_what_is_aborted_meanwhile_gives_the_new_place_back() -> None:
+    core = moving(decoding())
+    core.handle(Aborted(request_id="r"), 3)
+    assert Send(worker=D2, message=Abort(key=key(attempt=1))) in says(
+        core, "d2", reserved(attempt=1)
+    )
+    says(core, "d", released())
+    says(core, "d2", released(attempt=1))
+    assert_no_books(core)
+
+
+def test_a_lost_target_changes_nothing() -> None:
+    core = moving(decoding())
+    assert core.handle(WorkerLost(incarnation=D2), 4) == []
+    assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
+    assert len(core.workers[D].queue) == 0
+
+
+def test_a_lost_source_is_an_ordinary_loss() -> None:
+    core = moving(decoding())
+    again = core.handle(WorkerLost(incarnation=D), 4)
+    assert [type(s.message) for s in again if isinstance(s, Send)] == [Reserve]
+    assert says(core, "d2", reserved(attempt=1)) == [
+        Send(worker=D2, message=Abort(key=key(attempt=1)))
+    ]
+    assert core.requests["r"].key == key(attempt=2)
+
+
+def test_a_failed_handoff_resumes_behind_all_that_was_delivered() -> None:
+    core = moving(decoding())
+    says(core, "d", tokens(3, 13))
+    says(core, "d2", reserved(attempt=1))
+    says(core, "d", failed("transfer_failed", attempt=1))
+    assert core.requests["r"].spec == asked(2, 10, 11, 12, 13)
+
+
+def test_no_second_move_while_one_is_under_way_and_no_look_at_every_message() -> None:
+    core = moving(decoding())
+    assert pressed(core, 3 + LOOK_S / 2) == []
+    assert pressed(core, 3 + LOOK_S) == []
+
+
+def test_only_a_worker_that_will_overflow_and_only_when_asked_for() -> None:
+    assert pressed(decoding(), 3, active=2) == []
+    assert pressed(decoding(moves=False), 3) == []
+    assert len(PROMPT) == 3

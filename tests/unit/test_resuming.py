@@ -1,0 +1,216 @@
+"""A request that goes on behind what it has emitted: its tokens are those of the run that nothing
+interrupted, whatever its sampling, wherever it was cut."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from decode_worker.batch import Batch
+from decode_worker.receiver import Receiver
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.standing import Standing
+from engine.checkpoint import open_checkpoint
+from engine.load import load_engine
+from engine.runner import Engine
+from engine.sizing import EngineLimits
+from engine.step import Command, Emit, RunStep, StepDone, StepWanted
+from kvpool.hashes import block_hash
+from kvpool.leases import LeaseTable
+from kvpool.openings import Openings
+from kvpool.slabs import SlabPool
+from kvpool.tables import BlockTables
+from kvrelay.context import Context
+from kvrelay.messages import Generate, Prefill, Tokens
+from kvrelay.qos import ONE_TIER
+from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Sampling
+from prefill_worker.scheduler import PrefillScheduler
+from tests.models import VOCAB_SIZE, random_checkpoint
+
+CHUNK_TOKENS, BLOCK_SIZE, TOKENS = 64, 16, 40
+STOPS = tuple(range(2, VOCAB_SIZE, 3))
+
+SAMPLINGS = {
+    "greedy": Sampling(max_tokens=TOKENS, seed=1),
+    "seeded": Sampling(max_tokens=TOKENS, seed=7, temperature=1.0, top_p=0.95),
+    "repetition": Sampling(max_tokens=TOKENS, seed=1, repetition_penalty=1.3),
+    "frequency": Sampling(max_tokens=TOKENS, seed=3, temperature=0.8, frequency_penalty=0.9),
+    "presence": Sampling(max_tokens=TOKENS, seed=1, presence_penalty=1.5),
+    "min_tokens": Sampling(
+        max_tokens=TOKENS, seed=5, temperature=1.0, min_tokens=33, stop_token_ids=STOPS
+    ),
+    "logprobs": Sampling(max_tokens=TOKENS, seed=1, logprobs=3),
+}
+
+
+def engine_of(tmp_path_factory: pytest.TempPathFactory, family: str) -> Engine:
+    limits = EngineLimits(
+        max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8
+    )
+    return load_engine(
+        open_checkpoint(str(random_checkpoint(tmp_path_factory.mktemp(family), family))),
+        device="cpu",
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        blocks=64,
+        limits=limits,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return engine_of(tmp_path_factory, "llama")
+
+
+def asked(sampling: Sampling, prompt_tokens: int = 50) -> RequestSpec:
+    letters = random.Random(5)
+    prompt = tuple(letters.randrange(2, VOCAB_SIZE) for _ in range(prompt_tokens))
+    return RequestSpec(key=RequestKey("r", 0), prompt_ids=prompt, sampling=sampling)
+
+
+def tables_of(engine: Engine) -> BlockTables:
+    border = engine.model.longrope.border_tokens if engine.model.longrope else None
+    tables = BlockTables(engine.layout, engine.memory.blocks)
+    tables.names = replace(tables.names, rope_border_tokens=border)
+    return tables
+
+
+def decoder(engine: Engine) -> DecodeScheduler:
+    tables = tables_of(engine)
+    receiver = Receiver(
+        tables=tables, slabs=SlabPool(1 << 20, 0), regions={}, leases=LeaseTable(30.0)
+    )
+    batch = Batch(
+        openings=Openings(tables=tables),
+        chunk_tokens=CHUNK_TOKENS,
+        standing=Standing(places=8, qos=ONE_TIER),
+        rope_border_tokens=tables.names.rope_border_tokens,
+    )
+    return DecodeScheduler(receiver=receiver, batch=batch)
+
+
+def run(
+    engine: Engine, scheduler: DecodeScheduler | PrefillScheduler, begun: list[Command]
+) -> list[Tokens]:
+    """All that it says, until there is nothing left to run."""
+    commands = begun
+    while step := scheduler.handle(StepWanted(), 0):
+        commands += step
+        for one in step:
+            if isinstance(one, RunStep):
+                commands += scheduler.handle(ran(engine, one), 0)
+    events = (event for one in commands if isinstance(one, Emit) for event in one.events)
+    return [event for event in events if isinstance(event, Tokens)]
+
+
+def ran(engine: Engine, step: RunStep) -> StepDone:
+    for pairs in step.copies:
+        engine.copy_blocks(pairs)
+    return StepDone(outcome=engine.run(step.batch), seconds=0.1)
+
+
+def generate(engine: Engine, spec: RequestSpec) -> list[Tokens]:
+    scheduler = decoder(engine)
+    return run(engine, scheduler, scheduler.handle(Generate(spec=spec), 0))
+
+
+def prefill(engine: Engine, spec: RequestSpec) -> Tokens:
+    scheduler = PrefillScheduler(
+        openings=Openings(tables=tables_of(engine)), chunk_tokens=CHUNK_TOKENS
+    )
+    message = Prefill(spec=spec, target_addresses=("sim:d",), target=Incarnation("d"))
+    (said,) = run(engine, scheduler, scheduler.handle(message, 0))
+    return said
+
+
+def ids_of(said: list[Tokens]) -> tuple[int, ...]:
+    return tuple(token for one in said for token in one.token_ids)
+
+
+def cut(spec: RequestSpec, whole: list[Tokens], emitted: int) -> RequestSpec:
+    return replace(spec, key=RequestKey("r", 1), emitted_ids=ids_of(whole)[:emitted])
+
+
+def close(one: Tokens, other: Tokens) -> bool:
+    """The same but for the attempt, and what batches change in a logprob."""
+    mine = [(entry.token_id, entry.logprob) for entry in one.logprobs]
+    theirs = [(entry.token_id, entry.logprob) for entry in other.logprobs]
+    assert mine == [(token, pytest.approx(value, abs=1e-4)) for token, value in theirs]
+    fields = ("choice", "first_index", "token_ids", "finish_reason", "stop_token_id")
+    return all(getattr(one, name) == getattr(other, name) for name in fields)
+
+
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("emitted", [1, 13, 14, 32])
+def test_it_goes_on_as_if_nothing_had_happened(engine: Engine, kind: str, emitted: int) -> None:
+    """Cut within a block, at its border (50 + 14) and just before the end of `min_tokens`."""
+    spec = asked(SAMPLINGS[kind])
+    whole = generate(engine, spec)
+    assert len(whole) > 32 and whole[-1].finish_reason is not None
+    resumed = cut(spec, whole, emitted)
+    again = generate(engine, resumed)
+    assert len(again) == len(whole) - emitted
+    assert all(close(*pair) for pair in zip(again, whole[emitted:], strict=True))
+    assert close(prefill(engine, resumed), whole[emitted])
+
+
+def test_penalties_and_minimum_decide_in_these_runs(engine: Engine) -> None:
+    """Else the test above would show nothing."""
+    found = {kind: ids_of(generate(engine, asked(one))) for kind, one in SAMPLINGS.items()}
+    assert len({found[kind] for kind in found if kind != "logprobs"}) == len(found) - 1
+    free = replace(SAMPLINGS["min_tokens"], min_tokens=0)
+    assert len(generate(engine, asked(free))) < 33
+
+
+def test_the_last_token_ends_it(engine: Engine) -> None:
+    spec = asked(SAMPLINGS["greedy"])
+    resumed = cut(spec, generate(engine, spec), TOKENS - 1)
+    last = prefill(engine, resumed)
+    assert (last.first_index, last.finish_reason) == (TOKENS - 1, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("emitted", [5, 6, 7, 20])
+def test_across_the_border_of_longrope(
+    tmp_path_factory: pytest.TempPathFactory, emitted: int
+) -> None:
+    """The prompt is short, the whole is long: cut before, at and behind the border."""
+    longrope = engine_of(tmp_path_factory, "phi3_longrope")
+    assert longrope.model.longrope is not None
+    spec = asked(SAMPLINGS["greedy"], prompt_tokens=longrope.model.longrope.border_tokens - 6)
+    whole = generate(longrope, spec)
+    again = generate(longrope, cut(spec, whole, emitted))
+    assert ids_of(again) == ids_of(whole)[emitted:]
+
+
+def test_what_was_decoded_is_found_again(engine: Engine) -> None:
+    """The blocks of the run that was cut have the names of those that the next one looks for."""
+    scheduler = decoder(engine)
+    spec = asked(SAMPLINGS["greedy"])
+    whole = run(engine, scheduler, scheduler.handle(Generate(spec=spec), 0))
+    before = scheduler.prompt_tokens
+    again = run(engine, scheduler, scheduler.handle(Generate(spec=cut(spec, whole, 31)), 0))
+    assert ids_of(again) == ids_of(whole)[31:]
+    assert scheduler.prompt_tokens == before  # of 81 tokens the last one alone is run
+    resumed = run(engine, scheduler, scheduler.handle(Generate(spec=cut(spec, whole, 30)), 0))
+    assert ids_of(resumed) == ids_of(whole)[30:]
+    assert scheduler.prompt_tokens - before == BLOCK_SIZE
+
+
+def test_a_context_is_the_sequence_of_its_parts() -> None:
+    context = Context((1, 2, 3), (4, 5))
+    assert [context[i] for i in range(-5, 5)] == [1, 2, 3, 4, 5] * 2
+    assert (*context,) == (1, 2, 3, 4, 5)
+    for start in range(6):
+        for stop in range(start, 7):
+            assert tuple(context[start:stop]) == (1, 2, 3, 4, 5)[start:stop], (start, stop)
+
+
+def test_names_do_not_tell_prompt_from_output(engine: Engine) -> None:
+    tables = tables_of(engine)
+    spec = asked(SAMPLINGS["greedy"])
+    parted = replace(spec, prompt_ids=spec.prompt_ids[:20], emitted_ids=(*spec.prompt_ids[20:],))
+    assert tables.names_of(parted).full(50) == tables.names_of(spec).full(50)
+    first = block_hash(None, spec.prompt_ids[:BLOCK_SIZE], tables.names_of(spec).salt)
+    assert tables.names_of(parted).full(50)[0] == first
