@@ -18,9 +18,11 @@ Since = dict[BlockHash, float]
 
 @dataclass(slots=True)
 class BlockOrigins:
-    """`now_s`: of the event that is being handled."""
+    """`now_s`: of the event that is being handled. A block on its way between tiers is in none, so
+    labels outlive their blocks, up to as many again and `spare`."""
 
     now_s: float = 0.0
+    spare: int = 4096
     _labels: dict[BlockHash, str] = field(default_factory=dict)
     # tier |-> label |-> its blocks, since when they are there
     _held: dict[PoolTier, dict[str, Since]] = field(
@@ -29,6 +31,7 @@ class BlockOrigins:
 
     def labelled(self, blocks: Iterable[ChainBlock]) -> None:
         """They are about to come. What is nobody's in one tier is so in the other."""
+        self._forget_some()
         for block in blocks:
             if block.tenant and not self._is_nobodys(block.hash):
                 self._labels[block.hash] = block.tenant
@@ -45,8 +48,13 @@ class BlockOrigins:
             of_label.pop(block_hash, None)
             if not of_label:
                 self._held[tier].pop(label, None)
-            if label and not any(block_hash in held.get(label, ()) for held in self._held.values()):
-                del self._labels[block_hash]
+
+    def _forget_some(self) -> None:
+        tiers = [since_s for of_tier in self._held.values() for since_s in of_tier.values()]
+        if len(self._labels) <= 2 * sum(map(len, tiers)) + self.spare:
+            return
+        held = set().union(*tiers)
+        self._labels = {name: label for name, label in self._labels.items() if name in held}
 
     def _is_nobodys(self, block_hash: BlockHash) -> bool:
         return any(block_hash in held.get("", ()) for held in self._held.values())
@@ -66,11 +74,8 @@ class BlockOrigins:
             )
 
     def validate(self) -> None:
-        """A label stays as long as its block is in a tier."""
-        held = {
-            block_hash: label
-            for of_tier in self._held.values()
-            for label, since_s in of_tier.items()
-            for block_hash in since_s
-        }
-        assert self._labels == {name: label for name, label in held.items() if label}
+        """What is held is held under the label that it is known by."""
+        for of_tier in self._held.values():
+            for label, since_s in of_tier.items():
+                assert since_s, f"{label!r} has no blocks"
+                assert all(self._labels.get(name, "") == label for name in since_s), label

@@ -9,10 +9,11 @@ from cluster.sim.trace import TraceRequest
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Of one request; `refused` and `failed` are reasons. `submitted_s`: the last time."""
+    """Of one request; `refused` and `failed` are reasons. `resubmitted_s`: the last
+    time that it came back."""
 
     request: TraceRequest
-    submitted_s: float = 0.0
+    resubmitted_s: float | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -29,7 +30,8 @@ class Outcome:
         """Since it was last submitted: what it waited before, it was told to."""
         if self.first_token_s is None:
             return None
-        return self.first_token_s - self.submitted_s
+        since_s = self.resubmitted_s
+        return self.first_token_s - (self.request.arrival_s if since_s is None else since_s)
 
     @property
     def e2e_s(self) -> float | None:

@@ -150,7 +150,8 @@ class Clients:
 
     def _submit(self, number: int) -> None:
         arrival = self._arrivals[number]
-        self.outcomes[number].submitted_s = self._clock.now_s
+        if self.outcomes[number].retries:
+            self.outcomes[number].resubmitted_s = self._clock.now_s
         request = GenerationRequest(
             request_id=str(number),
             prompt_ids=arrival.prompt,
