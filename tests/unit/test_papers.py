@@ -236,7 +236,9 @@ def test_round_robin_in_turn_and_packed_as_by_hand() -> None:
     )
     assert found[1].tpot_s == pytest.approx(sum(alone_s) / 10, rel=2e-3)
     together_s = dynamo_decode_s(9192 + 500 + 11, 6000)
-    assert found[0].tpot_s == pytest.approx(together_s, rel=2e-3)
+    assert found[0].tpot_s is not None
+    waited_s = found[0].tpot_s * 10 - together_s * 10
+    assert 0 <= waited_s <= 1.01 * together_s, "the step that ran when it came, at most"
 
 
 def test_dynamo_s_report_is_read() -> None:
