@@ -1,4 +1,4 @@
-"""Step times as linear in what a step computes, and runs of steps in closed form. Pure.
+"""Step times as linear in what a step computes. Pure.
 
     prefill   overhead + tokens + pairs (of a new token and one that it sees) + sequences
     decode    a function of the sequences, linear between measured knots, + tokens of context
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
-from math import ceil, sqrt
 
 from engine.latency import NotCovered, StepWork
 from kvrelay.step_times import StepCoefficients
@@ -49,18 +48,13 @@ class LinearTimes(StepCoefficients):
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def prefill_s(self, work: StepWork, steps: int = 1) -> float:
-        """All prompts of `work`, in so many steps."""
+    def prefill_s(self, work: StepWork) -> float:
         return (
-            self.prefill_overhead_s * steps
+            self.prefill_overhead_s
             + self.prefill_token_s * work.prefill_tokens
             + self.prefill_pair_s * work.attended_tokens
             + self.prefill_sequence_s * work.prefill_sequences
         )
-
-    def chunked_s(self, work: StepWork, chunk_tokens: int) -> float:
-        """All prompts of `work`, packed into steps of `chunk_tokens`."""
-        return self.prefill_s(work, ceil(work.prefill_tokens / chunk_tokens))
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -87,27 +81,3 @@ class LinearTimes(StepCoefficients):
             return more_s
         few, few_s = knots[at - 1]
         return few_s + (more_s - few_s) * (sequences - few) / (more - few)
-
-    def decode_run_s(self, sequences: int, kv_tokens: int, steps: int) -> float:
-        """Steps in a row: each adds a token to each context, from `kv_tokens` in all."""
-        grown = sequences * (steps * (steps - 1) // 2)
-        kv = self.decode_kv_token_s * (steps * kv_tokens + grown)
-        return self._batch_s(sequences) * steps + kv
-
-    def decode_steps_within(self, sequences: int, kv_tokens: int, span_s: float) -> int:
-        """The most steps in a row that end within `span_s`."""
-        first_s = self.decode_s(sequences, kv_tokens)
-        assert first_s > 0, "a step that takes no time"
-        steps = self._steps_estimate(sequences, first_s, max(0.0, span_s))
-        while steps and self.decode_run_s(sequences, kv_tokens, steps) > span_s:
-            steps -= 1
-        while self.decode_run_s(sequences, kv_tokens, steps + 1) <= span_s:
-            steps += 1
-        return steps
-
-    def _steps_estimate(self, sequences: int, first_s: float, span_s: float) -> int:
-        """Solves k * first + growth * k * (k - 1) / 2 = span for k, but for rounding."""
-        growth = self.decode_kv_token_s * sequences
-        linear = first_s - growth / 2
-        root = linear + sqrt(linear * linear + 2 * growth * span_s)
-        return int(2 * span_s / root) if root > 0 else 0

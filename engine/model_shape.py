@@ -51,10 +51,6 @@ class ModelShape:
     def state_bytes_per_sequence(self) -> int:
         return sum(kind.layers * kind.state_bytes for kind in self.attentions)
 
-    def kept_kv_elements(self, tokens: float) -> float:
-        """Of a sequence of `tokens`: windows forget."""
-        return sum(k.layers * k.kv_elements * k.kept_tokens(tokens) for k in self.attentions)
-
     def touched_expert_parameters(self, tokens: float) -> float:
         """Those that must be read, expected when each of `tokens` draws its experts evenly."""
         if not self.experts:

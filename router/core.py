@@ -75,6 +75,8 @@ from router.waiting import PATIENCE_S, WaitingRoom
 from router.workers import Workers
 
 MAX_ATTEMPTS = 3
+CONFIDENCE = 0.95
+"""The share of admitted requests that are to keep their objectives."""
 EXPECTED = 0.5
 """The quantile of its tier's output lengths that a request is expected to have."""
 SOON_S = 0.5
@@ -91,7 +93,6 @@ class RouterCore:
     placing: PlacementPolicy = field(default_factory=KvAware)
     admitting: AdmissionPolicy = field(default_factory=Predictive)
     tiers: QosTiers = ONE_TIER
-    confidence: InitVar[float] = 0.95
     move_hot_spots: InitVar[bool] = False
     lengths: OutputLengths = field(default_factory=OutputLengths)
     promises: Promises = field(default_factory=Promises)
@@ -105,11 +106,10 @@ class RouterCore:
     quarantine: Quarantine = field(default_factory=Quarantine)
     _releases: ReleaseClock = field(default_factory=ReleaseClock)
 
-    def __post_init__(self, confidence: float, move_hot_spots: bool) -> None:
-        """That both objectives are kept: each may be missed half as often."""
+    def __post_init__(self, move_hot_spots: bool) -> None:
         self.moving = Moving(self.workers, self.requests, self.lengths, enabled=move_hot_spots)
         self.ladders = Ladders(self.tiers)
-        each = (1 + confidence) / 2
+        each = (1 + CONFIDENCE) / 2  # of two objectives
         self.forecast = Forecast(
             self.workers, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
         )
@@ -159,7 +159,7 @@ class RouterCore:
             case Admitted() as admitted:
                 request.place(admitted, now_s)
                 self.workers.book(demand, admitted, now_s)
-                return [orders.ask(request.spec, admitted.candidate, self._within_s(demand))]
+                return [orders.ask(request.spec, admitted.candidate, request.within_s(now_s))]
 
     def _consider(
         self, request: Request, otherwise: Refusal, now_s: float
@@ -226,11 +226,6 @@ class RouterCore:
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
         return self.workers.per_worker(self.promises.before(before_s))
-
-    @staticmethod
-    def _within_s(demand: Demand) -> float | None:
-        ttft_s = demand.objectives.ttft_s
-        return None if ttft_s is None else ttft_s - demand.waited_s
 
     def _refuse(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
         request_id = request.request_id
@@ -328,8 +323,8 @@ class RouterCore:
         self.waiting.leave(request.request_id)
         admitted = request.placed
         assert admitted is not None
-        demand = self._demand(request, request.spec, now_s)
-        begin = orders.begin(request, admitted.candidate, held_tokens, self._within_s(demand))
+        within_s = request.within_s(now_s)
+        begin = orders.begin(request, admitted.candidate, held_tokens, within_s)
         if request.admitted:
             return begin
         request.admitted = True

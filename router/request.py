@@ -80,6 +80,11 @@ class Request:
         """Its own, else those of its tier."""
         return self.submitted.objectives.or_else(self.tier.objectives)
 
+    def within_s(self, now_s: float) -> float | None:
+        """How soon its first token is due; None: whenever."""
+        ttft_s = self.objectives.ttft_s
+        return None if ttft_s is None else ttft_s - self.ledger.age_s(now_s)
+
     @property
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)

@@ -15,15 +15,13 @@ class WorkerTimes:
     the latest counters; `current` is the product, made when it is asked for."""
 
     told: LinearTimes
-    chunk_tokens: int
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
     _current: LinearTimes | None = field(init=False, default=None)
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerTimes:
-        times = LinearTimes.of(hello.step_times)
-        return WorkerTimes(told=times, chunk_tokens=hello.prefill_chunk_tokens)
+        return WorkerTimes(told=LinearTimes.of(hello.step_times))
 
     @property
     def current(self) -> LinearTimes:
@@ -37,25 +35,9 @@ class WorkerTimes:
             return self
         return WorkerTimes(
             told=self.told,
-            chunk_tokens=self.chunk_tokens,
             prefill_correction=prefill,
             decode_correction=decode,
         )
 
     def step_s(self, work: StepWork) -> float:
         return self.current.step_s(work)
-
-    def prompts_s(self, work: StepWork) -> float:
-        """All prompts of `work`, in as many steps as it takes."""
-        return self.current.chunked_s(work, self.chunk_tokens)
-
-    def decode_s(self, sequences: int, kv_tokens: int) -> float:
-        return self.current.decode_s(sequences, kv_tokens)
-
-    def decode_run_s(self, sequences: int, kv_tokens: int, steps: int) -> float:
-        """Steps in a row, each of which adds a token to each context."""
-        return self.current.decode_run_s(sequences, kv_tokens, steps)
-
-    def decode_steps_within(self, sequences: int, kv_tokens: int, span_s: float) -> int:
-        """The most steps in a row that end within `span_s`."""
-        return self.current.decode_steps_within(sequences, kv_tokens, span_s)

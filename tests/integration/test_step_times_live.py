@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import engine.bundled
 from cluster import status
-from engine.latency import prefill_work
+from engine.latency import decode_work, prefill_work
 from kvrelay.types import Role
 from router.latency.worker_times import WorkerTimes
 from router.view import WorkerView
@@ -72,11 +72,11 @@ def test_what_workers_tell_predicts_what_clients_see(
     steps = OUTPUT_TOKENS - 1
     found = {
         "ttft": (
-            times(cluster, Role.PREFILL).prompts_s(prefill_work(PROMPT_TOKENS)),
+            times(cluster, Role.PREFILL).step_s(prefill_work(PROMPT_TOKENS)),
             mean_s(cluster, "time_to_first_token_seconds"),
         ),
         "itl": (
-            decode.decode_run_s(1, PROMPT_TOKENS, steps) / steps,
+            decode.step_s(decode_work(1, PROMPT_TOKENS + steps // 2)),
             mean_s(cluster, "inter_token_latency_seconds"),
         ),
     }

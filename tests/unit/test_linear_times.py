@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.latency import NotCovered, decode_work, prefill_work
 from engine.latency_fit import LinearTimes
@@ -26,13 +24,6 @@ def test_prefill_counts_tokens_pairs_and_sequences() -> None:
     packed = prefill_work(100) + prefill_work(10, 1000)
     pairs = 5050 + 10 * 1000 + 55
     assert TIMES.step_s(packed) == pytest.approx(0.003 + 110 * 40e-6 + pairs * 0.1e-6 + 2 * 50e-6)
-
-
-def test_a_prompt_in_chunks_costs_the_overhead_of_each() -> None:
-    work = prefill_work(1000, 200)
-    chunks = [prefill_work(512, 200), prefill_work(488, 712)]
-    whole_s = sum(map(TIMES.step_s, chunks)) - 50e-6  # counted as one sequence
-    assert TIMES.chunked_s(work, 512) == pytest.approx(whole_s)
 
 
 @pytest.mark.parametrize(
@@ -68,28 +59,6 @@ def test_an_overhead_is_never_negative() -> None:
     assert LinearTimes(decode_knots=((8, 0.002),)).decode_overhead_s == 0.002
     falling = LinearTimes(decode_knots=((1, 0.004), (2, 0.001)))
     assert falling.decode_overhead_s == 0.004
-
-
-@given(st.integers(1, 64), st.integers(0, 10**5), st.integers(0, 300))
-def test_a_run_is_its_steps(sequences: int, kv_tokens: int, steps: int) -> None:
-    one_by_one = sum(TIMES.decode_s(sequences, kv_tokens + i * sequences) for i in range(steps))
-    assert TIMES.decode_run_s(sequences, kv_tokens, steps) == pytest.approx(one_by_one)
-
-
-@given(st.integers(1, 64), st.integers(0, 10**6), st.floats(0, 1e3))
-def test_as_many_steps_as_fit(sequences: int, kv_tokens: int, span_s: float) -> None:
-    steps = TIMES.decode_steps_within(sequences, kv_tokens, span_s)
-    assert TIMES.decode_run_s(sequences, kv_tokens, steps) <= span_s
-    assert TIMES.decode_run_s(sequences, kv_tokens, steps + 1) > span_s
-
-
-@pytest.mark.parametrize("kv_token_s", [0.0, 1e-3])
-def test_steps_that_grow_and_steps_that_do_not(kv_token_s: float) -> None:
-    times = LinearTimes(decode_knots=((1, 0.5),), decode_kv_token_s=kv_token_s)
-    run_s = times.decode_run_s(1, 100, 7)
-    assert times.decode_steps_within(1, 100, run_s) == 7
-    assert times.decode_steps_within(1, 100, run_s * 0.999) == 6
-    assert times.decode_steps_within(1, 100, -1.0) == 0
 
 
 @pytest.mark.parametrize(

@@ -60,13 +60,6 @@ def test_kv_of_a_long_prompt_is_counted_for_all_heads() -> None:
     assert 250_000 * long.kv_bytes_per_token() / 1e9 == pytest.approx(328, abs=0.5)
 
 
-def test_a_window_keeps_and_reads_no_more_than_itself() -> None:
-    gpt_oss = shape("gpt-oss-120b")
-    per_layer = 2 * 8 * 64
-    assert gpt_oss.kept_kv_elements(100) == 36 * per_layer * 100
-    assert gpt_oss.kept_kv_elements(10_000) == 18 * per_layer * (10_000 + 128)
-
-
 def test_sparse_attention_keeps_all_and_reads_what_it_has_chosen() -> None:
     main, indexer = shape("glm-5").attentions
     assert main.kept_tokens(100_000) == 100_000 and main.seen_tokens(100_000) == 2048

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config_load import read_yaml
-from cluster.sim.profiles.known_names import device_names, known_device
+from cluster.sim.profiles.known_names import _bundled, known_device
 from cluster.sim.profiles.load import HardwareProfile, load_profile, parse_profile
 from engine.latency import NotCovered, decode_work, prefill_work
 from kvrelay.errors import ConfigError
@@ -131,7 +131,7 @@ def test_what_a_file_leaves_out_comes_from_its_device(tmp_path: Path) -> None:
 
 
 def test_every_known_device_is_complete() -> None:
-    assert all(known_device(name).source for name in device_names())
+    assert all(known_device(name).source for name in _bundled("devices.yaml"))
 
 
 # --- formulas -----------------------------------------------------------------------------------

@@ -25,10 +25,6 @@ def _bundled(file: str) -> dict[str, Node]:
     return found
 
 
-def device_names() -> list[str]:
-    return list(_bundled("devices.yaml"))
-
-
 @cache
 def known_device(name: str) -> Device:
     """Raises ConfigError, with the names there are."""
