@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -75,17 +75,26 @@ def stack(
     settings = policy.settings(objectives)
     if record is not None:
         settings["router.record"] = str(record)
+    with processes(WORKERS, settings) as cluster:
+        yield cluster
+
+
+@contextmanager
+def processes(
+    workers: Mapping[str, object], router: Mapping[str, object]
+) -> Iterator[PlainCluster]:
+    """By keys of the cluster file."""
     with plain_cluster(
         checkpoint_path(),
         PLANS,
-        _options(WORKERS),
-        router_settings=_options(settings),
+        _options(workers),
+        router_settings=_options(router),
         router_cores=(OTHERS,),
     ) as cluster:
         yield cluster
 
 
-def _options(settings: dict[str, object]) -> list[str]:
+def _options(settings: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
