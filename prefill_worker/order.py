@@ -23,6 +23,8 @@ from prefill_worker.line import Line, Sorted
 
 RECENT_S = 10.0
 AGED_SHARE = 0.1
+AGED_RECENT_S = 2.0
+"""Over so long: a prompt of a tier within its share waits for a tenth of it at most."""
 AGED_S = 2.0
 AGED_BY_OWN = 10.0
 """A prompt has aged when it waited for AGED_S, and for so many times what it takes itself."""
@@ -42,7 +44,7 @@ class Order:
     _by_priority: list[QosTier] = field(init=False)
     _aging: Sorted = field(default_factory=Sorted)
     _spent_s: Decaying = field(default_factory=lambda: Decaying(span_s=RECENT_S))
-    _spent_aged_s: Decaying = field(default_factory=lambda: Decaying(span_s=RECENT_S))
+    _spent_aged_s: Decaying = field(default_factory=lambda: Decaying(span_s=AGED_RECENT_S))
     _chosen_as_aged: set[int] = field(default_factory=set)  # arrivals
     _arrivals: int = 0
 
@@ -95,7 +97,7 @@ class Order:
                     yield job
 
     def _aged(self, now_s: float) -> Iterator[Job]:
-        left_s = AGED_SHARE * RECENT_S - self._spent_aged_s.at(_AGED, now_s)
+        left_s = AGED_SHARE * AGED_RECENT_S - self._spent_aged_s.at(_AGED, now_s)
         for aged_s, _, job in self._aging.entries:
             if aged_s > now_s or left_s <= 0:
                 return
