@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NewType
 
 from kvrelay.context import Context
+from kvrelay.values import value
 
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
@@ -88,7 +89,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Objectives:
     """What a request is to be served within; None: any time will do.
 
@@ -102,6 +103,8 @@ class Objectives:
 
     def or_else(self, others: Objectives) -> Objectives:
         """Each of these, or where it is None that of `others`."""
+        if others is NO_OBJECTIVES:
+            return self
         return Objectives(
             ttft_s=others.ttft_s if self.ttft_s is None else self.ttft_s,
             tpot_s=others.tpot_s if self.tpot_s is None else self.tpot_s,
@@ -112,7 +115,7 @@ class Objectives:
 NO_OBJECTIVES = Objectives()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RequestSpec:
     """What a worker is told about a request: token ids in, sampling parameters, nothing of text.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrelay.types import RequestKey
 
@@ -24,8 +25,7 @@ class Expected:
     tpot_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchThen:
+class BatchThen(NamedTuple):
     sequences: int
     kv_tokens: int
 
