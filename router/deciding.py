@@ -6,7 +6,6 @@ Placement suggests, admission judges; as asked first, then as the request's tier
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 
 from kvrelay.types import RequestSpec
@@ -82,7 +81,7 @@ class Deciding:
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""
-        objections = partial(self.quarantine.objection, avoided=request.avoided, now_s=now_s)
+        objections = self.quarantine.objections(request.avoided, now_s)
         choice = self.workers.choice(demand, request.tried, objections, self.forecast)
         suggested = self.placing.candidates(demand, choice, now_s)
         candidates = (one for one in suggested if choice.acceptable(one))

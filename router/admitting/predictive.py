@@ -18,7 +18,7 @@ from router.admitting.policy import Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
-from router.forecast.forecast import Forecast, blocks_of, with_it
+from router.forecast.forecast import Forecast, blocks_of, step_with
 from router.refusal import Refusal
 from router.view import WorkerView
 
@@ -93,7 +93,7 @@ class _Look:
             return None
 
         def fits(batch: BatchThen) -> bool:
-            step_s = self.worker.step_s(with_it(self.demand, batch, self.worker))
+            step_s = step_with(self.demand, batch, self.worker)
             return (self.forecast.tpot.apply(step_s) if batch.sequences else step_s) <= bound_s
 
         hopeless = bound_s == self.demand.objectives.tpot_s and not fits(BatchThen(0, 0))
