@@ -114,7 +114,7 @@ class _Look:
     def _own_tpot(self) -> Refusal | None:
         objective_s = self.demand.objectives.tpot_s
         batch = own_batch(self.demand, self.worker)
-        step_s = self.worker.step_s(with_it(self.demand, batch, self.worker))
+        step_s = step_with(self.demand, batch, self.worker)
         if objective_s is None or step_s <= objective_s:
             return None
         return Refusal(
