@@ -125,6 +125,7 @@ class RouterCore:
             quarantine=self.quarantine,
             ladders=self.ladders,
             forecast=self.forecast,
+            tiers=self.tiers,
         )
         self.moving = Moving(self.deciding, self.attempts, enabled=move_hot_spots)
 

@@ -131,6 +131,11 @@ class WorkerView:
     def free_places(self) -> int:
         return self.hello.max_running_requests - self.outlook.sequences
 
+    def held(self, tier: str) -> int:
+        """Its sequences, here or on their way; those of other routers as the worker told."""
+        told = (load.running for load in self.counters.tiers if load.tier == tier)
+        return max(self.outlook.of_tier[tier], *told, 0)
+
     def forget(self, key: RequestKey, now_s: float) -> None:
         self.outlook.remove(key)
         self.queue.remove(key, now_s)

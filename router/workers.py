@@ -106,6 +106,7 @@ class Workers(dict[Incarnation, WorkerView]):
             tokens=demand.mean_tokens,
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
+            tier=demand.tier.name,
         )
         candidate.decode.outlook.add(key, expected)
         candidate.decode.peaks.add(prediction.decode.step_s, now_s)

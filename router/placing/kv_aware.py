@@ -18,6 +18,7 @@ from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import step_with
 from router.placement import Against
 from router.placing.policy import Choice, paired
+from router.reserve import has_place
 from router.view import WorkerView
 
 LOOKED_AT = 4
@@ -81,7 +82,7 @@ class KvAware:
         are."""
         forecast, joins_s = choice.forecast, now_s + joins_in_s
         ends_s = joins_s + _lasts_s(demand, workers)
-        having_room = [w for w in workers if demand.choices <= w.free_places] or workers
+        having_room = [w for w in workers if has_place(demand, w)] or workers
         if len(having_room) > LOOKED_AT_CLOSELY:
             having_room = sorted(having_room, key=_step_s)[:LOOKED_AT_CLOSELY]
         batches = ((w, forecast.batch_then(demand, w, joins_s, ends_s, now_s)) for w in having_room)

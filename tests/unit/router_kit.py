@@ -16,6 +16,7 @@ from kvrelay.messages import (
     WorkerEvent,
     WorkerHello,
 )
+from kvrelay.qos import QosTier
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     FinishReason,
@@ -83,6 +84,7 @@ def demand(
     tpot_s: float | None = None,
     waited_s: float = 0.0,
     priority: int = 0,
+    tier: QosTier | None = None,
     directory: Directory | None = None,
     name: str = "r",
 ) -> Demand:
@@ -97,7 +99,7 @@ def demand(
         held=HeldPrefixes(asked, directory or Directory()),
         objectives=Objectives(ttft_s=ttft_s, tpot_s=tpot_s),
         waited_s=waited_s,
-        priority=priority,
+        tier=tier or QosTier(name="default", priority=priority),
     )
 
 
