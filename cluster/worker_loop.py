@@ -287,7 +287,7 @@ class WorkerLoop:
 
     def _start_step(self) -> None:
         """The schedulers take turns at the device."""
-        if self._stepping is not None:
+        if self._stepping is not None or not (self.decode.has_work or self.prefill.has_work):
             return
         for scheduler in list(self._turns):
             if self._stepping is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvrelay.context import Context
 from kvrelay.values import value
@@ -50,15 +50,12 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RequestKey:
-    """One try of one request. What an old attempt says is dropped."""
+class RequestKey(NamedTuple):
+    """One try of one request. What an old attempt says is dropped. A tuple, for it is hashed and
+    compared wherever a request is looked up."""
 
     request_id: str
     attempt: int
-
-    def __hash__(self) -> int:
-        return hash(self.request_id)
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}"
