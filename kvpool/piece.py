@@ -189,7 +189,8 @@ def _block_ranges(write: Write, block_size: int) -> Iterator[tuple[int, int, int
         yield group, first // block_size, -(-end // block_size)
 
 
-def _runs(blocks: Sequence[BlockId]) -> Runs:
+@lru_cache(maxsize=64)
+def _runs(blocks: tuple[BlockId, ...]) -> Runs:
     runs: list[tuple[int, int]] = []
     for block in blocks:
         assert block != NO_BLOCK, "a block that is to be sent is not held"
@@ -200,8 +201,9 @@ def _runs(blocks: Sequence[BlockId]) -> Runs:
     return tuple(runs)
 
 
+@lru_cache(maxsize=64)
 def _table(held: PieceBlocks | None) -> tuple[BlockId, ...]:
     if held is None:
         return ()
-    blocks = (BlockId(start + i) for start, count in held.runs for i in range(count))
+    blocks = [BlockId(start + i) for start, count in held.runs for i in range(count)]
     return (NO_BLOCK,) * held.first + tuple(blocks)
