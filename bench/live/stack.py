@@ -1,4 +1,4 @@
-"""The cluster under load: one prefill and one decode worker, each on a core, and its router."""
+"""The cluster under load: one prefill and one decode worker, each on a core, and its routers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,11 @@ def cluster_file(policy: Policy, objectives: Objectives) -> dict[str, object]:
 
 @contextmanager
 def stack(
-    policy: Policy, objectives: Objectives | None, record: Path | None = None
+    policy: Policy,
+    objectives: Objectives | None,
+    record: Path | None = None,
+    *,
+    routers: int = 1,
 ) -> Iterator[PlainCluster]:
     settings = policy.settings(objectives)
     if record is not None:
@@ -81,6 +85,7 @@ def stack(
         _options(WORKERS),
         router_settings=_options(settings),
         router_cores=(OTHERS,),
+        routers=routers,
     ) as cluster:
         yield cluster
 
@@ -96,12 +101,13 @@ def load(
     patience_s: float = 10.0,
     at_once: int | None = None,
 ) -> list[Outcome]:
-    """From another process."""
+    """From another process; to the routers in turn."""
     with tempfile.TemporaryDirectory() as name:
         plan, outcomes = Path(name) / "plan", Path(name) / "outcomes"
         plan.write_text(json.dumps([asdict(one) for one in offered]))
         command = ["taskset", "-c", str(OTHERS), sys.executable, "-m", "bench.live.client"]
-        command += [str(cluster.http_port), str(plan), str(outcomes), f"--patience={patience_s}"]
+        ports = ",".join(map(str, cluster.http_ports))
+        command += [ports, str(plan), str(outcomes), f"--patience={patience_s}"]
         command += [] if at_once is None else [f"--at-once={at_once}"]
         subprocess.run(command, check=True)
         return [Outcome(**row) for row in json.loads(outcomes.read_text())]
