@@ -7,6 +7,7 @@ outlives its time counts as staying: nothing is known of it any more.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ class Expected:
     tokens: int
     choices: int = 1
     tpot_s: float | None = None
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _Moments:
 class DecodeOutlook:
     sequences: int = 0
     kv_tokens: int = 0
+    of_tier: Counter[str] = field(default_factory=Counter)  # tier |-> its sequences
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
@@ -74,6 +77,7 @@ class DecodeOutlook:
         assert key not in self._expected, f"{key} is expected already"
         self._expected[key] = expected
         self.sequences += expected.choices
+        self.of_tier[expected.tier] += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
         for _ in range(expected.choices):
             self._joins.add(expected.joins_s, expected.tokens)
@@ -87,6 +91,7 @@ class DecodeOutlook:
         if expected is None:
             return
         self.sequences -= expected.choices
+        self.of_tier[expected.tier] -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
         for _ in range(expected.choices):
             self._joins.discard(expected.joins_s, expected.tokens)
