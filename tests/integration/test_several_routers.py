@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import httpx
@@ -161,9 +162,11 @@ def test_places_are_the_workers_to_give(llama: Path, hosts: Hosts) -> None:
     """Three routers at once, each with more than the two places there are."""
     workers = split_workers(hosts, llama, max_running_requests=2)
     with routers(3, llama, workers) as three, ThreadPoolExecutor(9) as pool:
-        body = {"model": "test-model", "prompt": [5, 6, 7], "max_tokens": 600, "ignore_eos": True}
+        body = {"model": "test-model", "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
+        together = Barrier(9)
 
         def ask(number: int) -> httpx.Response:
+            together.wait(PATIENCE_S)
             return three[number % 3].http.post("/v1/completions", json=body)
 
         answers = list(pool.map(ask, range(9)))
