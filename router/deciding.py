@@ -6,7 +6,6 @@ Placement suggests, admission judges; as asked first, then as the request's tier
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 
 from kvrelay.qos import QosTiers
@@ -77,14 +76,14 @@ class Deciding:
         return demand, deferred(refusal, tier, waited_s) or refusal
 
     def _in_reserve(self, request: Request) -> bool:
-        """Whether the tier's own share of decode places has room for it."""
-        own = (one for one in self.requests.values() if one.tier is request.tier and one.placed)
-        taken = sum(len(one.choices) for one in own) + len(request.choices)
+        """Whether the tier's own share of decode places has room for it, beside what other routers
+        have sent."""
+        taken = self.workers.held(request.tier.name) + len(request.choices)
         return taken <= request.tier.own_places(self.workers.decode_places)
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""
-        objections = partial(self.quarantine.objection, avoided=request.avoided, now_s=now_s)
+        objections = self.quarantine.objections(request.avoided, now_s)
         choice = self.workers.choice(demand, request.tried, objections, self.forecast)
         suggested = self.placing.candidates(demand, choice, now_s)
         candidates = (one for one in suggested if choice.acceptable(one))

@@ -21,7 +21,7 @@ from router.admitting.policy import Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
-from router.forecast.forecast import Forecast, blocks_of, with_it
+from router.forecast.forecast import Forecast, blocks_of, step_with
 from router.refusal import Refusal
 from router.reserve import is_own, own_batch
 from router.view import WorkerView
@@ -99,7 +99,7 @@ class _Look:
             return None
 
         def fits(batch: BatchThen) -> bool:
-            step_s = self.worker.step_s(with_it(self.demand, batch, self.worker))
+            step_s = step_with(self.demand, batch, self.worker)
             return (self.forecast.tpot.apply(step_s) if batch.sequences else step_s) <= bound_s
 
         hopeless = bound_s == self.demand.objectives.tpot_s and not fits(BatchThen(0, 0))
@@ -114,7 +114,7 @@ class _Look:
     def _own_tpot(self) -> Refusal | None:
         objective_s = self.demand.objectives.tpot_s
         batch = own_batch(self.demand, self.worker)
-        step_s = self.worker.step_s(with_it(self.demand, batch, self.worker))
+        step_s = step_with(self.demand, batch, self.worker)
         if objective_s is None or step_s <= objective_s:
             return None
         return Refusal(
