@@ -109,6 +109,14 @@ def test_of_those_on_lent_places_the_last_priority_s_newest_yields() -> None:
     assert running(one) == ["p", "s0", "s1", "f0"]
 
 
+def test_beyond_its_share_the_first_priority_yields_to_an_owner_too() -> None:
+    one = scheduler()
+    for i in range(4):
+        arrive(one, of("premium", f"p{i}"))
+    arrive(one, of("standard", "s"))
+    assert running(one) == ["p0", "s", "p1", "p2"]
+
+
 def test_who_lost_its_place_comes_again_and_nothing_is_lost() -> None:
     one = scheduler()
     for i in range(4):

@@ -124,6 +124,16 @@ def test_a_step_holds_for_tiers_that_go_after_it_too() -> None:
     assert ladders.highest(QosTier(name="equal")) is None
 
 
+def test_of_several_the_one_that_has_climbed_most_holds() -> None:
+    silver, free = QosTier(name="silver", priority=1, objectives=TIER.objectives), "free"
+    last = QosTier(name=free, priority=2)
+    ladders = Ladders(QosTiers(tiers=(TIER, silver, last), default=free, ladder=RULES))
+    gold_s, silver_s = ladders
+    gold_s.step, silver_s.step = Step.TIGHTEN, Step.TRIP
+    assert ladders.highest(last) is silver_s
+    assert ladders.highest(TIER) is gold_s
+
+
 def test_it_looks_now_and_then() -> None:
     ladders = Ladders(QosTiers(tiers=(TIER,), default="gold", ladder=RULES))
     assert ladders.climb(0) == []
