@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrelay.types import RequestKey
 
@@ -26,8 +27,7 @@ class Expected:
     tier: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchThen:
+class BatchThen(NamedTuple):
     sequences: int
     kv_tokens: int
 
