@@ -86,6 +86,11 @@ class Request:
         return None if ttft_s is None else ttft_s - self.ledger.age_s(now_s)
 
     @property
+    def prefilled_locally(self) -> bool:
+        """Its decode worker computes the prompt, though there are others for that."""
+        return self.placed is not None and self.placed.candidate.is_local
+
+    @property
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)
 

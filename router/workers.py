@@ -107,10 +107,13 @@ class Workers(dict[Incarnation, WorkerView]):
             tokens=mean_tokens(demand),
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
+            gaps=max(1, demand.output_tokens - 1),
         )
         candidate.decode.outlook.add(key, expected)
         candidate.decode.peaks.add(prediction.decode.step_s, now_s)
         prompt = prediction.prompt
+        if prompt.pause_s:
+            candidate.decode.outlook.pauses.add(prompt.pause_s, now_s)
         tokens = demand.prompt_tokens
         seconds = prompt.pull_s + prompt.prefill_s
         ahead = Ahead(seconds=seconds, tokens=tokens, priority=demand.priority)

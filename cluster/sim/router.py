@@ -200,7 +200,9 @@ class Clients:
         now_s = self._clock.now_s
         if outcome.first_token_s is None:
             outcome.first_token_s = now_s
-            outcome.cached_tokens = self._admitted.pop(command.request_id).cached_tokens
+            request = self._admitted.pop(command.request_id)
+            outcome.cached_tokens = request.cached_tokens
+            outcome.prefilled_locally = request.prefilled_locally
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

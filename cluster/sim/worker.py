@@ -163,7 +163,7 @@ class SimWorker:
         )
         batch = Batch(
             openings=openings,
-            chunk_tokens=settings.prefill_chunk_tokens,
+            chunk_tokens=settings.own_chunk_tokens,
             standing=standing(settings),
         )
         return DecodeScheduler(receiver=receiver, batch=batch, times=times)
@@ -198,7 +198,7 @@ class SimWorker:
             total_blocks=self.hardware.blocks,
             max_model_len=self.hardware.max_model_len,
             max_running_requests=settings.max_running_requests,
-            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            prefill_chunk_tokens=settings.own_chunk_tokens,
             vocab_size=2**32,
             step_times=self.hardware.told,
             physical_format=self.hardware.layout.physical_format(),

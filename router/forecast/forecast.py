@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.latency import StepWork, decode_work, prefill_work
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, Role
 from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
@@ -35,13 +35,14 @@ class Forecast:
         joins_in_s = prompt.first_token_s + handoff_s
         decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
         gaps = max(1, demand.output_tokens - 1)
+        paused_s = handoff_s + self.waits_s(candidate, joins_in_s, now_s)
         return Prediction(
             prompt=prompt,
             decode=decode,
             ttft_s=demand.waited_s + self.ttft.overhead_s + prompt.first_token_s,
-            tpot_s=decode.step_s + handoff_s / gaps,
+            tpot_s=decode.step_s + paused_s / gaps,
             ttft_at_most_s=demand.waited_s + self.ttft.apply(prompt.first_token_s),
-            tpot_at_most_s=self.tpot.apply(decode.step_s + handoff_s / gaps),
+            tpot_at_most_s=self.tpot.apply(decode.step_s + paused_s / gaps),
             completes_in_s=joins_in_s + decode.step_s * gaps,
             choices=demand.choices,
             kv_tokens=demand.choices * mean_tokens(demand),
@@ -61,8 +62,17 @@ class Forecast:
             if pulled_s + rest_s < prefill_s:
                 pull_s, prefill_s = pulled_s, rest_s
         queue_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
-        queue_s += demand.promised.prefill_s
-        return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
+        if not candidate.is_local:
+            queue_s += demand.promised.prefill_s
+            return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
+        step_s = 0.0 if beside is None else worker.step_s(beside)  # one runs already
+        steps = -(-(demand.prompt_tokens - own) // worker.hello.prefill_chunk_tokens)
+        return PromptPrediction(
+            queue_s=queue_s + step_s,
+            pull_s=pull_s,
+            prefill_s=prefill_s,
+            pause_s=max(0.0, prefill_s - steps * step_s) if beside is not None else 0.0,
+        )
 
     @staticmethod
     def _beside(candidate: Candidate, now_s: float) -> StepWork | None:
@@ -70,7 +80,14 @@ class Forecast:
         if candidate.prefill is not None:
             return None
         batch = candidate.decode.outlook.at(now_s, now_s)
-        return decode_work(batch.sequences, batch.kv_tokens)
+        return decode_work(batch.sequences, batch.kv_tokens) if batch.sequences else None
+
+    @staticmethod
+    def waits_s(candidate: Candidate, joins_in_s: float, now_s: float) -> float:
+        """For the prompts that its decode worker still computes when it joins."""
+        if candidate.prefill is None or candidate.decode.hello.role is not Role.DECODE:
+            return 0.0
+        return max(0.0, candidate.decode.queue.all_s(now_s) - joins_in_s)
 
     # --- between --------------------------------------------------------------------------------
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import inf
 
 from kvrelay.types import RequestKey
+
+_LAST = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,11 @@ class PrefillQueue:
         self.tokens -= ahead.tokens
         self._since_s = now_s
 
-    def wait_s(self, priority: int, now_s: float) -> float:
+    def all_s(self, now_s: float) -> float:
+        """Until all are computed."""
+        return self.wait_s(_LAST, now_s)
+
+    def wait_s(self, priority: float, now_s: float) -> float:
         """Until a prompt of this priority would be next."""
         if not self._ahead:
             return 0.0

@@ -19,6 +19,7 @@ from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import with_it
 from router.placement import Against
+from router.placing.local_prefill import holders, hurts, local_ways
 from router.placing.policy import Choice, paired
 from router.view import WorkerView
 
@@ -40,12 +41,16 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvAware:
+    """`local_prefill`: decode workers may compute prompts themselves."""
+
+    local_prefill: bool = False
+
     def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
         prompts = self._prompts(demand, choice, now_s)
         joins_in_s = prompts[0][0] if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
         ranked = [
-            (self._rank(demand, choice, candidate, first_s, steps), candidate)
+            (self._rank(demand, choice, candidate, first_s, steps, now_s), candidate)
             for first_s, way in prompts
             for steps, decode in decodes
             for candidate in (replace(way, decode=decode),)
@@ -54,7 +59,9 @@ class KvAware:
         for steps, worker in alone:
             way = choice.sourced(demand, worker, None)
             first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
-            ranked.append((self._rank(demand, choice, way, first_s, steps), way))
+            ranked.append((self._rank(demand, choice, way, first_s, steps, now_s), way))
+        if self.local_prefill:
+            ranked += self._locals(demand, choice, decodes, joins_in_s, now_s)
         ranked.sort(key=lambda one: one[0])
         yield from (way for _, way in ranked)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
@@ -90,20 +97,44 @@ class KvAware:
         timed = ((_steps(demand, batch, w), w) for w, batch in batches)
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0].cost_s, one[1].decode_load))
 
+    def _locals(
+        self,
+        demand: Demand,
+        choice: Choice,
+        decodes: Sequence[tuple[Steps, WorkerView]],
+        joins_in_s: float,
+        now_s: float,
+    ) -> Iterator[tuple[Rank, Candidate]]:
+        """What their batches wait counts for each of those that decode there."""
+        looked_at = [worker for _, worker in decodes]
+        more = [worker for worker in holders(demand, choice) if worker not in looked_at]
+        timed = [*decodes, *self._decodes(demand, more, choice, joins_in_s, now_s)]
+        steps_of = {worker.incarnation: steps for steps, worker in timed}
+        for way, prompt in local_ways(demand, choice, [w for _, w in timed], now_s):
+            steps = steps_of[way.decode.incarnation]
+            if hurts(choice, way.decode, prompt, steps.own_s, now_s):
+                continue
+            first_s = prompt.first_token_s
+            against, missed, done_s = self._rank(demand, choice, way, first_s, steps, now_s)
+            others_s = prompt.pause_s * way.decode.outlook.at(now_s, now_s).sequences
+            yield (against, missed, done_s + others_s), way
+
     @staticmethod
-    def _rank(demand: Demand, choice: Choice, way: Candidate, first_s: float, steps: Steps) -> Rank:
+    def _rank(
+        demand: Demand, choice: Choice, way: Candidate, first_s: float, steps: Steps, now_s: float
+    ) -> Rank:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
+        asked, forecast = demand.objectives, choice.forecast
         gaps = max(1, demand.output_tokens - 1)
-        handoff_s = choice.forecast.handoff_s(demand, way)
-        ttft_s, tpot_s, forecast = (
-            demand.objectives.ttft_s,
-            demand.objectives.tpot_s,
-            choice.forecast,
+        paused_s = forecast.handoff_s(demand, way)
+        paused_s += forecast.waits_s(way, first_s + paused_s, now_s)
+        kept = (
+            asked.ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= asked.ttft_s
+        ) and (
+            asked.tpot_s is None
+            or forecast.tpot.apply(steps.own_s + paused_s / gaps) <= asked.tpot_s
         )
-        kept = (ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= ttft_s) and (
-            tpot_s is None or forecast.tpot.apply(steps.own_s + handoff_s / gaps) <= tpot_s
-        )
-        return choice.against(way), not kept, first_s + handoff_s + steps.cost_s * gaps
+        return choice.against(way), not kept, first_s + paused_s + steps.cost_s * gaps
 
 
 def _lasts_s(demand: Demand, workers: Sequence[WorkerView]) -> float:
