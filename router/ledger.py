@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 PHASES: dict[str, str] = {
     "placed": "place",
     "reserved": "reserve",
+    "dispatched": "router_queue",
     "prefill_received": "dispatch",
     "prefill_started": "prefill_queue",
     "first_token": "prefill",

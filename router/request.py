@@ -41,6 +41,7 @@ class Request:
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     moves: int = 0  # to other decode workers
+    is_queued: bool = False  # its prompt waits at the router, for any prefill worker
     key: RequestKey = field(init=False)
     resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
@@ -131,13 +132,14 @@ class Request:
         placement = self.placement
         if placement is None:
             return ()
-        if placement.prefill is None or self.handed_over:
+        if placement.prefill is None or self.is_queued or self.handed_over:
             return (placement.decode,)
         return (placement.decode, placement.prefill)
 
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
+        self.is_queued = False
         if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)

@@ -15,6 +15,7 @@ from router.candidate import Candidate, DecodePrediction, Prediction, PromptPred
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.latency.margins import Margin
+from router.shared_queue import SharedQueue
 from router.view import WorkerView
 
 UNMEASURED_BYTES_PER_S = 1e10
@@ -23,9 +24,10 @@ UNMEASURED_BYTES_PER_S = 1e10
 
 @dataclass(slots=True)
 class Forecast:
-    """`ttft` and `tpot` say how far to trust it."""
+    """`ttft` and `tpot` say how far to trust it. `queue`: where prompts wait for any worker."""
 
     workers: Mapping[Incarnation, WorkerView]
+    queue: SharedQueue | None = None
     ttft: Margin = field(default_factory=lambda: Margin(confidence=0.5))
     tpot: Margin = field(default_factory=lambda: Margin(confidence=0.5))
 
@@ -61,7 +63,7 @@ class Forecast:
             rest_s = prompt_s(worker, demand.prompt_tokens, more, beside)
             if pulled_s + rest_s < prefill_s:
                 pull_s, prefill_s = pulled_s, rest_s
-        queue_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
+        queue_s = self._queue_s(demand, candidate, now_s)
         if not candidate.is_local:
             queue_s += demand.promised.prefill_s
             return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
@@ -73,6 +75,15 @@ class Forecast:
             prefill_s=prefill_s,
             pause_s=max(0.0, prefill_s - steps * step_s) if beside is not None else 0.0,
         )
+
+    def _queue_s(self, demand: Demand, candidate: Candidate, now_s: float) -> float:
+        """At the worker, and before it at the router where prompts wait there."""
+        worker = candidate.prefiller
+        here_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
+        if self.queue is None or not worker.prefills:
+            return here_s
+        busy_s = (w.queue.all_s(now_s) + _others_s(w) for w in self.workers.values() if w.prefills)
+        return max(here_s, self.queue.starts_in_s(demand.priority, busy_s, now_s))
 
     @staticmethod
     def _beside(candidate: Candidate, now_s: float) -> StepWork | None:

@@ -31,8 +31,8 @@ def set_(*texts: str) -> Config:
 REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
-    "router.zzz=1": "router.zzz: unknown key, expected one of admission, dispatch, grpc_port, host, "
-    "http_port, max_body, placement, record, record_size, replicas, resources",
+    "router.zzz=1": "router.zzz: unknown key, expected one of admission, dispatch, grpc_port, "
+    "host, http_port, max_body, placement, record, record_size, replicas, resources",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
