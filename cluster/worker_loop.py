@@ -225,7 +225,8 @@ class WorkerLoop:
                 self._streams.join(stream)
             case RouterLost(stream=stream):
                 for key in self._streams.leave(stream):
-                    self._both(Abort(key=key))
+                    if key not in self._preloads:
+                        self._both(Abort(key=key))
             case Stepped(done=done):
                 self._stepped(done)
             case Call(function=function):

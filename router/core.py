@@ -133,6 +133,7 @@ class RouterCore:
             quarantine=self.quarantine,
             ladders=self.ladders,
             forecast=self.forecast,
+            tiers=self.tiers,
         )
         self.dispatching = Dispatching(deciding=self.deciding, queue=queue)
         self.moving = Moving(self.deciding, self.attempts, enabled=move_hot_spots)

@@ -42,6 +42,7 @@ def request_bytes(one: Offered) -> bytes:
     }
     payload = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
+    head += f"x-customer-tier: {one.tier}\r\n" if one.tier else ""
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
 
 

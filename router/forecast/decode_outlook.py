@@ -7,6 +7,7 @@ outlives its time counts as staying: nothing is known of it any more.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ class Expected:
     choices: int = 1
     tpot_s: float | None = None
     gaps: int = 1
+    tier: str = ""
 
     def gaps_left(self, now_s: float) -> float:
         """Tokens that it probably still yields. One that outlives its time goes on for a while."""
@@ -67,6 +69,7 @@ class _Moments:
 class DecodeOutlook:
     sequences: int = 0
     kv_tokens: int = 0
+    of_tier: Counter[str] = field(default_factory=Counter)  # tier |-> its sequences
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
@@ -87,6 +90,7 @@ class DecodeOutlook:
         assert key not in self._expected, f"{key} is expected already"
         self._expected[key] = expected
         self.sequences += expected.choices
+        self.of_tier[expected.tier] += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
         for _ in range(expected.choices):
             self._joins.add(expected.joins_s, expected.tokens)
@@ -100,6 +104,7 @@ class DecodeOutlook:
         if expected is None:
             return
         self.sequences -= expected.choices
+        self.of_tier[expected.tier] -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
         for _ in range(expected.choices):
             self._joins.discard(expected.joins_s, expected.tokens)

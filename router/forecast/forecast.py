@@ -33,11 +33,12 @@ class Forecast:
 
     def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
         prompt = self.prompt(demand, candidate, now_s)
-        handoff_s = self.handoff_s(demand, candidate)
+        handoff_s = self.handoff_s(demand, candidate.prefill, candidate.decode)
         joins_in_s = prompt.first_token_s + handoff_s
         decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
         gaps = max(1, demand.output_tokens - 1)
-        paused_s = handoff_s + self.waits_s(candidate, joins_in_s, now_s)
+        paused_s = handoff_s
+        paused_s += self.waits_s(candidate.prefill, candidate.decode, joins_in_s, now_s)
         return Prediction(
             prompt=prompt,
             decode=decode,
@@ -47,7 +48,7 @@ class Forecast:
             tpot_at_most_s=self.tpot.apply(decode.step_s + paused_s / gaps),
             completes_in_s=joins_in_s + decode.step_s * gaps,
             choices=demand.choices,
-            kv_tokens=demand.choices * mean_tokens(demand),
+            kv_tokens=demand.kv_tokens,
         )
 
     # --- prefill side ---------------------------------------------------------------------------
@@ -94,21 +95,22 @@ class Forecast:
         return decode_work(batch.sequences, batch.kv_tokens) if batch.sequences else None
 
     @staticmethod
-    def waits_s(candidate: Candidate, joins_in_s: float, now_s: float) -> float:
+    def waits_s(
+        prefill: WorkerView | None, decode: WorkerView, joins_in_s: float, now_s: float
+    ) -> float:
         """For the prompts that its decode worker still computes when it joins."""
-        if candidate.prefill is None or candidate.decode.hello.role is not Role.DECODE:
+        if prefill is None or not decode.queue or decode.hello.role is not Role.DECODE:
             return 0.0
-        return max(0.0, candidate.decode.queue.all_s(now_s) - joins_in_s)
+        return max(0.0, decode.queue.all_s(now_s) - joins_in_s)
 
     # --- between --------------------------------------------------------------------------------
 
-    def handoff_s(self, demand: Demand, candidate: Candidate) -> float:
+    def handoff_s(self, demand: Demand, prefill: WorkerView | None, decode: WorkerView) -> float:
         """What is left to send after the last chunk's compute; the rest was sent behind it."""
-        worker = candidate.prefill
-        if worker is None:
+        if prefill is None:
             return 0.0
-        tokens = min(demand.prompt_tokens, worker.hello.prefill_chunk_tokens)
-        return self._move_s(worker, candidate.decode.incarnation, tokens)
+        tokens = min(demand.prompt_tokens, prefill.hello.prefill_chunk_tokens)
+        return self._move_s(prefill, decode.incarnation, tokens)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
         """By the link that either of the two has opened, else as fast as the sender's slowest."""
@@ -130,7 +132,7 @@ class Forecast:
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
-            step_s=worker.step_s(with_it(demand, batch, worker)),
+            step_s=step_with(demand, batch, worker),
             needed_blocks=needed_blocks(demand, worker),
             free_blocks=worker.hello.total_blocks
             - blocks_of(worker, batch.kv_tokens)
@@ -162,16 +164,10 @@ def _others_s(worker: WorkerView) -> float:
     return prompt_s(worker, tokens, 0) if tokens > 0 else 0.0
 
 
-def with_it(demand: Demand, batch: BatchThen, worker: WorkerView) -> StepWork:
-    """A decode step that the request is in; the worker runs no more than its places."""
-    tokens = demand.choices * mean_tokens(demand)
+def step_with(demand: Demand, batch: BatchThen, worker: WorkerView) -> float:
+    """Seconds of a decode step that the request is in; the worker runs no more than its places."""
     sequences = min(batch.sequences + demand.choices, worker.hello.max_running_requests)
-    return decode_work(sequences, batch.kv_tokens + tokens)
-
-
-def mean_tokens(demand: Demand) -> int:
-    """A choice's context while it decodes, on average."""
-    return demand.prompt_tokens + (demand.output_tokens + 1) // 2
+    return worker.decode_s(sequences, batch.kv_tokens + demand.kv_tokens)
 
 
 def needed_blocks(demand: Demand, worker: WorkerView) -> int:
@@ -191,7 +187,9 @@ def prompt_s(
     chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
     while done < prompt_tokens:
         take = min(chunk, prompt_tokens - done)
-        work = prefill_work(take, done)
-        seconds += worker.step_s(work if beside is None else work + beside)
+        if beside is None:
+            seconds += worker.prefill_s(take, done)
+        else:
+            seconds += worker.step_s(prefill_work(take, done) + beside)
         done += take
     return seconds

@@ -28,15 +28,9 @@ class Margin:
     confidence: float
     overhead_s: float = 0.0
     usual_s: float = 0.0
+    factor: float = field(init=False, default=1.0)
     _latest: deque[float] = field(default_factory=deque)
     _ascending: list[float] = field(default_factory=list)
-
-    @property
-    def factor(self) -> float:
-        if len(self._ascending) < _FEWEST:
-            return 1.0
-        index = min(len(self._ascending) - 1, int(self.confidence * len(self._ascending)))
-        return max(_LEAST, min(_MOST, self._ascending[index]))
 
     def apply(self, predicted_s: float) -> float:
         """Within so many seconds, with the margin's confidence."""
@@ -59,3 +53,6 @@ class Margin:
         if len(self._latest) > _KEPT:
             oldest = self._latest.popleft()
             del self._ascending[bisect_left(self._ascending, oldest)]
+        if len(self._ascending) >= _FEWEST:
+            index = min(len(self._ascending) - 1, int(self.confidence * len(self._ascending)))
+            self.factor = max(_LEAST, min(_MOST, self._ascending[index]))

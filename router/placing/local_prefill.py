@@ -8,8 +8,8 @@ every one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from heapq import nlargest
+from typing import NamedTuple
 
 from router.candidate import Candidate, PromptPrediction
 from router.demand import Demand
@@ -18,6 +18,8 @@ from router.view import WorkerView
 
 MOST_CHUNKS = 8
 """A longer rest is a prefill worker's: that is what these are for."""
+LEAST_GAIN = 0.1
+"""Of the time to its first token a request is to win so much, in that or in its handoff."""
 HOLDERS = 2
 """Of those that have something of the prompt cached, so many are looked at."""
 
@@ -33,20 +35,18 @@ def holders(demand: Demand, choice: Choice) -> list[WorkerView]:
     return nlargest(HOLDERS, having, key=lambda w: (held[w.incarnation], -w.decode_load))
 
 
-def local_ways(
-    demand: Demand, choice: Choice, workers: Sequence[WorkerView], now_s: float
-) -> Iterator[tuple[Candidate, PromptPrediction]]:
-    """With what is predicted of the prompt there."""
-    for worker in workers:
-        if choice.prefills and not _is_short(demand, worker):
-            continue
-        way = Candidate(decode=worker, prefill=None)
-        yield way, choice.forecast.prompt(demand, way, now_s)
+class Local(NamedTuple):
+    way: Candidate
+    prompt: PromptPrediction
 
 
-def _is_short(demand: Demand, worker: WorkerView) -> bool:
+def local_way(demand: Demand, choice: Choice, worker: WorkerView, now_s: float) -> Local | None:
+    """None where the rest of the prompt is too long."""
     left = demand.prompt_tokens - demand.held.tokens(worker)
-    return left <= MOST_CHUNKS * worker.hello.prefill_chunk_tokens
+    if choice.prefills and left > MOST_CHUNKS * worker.hello.prefill_chunk_tokens:
+        return None
+    way = Candidate(decode=worker, prefill=None)
+    return Local(way, choice.forecast.prompt(demand, way, now_s))
 
 
 def hurts(

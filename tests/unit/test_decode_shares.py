@@ -206,6 +206,14 @@ def test_what_would_break_another_s_tpot_is_refused_if_it_has_one_itself() -> No
     assert asked(one, of("free", "none")) == "taken"
 
 
+def test_within_its_share_it_is_taken_as_those_on_lent_places_step_back() -> None:
+    one = scheduler(times=STEP_S)
+    for i in range(3):
+        asked(one, of("free", f"f{i}"))
+    assert asked(one, replace(of("premium", "p0"), tpot_s=0.015)) == "taken"
+    assert asked(one, replace(of("premium", "p1"), tpot_s=0.015)) == "tier_share_exhausted"
+
+
 def test_context_counts_too() -> None:
     times = LinearTimes(decode_knots=((4, 0.010),), decode_kv_token_s=0.001)
     one = scheduler(times=times)

@@ -355,7 +355,7 @@ def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) ->
 
 
 def test_routers_that_know_of_each_other_by_the_workers_admit_little_too_much() -> None:
-    one, three = overloaded(), overloaded("simulation.routers=3")
+    one, three = overloaded(), overloaded("router.replicas=3")
     broken = three.offered - sum(three.refused.values()) - three.good
     assert broken <= 0.04 * three.offered
     assert three.good >= 0.9 * one.good
