@@ -58,10 +58,11 @@ class Way(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Dispatching:
-    """`queue` None: direct."""
+    """`queue` None: direct. `local_prefills` counts the prompts that decode workers have taken."""
 
     deciding: Deciding
     queue: SharedQueue | None = None
+    local_prefills: int = 0
 
     def place(
         self, request: Request, demand: Demand, admitted: Admitted, now_s: float
@@ -82,6 +83,7 @@ class Dispatching:
     def reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         """Its decode worker has taken it."""
         assert request.placed is not None
+        self.local_prefills += request.prefilled_locally
         within_s = request.within_s(now_s)
         if self.queue is None or not request.is_queued:
             return orders.begin(request, request.placed.candidate, held_tokens, within_s)

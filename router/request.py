@@ -140,6 +140,7 @@ class Request:
         self.placed = admitted
         self.placed_s = now_s
         self.is_queued = False
+        self.ledger.is_local = self.prefilled_locally
         if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)

@@ -29,6 +29,7 @@ from router.events import (
     Send,
     Submitted,
     WorkerJoined,
+    WorkerLost,
     WorkerSaid,
 )
 from router.generation import GenerationRequest
@@ -81,6 +82,9 @@ class SimRouter:
 
     def later(self, said: WorkerSaid) -> None:
         self._clock.after(self._latency_s, self.hear, said)
+
+    def later_lost(self, worker: Incarnation) -> None:
+        self._clock.after(self._latency_s, self.hear, WorkerLost(incarnation=worker))
 
     def hear(self, event: Event) -> None:
         for command in self.core.handle(event, self._clock.now_s):
