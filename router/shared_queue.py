@@ -123,7 +123,9 @@ def level(work_s: float, busy_s: Iterable[float]) -> float:
     """When workers that are busy for so long have taken `work_s` more, each as soon as it is free;
     0 without any."""
     ascending = sorted(busy_s)
-    level_s = ascending[0] if ascending else 0.0
+    if not ascending:
+        return 0.0
+    level_s = ascending[0]
     for workers, next_s in enumerate([*ascending[1:], inf], 1):
         if work_s <= workers * (next_s - level_s):
             return level_s + work_s / workers

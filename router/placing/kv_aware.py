@@ -17,7 +17,7 @@ from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import step_with
 from router.placement import Against
-from router.placing.local_prefill import LEAST_GAIN, holders, hurts, local_way
+from router.placing.local_prefill import holders, hurts, local_cost_s, local_way
 from router.placing.policy import Choice, paired
 from router.reserve import has_place
 from router.view import WorkerView
@@ -104,8 +104,7 @@ class KvAware:
         joins_in_s: float,
         now_s: float,
     ) -> Iterator[tuple[Rank, Candidate, WorkerView]]:
-        """What their batches wait counts for each of those that decode there, and there must be
-        something to gain."""
+        """Decode workers that compute the prompt themselves."""
         looked_at = [worker for _, worker in decodes]
         more = [worker for worker in holders(demand, choice) if worker not in looked_at]
         timed = [*decodes, *self._decodes(demand, more, choice, joins_in_s, now_s)]
@@ -115,7 +114,7 @@ class KvAware:
                 continue
             first_s = local.prompt.first_token_s
             rank = self._rank(demand, choice, None, worker, first_s, steps, now_s)
-            cost_s = local.prompt.pause_s * worker.outlook.sequences + LEAST_GAIN * first_s
+            cost_s = local_cost_s(local.prompt, worker)
             yield (rank[0], rank[1], rank[2] + cost_s), local.way, worker
 
     @staticmethod

@@ -20,6 +20,8 @@ MOST_CHUNKS = 8
 """A longer rest is a prefill worker's: that is what these are for."""
 LEAST_GAIN = 0.1
 """Of the time to its first token a request is to win so much, in that or in its handoff."""
+OTHERS = 0.1
+"""What each of those that decode there waits counts so much of what the request itself does."""
 HOLDERS = 2
 """Of those that have something of the prompt cached, so many are looked at."""
 
@@ -57,3 +59,8 @@ def hurts(
         return False
     pending_s, margin = worker.queue.all_s(now_s), choice.forecast.tpot
     return not worker.outlook.bears(prompt.pause_s, pending_s, step_s, margin, now_s)
+
+
+def local_cost_s(prompt: PromptPrediction, worker: WorkerView) -> float:
+    """What speaks against it, beside its own time."""
+    return OTHERS * prompt.pause_s * worker.outlook.sequences + LEAST_GAIN * prompt.first_token_s
