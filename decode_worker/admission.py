@@ -52,6 +52,12 @@ class Admission:
             held[self.standing.tier_of(spec)] += spec.sampling.n
         return held
 
+    @property
+    def sequences(self) -> int:
+        """All that are `held`."""
+        checked = sum(spec.sampling.n for spec in self.canary.specs)
+        return self.batch.roster.choices + checked + self.receiver.reserved_choices
+
     def _here(self) -> Iterator[Sequence]:
         yield from self.batch.roster.running
         yield from self.batch.roster.awaiting_prefill

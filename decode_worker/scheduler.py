@@ -86,7 +86,7 @@ class DecodeScheduler:
     @property
     def sequences(self) -> int:
         """Running, waiting and on their way."""
-        return self.admission.held().total()
+        return self.admission.sequences
 
     def _ask(self, message: Ask, now_s: float) -> list[Command]:
         refusal = self.admission.refusal(message.spec, (ask.spec for ask in self.asking))

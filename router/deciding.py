@@ -76,9 +76,9 @@ class Deciding:
         return demand, deferred(refusal, tier, waited_s) or refusal
 
     def _in_reserve(self, request: Request) -> bool:
-        """Whether the tier's own share of decode places has room for it."""
-        own = (one for one in self.requests.values() if one.tier is request.tier and one.placed)
-        taken = sum(len(one.choices) for one in own) + len(request.choices)
+        """Whether the tier's own share of decode places has room for it, beside what other routers
+        have sent."""
+        taken = self.workers.held(request.tier.name) + len(request.choices)
         return taken <= request.tier.own_places(self.workers.decode_places)
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:

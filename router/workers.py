@@ -46,6 +46,11 @@ class Workers(dict[Incarnation, WorkerView]):
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return sum(hello.max_running_requests for hello in hellos)
 
+    def held(self, tier: str) -> int:
+        """Its sequences at all workers that decode, also those of other routers."""
+        decoding = (view for view in self.values() if view.hello.role is not Role.PREFILL)
+        return sum(view.held(tier) for view in decoding)
+
     def model(self) -> ModelFacts | None:
         """What they serve, as the first one says; None without any."""
         hello = next((view.hello for view in self.values()), None)

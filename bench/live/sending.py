@@ -15,7 +15,7 @@ from bench.live.outcome import Outcome
 
 
 def send(
-    http_port: int,
+    http_ports: Sequence[int],
     offered: Sequence[Offered],
     *,
     patience_s: float,
@@ -27,7 +27,12 @@ def send(
         plan, outcomes = Path(name) / "plan", Path(name) / "outcomes"
         plan.write_text(json.dumps([asdict(one) for one in offered]))
         command = [*under, sys.executable, "-m", "bench.live.client"]
-        command += [str(http_port), str(plan), str(outcomes), f"--patience={patience_s}"]
+        command += [
+            ",".join(map(str, http_ports)),
+            str(plan),
+            str(outcomes),
+            f"--patience={patience_s}",
+        ]
         command += [] if at_once is None else [f"--at-once={at_once}"]
         subprocess.run(command, check=True)
         return [Outcome(**row) for row in json.loads(outcomes.read_text())]

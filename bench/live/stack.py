@@ -1,4 +1,4 @@
-"""The cluster under load: one prefill and one decode worker, each on a core, and its router."""
+"""The cluster under load: one prefill and one decode worker, each on a core, and its routers."""
 
 from __future__ import annotations
 
@@ -68,18 +68,22 @@ def cluster_file(policy: Policy, objectives: Objectives) -> dict[str, object]:
 
 @contextmanager
 def stack(
-    policy: Policy, objectives: Objectives | None, record: Path | None = None
+    policy: Policy,
+    objectives: Objectives | None,
+    record: Path | None = None,
+    *,
+    routers: int = 1,
 ) -> Iterator[PlainCluster]:
     settings = policy.settings(objectives)
     if record is not None:
         settings["router.record"] = str(record)
-    with processes(WORKERS, settings) as cluster:
+    with processes(WORKERS, settings, routers=routers) as cluster:
         yield cluster
 
 
 @contextmanager
 def processes(
-    workers: Mapping[str, object], router: Mapping[str, object]
+    workers: Mapping[str, object], router: Mapping[str, object], *, routers: int = 1
 ) -> Iterator[PlainCluster]:
     """By keys of the cluster file."""
     with plain_cluster(
@@ -88,6 +92,7 @@ def processes(
         _options(workers),
         router_settings=_options(router),
         router_cores=(OTHERS,),
+        routers=routers,
     ) as cluster:
         yield cluster
 
@@ -103,5 +108,6 @@ def load(
     patience_s: float = 10.0,
     at_once: int | None = None,
 ) -> list[Outcome]:
+    """From another process; to the routers in turn."""
     pin = ("taskset", "-c", str(OTHERS))
-    return send(cluster.http_port, offered, patience_s=patience_s, at_once=at_once, under=pin)
+    return send(cluster.http_ports, offered, patience_s=patience_s, at_once=at_once, under=pin)

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvrelay.types import RequestKey
 from router.forecast.pauses import Pauses
@@ -38,8 +39,7 @@ class Expected:
         return max(1.0, self.gaps * max(OVERDUE_SHARE, share))
 
 
-@dataclass(frozen=True, slots=True)
-class BatchThen:
+class BatchThen(NamedTuple):
     sequences: int
     kv_tokens: int
 

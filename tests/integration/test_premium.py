@@ -103,7 +103,7 @@ def one_by_one(cluster: Cluster, tier: str, mix: Mix, count: int, seed: int) -> 
     rng, corpus = Random(seed), range(300, 6000)
     offered = of(tier, [one(mix, corpus, rng) for _ in range(count)])
     port = cluster.router.address.http_port
-    return send(port, offered, patience_s=PATIENCE_S, at_once=1)
+    return send([port], offered, patience_s=PATIENCE_S, at_once=1)
 
 
 def flood(cluster: Cluster, of_what: Flood) -> list[Offered]:
@@ -131,7 +131,7 @@ def test_premium_keeps_its_objectives_while_free_offers_four_times_capacity(
     offered = flood(cluster, FLOODS[name])
     port = cluster.router.address.http_port
     with ThreadPoolExecutor() as threads:
-        free = threads.submit(send, port, offered, patience_s=PATIENCE_S)
+        free = threads.submit(send, [port], offered, patience_s=PATIENCE_S)
         wait_until(lambda: overloaded(cluster), "free is refused")
         premium = one_by_one(cluster, "premium", SHORT, REQUESTS, seed=3)
         others = free.result()
