@@ -17,7 +17,7 @@ from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import step_with
 from router.placement import Against
-from router.placing.local_prefill import holders, hurts, local_cost_s, local_way
+from router.placing.local_prefill import IDLEST, holders, hurts, local_cost_s, local_way
 from router.placing.policy import Choice, paired
 from router.reserve import has_place
 from router.view import WorkerView
@@ -59,9 +59,11 @@ class KvAware:
             first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
             rank = self._rank(demand, choice, None, worker, first_s, steps, now_s)
             ranked.append((rank, way, worker))
-        if self.local_prefill:
-            ranked += self._locals(demand, choice, decodes, joins_in_s, now_s)
         ranked.sort(key=lambda one: one[0])
+        if self.local_prefill:
+            best = ranked[0][0] if ranked else None
+            ranked += self._locals(demand, choice, decodes, joins_in_s, best, now_s)
+            ranked.sort(key=lambda one: one[0])
         yield from (replace(way, decode=decode) for _, way, decode in ranked)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
         rest = (w for w in choice.decoders if w.incarnation not in looked_at)
@@ -102,20 +104,26 @@ class KvAware:
         choice: Choice,
         decodes: Sequence[tuple[Steps, WorkerView]],
         joins_in_s: float,
+        best: Rank | None,
         now_s: float,
     ) -> Iterator[tuple[Rank, Candidate, WorkerView]]:
-        """Decode workers that compute the prompt themselves."""
-        looked_at = [worker for _, worker in decodes]
-        more = [worker for worker in holders(demand, choice) if worker not in looked_at]
-        timed = [*decodes, *self._decodes(demand, more, choice, joins_in_s, now_s)]
-        for steps, worker in timed:
+        """Decode workers that compute the prompt themselves, where that is better than the `best`
+        way without."""
+        near = decodes[:IDLEST]
+        more = [w for w in holders(demand, choice) if all(w is not one for _, one in near)]
+        if more:
+            near = [*near, *self._decodes(demand, more, choice, joins_in_s, now_s)]
+        for steps, worker in near:
             local = local_way(demand, choice, worker, now_s)
-            if local is None or hurts(choice, worker, local.prompt, steps.own_s, now_s):
+            if local is None:
                 continue
             first_s = local.prompt.first_token_s
-            rank = self._rank(demand, choice, None, worker, first_s, steps, now_s)
-            cost_s = local_cost_s(local.prompt, worker)
-            yield (rank[0], rank[1], rank[2] + cost_s), local.way, worker
+            alike, missed, done_s = self._rank(demand, choice, None, worker, first_s, steps, now_s)
+            rank = (alike, missed, done_s + local_cost_s(local.prompt, worker))
+            if best is not None and rank >= best:
+                continue
+            if not hurts(choice, worker, local.prompt, steps.own_s, now_s):
+                yield rank, local.way, worker
 
     @staticmethod
     def _rank(

@@ -22,8 +22,8 @@ LEAST_GAIN = 0.1
 """Of the time to its first token a request is to win so much, in that or in its handoff."""
 OTHERS = 0.1
 """What each of those that decode there waits counts so much of what the request itself does."""
-HOLDERS = 2
-"""Of those that have something of the prompt cached, so many are looked at."""
+IDLEST, HOLDERS = 2, 2
+"""So many are looked at, of those that are best otherwise and of those with most of the prompt."""
 
 
 def holders(demand: Demand, choice: Choice) -> list[WorkerView]:
