@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.admitting.policy import Admitted
+from router.candidate import PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import Expected
 from router.forecast.forecast import Forecast
@@ -111,6 +112,11 @@ class Workers(dict[Incarnation, WorkerView]):
         return told / own if own else 1.0
 
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
+        self.book_decode(demand, admitted, now_s)
+        self.book_prefill(demand, admitted.candidate.prefiller, admitted.prediction.prompt, now_s)
+
+    @staticmethod
+    def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
         candidate, prediction = admitted.candidate, admitted.prediction
         key = demand.spec.key
         joins_s = now_s + prediction.decode.joins_in_s
@@ -120,15 +126,25 @@ class Workers(dict[Incarnation, WorkerView]):
             tokens=demand.mean_tokens,
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
+            gaps=max(1, demand.output_tokens - 1),
             tier=demand.tier.name,
         )
         candidate.decode.outlook.add(key, expected)
         candidate.decode.peaks.add(prediction.decode.step_s, now_s)
-        prompt = prediction.prompt
-        tokens = demand.prompt_tokens
-        seconds = prompt.pull_s + prompt.prefill_s
-        ahead = Ahead(seconds=seconds, tokens=tokens, priority=demand.priority)
-        candidate.prefiller.queue.add(key, ahead, now_s)
+        if prediction.prompt.pause_s:
+            candidate.decode.outlook.pauses.add(prediction.prompt.pause_s, now_s)
+
+    @staticmethod
+    def book_prefill(
+        demand: Demand, worker: WorkerView, prompt: PromptPrediction, now_s: float
+    ) -> None:
+        ahead = Ahead(
+            seconds=prompt.pull_s + prompt.prefill_s,
+            tokens=demand.prompt_tokens,
+            priority=demand.priority,
+            cached=demand.held.tokens(worker),
+        )
+        worker.queue.add(demand.spec.key, ahead, now_s)
 
     def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
         """Its prompt is ahead of no other request any more."""
