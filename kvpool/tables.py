@@ -84,7 +84,7 @@ class BlockTables:
     @property
     def free_blocks(self) -> int:
         """Blocks that every group still has, or can have by evicting cached ones."""
-        return min(pool.available for pool in self.pools)
+        return self.scarcest.available
 
     @property
     def total_tokens(self) -> int:
