@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import exp, log
+from typing import NamedTuple
 
 from engine.latency import NotCovered, StepTimes, StepWork
 
@@ -14,8 +15,7 @@ _MOST_SURPRISE = log(4)
 _MOST = log(32)
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectedTimes:
+class CorrectedTimes(NamedTuple):
     """Implements `engine.latency.StepTimes`: `times`, multiplied by what was learnt since."""
 
     times: StepTimes

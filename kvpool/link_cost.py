@@ -23,6 +23,8 @@ from statistics import median
 
 import numpy as np
 
+from kvrelay.values import value
+
 
 class Way(StrEnum):
     DIRECT = "direct"
@@ -51,7 +53,7 @@ class Sample:
     pieces: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TransferShape:
     """`descriptors` are those of a direct read: runs x layers x planes."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockPool, BlockState
@@ -26,16 +27,12 @@ from kvpool.tenants import tenant_label
 from kvrelay.types import RequestKey, RequestSpec
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Holder:
+class Holder(NamedTuple):
     """One choice of one request's try, on one side of the worker ("prefill" or "decode")."""
 
     side: str
     key: RequestKey
     choice: int = 0
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
     def __str__(self) -> str:
         return f"{self.side} {self.key}/{self.choice}"
