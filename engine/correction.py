@@ -44,16 +44,14 @@ class Correction:
     """The geometric, exponentially weighted mean of actual by predicted seconds."""
 
     log_factor: float = 0.0
-
-    @property
-    def factor(self) -> float:
-        return exp(self.log_factor)
+    factor: float = 1.0
 
     def observe(self, surprise: float) -> None:
         """`surprise`: the logarithm of actual by corrected seconds."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         learnt = self.log_factor + _NEW_SHARE * bounded
         self.log_factor = max(-_MOST, min(_MOST, learnt))
+        self.factor = exp(self.log_factor)
 
 
 @dataclass(slots=True)
