@@ -93,7 +93,7 @@ class BlockTables:
         return min(map(len, entry.tables)) * self.layout.block_size if entry else 0
 
     def tables(self, holder: Holder) -> Tables:
-        return tuple(tuple(table) for table in self._entries[holder].tables)
+        return tuple(map(tuple, self._entries[holder].tables))
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
         """Names for the blocks of a new sequence."""
