@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from engine.latency import decode_work
-from router.candidate import Candidate
+from router.candidate import Candidate, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import with_it
@@ -42,19 +42,19 @@ class Steps(NamedTuple):
 class KvAware:
     def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
         prompts = self._prompts(demand, choice, now_s)
-        joins_in_s = prompts[0][0] if prompts else 0.0
+        joins_in_s = prompts[0][0].first_token_s if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
         ranked = [
-            (self._rank(demand, choice, candidate, first_s, steps), candidate)
-            for first_s, way in prompts
+            (self._rank(demand, choice, candidate, prompt, steps), candidate)
+            for prompt, way in prompts
             for steps, decode in decodes
             for candidate in (replace(way, decode=decode),)
         ]
         alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
         for steps, worker in alone:
             way = choice.sourced(demand, worker, None)
-            first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
-            ranked.append((self._rank(demand, choice, way, first_s, steps), way))
+            prompt = choice.forecast.prompt(demand, way, now_s)
+            ranked.append((self._rank(demand, choice, way, prompt, steps), way))
         ranked.sort(key=lambda one: one[0])
         yield from (way for _, way in ranked)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
@@ -62,14 +62,16 @@ class KvAware:
         yield from paired(choice, rest, lambda: [w for _, way in prompts if (w := way.prefill)])
 
     @staticmethod
-    def _prompts(demand: Demand, choice: Choice, now_s: float) -> list[tuple[float, Candidate]]:
+    def _prompts(
+        demand: Demand, choice: Choice, now_s: float
+    ) -> list[tuple[PromptPrediction, Candidate]]:
         """The prefill workers that are done first, and when."""
         if not choice.decodes:
             return []
         anyone, forecast = choice.decodes[0], choice.forecast
         ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
-        timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
-        return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))
+        timed = ((forecast.prompt(demand, way, now_s), way) for way in ways)
+        return nsmallest(LOOKED_AT, timed, key=_when_first)
 
     @staticmethod
     def _decodes(
@@ -91,10 +93,13 @@ class KvAware:
         return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0].cost_s, one[1].decode_load))
 
     @staticmethod
-    def _rank(demand: Demand, choice: Choice, way: Candidate, first_s: float, steps: Steps) -> Rank:
+    def _rank(
+        demand: Demand, choice: Choice, way: Candidate, prompt: PromptPrediction, steps: Steps
+    ) -> Rank:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
         gaps = max(1, demand.output_tokens - 1)
-        handoff_s = choice.forecast.handoff_s(demand, way)
+        first_s = prompt.first_token_s
+        handoff_s = choice.forecast.handoff_s(demand, way, prompt.prefill_s)
         ttft_s, tpot_s, forecast = (
             demand.objectives.ttft_s,
             demand.objectives.tpot_s,
@@ -104,6 +109,11 @@ class KvAware:
             tpot_s is None or forecast.tpot.apply(steps.own_s + handoff_s / gaps) <= tpot_s
         )
         return choice.against(way), not kept, first_s + handoff_s + steps.cost_s * gaps
+
+
+def _when_first(one: tuple[PromptPrediction, Candidate]) -> tuple[float, int]:
+    prompt, way = one
+    return prompt.first_token_s, way.prefiller.prefill_load
 
 
 def _lasts_s(demand: Demand, workers: Sequence[WorkerView]) -> float:
