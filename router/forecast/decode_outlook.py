@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import exp
 
 from kvrelay.types import RequestKey
 
@@ -22,6 +23,10 @@ class Expected:
     tokens: int
     choices: int = 1
     tpot_s: float | None = None
+
+    @property
+    def lasts_s(self) -> float:
+        return max(1e-3, self.ends_s - self.joins_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,7 @@ class DecodeOutlook:
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
+    _lives_s: float = 0.0  # how long they are expected to decode, all together
     _objectives_s: list[float] = field(default_factory=list)  # TPOT objectives, ascending
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -75,6 +81,7 @@ class DecodeOutlook:
         self._expected[key] = expected
         self.sequences += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
+        self._lives_s += expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.add(expected.joins_s, expected.tokens)
             self._ends.add(expected.ends_s, expected.tokens)
@@ -88,6 +95,7 @@ class DecodeOutlook:
             return
         self.sequences -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
+        self._lives_s -= expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.discard(expected.joins_s, expected.tokens)
             self._ends.discard(expected.ends_s, expected.tokens)
@@ -104,7 +112,12 @@ class DecodeOutlook:
         joined, overdue = self._joins.until(ends_s), self._ends.until(now_s)
         ended = max(overdue, self._ends.until(joins_s))
         tokens = sum(self._joins.tokens[:joined]) - sum(self._ends.tokens[overdue:ended])
-        return BatchThen(max(0, joined - (ended - overdue)), max(0, tokens))
+        sequences = joined - (ended - overdue)
+        if overdue and joins_s > now_s:
+            gone = 1 - exp((now_s - joins_s) * self.sequences / self._lives_s)
+            sequences -= round(overdue * gone)
+            tokens -= round(sum(self._ends.tokens[:overdue]) * gone)
+        return BatchThen(max(0, sequences), max(0, tokens))
 
     def end_s(self, ends: int, now_s: float) -> float | None:
         """When the next `ends` of them will have ended; None if fewer are expected to."""
