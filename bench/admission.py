@@ -138,7 +138,7 @@ def routers(options: argparse.Namespace) -> None:
     for overload in (1.0, *OVERLOADS):
         requests = poisson(options.requests, overload * capacity_per_s)
         for count in (1, options.routers):
-            one = _simulate(options, SMALL, requests, [f"simulation.routers={count}"])
+            one = _simulate(options, SMALL, requests, [f"router.replicas={count}"])
             admitted = one.offered - sum(one.refused.values())
             broken = admitted - one.good
             _print_row(

@@ -65,10 +65,11 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """`name` is the cluster's. Port 0 lets the system choose. `record`: the file for what the core
-    hears and decides, at most `record_bytes` of it; None: none."""
+    """`name` is the cluster's, `process` its own. Port 0 lets the system choose. `record`: the file
+    for what the core hears and decides, at most `record_bytes` of it; None: none."""
 
     name: str
+    process: str
     model: str
     revision: str | None
     served_model_name: str

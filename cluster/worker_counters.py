@@ -57,7 +57,7 @@ def count(
         waiting=len(decode.batch.roster.awaiting_prefill) + len(prefill.queue),
         prefill_waiting_tokens=prefill.queue.tokens + decode.batch.roster.waiting_tokens,
         decode_sequences=len(decode.batch.roster.running),
-        decode_kv_tokens=sum(sequence.computed for sequence in decode.batch.roster.running),
+        decode_kv_tokens=sum([sequence.computed for sequence in decode.batch.roster.running]),
         reserved_sequences=receiver.reserved_choices,
         prefill_correction=pace.prefill.factor,
         decode_correction=pace.decode.factor,

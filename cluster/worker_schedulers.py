@@ -55,11 +55,11 @@ def decode_scheduler(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
         standing=standing(settings),
+        times=times,
         rope_border_tokens=longrope.border_tokens if longrope is not None else None,
     )
     return DecodeScheduler(
         receiver=receiver,
         batch=batch,
         canary_bound=canary_bound,
-        times=times,
     )

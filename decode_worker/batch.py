@@ -14,6 +14,7 @@ from decode_worker.roster import Roster
 from decode_worker.run_ahead import RunAhead
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
+from engine.latency import StepTimes
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
@@ -22,7 +23,8 @@ from kvrelay.types import PrefixOrigin, RequestSpec
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """`chunk_tokens` bounds the prefill tokens mixed into a step.
+    """`chunk_tokens` bounds the prefill tokens mixed into a step; `times` are the
+    worker's own, as corrected at the moment; None: nothing is known.
 
     A sequence that grows to `rope_border_tokens` is shown to the engine whole (LongRoPE).
     """
@@ -30,6 +32,7 @@ class Batch:
     openings: Openings
     chunk_tokens: int
     standing: Standing
+    times: StepTimes | None = None
     rope_border_tokens: int | None = None
     roster: Roster = field(init=False)
     ahead: RunAhead = field(init=False)
@@ -97,7 +100,7 @@ class Batch:
         assert not self.roster.on_device, "a step is on the device"
         if self.roster.is_empty:
             return None
-        step = Packing(roster=self.roster, now_s=now_s, budget=self.chunk_tokens)
+        step = Packing(roster=self.roster, now_s=now_s, budget=self.chunk_tokens, times=self.times)
         step.pack()
         if not step.chosen:
             return None

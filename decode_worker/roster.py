@@ -45,7 +45,8 @@ class Roster:
     @property
     def choices(self) -> int:
         """Places taken by those running and waiting."""
-        return sum(len(s.choices) for s in (*self.running, *self.awaiting_prefill))
+        running = sum([len(sequence.choices) for sequence in self.running])
+        return running + sum([len(sequence.choices) for sequence in self.awaiting_prefill])
 
     @property
     def waiting_tokens(self) -> int:

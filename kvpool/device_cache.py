@@ -134,8 +134,9 @@ class DeviceCache:
         if block.place is place:
             block.tenant = parent.tenant if parent is not None else self.roots.label(block_hash)
             block.is_partial = is_partial
-            for part in _parts(place):
-                self._name(part, block)
+            for group, block_id in enumerate(place):
+                if block_id != NO_BLOCK:
+                    self._name((group, block_id), block)
             self._report(block)
             self._bound()
             return block, []

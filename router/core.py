@@ -70,6 +70,8 @@ from router.waiting import PATIENCE_S, WaitingRoom
 from router.workers import Workers
 
 MAX_ATTEMPTS = 3
+_LAST = (Released, ReserveRefused)
+"""Of a request at a worker."""
 CONFIDENCE = 0.95
 """The share of admitted requests that are to keep their objectives."""
 PLACING = KvAware()
@@ -125,6 +127,7 @@ class RouterCore:
             quarantine=self.quarantine,
             ladders=self.ladders,
             forecast=self.forecast,
+            tiers=self.tiers,
         )
         self.moving = Moving(self.deciding, self.attempts, enabled=move_hot_spots)
 
@@ -229,7 +232,7 @@ class RouterCore:
         return [*commands, *self.moving.relieve(view, now_s)]
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
-        if isinstance(event, Released | ReserveRefused):
+        if isinstance(event, _LAST):
             view.forget(event.key, now_s)
         if event.key in self.moving:
             return self._move_answered(event, now_s)

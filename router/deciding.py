@@ -6,9 +6,9 @@ Placement suggests, admission judges; as asked first, then as the request's tier
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 
+from kvrelay.qos import QosTiers
 from kvrelay.types import RequestSpec
 from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Verdict
@@ -48,6 +48,7 @@ class Deciding:
     quarantine: Quarantine
     ladders: Ladders
     forecast: Forecast
+    tiers: QosTiers
 
     def consider(
         self, request: Request, otherwise: Refusal, now_s: float
@@ -75,14 +76,14 @@ class Deciding:
         return demand, deferred(refusal, tier, waited_s) or refusal
 
     def _in_reserve(self, request: Request) -> bool:
-        """Whether the tier's own share of decode places has room for it."""
-        own = (one for one in self.requests.values() if one.tier is request.tier and one.placed)
-        taken = sum(len(one.choices) for one in own) + len(request.choices)
-        return taken <= request.tier.share * self.workers.decode_places
+        """Whether the tier's own share of decode places has room for it, beside what other routers
+        have sent."""
+        taken = self.workers.held(request.tier.name) + len(request.choices)
+        return taken <= request.tier.own_places(self.workers.decode_places)
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""
-        objections = partial(self.quarantine.objection, avoided=request.avoided, now_s=now_s)
+        objections = self.quarantine.objections(request.avoided, now_s)
         choice = self.workers.choice(demand, request.tried, objections, self.forecast)
         suggested = self.placing.candidates(demand, choice, now_s)
         candidates = (one for one in suggested if choice.acceptable(one))
@@ -95,7 +96,8 @@ class Deciding:
             output_tokens=self._output_tokens(request, spec),
             held=HeldPrefixes(spec, self.directory),
             objectives=request.objectives,
-            priority=request.tier.priority,
+            tier=request.tier,
+            tiers=self.tiers,
             waited_s=request.ledger.age_s(now_s),
             promised=self._promised(request, -inf if request.promise else now_s + SOON_S),
             line=self._promised(request, inf),
@@ -113,4 +115,4 @@ class Deciding:
         """What goes before it at each worker though it isn't there yet."""
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.before(before_s))
+        return self.workers.per_worker(self.promises.before(before_s, request.tier.priority))

@@ -62,6 +62,8 @@ class Moving:
 
     def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
         """Asks the targets of those that are to leave it; they decode on meanwhile."""
+        if not self.enabled:
+            return []
         return [
             command
             for request, target in self._wanted(view, now_s)
@@ -80,7 +82,7 @@ class Moving:
         return [(self.deciding.requests[one.request_id], target) for one, target in moves]
 
     def _is_due(self, view: WorkerView, now_s: float) -> bool:
-        if not self.enabled or _taken_blocks(view) < PRESSED * view.hello.total_blocks:
+        if _taken_blocks(view) < PRESSED * view.hello.total_blocks:
             return False
         return now_s >= self._looked_s.get(view.incarnation, -LOOK_S) + LOOK_S
 

@@ -54,7 +54,9 @@ class HeldPrefixes:
 
     def tokens(self, worker: WorkerView) -> int:
         """What the worker has itself, or its host's pool node."""
-        held = self.blocks(worker)
+        held = self._found.get(worker.naming)
+        if held is None:
+            held = self.blocks(worker)
         own = held.get(worker.incarnation, 0)
         if self.directory.pool_nodes:
             own = max(own, self._near(worker))
@@ -96,12 +98,9 @@ class HeldPrefixes:
 
 
 def _most(held: Held, workers: Workers) -> PrefixSource | None:
-    holders = [
-        (blocks, -workers[holder].prefill_load, holder)
-        for holder, blocks in held.items()
-        if holder in workers
-    ]
-    if not holders:
+    blocks = max((blocks for holder, blocks in held.items() if holder in workers), default=0)
+    if not blocks:
         return None
-    blocks, _, peer = max(holders)
+    having_most = (h for h, n in held.items() if n == blocks and h in workers)
+    _, peer = max((-workers[holder].prefill_load, holder) for holder in having_most)
     return PrefixSource(peer=peer, addresses=workers[peer].hello.transfer_addresses, blocks=blocks)

@@ -28,5 +28,7 @@ class Refusing:
         if refusal.work is None or soonest_s is None:
             return refusal
         digest = digest_of(request.spec)
-        retry_after_s = self.promises.make(digest, refusal.work, soonest_s, now_s)
+        retry_after_s = self.promises.make(
+            digest, refusal.work, soonest_s, now_s, request.tier.priority
+        )
         return replace(refusal, retry_after_s=retry_after_s)

@@ -123,12 +123,12 @@ class Request:
     @property
     def legs(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
-        placement = self.placement
-        if placement is None:
+        if self.placed is None:
             return ()
-        if placement.prefill is None or self.handed_over:
-            return (placement.decode,)
-        return (placement.decode, placement.prefill)
+        candidate = self.placed.candidate
+        if candidate.prefill is None or self.handed_over:
+            return (candidate.decode.incarnation,)
+        return (candidate.decode.incarnation, candidate.prefill.incarnation)
 
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted

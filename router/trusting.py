@@ -26,8 +26,10 @@ def suspect(
 
 def trust(quarantine: Quarantine, request: Request, moment: Lifetime) -> list[PairTrusted]:
     """Its KV has been handed over, or even checked."""
+    if moment.name not in ("handoff_committed", "kv_checked"):
+        return []
     pair = request.placement.pair if request.placement else None
-    if pair is None or moment.name not in ("handoff_committed", "kv_checked"):
+    if pair is None:
         return []
     checked = moment.name == "kv_checked"
     if not quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):

@@ -9,13 +9,15 @@ from kvrelay.types import Incarnation, RequestKey, Role
 from router.admitting.policy import Admitted
 from router.demand import Demand
 from router.forecast.decode_outlook import Expected
-from router.forecast.forecast import Forecast, mean_tokens
+from router.forecast.forecast import Forecast
 from router.forecast.prefill_queue import Ahead
 from router.generation import ModelFacts
 from router.placement import Objections
 from router.placing.policy import Choice, least_against
 from router.promises import Promised
 from router.view import WorkerView
+
+_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
 class Workers(dict[Incarnation, WorkerView]):
@@ -42,6 +44,11 @@ class Workers(dict[Incarnation, WorkerView]):
         """Of all workers that decode."""
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return sum(hello.max_running_requests for hello in hellos)
+
+    def held(self, tier: str) -> int:
+        """Its sequences at all workers that decode, also those of other routers."""
+        decoding = (view for view in self.values() if view.hello.role is not Role.PREFILL)
+        return sum(view.held(tier) for view in decoding)
 
     def model(self) -> ModelFacts | None:
         """What they serve, as the first one says; None without any."""
@@ -71,19 +78,16 @@ class Workers(dict[Incarnation, WorkerView]):
         forecast: Forecast,
     ) -> Choice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
-        fitting = [view for view in self.values() if fits(demand, view) and not view.draining]
-        by_role: dict[Role, list[WorkerView]] = {role: [] for role in Role}
-        for view in fitting:
-            by_role[view.hello.role].append(view)
-        prefills, decodes = by_role[Role.PREFILL], by_role[Role.DECODE]
+        fitting = [view for view in self.values() if not view.draining and fits(demand, view)]
+        prefills, decodes, both = (_having(role, fitting) for role in _ROLES)
         return Choice(
             prefills=prefills,
             decodes=[view for view in decodes if view.incarnation not in tried],
-            alone=[view for view in by_role[Role.BOTH] if view.incarnation not in tried],
+            alone=[view for view in both if view.incarnation not in tried],
             objections=objections,
             forecast=forecast,
             workers=self,
-            least_against=0 if by_role[Role.BOTH] else least_against(prefills, decodes, objections),
+            least_against=0 if both else least_against(prefills, decodes, objections),
         )
 
     def per_worker(self, promised: Promised) -> Promised:
@@ -104,9 +108,10 @@ class Workers(dict[Incarnation, WorkerView]):
         expected = Expected(
             joins_s=joins_s,
             ends_s=joins_s + prediction.decode.step_s * max(1, demand.output_tokens - 1),
-            tokens=mean_tokens(demand),
+            tokens=demand.mean_tokens,
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
+            tier=demand.tier.name,
         )
         candidate.decode.outlook.add(key, expected)
         candidate.decode.peaks.add(prediction.decode.step_s, now_s)
@@ -126,6 +131,10 @@ class Workers(dict[Incarnation, WorkerView]):
         for leg in legs:
             if leg in self:
                 self[leg].forget(key, now_s)
+
+
+def _having(role: Role, views: Iterable[WorkerView]) -> list[WorkerView]:
+    return [view for view in views if view.hello.role is role]
 
 
 def fits(demand: Demand, worker: WorkerView) -> bool:

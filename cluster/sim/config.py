@@ -78,8 +78,6 @@ class Simulation(Section):
     """Prompt plus output, in tokens."""
     max_tokens: AutoCount = None
     """What each request asks for at most; auto: just the tokens that the trace says it yields."""
-    routers: Count = 1
-    """Clients take them in turn; each knows of the others only what workers tell."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How often a refused client comes back, when it was told to."""
     retrying_share: Annotated[float, Field(ge=0, le=1)] = 1.0

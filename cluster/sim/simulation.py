@@ -85,7 +85,7 @@ class ClusterSimulation:
         self._around = Surroundings(
             clock=self.clock, fabric=self._fabric, answers=answers, posts=self._posts
         )
-        self.routers = [self._router() for _ in range(simulation.routers)]
+        self.routers = [self._router() for _ in range(self._config.router.replicas)]
         self.fleet = self._fleet()
         draw = Random(simulation.seed).random
         self.clients = Clients(self.routers, self.clock, timed, answers, simulation, draw)

@@ -165,8 +165,9 @@ class SimWorker:
             openings=openings,
             chunk_tokens=settings.prefill_chunk_tokens,
             standing=standing(settings),
+            times=times,
         )
-        return DecodeScheduler(receiver=receiver, batch=batch, times=times)
+        return DecodeScheduler(receiver=receiver, batch=batch)
 
     def _peer_hello(self, staging: Staging) -> PeerHello:
         layout = self.hardware.layout

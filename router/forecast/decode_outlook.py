@@ -1,15 +1,18 @@
 """How many sequences a worker will be decoding, and when. Pure.
 
-Each sequence that this router has sent there is expected to join and to end at some time. One that
-outlives its time counts as staying: nothing is known of it any more.
+Each sequence that this router has sent there is expected to join and to end at some time. Those
+that outlive it are expected to end one after another, as often as all of them do: nothing more is
+known of them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import exp
+from typing import NamedTuple
 
 from kvrelay.types import RequestKey
 
@@ -23,14 +26,14 @@ class Expected:
     tokens: int
     choices: int = 1
     tpot_s: float | None = None
+    tier: str = ""
 
     @property
     def lasts_s(self) -> float:
         return max(1e-3, self.ends_s - self.joins_s)
 
 
-@dataclass(frozen=True, slots=True)
-class BatchThen:
+class BatchThen(NamedTuple):
     sequences: int
     kv_tokens: int
 
@@ -60,10 +63,11 @@ class _Moments:
 class DecodeOutlook:
     sequences: int = 0
     kv_tokens: int = 0
+    of_tier: Counter[str] = field(default_factory=Counter)  # tier |-> its sequences
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
-    _lives_s: float = 0.0  # how long they are expected to decode, all together
+    _lasting_s: float = 0.0  # how long they are expected to decode, all together
     _objectives_s: list[float] = field(default_factory=list)  # TPOT objectives, ascending
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -80,8 +84,9 @@ class DecodeOutlook:
         assert key not in self._expected, f"{key} is expected already"
         self._expected[key] = expected
         self.sequences += expected.choices
+        self.of_tier[expected.tier] += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
-        self._lives_s += expected.lasts_s * expected.choices
+        self._lasting_s += expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.add(expected.joins_s, expected.tokens)
             self._ends.add(expected.ends_s, expected.tokens)
@@ -94,8 +99,9 @@ class DecodeOutlook:
         if expected is None:
             return
         self.sequences -= expected.choices
+        self.of_tier[expected.tier] -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
-        self._lives_s -= expected.lasts_s * expected.choices
+        self._lasting_s -= expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.discard(expected.joins_s, expected.tokens)
             self._ends.discard(expected.ends_s, expected.tokens)
@@ -114,7 +120,7 @@ class DecodeOutlook:
         tokens = sum(self._joins.tokens[:joined]) - sum(self._ends.tokens[overdue:ended])
         sequences = joined - (ended - overdue)
         if overdue and joins_s > now_s:
-            gone = 1 - exp((now_s - joins_s) * self.sequences / self._lives_s)
+            gone = 1 - exp((now_s - joins_s) * self.sequences / self._lasting_s)
             sequences -= round(overdue * gone)
             tokens -= round(sum(self._ends.tokens[:overdue]) * gone)
         return BatchThen(max(0, sequences), max(0, tokens))

@@ -39,7 +39,7 @@ class Forecast:
 
     def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
         prompt = self.prompt(demand, candidate, now_s)
-        handoff_s = self.handoff_s(demand, candidate, prompt.prefill_s)
+        handoff_s = self.handoff_s(demand, candidate.prefill, candidate.decode, prompt.prefill_s)
         joins_in_s = prompt.first_token_s + handoff_s
         decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
         gaps = max(1, demand.output_tokens - 1)
@@ -52,7 +52,7 @@ class Forecast:
             tpot_at_most_s=self.tpot.apply(decode.step_s + handoff_s / gaps),
             completes_in_s=joins_in_s + decode.step_s * gaps,
             choices=demand.choices,
-            kv_tokens=demand.choices * mean_tokens(demand),
+            kv_tokens=demand.kv_tokens,
         )
 
     # --- prefill side ---------------------------------------------------------------------------
@@ -82,16 +82,17 @@ class Forecast:
 
     # --- between --------------------------------------------------------------------------------
 
-    def handoff_s(self, demand: Demand, candidate: Candidate, prefill_s: float) -> float:
+    def handoff_s(
+        self, demand: Demand, prefill: WorkerView | None, decode: WorkerView, prefill_s: float
+    ) -> float:
         """What is left to send after the last chunk's compute. The rest was sent behind the
         computing, and so were that chunk's first layers; what the decode worker has isn't sent."""
-        worker = candidate.prefill
-        if worker is None:
+        if prefill is None:
             return 0.0
-        link = self._link(worker, candidate.decode.incarnation)
-        missing = demand.prompt_tokens - demand.held.tokens(candidate.decode)
-        last = min(missing, worker.hello.prefill_chunk_tokens) * LAST_LAYERS
-        token_s = worker.hello.kv_token_bytes / link.bytes_per_s
+        link = self._link(prefill, decode.incarnation)
+        missing = demand.prompt_tokens - demand.held.tokens(decode)
+        last = min(missing, prefill.hello.prefill_chunk_tokens) * LAST_LAYERS
+        token_s = prefill.hello.kv_token_bytes / link.bytes_per_s
         return link.latency_s + max(last * token_s, missing * token_s - prefill_s)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
@@ -118,7 +119,7 @@ class Forecast:
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
-            step_s=worker.step_s(with_it(demand, batch, worker)),
+            step_s=step_with(demand, batch, worker),
             needed_blocks=needed_blocks(demand, worker),
             free_blocks=worker.hello.total_blocks
             - blocks_of(worker, batch.kv_tokens)
@@ -150,16 +151,10 @@ def _others_s(worker: WorkerView) -> float:
     return prompt_s(worker, tokens, 0) if tokens > 0 else 0.0
 
 
-def with_it(demand: Demand, batch: BatchThen, worker: WorkerView) -> StepWork:
-    """A decode step that the request is in; the worker runs no more than its places."""
-    tokens = demand.choices * mean_tokens(demand)
+def step_with(demand: Demand, batch: BatchThen, worker: WorkerView) -> float:
+    """Seconds of a decode step that the request is in; the worker runs no more than its places."""
     sequences = min(batch.sequences + demand.choices, worker.hello.max_running_requests)
-    return decode_work(sequences, batch.kv_tokens + tokens)
-
-
-def mean_tokens(demand: Demand) -> int:
-    """A choice's context while it decodes, on average."""
-    return demand.prompt_tokens + (demand.output_tokens + 1) // 2
+    return worker.decode_s(sequences, batch.kv_tokens + demand.kv_tokens)
 
 
 def needed_blocks(demand: Demand, worker: WorkerView) -> int:
@@ -179,7 +174,9 @@ def prompt_s(
     chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
     while done < prompt_tokens:
         take = min(chunk, prompt_tokens - done)
-        work = prefill_work(take, done)
-        seconds += worker.step_s(work if beside is None else work + beside)
+        if beside is None:
+            seconds += worker.prefill_s(take, done)
+        else:
+            seconds += worker.step_s(prefill_work(take, done) + beside)
         done += take
     return seconds

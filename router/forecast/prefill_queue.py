@@ -54,7 +54,11 @@ class PrefillQueue:
         """Until a prompt of this priority would be next."""
         if not self._ahead:
             return 0.0
-        before_s = sum(s for other, s in self._seconds.items() if other <= priority)
+        before_s = 0.0
+        for other, seconds in self._seconds.items():
+            if other <= priority:
+                before_s += seconds
         first = next(iter(self._ahead.values()))
-        begun_s = min(max(0.0, now_s - self._since_s), first.seconds)
-        return max(0.0, before_s - begun_s)
+        begun_s = min(now_s - self._since_s, first.seconds)
+        left_s = before_s - begun_s if begun_s > 0 else before_s
+        return left_s if left_s > 0 else 0.0

@@ -129,6 +129,7 @@ class RouterThread:
         plain = RouterSettings(
             preload=(),
             name="test",
+            process="router-0",
             model=str(model),
             revision=None,
             served_model_name="test-model",

@@ -229,6 +229,7 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
                 openings=openings,
                 chunk_tokens=12,
                 standing=Standing(places=MAX_RUNNING, qos=TIERS),
+                times=TIMES,
             ),
             canary_bound=0.0,
         ),

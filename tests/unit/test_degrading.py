@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.latency import StepTimes
-from kvrelay.messages import Reserve
+from kvrelay.messages import Counters, Reserve, TierLoad
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role, Sampling
 from router.core import RouterCore
@@ -22,6 +22,7 @@ from router.events import (
     Submitted,
     WorkerJoined,
     WorkerLost,
+    WorkerSaid,
 )
 from router.ladder import Step
 from router.refusal import Refusal
@@ -246,6 +247,19 @@ def test_the_ladder_tightens_then_caps_then_trips() -> None:
     assert refusal.reason == "tier_share_exhausted"
     assert refusal.retry_after_s == pytest.approx(4.4 + 5 - 4.9)
     assert "only the reserve of tier gold" in refusal.message
+
+
+def test_a_reserve_is_that_of_all_routers() -> None:
+    at = core(PerToken(sequence_s=0.01), places=8)
+    for step in (1, 2, 3):
+        slow_down(at, 1.2 * step)
+    told = Counters(tiers=(TierLoad(tier="gold", running=1, waiting=0),))
+    at.handle(WorkerSaid(incarnation=D, events=(), counters=told), 4.0)
+    assert len(asked_for(submit(at, "a", "gold", now_s=4.1))) == 1  # 2 of 8 places are reserved
+    told = Counters(tiers=(TierLoad(tier="gold", running=2, waiting=0),))
+    at.handle(WorkerSaid(incarnation=D, events=(), counters=told), 4.2)
+    (refusal,) = refusals(submit(at, "b", "gold", now_s=4.3))
+    assert refusal.reason == "tier_share_exhausted"
 
 
 def test_latencies_of_requests_with_their_own_objectives_do_not_count() -> None:

@@ -68,7 +68,9 @@ def test_who_is_there_then() -> None:
     assert outlook.at(5, 0) == BatchThen(3, 30)
     assert outlook.at(12, 0) == BatchThen(2, 20)
     assert outlook.at(25, 0) == BatchThen(0, 0)
-    assert outlook.at(25, 15) == BatchThen(1, 10), "a was to end at 10 and is still there"
+    assert outlook.at(15, 15) == BatchThen(3, 30), "a was to end at 10 and is still there"
+    assert outlook.at(18, 15).sequences == 3
+    assert outlook.at(25, 15).sequences == 0, "by then it has probably ended"
     assert (outlook.end_s(1, 0), outlook.end_s(2, 0), outlook.end_s(4, 0)) == (10, 20, None)
     outlook.remove(key("b"))
     outlook.remove(key("b"))
@@ -140,12 +142,11 @@ def test_a_handoff_goes_on_behind_the_computing() -> None:
     link = LinkState(peer=Incarnation("d"), transport="t", bytes_per_s=1e8, latency_s=0.005)
     p.counters = Counters(links=(link,))
     forecast, asked = Forecast(workers_of(p, d)), demand(prompt_tokens=20)
-    way = Candidate(decode=d, prefill=p)
-    assert forecast.handoff_s(asked, way, prefill_s=1.0) == pytest.approx(0.005 + 0.02)
-    assert forecast.handoff_s(asked, way, prefill_s=0.15) == pytest.approx(0.005 + 0.05)
+    assert forecast.handoff_s(asked, p, d, prefill_s=1.0) == pytest.approx(0.005 + 0.02)
+    assert forecast.handoff_s(asked, p, d, prefill_s=0.15) == pytest.approx(0.005 + 0.05)
     there = HeldByD(asked.spec, Directory())
     asked = replace(asked, held=there)
-    assert forecast.handoff_s(asked, way, prefill_s=0.0) == pytest.approx(0.005 + 0.08)
+    assert forecast.handoff_s(asked, p, d, prefill_s=0.0) == pytest.approx(0.005 + 0.08)
 
 
 def test_what_other_routers_sent_counts_too() -> None:

@@ -78,6 +78,19 @@ def test_it_falls_only_after_some_calm_well_inside() -> None:
     assert one.climb(300) is None
 
 
+def test_few_latencies_are_enough_to_stay() -> None:
+    """A tier of few requests does not come down upon those that it has not had."""
+    one = ladder()
+    feed(one.ttft, 1.25)
+    one.climb(0)
+    feed(one.ttft, 0.85, count=1, now_s=25)
+    assert [one.climb(t) for t in (30, 84)] == [None] * 2
+    assert one.falls_in_s(84) == 30
+    feed(one.ttft, 0.75, count=99, now_s=90)
+    assert one.climb(113) is None
+    assert one.climb(114) is not None
+
+
 def test_a_tripped_tier_without_requests_comes_back_step_by_step() -> None:
     one = ladder(Step.TRIP)
     assert one.climb(0) is not None  # it has been calm for ever

@@ -41,6 +41,18 @@ def test_what_is_ahead_is_what_was_promised_earlier() -> None:
     assert promises.before(inf).prefill_s == 3
 
 
+def test_what_was_promised_to_lower_tiers_is_not_ahead() -> None:
+    promises = Promises(claimed_share=1.0, delay_s=0)
+    for priority in range(3):
+        promises.make(priority, work(10**priority), soonest_s=1, now_s=0, priority=priority)
+    for end_s in (2.0, inf):
+        ahead = [promises.before(end_s, priority).prefill_s for priority in range(3)]
+        assert ahead == [1, 11, 111]
+    assert promises.claim(0, 1) is not None
+    assert promises.before(inf, 2).prefill_s == 110
+    assert promises.before(inf) == NOTHING_PROMISED
+
+
 def test_it_counts_for_the_share_that_comes_back() -> None:
     promises = Promises(claimed_share=0.5, delay_s=0)
     for digest in range(200):

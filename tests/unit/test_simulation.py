@@ -352,7 +352,7 @@ def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) ->
 
 
 def test_routers_that_know_of_each_other_by_the_workers_admit_little_too_much() -> None:
-    one, three = overloaded(), overloaded("simulation.routers=3")
+    one, three = overloaded(), overloaded("router.replicas=3")
     broken = three.offered - sum(three.refused.values()) - three.good
     assert broken <= 0.04 * three.offered
     assert three.good >= 0.9 * one.good
@@ -362,3 +362,21 @@ def test_only_those_clients_come_back_that_do() -> None:
     assert overloaded().retries == 0
     found = overloaded("simulation.retries=1", "simulation.retrying_share=0.5")
     assert 0.4 * found.refusals < 2 * found.retries < found.refusals * 1.4
+
+
+def test_routers_that_move_requests_from_the_same_workers_lose_none() -> None:
+    """Small decode workers; at the end nothing is held, as `run` asserts."""
+    settings = (
+        *PLAIN,
+        "router.replicas=3",
+        "router.placement={policy: random, move_hot_spots: true}",
+        "router.admission.policy=none",
+        "workers.1.replicas=3",
+        "simulation.pools=[{}, {blocks: 60}]",
+    )
+    config = load_config(None, map(Override.parse, settings))
+    simulation = ClusterSimulation(config, trace(300, every_s=0.05), Scale())
+    outcomes = simulation.run().outcomes
+    assert all(done([*outcomes]))
+    moved = [router.core.moving.moved for router in simulation.routers]
+    assert min(moved) > 0, moved

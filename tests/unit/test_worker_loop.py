@@ -24,6 +24,7 @@ from kvrelay.messages import (
     Lifetime,
     LinkState,
     Prefill,
+    Preload,
     Released,
     Reserved,
     ReserveRefused,
@@ -191,6 +192,18 @@ def test_a_repeated_key_is_refused_and_the_first_goes_on() -> None:
     assert one.about("a") == ["Reserved", "Tokens", "Released"]
 
 
+def test_pace_is_judged_where_several_routers_ask() -> None:
+    worker = Harness()
+    admission, seen = worker.loop.decode.admission, []
+    worker.router()
+    other = worker.router()
+    for event in (Call(lambda: None), RouterLost(other)):
+        worker.inbox.put(event)
+        worker.run()
+        seen.append(admission.several_routers)
+    assert seen == [True, False]
+
+
 def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     worker = Harness()
     gone, stays = worker.router(), worker.router()
@@ -204,6 +217,42 @@ def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     worker.run()
     assert worker.loop.idle
     assert worker.decode_tables.free_blocks == worker.decode_tables.blocks
+
+
+def preload(tokens: int) -> Preload:
+    return Preload(spec=spec("p", tokens, max_tokens=1))
+
+
+def pinned(worker: Harness) -> int:
+    return sum(held.holder.side == "pinned" for held in worker.decode_tables.held())
+
+
+def test_what_several_routers_want_preloaded_is_computed_once() -> None:
+    worker = Harness()
+    one, other = worker.router(), worker.router()
+    worker.say(one, preload(9))
+    worker.say(other, preload(9))
+    worker.run()
+    worker.run()
+    assert pinned(worker) == 1
+    third = worker.router()
+    worker.say(third, preload(9))
+    worker.run()
+    assert len(worker.device.batches) == 2, "two chunks, once"
+    assert other.heard == third.heard == []
+
+
+def test_a_preload_outlives_the_router_that_asked_for_it() -> None:
+    worker = Harness()
+    first, second = worker.router(), worker.router()
+    worker.say(first, preload(9))
+    worker.say(second, preload(9))
+    worker.loop.turn()
+    worker.inbox.put(RouterLost(first))
+    worker.inbox.put(worker.device.end_step())
+    worker.run()
+    assert pinned(worker) == 1
+    assert worker.loop.idle
 
 
 def test_a_late_message_of_a_router_that_is_gone_harms_nobody() -> None:
