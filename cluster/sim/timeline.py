@@ -41,7 +41,7 @@ class Timeline:
             self.clock.after(self.every_s, self._look)
 
     def _now(self) -> Look:
-        loops = [worker.loop for worker in self.workers]
+        loops = [worker.loop for worker in self.workers if not worker.is_dead]
         rosters = [loop.decode.batch.roster for loop in loops]
         return Look(
             at_s=self.clock.now_s,

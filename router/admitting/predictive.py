@@ -104,7 +104,8 @@ class _Look:
             return self._over(batch, step_with(self.demand, batch, self.worker)) is None
 
         tpot_s, bound_s = over
-        hopeless = bound_s == self.demand.objectives.tpot_s and not fits(BatchThen(0, 0))
+        own = bound_s == self.demand.objectives.tpot_s and not self.worker.queue
+        hopeless = own and not fits(BatchThen(0, 0))
         return Refusal(
             reason="tpot_unreachable",
             message=f"a token would take {tpot_s * 1e3:.1f} ms, "
@@ -115,9 +116,9 @@ class _Look:
 
     def _over(self, batch: BatchThen, step_s: float) -> tuple[float, float] | None:
         """What a token takes beside this batch, and the objective that is broken by that."""
-        handoff_s = self.prediction.tpot_s - self.prediction.decode.step_s  # for each token
+        paused_s = self.prediction.tpot_s - self.prediction.decode.step_s  # for each token
         own_s, others_s = self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s
-        for bound_s, more_s in ((own_s, handoff_s), (others_s, 0.0)):
+        for bound_s, more_s in ((own_s, paused_s), (others_s, 0.0)):
             tpot_s = step_s + more_s
             if batch.sequences:
                 tpot_s = self.forecast.tpot.apply(tpot_s)

@@ -15,6 +15,11 @@ from math import exp
 from typing import NamedTuple
 
 from kvrelay.types import RequestKey
+from router.forecast.pauses import Pauses
+from router.latency.margins import Margin
+
+OVERDUE_SHARE = 0.25
+"""Of its expected length, is what a sequence that outlives it is taken to still have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +31,18 @@ class Expected:
     tokens: int
     choices: int = 1
     tpot_s: float | None = None
+    gaps: int = 1
     tier: str = ""
 
     @property
     def lasts_s(self) -> float:
         return max(1e-3, self.ends_s - self.joins_s)
+
+    def gaps_left(self, now_s: float) -> float:
+        """Tokens that it probably still yields. One that outlives its time goes on for a while."""
+        lasts_s, left_s = self.ends_s - self.joins_s, self.ends_s - max(now_s, self.joins_s)
+        share = left_s / lasts_s if lasts_s > 0 else 1.0
+        return max(1.0, self.gaps * max(OVERDUE_SHARE, share))
 
 
 class BatchThen(NamedTuple):
@@ -69,6 +81,7 @@ class DecodeOutlook:
     _ends: _Moments = field(default_factory=_Moments)
     _lasting_s: float = 0.0  # how long they are expected to decode, all together
     _objectives_s: list[float] = field(default_factory=list)  # TPOT objectives, ascending
+    pauses: Pauses = field(default_factory=Pauses)
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._expected
@@ -124,6 +137,23 @@ class DecodeOutlook:
             sequences -= round(overdue * gone)
             tokens -= round(sum(self._ends.tokens[:overdue]) * gone)
         return BatchThen(max(0, sequences), max(0, tokens))
+
+    def bears(
+        self, pause_s: float, pending_s: float, step_s: float, margin: Margin, now_s: float
+    ) -> bool:
+        """Whether all keep their TPOT objectives with a pause of `pause_s` more, behind `pending_s`
+        of those that are booked, and steps of `step_s` otherwise: over the tokens that each has
+        left, and over all of them with all the pauses of its life."""
+
+        def paused_s(one: Expected) -> float:
+            whole_s = pause_s + self.pauses.since(one.joins_s)
+            return max((pause_s + pending_s) / one.gaps_left(now_s), whole_s / max(1, one.gaps))
+
+        return not self._objectives_s or all(
+            margin.apply(step_s + paused_s(one)) <= one.tpot_s
+            for one in self._expected.values()
+            if one.tpot_s is not None
+        )
 
     def end_s(self, ends: int, now_s: float) -> float | None:
         """When the next `ends` of them will have ended; None if fewer are expected to."""
