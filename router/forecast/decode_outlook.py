@@ -1,7 +1,8 @@
 """How many sequences a worker will be decoding, and when. Pure.
 
-Each sequence that this router has sent there is expected to join and to end at some time. One that
-outlives its time counts as staying: nothing is known of it any more.
+Each sequence that this router has sent there is expected to join and to end at some time. Those
+that outlive it are expected to end one after another, as often as all of them do: nothing more is
+known of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import exp
 from typing import NamedTuple
 
 from kvrelay.types import RequestKey
@@ -31,6 +33,10 @@ class Expected:
     tpot_s: float | None = None
     gaps: int = 1
     tier: str = ""
+
+    @property
+    def lasts_s(self) -> float:
+        return max(1e-3, self.ends_s - self.joins_s)
 
     def gaps_left(self, now_s: float) -> float:
         """Tokens that it probably still yields. One that outlives its time goes on for a while."""
@@ -73,6 +79,7 @@ class DecodeOutlook:
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
+    _lasting_s: float = 0.0  # how long they are expected to decode, all together
     _objectives_s: list[float] = field(default_factory=list)  # TPOT objectives, ascending
     pauses: Pauses = field(default_factory=Pauses)
 
@@ -92,6 +99,7 @@ class DecodeOutlook:
         self.sequences += expected.choices
         self.of_tier[expected.tier] += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
+        self._lasting_s += expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.add(expected.joins_s, expected.tokens)
             self._ends.add(expected.ends_s, expected.tokens)
@@ -106,6 +114,7 @@ class DecodeOutlook:
         self.sequences -= expected.choices
         self.of_tier[expected.tier] -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
+        self._lasting_s -= expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.discard(expected.joins_s, expected.tokens)
             self._ends.discard(expected.ends_s, expected.tokens)
@@ -122,7 +131,12 @@ class DecodeOutlook:
         joined, overdue = self._joins.until(ends_s), self._ends.until(now_s)
         ended = max(overdue, self._ends.until(joins_s))
         tokens = sum(self._joins.tokens[:joined]) - sum(self._ends.tokens[overdue:ended])
-        return BatchThen(max(0, joined - (ended - overdue)), max(0, tokens))
+        sequences = joined - (ended - overdue)
+        if overdue and joins_s > now_s:
+            gone = 1 - exp((now_s - joins_s) * self.sequences / self._lasting_s)
+            sequences -= round(overdue * gone)
+            tokens -= round(sum(self._ends.tokens[:overdue]) * gone)
+        return BatchThen(max(0, sequences), max(0, tokens))
 
     def bears(
         self, pause_s: float, pending_s: float, step_s: float, margin: Margin, now_s: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.latency import StepWork, decode_work, prefill_work
 from kvrelay.types import Incarnation, Role
@@ -18,8 +19,15 @@ from router.latency.margins import Margin
 from router.shared_queue import SharedQueue
 from router.view import WorkerView
 
-UNMEASURED_BYTES_PER_S = 1e10
+UNMEASURED_BYTES_PER_S = 1e11
 """Of a worker's links as long as none has been measured: a guess, which should refuse nobody."""
+LAST_LAYERS = 0.25
+"""Of a chunk's KV, what leaves when all of it is computed."""
+
+
+class _Link(NamedTuple):
+    bytes_per_s: float
+    latency_s: float
 
 
 @dataclass(slots=True)
@@ -33,7 +41,7 @@ class Forecast:
 
     def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
         prompt = self.prompt(demand, candidate, now_s)
-        handoff_s = self.handoff_s(demand, candidate.prefill, candidate.decode)
+        handoff_s = self.handoff_s(demand, candidate.prefill, candidate.decode, prompt.prefill_s)
         joins_in_s = prompt.first_token_s + handoff_s
         decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
         gaps = max(1, demand.output_tokens - 1)
@@ -105,22 +113,32 @@ class Forecast:
 
     # --- between --------------------------------------------------------------------------------
 
-    def handoff_s(self, demand: Demand, prefill: WorkerView | None, decode: WorkerView) -> float:
-        """What is left to send after the last chunk's compute; the rest was sent behind it."""
+    def handoff_s(
+        self, demand: Demand, prefill: WorkerView | None, decode: WorkerView, prefill_s: float
+    ) -> float:
+        """What is left to send after the last chunk's compute. The rest was sent behind the
+        computing, and so were that chunk's first layers; what the decode worker has isn't sent."""
         if prefill is None:
             return 0.0
-        tokens = min(demand.prompt_tokens, prefill.hello.prefill_chunk_tokens)
-        return self._move_s(prefill, decode.incarnation, tokens)
+        link = self._link(prefill, decode.incarnation)
+        missing = demand.prompt_tokens - demand.held.tokens(decode)
+        last = min(missing, prefill.hello.prefill_chunk_tokens) * LAST_LAYERS
+        token_s = prefill.hello.kv_token_bytes / link.bytes_per_s
+        return link.latency_s + max(last * token_s, missing * token_s - prefill_s)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
-        """By the link that either of the two has opened, else as fast as the sender's slowest."""
+        link = self._link(worker, peer)
+        return link.latency_s + tokens * worker.hello.kv_token_bytes / link.bytes_per_s
+
+    def _link(self, worker: WorkerView, peer: Incarnation) -> _Link:
+        """The one that either of the two has opened, else as fast as the sender's slowest."""
         link = worker.link(peer)
         if link is None and peer in self.workers:
             link = self.workers[peer].link(worker.incarnation)
         usual = worker.slowest_bytes_per_s or UNMEASURED_BYTES_PER_S
-        bytes_per_s = (link.bytes_per_s if link else None) or usual
-        latency_s = link.latency_s if link else 0.0
-        return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
+        if link is None:
+            return _Link(usual, 0.0)
+        return _Link(link.bytes_per_s or usual, link.latency_s)
 
     # --- decode side ----------------------------------------------------------------------------
 

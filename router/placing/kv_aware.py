@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from router.candidate import Candidate
+from router.candidate import Candidate, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import step_with
@@ -47,18 +47,18 @@ class KvAware:
 
     def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
         prompts = self._prompts(demand, choice, now_s)
-        joins_in_s = prompts[0][0] if prompts else 0.0
+        joins_in_s = prompts[0][0].first_token_s if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
         ranked = [
-            (self._rank(demand, choice, way.prefill, decode, first_s, steps, now_s), way, decode)
-            for first_s, way in prompts
+            (self._rank(demand, choice, way.prefill, decode, prompt, steps, now_s), way, decode)
+            for prompt, way in prompts
             for steps, decode in decodes
         ]
         alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
         for steps, worker in alone:
             way = choice.sourced(demand, worker, None)
-            first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
-            rank = self._rank(demand, choice, None, worker, first_s, steps, now_s)
+            prompt = choice.forecast.prompt(demand, way, now_s)
+            rank = self._rank(demand, choice, None, worker, prompt, steps, now_s)
             ranked.append((rank, way, worker))
         ranked.sort(key=lambda one: one[0])
         if self.local_prefill:
@@ -71,14 +71,16 @@ class KvAware:
         yield from paired(choice, rest, lambda: [w for _, way in prompts if (w := way.prefill)])
 
     @staticmethod
-    def _prompts(demand: Demand, choice: Choice, now_s: float) -> list[tuple[float, Candidate]]:
+    def _prompts(
+        demand: Demand, choice: Choice, now_s: float
+    ) -> list[tuple[PromptPrediction, Candidate]]:
         """The prefill workers that are done first, and when."""
         if not choice.decodes:
             return []
         anyone, forecast = choice.decodes[0], choice.forecast
         ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
-        timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
-        return sorted(timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))[:LOOKED_AT]
+        timed = ((forecast.prompt(demand, way, now_s), way) for way in ways)
+        return sorted(timed, key=_when_first)[:LOOKED_AT]
 
     @staticmethod
     def _decodes(
@@ -118,8 +120,8 @@ class KvAware:
             local = local_way(demand, choice, worker, now_s)
             if local is None:
                 continue
-            first_s = local.prompt.first_token_s
-            alike, missed, done_s = self._rank(demand, choice, None, worker, first_s, steps, now_s)
+            rank = self._rank(demand, choice, None, worker, local.prompt, steps, now_s)
+            alike, missed, done_s = rank
             rank = (alike, missed, done_s + local_cost_s(local.prompt, worker))
             if best is not None and rank >= best:
                 continue
@@ -132,21 +134,26 @@ class KvAware:
         choice: Choice,
         prefill: WorkerView | None,
         decode: WorkerView,
-        first_s: float,
+        prompt: PromptPrediction,
         steps: Steps,
         now_s: float,
     ) -> Rank:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
-        gaps = max(1, demand.output_tokens - 1)
+        gaps, first_s = max(1, demand.output_tokens - 1), prompt.first_token_s
         objectives, forecast = demand.objectives, choice.forecast
         ttft_s, tpot_s = objectives.ttft_s, objectives.tpot_s
-        paused_s = forecast.handoff_s(demand, prefill, decode)
+        paused_s = forecast.handoff_s(demand, prefill, decode, prompt.prefill_s)
         paused_s += forecast.waits_s(prefill, decode, first_s + paused_s, now_s)
         kept = (ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= ttft_s) and (
             tpot_s is None or forecast.tpot.apply(steps.own_s + paused_s / gaps) <= tpot_s
         )
         completes_s = first_s + paused_s + steps.cost_s * gaps
         return choice.against(prefill, decode), not kept, completes_s
+
+
+def _when_first(one: tuple[PromptPrediction, Candidate]) -> tuple[float, int]:
+    prompt, way = one
+    return prompt.first_token_s, way.prefiller.prefill_load
 
 
 def _lasts_s(demand: Demand, workers: Sequence[WorkerView]) -> float:
