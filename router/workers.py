@@ -92,7 +92,9 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def per_worker(self, promised: Promised) -> Promised:
-        """Spread evenly over those of each role."""
+        """Spread evenly over those of each role, with what other routers have promised: as much
+        more as they have sequences."""
+        promised = promised.times(self._all_by_own())
         roles = [view.hello.role for view in self.values()]
         prefills = sum(role is not Role.DECODE for role in roles)
         decodes = sum(role is not Role.PREFILL for role in roles)
@@ -101,6 +103,13 @@ class Workers(dict[Incarnation, WorkerView]):
             sequences=promised.sequences / max(1, decodes),
             kv_tokens=promised.kv_tokens / max(1, decodes),
         )
+
+    def _all_by_own(self) -> float:
+        """Sequences of all routers by those of this one; 1 before it has any."""
+        decoding = [view for view in self.values() if view.hello.role is not Role.PREFILL]
+        own = sum(view.outlook.sequences for view in decoding)
+        told = sum(max(view.outlook.sequences, view.counters.running) for view in decoding)
+        return told / own if own else 1.0
 
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
         self.book_decode(demand, admitted, now_s)

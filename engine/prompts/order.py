@@ -24,6 +24,8 @@ from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 
 RECENT_S = 10.0
 AGED_SHARE = 0.1
+AGED_RECENT_S = 2.0
+"""Over so long: a prompt of a tier within its share waits for a tenth of it at most."""
 AGED_S = 2.0
 AGED_BY_OWN = 10.0
 """A prompt has aged when it waited for AGED_S, and for so many times what it takes itself."""
@@ -43,7 +45,7 @@ class Order(Generic[P]):
     _by_priority: list[QosTier] = field(init=False)
     _aging: Sorted[P] = field(default_factory=Sorted)
     _spent_s: Decaying = field(default_factory=lambda: Decaying(span_s=RECENT_S))
-    _spent_aged_s: Decaying = field(default_factory=lambda: Decaying(span_s=RECENT_S))
+    _spent_aged_s: Decaying = field(default_factory=lambda: Decaying(span_s=AGED_RECENT_S))
     _chosen_as_aged: set[int] = field(default_factory=set)  # arrivals
     _arrivals: int = 0
 
@@ -96,7 +98,7 @@ class Order(Generic[P]):
                     yield prompt
 
     def _aged(self, now_s: float) -> Iterator[P]:
-        left_s = AGED_SHARE * RECENT_S - self._spent_aged_s.at(_AGED, now_s)
+        left_s = AGED_SHARE * AGED_RECENT_S - self._spent_aged_s.at(_AGED, now_s)
         for aged_s, _, prompt in self._aging.entries:
             if aged_s > now_s or left_s <= 0:
                 return

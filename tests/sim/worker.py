@@ -41,7 +41,7 @@ from tests.sim.pool_side import PoolSide
 from tests.sim.simulation import LEASE_S
 
 MAX_RUNNING = 8
-TIMES = LinearTimes(prefill_token_s=0.005)
+TIMES = LinearTimes(prefill_token_s=0.005, decode_knots=((1, 0.01), (8, 0.08)))
 CANARY_EVERY = 2
 
 Slab = tuple[int, Piece | None, Content]

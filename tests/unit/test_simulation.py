@@ -374,10 +374,13 @@ def overloaded(*settings: str) -> Report:
     return run(requests, *fleet, *told, profile, *settings).report
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("rounding", ["null", "1s"])
-def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) -> None:
+@pytest.mark.parametrize(
+    ("routers", "rounding", "share"),
+    [(1, "null", 0.5), (1, "1s", 0.5), (1, "null", 1.0), (1, "1s", 1.0), (3, "1s", 1.0)],
+)
+def test_who_comes_back_when_told_to_is_admitted(routers: int, rounding: str, share: float) -> None:
     found = overloaded(
+        f"router.replicas={routers}",
         "simulation.retries=1",
         f"simulation.retrying_share={share}",
         f"simulation.retry_rounding={rounding}",
@@ -407,11 +410,11 @@ def test_routers_that_move_requests_from_the_same_workers_lose_none() -> None:
         "router.placement={policy: random, move_hot_spots: true}",
         "router.admission.policy=none",
         "workers.1.replicas=3",
-        "simulation.pools=[{}, {blocks: 60}]",
+        "simulation.pools=[{}, {blocks: 40}]",
     )
     config = load_config(None, map(Override.parse, settings))
     simulation = ClusterSimulation(config, trace(300, every_s=0.05), Scale())
     outcomes = simulation.run().outcomes
     assert all(done([*outcomes]))
     moved = [router.core.moving.moved for router in simulation.routers]
-    assert min(moved) > 0, moved
+    assert sum(one > 0 for one in moved) >= 2, moved
