@@ -97,7 +97,7 @@ def done(outcomes: list[Outcome]) -> list[bool]:
         ("engine.eviction=reuse", "simulation.blocks=60", "simulation.retries=1000"),
         ("simulation.max_tokens=500",),
         ("router.dispatch=shared_queue",),
-        ("router.dispatch=shared_queue", "transfer.handoff=pull", "simulation.routers=2"),
+        ("router.dispatch=shared_queue", "transfer.handoff=pull", "router.replicas=2"),
         ("router.dispatch=shared_queue", "router.placement.policy=round_robin"),
         ("simulation.fabric.bandwidth=1GB",),
     ],
