@@ -28,7 +28,7 @@ class Demand:
     promised: Promised = NOTHING_PROMISED
     line: Promised = NOTHING_PROMISED
 
-    @property
+    @cached_property
     def priority(self) -> int:
         """A lower one goes first."""
         return self.tier.priority
@@ -37,6 +37,11 @@ class Demand:
     def prompt_tokens(self) -> int:
         """To be computed, with those that earlier attempts emitted."""
         return self.spec.context_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """It may have more than its first token."""
+        return self.spec.sampling.max_tokens - len(self.spec.emitted_ids) > 1
 
     @cached_property
     def choices(self) -> int:

@@ -9,19 +9,12 @@ from dataclasses import replace
 import pytest
 
 from engine.latency_fit import LinearTimes
+from engine.prompts.decaying import Decaying
+from engine.prompts.order import AGED_BY_OWN, AGED_RECENT_S, AGED_S, AGED_SHARE, RECENT_S, Order
 from engine.step import StepWanted
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
 from kvrelay.qos import QosTier, QosTiers
-from prefill_worker.decaying import Decaying
-from prefill_worker.order import (
-    AGED_BY_OWN,
-    AGED_RECENT_S,
-    AGED_S,
-    AGED_SHARE,
-    RECENT_S,
-    Order,
-)
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import GEMMA
 from tests.unit.worker_kit import D, done, hello, key, prefill_of, spec, the_step
