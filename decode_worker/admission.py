@@ -58,7 +58,7 @@ class Admission:
     @property
     def sequences(self) -> int:
         """All that are `held`."""
-        checked = sum(spec.sampling.n for spec in self.canary.specs)
+        checked = sum([spec.sampling.n for spec in self.canary.specs])
         return self.batch.roster.choices + checked + self.receiver.reserved_choices
 
     def _here(self) -> Iterator[Sequence]:

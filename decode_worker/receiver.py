@@ -69,18 +69,6 @@ class Receiver:
     def reserved_choices(self) -> int:
         return self._reservations.choices
 
-    @property
-    def transfers(self) -> int:
-        return self.pieces.transfers
-
-    @property
-    def transfer_bytes(self) -> int:
-        return self.pieces.transfer_bytes
-
-    @property
-    def transfer_s(self) -> float:
-        return self.pieces.transfer_s
-
     def try_reserve(self, message: Reserve, now_s: float) -> Reservation | None:
         """None and nothing changed when there are no blocks for the prompt."""
         return self._reservations.try_add(message, now_s)

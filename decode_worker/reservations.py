@@ -54,7 +54,7 @@ class Reservations:
 
     @property
     def choices(self) -> int:
-        return sum(r.message.spec.sampling.n for r in self if not r.cancelled)
+        return sum([r.message.spec.sampling.n for r in self if not r.cancelled])
 
     def try_add(self, message: Reserve, now_s: float) -> Reservation | None:
         """None and nothing changed when there are no blocks for the prompt."""

@@ -50,7 +50,7 @@ class Roster:
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(sequence.needed for sequence in self.awaiting_prefill)
+        return sum([sequence.needed for sequence in self.awaiting_prefill])
 
     @property
     def is_empty(self) -> bool:

@@ -143,9 +143,7 @@ class HashChain:
         for first in range(0, limit // size, _WALK_BLOCKS):
             until = min(first + _WALK_BLOCKS, limit // size)
             data = token_bytes(token_ids[first * size : until * size])
-            for name in block_hashes(parent, data, size, self.salt):
-                parent = name
-                yield name
+            parent = yield from block_hashes(parent, data, size, self.salt)
 
     def copy(self) -> HashChain:
         return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))

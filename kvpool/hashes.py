@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType, Protocol
@@ -72,14 +72,17 @@ def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSa
 
 def block_hashes(
     parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
-) -> Iterator[BlockHash]:
-    """Of full blocks one after another, from their `token_bytes`; each made when asked for."""
-    keyed, above, step = _keyed(salt), parent or _NO_PARENT, block_size * TOKEN_BYTES
+) -> Generator[BlockHash, None, BlockHash]:
+    """Of full blocks one after another, from their `token_bytes`; each made when asked for. Returns
+    the last."""
+    keyed, step = _keyed(salt), block_size * TOKEN_BYTES
+    above = parent or BlockHash(_NO_PARENT)
     for at in range(0, len(tokens), step):
         digest = keyed.copy()
         digest.update(above + tokens[at : at + step])
         above = BlockHash(digest.digest())
         yield above
+    return above
 
 
 @lru_cache(maxsize=1024)

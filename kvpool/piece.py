@@ -48,7 +48,7 @@ class PieceBlocks:
 
     @property
     def blocks(self) -> int:
-        return sum(count for _, count in self.runs)
+        return sum([count for _, count in self.runs])
 
 
 @lru_cache(maxsize=64)

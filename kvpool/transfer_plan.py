@@ -67,7 +67,7 @@ class Write:
 
     @property
     def nbytes(self) -> int:
-        return sum(section.nbytes for section in self.sections)
+        return sum([section.nbytes for section in self.sections])
 
     @property
     def last_layer(self) -> int:

@@ -37,7 +37,7 @@ class PromptQueue:
 
     @property
     def tokens(self) -> int:
-        return sum(job.remaining for job in self.awaiting_prefill.values())
+        return sum([job.remaining for job in self.awaiting_prefill.values()])
 
     def add(self, job: Job, now_s: float) -> None:
         self.awaiting_prefill[job.key] = job

@@ -144,8 +144,8 @@ class Sender:
     def layer_marks(self, end: int) -> set[int]:
         """Layers after which pieces of the step that computes up to `end` can leave early."""
         final = max(layer for group in self.layout.groups for layer in group.layers)
-        running = (p for p in self._pieces if self._computed < p.end <= end)
-        return {piece.last_layer for piece in running} - {final}
+        computed = self._computed
+        return {p.last_layer for p in self._pieces if computed < p.end <= end} - {final}
 
     def layers_written(self, end: int, layer: int, tables: Tables) -> Moves:
         """The step on the device, up to token `end`, has written all layers up to this one."""

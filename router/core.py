@@ -383,7 +383,7 @@ class RouterCore:
         return [Fail(request_id=request.request_id, reason=reason, message=message)]
 
     def _worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
-        view = self.workers.pop(incarnation, None)
+        view = self.workers.leave(incarnation)
         self.directory.lost(incarnation)
         if view is None:
             return []

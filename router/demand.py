@@ -28,7 +28,7 @@ class Demand:
     promised: Promised = NOTHING_PROMISED
     line: Promised = NOTHING_PROMISED
 
-    @property
+    @cached_property
     def priority(self) -> int:
         """A lower one goes first."""
         return self.tier.priority

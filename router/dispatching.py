@@ -24,7 +24,7 @@ from router.placement import Pair
 from router.request import Request
 from router.shared_queue import Queued, SharedQueue
 from router.view import WorkerView
-from router.workers import Workers, fits
+from router.workers import Workers, fitting
 
 LOOKED_AT = 8
 """Of the queue, in its order."""
@@ -103,7 +103,7 @@ class Dispatching:
 
     def _fitting(self, demand: Demand) -> list[WorkerView]:
         workers = self.deciding.workers.values()
-        return [one for one in workers if one.prefills and not one.draining and fits(demand, one)]
+        return fitting((one for one in workers if one.prefills), demand)
 
     # --- giving ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ prefixes that are asked for at several workers end up at all of them, and in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.block_names import BlockNames
@@ -61,6 +61,16 @@ class HeldPrefixes:
         if self.directory.pool_nodes:
             own = max(own, self._near(worker))
         return own * worker.hello.block_size
+
+    def tokens_each(self, workers: Sequence[WorkerView]) -> list[int]:
+        """# worker |-> `tokens`"""
+        if self.directory.pool_nodes:
+            return [self.tokens(worker) for worker in workers]
+        found = self._found
+        for worker in workers:
+            if worker.naming not in found:
+                self.blocks(worker)
+        return [found[w.naming].get(w.incarnation, 0) * w.hello.block_size for w in workers]
 
     def source(self, workers: Workers, prefill: WorkerView) -> PrefixSource | None:
         """The worker, or pool node of another host, with most of the prompt: of several a worker,

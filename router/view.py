@@ -119,8 +119,8 @@ class WorkerView:
     @property
     def decode_load(self) -> float:
         """Share of the batch that is taken."""
-        sequences = max(self.outlook.sequences, self.counters.running)
-        return sequences / self.hello.max_running_requests
+        sequences, running = self.outlook.sequences, self.counters.running
+        return (sequences if sequences > running else running) / self.hello.max_running_requests
 
     @property
     def prefill_load(self) -> int:

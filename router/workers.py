@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
@@ -23,6 +23,25 @@ _ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 class Workers(dict[Incarnation, WorkerView]):
     """Those connected. A place stays taken until the worker says that it is free."""
+
+    def __init__(self, views: Mapping[Incarnation, WorkerView] | None = None) -> None:
+        super().__init__(views or {})
+        self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
+
+    def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
+        super().__setitem__(worker, view)
+        self._of_role.clear()
+
+    def leave(self, worker: Incarnation) -> WorkerView | None:
+        """None where it isn't here."""
+        self._of_role.clear()
+        return self.pop(worker, None)
+
+    def of_role(self, role: Role) -> tuple[WorkerView, ...]:
+        """In the order in which they joined."""
+        if role not in self._of_role:
+            self._of_role[role] = tuple(v for v in self.values() if v.hello.role is role)
+        return self._of_role[role]
 
     @property
     def longest_tokens(self) -> int:
@@ -79,8 +98,7 @@ class Workers(dict[Incarnation, WorkerView]):
         forecast: Forecast,
     ) -> Choice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
-        fitting = [view for view in self.values() if not view.draining and fits(demand, view)]
-        prefills, decodes, both = (_having(role, fitting) for role in _ROLES)
+        prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
         return Choice(
             prefills=prefills,
             decodes=[view for view in decodes if view.incarnation not in tried],
@@ -95,9 +113,8 @@ class Workers(dict[Incarnation, WorkerView]):
         """Spread evenly over those of each role, with what other routers have promised: as much
         more as they have sequences."""
         promised = promised.times(self._all_by_own())
-        roles = [view.hello.role for view in self.values()]
-        prefills = sum(role is not Role.DECODE for role in roles)
-        decodes = sum(role is not Role.PREFILL for role in roles)
+        prefills, decodes, both = (len(self.of_role(role)) for role in _ROLES)
+        prefills, decodes = prefills + both, decodes + both
         return Promised(
             prefill_s=promised.prefill_s / max(1, prefills),
             sequences=promised.sequences / max(1, decodes),
@@ -158,11 +175,13 @@ class Workers(dict[Incarnation, WorkerView]):
                 self[leg].forget(key, now_s)
 
 
-def _having(role: Role, views: Iterable[WorkerView]) -> list[WorkerView]:
-    return [view for view in views if view.hello.role is role]
-
-
-def fits(demand: Demand, worker: WorkerView) -> bool:
-    """Whether the worker could serve it when idle."""
-    wide = demand.choices <= worker.hello.max_running_requests
-    return wide and demand.longest_tokens <= worker.hello.max_model_len
+def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
+    """Those that could serve it when idle, and take requests."""
+    choices, tokens = demand.choices, demand.longest_tokens
+    return [
+        view
+        for view in views
+        if tokens <= view.hello.max_model_len
+        and choices <= view.hello.max_running_requests
+        and not view.draining
+    ]

@@ -22,6 +22,7 @@ from router.placing.policy import Choice, paired
 from router.reserve import has_place
 from router.view import WorkerView
 
+_IDLE = (0.0, 0.0)
 LOOKED_AT = 4
 """Workers of each role."""
 LOOKED_AT_CLOSELY = 12
@@ -174,17 +175,20 @@ def _steps(demand: Demand, batch: BatchThen, worker: WorkerView) -> Steps:
 
 def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerView]:
     """By the queue, and the tokens that the worker lacks; pulling comes in the closer look."""
-    if len(choice.prefills) <= LOOKED_AT_CLOSELY:
-        return choice.prefills
-
-    def first_s(worker: WorkerView) -> float:
-        left = demand.prompt_tokens - demand.held.tokens(worker)
-        queued_s = worker.queue.wait_s(demand.priority, now_s)
-        return queued_s + left * worker.speed.prompt_token_s
-
-    return sorted(choice.prefills, key=first_s)[:LOOKED_AT_CLOSELY]
+    workers = choice.prefills
+    if len(workers) <= LOOKED_AT_CLOSELY:
+        return workers
+    prompt_tokens, priority = demand.prompt_tokens, demand.priority
+    held = demand.held.tokens_each(workers)
+    first_s = [
+        worker.queue.wait_s(priority, now_s)
+        + (prompt_tokens - tokens) * worker.speed.prompt_token_s
+        for worker, tokens in zip(workers, held, strict=True)
+    ]
+    order = sorted(range(len(workers)), key=first_s.__getitem__)
+    return [workers[at] for at in order[:LOOKED_AT_CLOSELY]]
 
 
 def _step_s(worker: WorkerView) -> tuple[float, float]:
     load = worker.decode_load
-    return load * worker.speed.full_step_s, load
+    return (load * worker.speed.full_step_s, load) if load else _IDLE

@@ -229,7 +229,7 @@ def test_a_tier_gets_its_share_back_from_what_another_router_lent(
 def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: Hosts) -> None:
     """Memory for 640 tokens, and a request of 500 from each; the other worker opens when both
     run."""
-    moves = Policies(admission="none", move_hot_spots=True)
+    moves = Policies(admission="none", move_hot_spots=True, local_prefill=False)
     small = worker_settings("small", Role.DECODE, llama, kv_memory_bytes=kv_bytes(llama, 640))
     workers = [
         (hosts[0], worker_settings("prefill", Role.PREFILL, llama)),

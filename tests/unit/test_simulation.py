@@ -97,7 +97,7 @@ def done(outcomes: list[Outcome]) -> list[bool]:
         ("engine.eviction=reuse", "simulation.blocks=60", "simulation.retries=1000"),
         ("simulation.max_tokens=500",),
         ("router.dispatch=shared_queue",),
-        ("router.dispatch=shared_queue", "transfer.handoff=pull", "simulation.routers=2"),
+        ("router.dispatch=shared_queue", "transfer.handoff=pull", "router.replicas=2"),
         ("router.dispatch=shared_queue", "router.placement.policy=round_robin"),
         ("simulation.fabric.bandwidth=1GB",),
     ],
@@ -252,7 +252,8 @@ def test_pools_tell_how_busy_they_were_and_what_that_cost(tmp_path: Path) -> Non
     priced = LINEAR | {"price_per_hour": 3.6, "power_w": {"idle": 100.0, "peak": 500.0}}
     profile = tmp_path / "priced.yaml"
     profile.write_text(yaml.safe_dump(priced))
-    report = run(trace(50), f"simulation.profile={profile}").report
+    settings = f"simulation.profile={profile}", "router.placement.local_prefill=off"
+    report = run(trace(50), *settings).report
     prefill, decode = report.pools
     assert (prefill.role, prefill.workers, decode.role) == ("prefill", 2, "decode")
     assert 0 < prefill.utilisation < 1 and decode.prefill_busy_s == 0
