@@ -12,9 +12,9 @@ from kvrelay.context import Context
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
-what they have emitted."""
+what they have emitted. 4: pieces of a handoff are cut at multiples of 16 tokens."""
 
 
 class Role(StrEnum):
