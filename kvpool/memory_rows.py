@@ -7,7 +7,7 @@ numpy, which moves a row at a time: twice as fast as PyTorch's indexing, an elem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -126,3 +126,34 @@ def _rows(
     pool = pool_rows(memory, row_bytes)
     assert not index.size or index.max() < len(pool), (index.max(), len(pool))
     return Rows(pool=pool, index=index)
+
+
+class BlockRows:
+    """Whole blocks of every group, in their canonical order, over the rows of `memory`."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        starts, steps, groups = [*zip(*_plane_blocks(memory.map), strict=True)]
+        row_bytes = gcd(*starts, *steps)
+        counts = [step // row_bytes for step in steps]
+        self._pool = pool_rows(memory, row_bytes)
+        self._first = np.concatenate(
+            [start // row_bytes + np.arange(n) for start, n in zip(starts, counts, strict=True)]
+        )
+        self._step = np.repeat(counts, counts)
+        self._group = np.repeat(groups, counts)
+
+    def of(self, blocks: Sequence[Sequence[int]]) -> Rows:
+        """`blocks[i][g]` is the `i`-th block's place in group `g`."""
+        ids = np.array(blocks, dtype=np.int64)
+        assert ids.size == 0 or ids.min() >= 0, "a block that isn't held"
+        return Rows(pool=self._pool, index=self._first + self._step * ids[:, self._group])
+
+
+def _plane_blocks(pool: PoolMap) -> Iterator[tuple[int, int, int]]:
+    """(where block 0 begins, bytes of a block, group) of each layer's planes"""
+    for index, group in enumerate(pool.layout.groups):
+        for layer in range(len(group.layers)):
+            for number, plane in enumerate(group.planes):
+                token_bytes = plane.elements * pool.layout.element_bytes
+                start = pool.row_offset(index, number, layer, 0)
+                yield start, token_bytes * pool.layout.block_size, index
