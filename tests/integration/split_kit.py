@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,12 +16,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+from pydantic import TypeAdapter
 
 from cluster.router import RouterProcess
 from cluster.settings import RouterSettings, WorkerSettings
 from kvrelay.types import Role
 
 PATIENCE_S = 60.0
+_SETTINGS = TypeAdapter(WorkerSettings)
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -89,7 +89,7 @@ class WorkerHost:
         return self.process.pid
 
     def start(self, settings: WorkerSettings) -> str:
-        answer = self._ask({"start": b64encode(pickle.dumps(settings)).decode()})
+        answer = self._ask({"start": _SETTINGS.dump_python(settings, mode="json")})
         assert "address" in answer, answer
         return answer["address"]
 

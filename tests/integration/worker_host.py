@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 import sys
-from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
@@ -22,6 +22,8 @@ from kvpool.cached_block import Place
 from kvpool.layout import NO_BLOCK, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_host import HostBlocks
+
+SETTINGS = TypeAdapter(WorkerSettings)
 
 
 async def main() -> None:
@@ -39,9 +41,7 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
     if "damage" in command:
         damage(workers[command["damage"]], command["pieces"])
         return {"damaged": command["damage"]}
-    settings = pickle.loads(b64decode(command["start"]))
-    assert isinstance(settings, WorkerSettings)
-    worker = WorkerProcess(settings)
+    worker = WorkerProcess(SETTINGS.validate_python(command["start"]))
     try:
         address = await worker.start()
     except Exception as error:
