@@ -57,10 +57,11 @@ class Sequence:
 
     @property
     def needed(self) -> int:
-        return self._end - self.computed
+        return self.end - self.computed
 
     @property
-    def _end(self) -> int:
+    def end(self) -> int:
+        """What is to be run next ends here."""
         return self.length if self.sketch is None else self.spec.context_tokens
 
     def part(self, choice: int, token_id: int) -> Sequence:
@@ -76,6 +77,14 @@ class Sequence:
             joined=self.joined,
         )
 
+    def begins_like_another(self, tokens: int) -> None:
+        """So many more of its first tokens need not be computed."""
+        self.computed += tokens
+        if not self.joined:
+            self.cached += tokens
+            if self.origin is PrefixOrigin.COMPUTED:
+                self.origin = PrefixOrigin.DEVICE
+
     def __getitem__(self, positions: slice) -> tuple[int, ...]:
         """Token ids at `[start, stop)`, of the prompt and emitted ones."""
         prompt = self.spec.prompt_ids
@@ -88,7 +97,7 @@ class Sequence:
     def reusable(self) -> abc.Sequence[BlockHash]:
         """What may be found in the cache: at least the last token is run, for its logits."""
         self.names.extend(self, self.length)
-        return self.names.full(self._end - 1)
+        return self.names.full(self.end - 1)
 
     @property
     def filled(self) -> abc.Sequence[BlockHash]:
@@ -103,7 +112,7 @@ class Sequence:
     @property
     def whole_tokens(self) -> int:
         """What is being computed as one prompt: after a preemption the emitted tokens too."""
-        return self._end if self.needed > 1 else self.spec.context_tokens
+        return self.end if self.needed > 1 else self.spec.context_tokens
 
     def samples(self, *, whole: bool = False) -> tuple[SampleRequest, ...]:
         """What to draw once all tokens are run; with the `whole` history, or where it matters. What
