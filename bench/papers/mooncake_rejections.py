@@ -138,7 +138,10 @@ def _cluster(policy: str, setting: Setting) -> Config:
         {"role": "decode", "replicas": setting.decode},
     ]
     cluster["scheduler"] = {"prefill_chunk_tokens": 8192, "max_running_requests": PLACES}
-    cluster["router"] = {"admission": {"policy": "none" if policy == "baseline" else policy}}
+    cluster["router"] = {
+        "placement": {"policy": "kv_aware", "local_prefill": "off"},
+        "admission": {"policy": "none" if policy == "baseline" else policy},
+    }
     simulation["pools"] = [{}, {"blocks": DECODE_BLOCKS}]
     simulation["slo"] = {"ttft": f"{setting.ttft_s}s", "tpot": f"{setting.tpot_s}s"}
     return Config.model_validate(cluster, strict=False)
