@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from math import frexp
 
-_KEPT = 512
+_KEPT = 256
 _FEWEST = 20
 """Of fewer requests nothing is known."""
 _NEW_SHARE = 0.05

@@ -209,9 +209,9 @@ def test_where_little_is_known_lately_what_is_near_counts_too() -> None:
         margin.observe(1.0, 1.5, undisturbed=False)
         margin.observe(8.0, 8.8, undisturbed=False)
     assert margin.apply(32.0) == pytest.approx(32 * 1.1)
-    for _ in range(512):
+    for _ in range(256):
         margin.observe(1.0, 1.5, undisturbed=False)
-    assert margin.apply(8.0) == pytest.approx(8 * 1.5), "nobody dared it for long"
+    assert margin.apply(8.0) == pytest.approx(8 * 1.5, rel=1e-3), "nobody dared it for long"
 
 
 def test_the_margin_covers_the_asked_share_of_requests() -> None:
@@ -221,7 +221,7 @@ def test_the_margin_covers_the_asked_share_of_requests() -> None:
         margin.observe(1.0, 1.0 + i / 100, undisturbed=False)
     assert margin.apply(2.0) == pytest.approx(3.8, abs=0.04)
     assert margin.growth(2.0) == pytest.approx(1.9, abs=0.02)
-    for _ in range(512):
+    for _ in range(256):
         margin.observe(1.0, 1.1, undisturbed=False)
     assert margin.apply(1.0) == pytest.approx(1.1)
 
