@@ -67,8 +67,8 @@ REFUSED = {
     "different ports for http_port and grpc_port: HTTP on 8002 to 8004, gRPC on 8000 to 8002 share "
     "8002",
     "router={replicas: 2, dispatch: shared_queue}": "router: got a mapping, expected one router "
-    "with dispatch: shared_queue: each would have a queue of its own, which the others know nothing "
-    "of",
+    "with dispatch: shared_queue: each would have a queue of its own, which the others know "
+    "nothing of",
     "router={grpc_port: 65534, replicas: 3}": "router: got a mapping, expected ports up to 65535: "
     "HTTP on 8000 to 8002, gRPC on 65534 to 65536 are beyond",
     "router.http_port=65536": "router.http_port: got 65536, expected less than or equal to 65535",
