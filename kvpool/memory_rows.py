@@ -13,7 +13,7 @@ from math import gcd
 import torch
 
 from kvpool.memory_views import PlaneViews, row_index
-from kvpool.transfer_plan import Section, Side
+from kvpool.write import Section, Side
 
 _WORDS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _LONG_RUN_BYTES = 4 << 20

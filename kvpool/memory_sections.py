@@ -13,7 +13,7 @@ from kvpool.memory import KvMemory
 from kvpool.memory_codec import gather_changed, scatter_changed
 from kvpool.memory_rows import plane_rows
 from kvpool.memory_views import End, PlaneViews, plane_views, row_index
-from kvpool.transfer_plan import Section, Side, Write
+from kvpool.write import Section, Side, Write
 
 
 def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:

@@ -13,9 +13,10 @@ from dataclasses import InitVar, dataclass, field
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted
 from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
+from kvpool.holder import Holder
 from kvpool.openings import Openings
 from kvpool.restores import Restored
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.messages import Abort, Lifetime, Prefill, WorkerEvent
 from prefill_worker import handoffs
 from prefill_worker.handoffs import Handoffs

@@ -19,7 +19,7 @@ from kvpool.memory_collate import read_slab
 from kvpool.memory_direct import fetch
 from kvpool.piece import Piece
 from kvpool.pool_map import KvFacts
-from kvpool.transfer_plan import Side
+from kvpool.write import Side
 
 
 class Receiver(End):
