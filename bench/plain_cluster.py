@@ -120,6 +120,8 @@ def pool_node(name: str) -> Iterator[None]:
         yield
 
 
+HANDED_OVER = ("router.placement.local_prefill=off",)
+"""Router settings of what measures handoffs."""
 _ROUTER = ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
 
 

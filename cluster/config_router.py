@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from cluster.config_types import Count, Port, Quantity, Section
+from cluster.config_types import AutoOrOff, Count, Port, Quantity, Section
 from cluster.quantities import Bytes
 
 MOST_PORT = 65535
@@ -19,6 +19,9 @@ class Placement(Section):
     """kv_aware: prefill worker, decode worker and prefix source together, by predicted completion;
     local_cache: the prefill worker that is done first with what it has cached itself; least_loaded:
     the shortest queue and the emptiest batch; round_robin: in turn; random."""
+    local_prefill: AutoOrOff = "auto"
+    """auto: with kv_aware, a decode worker computes a prompt itself where that is predicted to be
+    done sooner, and all who decode there keep their objectives; off: prefill workers do."""
     move_hot_spots: bool = False
     """Long requests leave a decode worker before its memory or its time for a step runs out, while
     another one has room."""
@@ -55,6 +58,9 @@ class Router(Section):
     record_size: Bytes = 2**30
     """The most that is recorded in one."""
     placement: Placement = Placement()
+    dispatch: Literal["direct", "shared_queue"] = "direct"
+    """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;
+    shared_queue: it waits at the router, for the next prefill worker that is about to be free."""
     admission: Admission = Admission()
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each router."""

@@ -158,6 +158,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         trace_dir=config.observability.trace_dir,
         qos=qos_tiers(config.qos),
         tenant_weights=tuple(config.qos.tenant_weights.items()),
+        mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
     )
 
 
@@ -189,6 +190,8 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
             admission=config.router.admission.policy,
             queue_limit=config.router.admission.queue_limit,
             move_hot_spots=config.router.placement.move_hot_spots,
+            local_prefill=config.router.placement.local_prefill == "auto",
+            shared_queue=config.router.dispatch == "shared_queue",
         ),
         qos=router_tiers(config.qos),
         tier_match=tier_match(config.qos),

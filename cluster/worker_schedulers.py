@@ -53,7 +53,7 @@ def decode_scheduler(
     longrope = engine.model.longrope
     batch = Batch(
         openings=openings,
-        chunk_tokens=settings.prefill_chunk_tokens,
+        chunk_tokens=settings.own_chunk_tokens,
         standing=standing(settings),
         times=times,
         rope_border_tokens=longrope.border_tokens if longrope is not None else None,

@@ -140,15 +140,28 @@ class Packing:
         take = self._chunk(sequence)
         if take:
             self.roster.run(sequence)
+            self._begin_like_another(sequence)
+            take = min(take, sequence.needed)
             self._take_chunk(sequence, take)
             self.chosen.append((sequence, take))
+
+    def _begin_like_another(self, sequence: Sequence) -> None:
+        """Behind the whole blocks that it shares with another, the tokens that still agree are
+        copied; at least the last one is run, for its logits."""
+        tokens, pairs = self.roster.tables.begin_like_another(
+            sequence.holder, sequence.names, sequence, end=sequence.length - 1
+        )
+        if tokens:
+            sequence.begins_like_another(tokens)
+            self.copies.append(pairs)
 
     def _try_resume(self, sequence: Sequence) -> bool:
         """Blocks for all of it; one that was preempted finds again what is still cached."""
         tables = self.roster.tables
+        ahead_tokens = self.budget + tables.layout.block_size - 1  # what is copied comes before
         if sequence.holder not in tables:
-            return self.roster.try_open(sequence, sequence.length, self.budget, self.now_s)
-        end = min(sequence.length, sequence.computed + self.budget)
+            return self.roster.try_open(sequence, sequence.length, ahead_tokens, self.now_s)
+        end = min(sequence.length, sequence.computed + ahead_tokens)
         return tables.try_grow(
             sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
         )

@@ -114,7 +114,7 @@ class Receiver:
         reservation = self._reservations.get(commit.key)
         if reservation is None:  # it may be the first that is heard of it
             return [cancel_at(peer, commit.key, "no such reservation")]
-        if self.leases.renew(commit.key, now_s):
+        if self.leases.renew(commit.key, now_s) and reservation.is_from(peer):
             reservation.commit = commit
             if self.mode is not HandoffMode.POOL:
                 self._room.want(reservation)
@@ -150,7 +150,7 @@ class Receiver:
     def expire(self, now_s: float) -> tuple[list[Command], list[Failure]]:
         """Ends what nobody renewed: reservations fail, silent writers' slabs are retired."""
         replaced, keys = self._lending.expire(now_s)
-        silent = dict.fromkeys((*self.leases.expire(now_s), *keys))
+        silent = dict.fromkeys((*self._reservations.expire(now_s), *keys))
         commands: list[Command] = [*replaced]
         failures = []
         for key in silent:
@@ -165,7 +165,7 @@ class Receiver:
         self.pools.lost(peer)
         failures = []
         for reservation in self._reservations:
-            if reservation.message.source == peer and not reservation.cancelled:
+            if reservation.source == peer and not reservation.cancelled:
                 failures.append(Failure(reservation.key, "peer_lost", reason))
                 self.pieces.end(reservation)
         return [*self._lending.peer_lost(peer)], failures

@@ -182,7 +182,7 @@ class DecodeScheduler:
             ids = tuple(one.token_id for one in sampled)
             self.batch.split(sequence, ids, finished | sequence.stopped, now_s)
         elif finished:
-            self.batch.roster.drop(sequence)
+            self.batch.end(sequence)
         else:
             sequence.emitted.append(sampled[0].token_id)
         return [*tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
@@ -196,7 +196,7 @@ class DecodeScheduler:
         sequence.emitted += tokens.token_ids[:-1]
         self.batch.advance(sequence, len(drawn))
         if tokens.finish_reason is not None:
-            self.batch.roster.drop(sequence)
+            self.batch.end(sequence)
             return [tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
         sequence.emitted.append(tokens.token_ids[-1])
         return [tokens]

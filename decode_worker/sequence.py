@@ -35,6 +35,7 @@ class Sequence:
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
+    copies: bool = False  # the step on the device copies the last of `computed` from another's
     joined: bool = False
     dropped: bool = False
     stopped: set[int] = field(default_factory=set)
@@ -50,6 +51,15 @@ class Sequence:
     @property
     def needed(self) -> int:
         return self.length - self.computed
+
+    def begins_like_another(self, tokens: int) -> None:
+        """The step that is put together copies the KV of so many more."""
+        self.copies = True
+        self.computed += tokens
+        if not self.joined:
+            self.cached += tokens
+            if self.origin is PrefixOrigin.COMPUTED:
+                self.origin = PrefixOrigin.DEVICE
 
     def part(self, choice: int, token_id: int) -> Sequence:
         """One choice of it, that goes on with `token_id`."""

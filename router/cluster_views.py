@@ -69,6 +69,12 @@ class ClusterViews:
     def moved_requests(self) -> int:
         return self.core.moving.moved
 
+    def local_prefills(self) -> int:
+        return self.core.dispatching.local_prefills
+
+    def queued_prompts(self) -> int:
+        return len(self.core.dispatching.queue or ())
+
     def promises(self) -> dict[str, int]:
         """# what became of a retry time |-> how often"""
         told = self.core.promises

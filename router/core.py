@@ -32,6 +32,7 @@ from router.admitting.policy import AdmissionPolicy, Admitted, Deferred
 from router.admitting.predictive import Predictive
 from router.deciding import Deciding
 from router.directory import Directory
+from router.dispatching import Dispatching, open_queue
 from router.events import (
     Aborted,
     Admit,
@@ -89,6 +90,7 @@ class RouterCore:
     placing: InitVar[PlacementPolicy] = PLACING
     admitting: InitVar[AdmissionPolicy] = ADMITTING
     move_hot_spots: InitVar[bool] = False
+    shared_queue: InitVar[bool] = False
     lengths: OutputLengths = field(default_factory=OutputLengths)
     promises: Promises = field(default_factory=Promises)
     forecast: Forecast = field(init=False)
@@ -96,6 +98,7 @@ class RouterCore:
     deciding: Deciding = field(init=False)
     refusing: Refusing = field(init=False)
     learning: Learning = field(init=False)
+    dispatching: Dispatching = field(init=False)
     moving: Moving = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -104,11 +107,16 @@ class RouterCore:
     quarantine: Quarantine = field(default_factory=Quarantine)
 
     def __post_init__(
-        self, placing: PlacementPolicy, admitting: AdmissionPolicy, move_hot_spots: bool
+        self,
+        placing: PlacementPolicy,
+        admitting: AdmissionPolicy,
+        move_hot_spots: bool,
+        shared_queue: bool,
     ) -> None:
         each = (1 + CONFIDENCE) / 2  # of two objectives
+        queue = open_queue(self.tiers, self.workers) if shared_queue else None
         self.forecast = Forecast(
-            self.workers, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
+            self.workers, queue, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
         )
         self.ladders = Ladders(self.tiers)
         self.refusing = Refusing(promises=self.promises)
@@ -129,10 +137,16 @@ class RouterCore:
             forecast=self.forecast,
             tiers=self.tiers,
         )
+        self.dispatching = Dispatching(deciding=self.deciding, queue=queue)
         self.moving = Moving(self.deciding, self.attempts, enabled=move_hot_spots)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        return [*self._handle(event, now_s), *self._ask_again(now_s), *self._climb(now_s)]
+        return [
+            *self._handle(event, now_s),
+            *self._ask_again(now_s),
+            *self.dispatching.give(now_s),
+            *self._climb(now_s),
+        ]
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
@@ -174,9 +188,7 @@ class RouterCore:
             case Deferred(refusal=refusal, patience_s=patience_s):
                 return self._wait(request, refusal, patience_s, now_s)
             case Admitted() as admitted:
-                request.place(admitted, now_s)
-                self.workers.book(demand, admitted, now_s)
-                return [orders.ask(request.spec, admitted.candidate, request.within_s(now_s))]
+                return self.dispatching.place(request, demand, admitted, now_s)
 
     def _refuse(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
         if request.admitted:
@@ -250,6 +262,7 @@ class RouterCore:
                 return self._place(request, refused_by_worker(reason), now_s)
             case Lifetime():
                 request.lived(event)
+                view.queue.lived(event)
                 return [*trust(self.quarantine, request, event)]
             case RequestFailed(reason=reason, message=message):
                 suspected = suspect(self.quarantine, request, event, now_s)
@@ -260,10 +273,7 @@ class RouterCore:
     def _reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         request.ledger.mark("reserved", now_s)
         self.waiting.leave(request.request_id)
-        admitted = request.placed
-        assert admitted is not None
-        within_s = request.within_s(now_s)
-        begin = orders.begin(request, admitted.candidate, held_tokens, within_s)
+        begin = self.dispatching.reserved(request, held_tokens, now_s)
         if request.admitted:
             return begin
         request.admitted = True
@@ -314,6 +324,7 @@ class RouterCore:
     def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]
         self.waiting.leave(request.request_id)
+        self.dispatching.forget(request)
 
     def _stopped(self, event: ChoiceStopped, now_s: float) -> list[Command]:
         request = self.requests.get(event.request_id)
@@ -347,10 +358,12 @@ class RouterCore:
         """The workers say Released once nothing is held; until then the places stay taken. Of a
         prompt that has not been sent yet a prefill worker says nothing."""
         self.workers.prefilled(request.key, request.legs, now_s)
+        self.dispatching.forget(request)
         return [send for send in orders.abort(request) if send.worker in self.workers]
 
     def _forget_legs(self, request: Request, now_s: float) -> None:
         self.workers.forget(request.key, request.legs, now_s)
+        self.dispatching.forget(request)
         request.placed = None
 
     def _leg_failed(
@@ -377,6 +390,7 @@ class RouterCore:
         self.quarantine.forget(incarnation)
         self.moving.lost(incarnation, now_s)
         affected = [one for one in self.requests.values() if incarnation in one.legs]
+        affected += self.dispatching.stranded(now_s) if view.prefills else []
         message = f"worker {view.hello.name} was lost"
         return [
             command
@@ -387,6 +401,8 @@ class RouterCore:
     def validate(self) -> None:
         """A request waits, or is with workers that are here."""
         assert all(name in self.requests for name in self.waiting)
+        if self.dispatching.queue is not None:
+            self.dispatching.queue.validate()
         for request in self.requests.values():
             assert all(leg in self.workers for leg in request.legs), f"{request.key} is nowhere"
             assert request.placement or request.request_id in self.waiting, f"{request.key}"

@@ -38,6 +38,11 @@ class Demand:
         """To be computed, with those that earlier attempts emitted."""
         return self.spec.context_tokens
 
+    @property
+    def decodes(self) -> bool:
+        """It may have more than its first token."""
+        return self.spec.sampling.max_tokens - len(self.spec.emitted_ids) > 1
+
     @cached_property
     def choices(self) -> int:
         return self.spec.sampling.n

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.admitting.policy import Admitted
+from router.candidate import PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import Expected
 from router.forecast.forecast import Forecast
@@ -109,7 +110,9 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def per_worker(self, promised: Promised) -> Promised:
-        """Spread evenly over those of each role."""
+        """Spread evenly over those of each role, with what other routers have promised: as much
+        more as they have sequences."""
+        promised = promised.times(self._all_by_own())
         prefills, decodes, both = (len(self.of_role(role)) for role in _ROLES)
         prefills, decodes = prefills + both, decodes + both
         return Promised(
@@ -118,7 +121,19 @@ class Workers(dict[Incarnation, WorkerView]):
             kv_tokens=promised.kv_tokens / max(1, decodes),
         )
 
+    def _all_by_own(self) -> float:
+        """Sequences of all routers by those of this one; 1 before it has any."""
+        decoding = [view for view in self.values() if view.hello.role is not Role.PREFILL]
+        own = sum(view.outlook.sequences for view in decoding)
+        told = sum(max(view.outlook.sequences, view.counters.running) for view in decoding)
+        return told / own if own else 1.0
+
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
+        self.book_decode(demand, admitted, now_s)
+        self.book_prefill(demand, admitted.candidate.prefiller, admitted.prediction.prompt, now_s)
+
+    @staticmethod
+    def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
         candidate, prediction = admitted.candidate, admitted.prediction
         key = demand.spec.key
         joins_s = now_s + prediction.decode.joins_in_s
@@ -128,15 +143,25 @@ class Workers(dict[Incarnation, WorkerView]):
             tokens=demand.mean_tokens,
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
+            gaps=max(1, demand.output_tokens - 1),
             tier=demand.tier.name,
         )
         candidate.decode.outlook.add(key, expected)
         candidate.decode.peaks.add(prediction.decode.step_s, now_s)
-        prompt = prediction.prompt
-        tokens = demand.prompt_tokens
-        seconds = prompt.pull_s + prompt.prefill_s
-        ahead = Ahead(seconds=seconds, tokens=tokens, priority=demand.priority)
-        candidate.prefiller.queue.add(key, ahead, now_s)
+        if prediction.prompt.pause_s:
+            candidate.decode.outlook.pauses.add(prediction.prompt.pause_s, now_s)
+
+    @staticmethod
+    def book_prefill(
+        demand: Demand, worker: WorkerView, prompt: PromptPrediction, now_s: float
+    ) -> None:
+        ahead = Ahead(
+            seconds=prompt.pull_s + prompt.prefill_s,
+            tokens=demand.prompt_tokens,
+            priority=demand.priority,
+            cached=demand.held.tokens(worker),
+        )
+        worker.queue.add(demand.spec.key, ahead, now_s)
 
     def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
         """Its prompt is ahead of no other request any more."""

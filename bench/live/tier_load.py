@@ -12,12 +12,12 @@ ALONE, TIERS, AS_PREMIUM, AS_FREE = "alone", "tiers", "all-premium", "all-free"
 PHASES = (ALONE, TIERS, AS_PREMIUM, AS_FREE)
 ALIKE = {AS_PREMIUM: PREMIUM, AS_FREE: FREE}
 """All are of one tier, which has the objectives of this one."""
-PREMIUM_FACTOR, FREE_FACTOR = 0.08, 4.0
-"""Of the capacity; premium's share is 0.10."""
+PREMIUM_FACTOR, FREE_FACTOR = 0.12, 4.0
+"""Of the capacity for free's requests."""
 WARM_S = 6.0
-SHORT = Mix()
-"""What premium always sends."""
-MIXES = {"prompts": SHORT, "outputs": Mix(prompt_tokens=(64, 256), output_tokens=(200, 400))}
+SHORT = Mix(prompt_tokens=(128, 512), output_tokens=(8, 48))
+"""What premium always sends: so often that it stays within its shares of prefill and places."""
+MIXES = {"prompts": Mix(), "outputs": Mix(prompt_tokens=(64, 256), output_tokens=(200, 400))}
 """Free's, whose bottleneck is prefill, or places to decode in."""
 
 

@@ -41,7 +41,7 @@ class Timeline:
             self.clock.after(self.every_s, self._look)
 
     def _now(self) -> Look:
-        loops = [worker.loop for worker in self.workers]
+        loops = [worker.loop for worker in self.workers if not worker.is_dead]
         queues = [queue for loop in loops if len(queue := loop.prefill.queue)]
         rosters = [loop.decode.batch.roster for loop in loops]
         busy = [roster for roster in rosters if not roster.is_empty]

@@ -13,9 +13,9 @@ from kvrelay.values import value
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
-what they have emitted."""
+what they have emitted. 4: reservations without a source."""
 
 
 class Role(StrEnum):

@@ -76,7 +76,8 @@ class _Look:
         ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
         if objective_s is None or ttft_s <= objective_s:
             return None
-        over_s = min((ttft_s - objective_s) / self.forecast.ttft.factor, prompt.queue_s)
+        growth = self.forecast.ttft.growth(prompt.first_token_s)
+        over_s = min((ttft_s - objective_s) / growth, prompt.queue_s)
         in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
         hopeless = alone_s > objective_s
         return Refusal(
@@ -88,21 +89,23 @@ class _Look:
         )
 
     def tpot(self) -> Refusal | None:
-        """Its own objective, and the strictest of those that decode there."""
+        """Its own objective, which its handoff counts to, and the strictest of those that decode
+        there. What yields one token has no pace."""
+        if not self.demand.decodes:
+            return None
         if is_own(self.demand, self.worker):
             return self._own_tpot()
-        bounds = (self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s)
-        bound_s = min((s for s in bounds if s is not None), default=None)
-        alone = not self.prediction.decode.batch.sequences
-        tpot_s = self.prediction.tpot_s if alone else self.prediction.tpot_at_most_s
-        if bound_s is None or tpot_s <= bound_s:
+        decode = self.prediction.decode
+        over = self._over(decode.batch, decode.step_s)
+        if over is None:
             return None
 
         def fits(batch: BatchThen) -> bool:
-            step_s = step_with(self.demand, batch, self.worker)
-            return (self.forecast.tpot.apply(step_s) if batch.sequences else step_s) <= bound_s
+            return self._over(batch, step_with(self.demand, batch, self.worker)) is None
 
-        hopeless = bound_s == self.demand.objectives.tpot_s and not fits(BatchThen(0, 0))
+        tpot_s, bound_s = over
+        own = bound_s == self.demand.objectives.tpot_s and not self.worker.queue
+        hopeless = own and not fits(BatchThen(0, 0))
         return Refusal(
             reason="tpot_unreachable",
             message=f"a token would take {tpot_s * 1e3:.1f} ms, "
@@ -110,6 +113,18 @@ class _Look:
             retry_after_s=None if hopeless else self._when(fits),
             hopeless=hopeless,
         )
+
+    def _over(self, batch: BatchThen, step_s: float) -> tuple[float, float] | None:
+        """What a token takes beside this batch, and the objective that is broken by that."""
+        paused_s = self.prediction.tpot_s - self.prediction.decode.step_s  # for each token
+        own_s, others_s = self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s
+        for bound_s, more_s in ((own_s, paused_s), (others_s, 0.0)):
+            tpot_s = step_s + more_s
+            if batch.sequences:
+                tpot_s = self.forecast.tpot.apply(tpot_s)
+            if bound_s is not None and tpot_s > bound_s:
+                return tpot_s, bound_s
+        return None
 
     def _own_tpot(self) -> Refusal | None:
         objective_s = self.demand.objectives.tpot_s

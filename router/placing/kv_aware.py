@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from router.candidate import Candidate
+from router.candidate import Candidate, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import step_with
 from router.placement import Against
+from router.placing.local_prefill import IDLEST, holders, hurts, local_cost_s, local_way
 from router.placing.policy import Choice, paired
 from router.reserve import has_place
 from router.view import WorkerView
@@ -40,36 +41,46 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvAware:
+    """`local_prefill`: decode workers may compute prompts themselves."""
+
+    local_prefill: bool = False
+
     def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
         prompts = self._prompts(demand, choice, now_s)
-        joins_in_s = prompts[0][0] if prompts else 0.0
+        joins_in_s = prompts[0][0].first_token_s if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
         ranked = [
-            (self._rank(demand, choice, way.prefill, decode, first_s, steps), way, decode)
-            for first_s, way in prompts
+            (self._rank(demand, choice, way.prefill, decode, prompt, steps, now_s), way, decode)
+            for prompt, way in prompts
             for steps, decode in decodes
         ]
         alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
         for steps, worker in alone:
             way = choice.sourced(demand, worker, None)
-            first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
-            rank = self._rank(demand, choice, None, worker, first_s, steps)
+            prompt = choice.forecast.prompt(demand, way, now_s)
+            rank = self._rank(demand, choice, None, worker, prompt, steps, now_s)
             ranked.append((rank, way, worker))
         ranked.sort(key=lambda one: one[0])
+        if self.local_prefill:
+            best = ranked[0][0] if ranked else None
+            ranked += self._locals(demand, choice, decodes, joins_in_s, best, now_s)
+            ranked.sort(key=lambda one: one[0])
         yield from (replace(way, decode=decode) for _, way, decode in ranked)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
         rest = (w for w in choice.decoders if w.incarnation not in looked_at)
         yield from paired(choice, rest, lambda: [w for _, way in prompts if (w := way.prefill)])
 
     @staticmethod
-    def _prompts(demand: Demand, choice: Choice, now_s: float) -> list[tuple[float, Candidate]]:
+    def _prompts(
+        demand: Demand, choice: Choice, now_s: float
+    ) -> list[tuple[PromptPrediction, Candidate]]:
         """The prefill workers that are done first, and when."""
         if not choice.decodes:
             return []
         anyone, forecast = choice.decodes[0], choice.forecast
         ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
-        timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
-        return sorted(timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))[:LOOKED_AT]
+        timed = ((forecast.prompt(demand, way, now_s), way) for way in ways)
+        return sorted(timed, key=_when_first)[:LOOKED_AT]
 
     @staticmethod
     def _decodes(
@@ -90,25 +101,59 @@ class KvAware:
         timed = ((_steps(demand, batch, w), w) for w, batch in batches)
         return sorted(timed, key=lambda one: (one[0].cost_s, one[1].decode_load))[:LOOKED_AT]
 
+    def _locals(
+        self,
+        demand: Demand,
+        choice: Choice,
+        decodes: Sequence[tuple[Steps, WorkerView]],
+        joins_in_s: float,
+        best: Rank | None,
+        now_s: float,
+    ) -> Iterator[tuple[Rank, Candidate, WorkerView]]:
+        """Decode workers that compute the prompt themselves, where that is better than the `best`
+        way without."""
+        near = decodes[:IDLEST]
+        more = [w for w in holders(demand, choice) if all(w is not one for _, one in near)]
+        if more:
+            near = [*near, *self._decodes(demand, more, choice, joins_in_s, now_s)]
+        for steps, worker in near:
+            local = local_way(demand, choice, worker, now_s)
+            if local is None:
+                continue
+            rank = self._rank(demand, choice, None, worker, local.prompt, steps, now_s)
+            alike, missed, done_s = rank
+            rank = (alike, missed, done_s + local_cost_s(local.prompt, worker))
+            if best is not None and rank >= best:
+                continue
+            if not hurts(choice, worker, local.prompt, steps.own_s, now_s):
+                yield rank, local.way, worker
+
     @staticmethod
     def _rank(
         demand: Demand,
         choice: Choice,
         prefill: WorkerView | None,
         decode: WorkerView,
-        first_s: float,
+        prompt: PromptPrediction,
         steps: Steps,
+        now_s: float,
     ) -> Rank:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
-        gaps = max(1, demand.output_tokens - 1)
+        gaps, first_s = max(1, demand.output_tokens - 1), prompt.first_token_s
         objectives, forecast = demand.objectives, choice.forecast
         ttft_s, tpot_s = objectives.ttft_s, objectives.tpot_s
-        handoff_s = forecast.handoff_s(demand, prefill, decode)
+        paused_s = forecast.handoff_s(demand, prefill, decode, prompt.prefill_s)
+        paused_s += forecast.waits_s(prefill, decode, first_s + paused_s, now_s)
         kept = (ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= ttft_s) and (
-            tpot_s is None or forecast.tpot.apply(steps.own_s + handoff_s / gaps) <= tpot_s
+            tpot_s is None or forecast.tpot.apply(steps.own_s + paused_s / gaps) <= tpot_s
         )
-        completes_s = first_s + handoff_s + steps.cost_s * gaps
+        completes_s = first_s + paused_s + steps.cost_s * gaps
         return choice.against(prefill, decode), not kept, completes_s
+
+
+def _when_first(one: tuple[PromptPrediction, Candidate]) -> tuple[float, int]:
+    prompt, way = one
+    return prompt.first_token_s, way.prefiller.prefill_load
 
 
 def _lasts_s(demand: Demand, workers: Sequence[WorkerView]) -> float:

@@ -11,7 +11,12 @@ from threading import Barrier
 from typing import Any
 
 import httpx
+import pytest
 
+from cluster import kv_status
+from kvpool.tenants import tenant_label
+from kvrelay.client import Client
+from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Role
 from router.policies import Policies
@@ -155,6 +160,21 @@ def test_what_all_preload_is_computed_once(llama: Path, hosts: Hosts) -> None:
         assert computed < len(spec.prompt_ids) + 10
 
 
+def test_status_names_the_tenants_of_all_routers(llama: Path, hosts: Hosts) -> None:
+    with routers(2, llama, split_workers(hosts, llama)) as (one, other):
+        with Client(other.grpc_address) as client:
+            stream = client.stream([5, 6, 7], max_tokens=900, ignore_eos=True, tenant="acme")
+            with stream:
+                next(stream)
+                alone = kv_status.of_router(one.grpc_address)
+                found = kv_status.of_routers(["127.0.0.1:1", one.grpc_address, other.grpc_address])
+        with pytest.raises(ConfigError, match=r"127.0.0.1:1: no router answers"):
+            kv_status.of_routers(["127.0.0.1:1", "127.0.0.1:1"])
+    assert {held.tenant for worker in alone.workers for held in worker.held} == {""}
+    tenants = {held.tenant for worker in found.workers for held in worker.held}
+    assert tenants == {tenant_label("acme")}
+
+
 # --- what none of them knows alone --------------------------------------------------------------
 
 
@@ -209,7 +229,7 @@ def test_a_tier_gets_its_share_back_from_what_another_router_lent(
 def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: Hosts) -> None:
     """Memory for 640 tokens, and a request of 500 from each; the other worker opens when both
     run."""
-    moves = Policies(admission="none", move_hot_spots=True)
+    moves = Policies(admission="none", move_hot_spots=True, local_prefill=False)
     small = worker_settings("small", Role.DECODE, llama, kv_memory_bytes=kv_bytes(llama, 640))
     workers = [
         (hosts[0], worker_settings("prefill", Role.PREFILL, llama)),

@@ -31,8 +31,9 @@ def set_(*texts: str) -> Config:
 REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
-    "router.zzz=1": "router.zzz: unknown key, expected one of admission, grpc_port, host, "
-    "http_port, max_body, placement, record, record_size, replicas, resources, same_ports",
+    "router.zzz=1": "router.zzz: unknown key, expected one of admission, dispatch, grpc_port, "
+    "host, http_port, max_body, placement, record, record_size, replicas, resources, "
+    "same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -339,6 +340,7 @@ CHANGES = {
     "engine.eviction": "reuse",
     "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 33,
+    "scheduler.mixed_chunk_tokens": 34,
     "scheduler.max_running_requests": 5,
     "workers.0.role": "prefill",
     "workers.0.replicas": 2,
@@ -356,7 +358,9 @@ CHANGES = {
     "router.record": "/log",
     "router.record_size": "5MiB",
     "router.placement.policy": "random",
+    "router.placement.local_prefill": "off",
     "router.placement.move_hot_spots": True,
+    "router.dispatch": "shared_queue",
     "router.admission.policy": "none",
     "router.admission.queue_limit": 3,
     "router.resources": {"y": 1},

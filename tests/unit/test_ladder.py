@@ -49,6 +49,7 @@ def test_a_step_up_says_why_and_is_judged_by_what_came_after_it() -> None:
     feed(one.tpot, 0.15, now_s=5)
     assert one.climb(10.9) is None  # held
     assert one.climb(11) == "TPOT p99 is 150 ms, over 100 ms"
+    assert one.climb(21) is None
     feed(one.tpot, 0.15, now_s=21)
     assert one.climb(21) and one.step is Step.TRIP
     feed(one.tpot, 0.15, now_s=40)

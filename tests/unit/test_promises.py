@@ -175,8 +175,20 @@ def test_what_short_ones_are_off_by_says_little_of_long_ones() -> None:
     margin = Margin(confidence=0.95)
     for _ in range(100):
         margin.observe(1.0, 1.1, undisturbed=False)
-        margin.observe(0.01, 0.11, undisturbed=False)
-    assert margin.apply(1.0) == pytest.approx(1.2, abs=0.02)
+        margin.observe(0.01, 0.51, undisturbed=False)
+    assert margin.apply(1.0) == pytest.approx(1.1)
+    assert margin.apply(0.01) == pytest.approx(0.51, abs=0.06)
+
+
+def test_where_little_is_known_lately_what_is_near_counts_too() -> None:
+    margin = Margin(confidence=0.95)
+    for _ in range(100):
+        margin.observe(1.0, 1.5, undisturbed=False)
+        margin.observe(8.0, 8.8, undisturbed=False)
+    assert margin.apply(32.0) == pytest.approx(32 * 1.1)
+    for _ in range(512):
+        margin.observe(1.0, 1.5, undisturbed=False)
+    assert margin.apply(8.0) == pytest.approx(8 * 1.5), "nobody dared it for long"
 
 
 def test_the_margin_covers_the_asked_share_of_requests() -> None:
@@ -184,11 +196,11 @@ def test_the_margin_covers_the_asked_share_of_requests() -> None:
     assert margin.apply(2.0) == 2.0
     for i in range(100):
         margin.observe(1.0, 1.0 + i / 100, undisturbed=False)
-    assert margin.factor == pytest.approx(1.9, abs=0.02)
     assert margin.apply(2.0) == pytest.approx(3.8, abs=0.04)
-    for _ in range(300):
+    assert margin.growth(2.0) == pytest.approx(1.9, abs=0.02)
+    for _ in range(512):
         margin.observe(1.0, 1.1, undisturbed=False)
-    assert margin.factor == pytest.approx(1.1)
+    assert margin.apply(1.0) == pytest.approx(1.1)
 
 
 def test_overhead_is_learnt_where_nothing_was_waited_for() -> None:
