@@ -157,12 +157,6 @@ class Transfer(Section):
             raise ValueError("each transport once")
         return given
 
-    @model_validator(mode="after")
-    def _canary_compares_like_with_like(self) -> Transfer:
-        if self.canary_every and self.handoff == "pool":
-            raise ValueError("canary_every 0 with handoff pool, which checks each block it fetches")
-        return self
-
 
 class Preload(Section):
     """A prompt's beginning that every prefill worker computes when it starts, and keeps."""

@@ -108,7 +108,7 @@ class Arrivals:
         committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
         if self.canary.try_begin(arrived, now_s):
             return [arrived.answer, Emit(events=(committed,))]
-        self.batch.join(arrived, now_s)
+        self.batch.join(arrived, now_s, sketch=self.canary.later(arrived))
         ended = self.batch.roster.released_if_done(key, now_s)
         return [arrived.answer, Emit(events=(committed, *ended))]
 

@@ -6,7 +6,7 @@ join    --------------------------/
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_worker.packing import Packing
 from decode_worker.reservation import Arrived
@@ -16,6 +16,7 @@ from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
 from engine.latency import StepTimes
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
+from kvpool.canary import LogitSketch
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
 from kvrelay.types import PrefixOrigin, RequestSpec
@@ -59,9 +60,9 @@ class Batch:
         self.roster.wait(sequence)
         return True
 
-    def join(self, arrived: Arrived, now_s: float) -> None:
+    def join(self, arrived: Arrived, now_s: float, sketch: LogitSketch | None = None) -> None:
         """Its prompt's KV is in the holder's blocks; if it has none, it is got as after a
-        preemption."""
+        preemption, and then compared with `sketch`."""
         spec = arrived.message.spec
         whole = self.roster.sequence(spec, arrived.names)
         self.roster.expect(spec.key)
@@ -71,7 +72,7 @@ class Batch:
             return
         for choice, token in zip(whole.choices, arrived.first_token_ids, strict=True):
             if choice not in arrived.finished:
-                self.roster.wait(whole.part(choice, token))
+                self.roster.wait(replace(whole.part(choice, token), sketch=sketch))
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
@@ -119,20 +120,19 @@ class Batch:
             tables=self.tables.tables(sequence.holder),
             samples=self._samples(sequence) if take == sequence.needed else (),
             prompt_tokens=sequence.whole_tokens,
+            sketch_ids=sequence.sketch_ids if take == sequence.needed else None,
         )
 
     def _samples(self, sequence: Sequence) -> tuple[SampleRequest, ...]:
         return sequence.samples(whole=sequence.computed == self.rope_border_tokens)
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
-        """The KV of `tokens` more tokens is in its blocks."""
+        """The KV of `tokens` more tokens is in its blocks. What may rest on wrong KV gets no name
+        yet."""
         size = self.tables.layout.block_size
         full_before = sequence.computed // size
-        if sequence.copies:
-            self.tables.copied(sequence.holder)
-            sequence.copies = False
         sequence.computed += tokens
-        if sequence.computed // size > full_before:
+        if sequence.computed // size > full_before and sequence.sketch is None:
             self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
         self.tables.trim(sequence.holder, sequence.computed)
 
@@ -144,3 +144,8 @@ class Batch:
             rest = sequence[full * self.tables.layout.block_size : sequence.computed]
             self.tables.fill_partly(sequence.holder, sequence.names, rest)
         self.roster.drop(sequence)
+
+    def checked(self, sequence: Sequence) -> None:
+        """Its prompt's KV is right: it decodes from now on."""
+        sequence.sketch = None
+        self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)

@@ -6,6 +6,9 @@ The prompt's last token is run once more, over the KV that arrived; its logits m
 the prefill worker drew its token from. It writes the last position's KV, so it does that in a copy
 of the block. What can't be run so joins unchecked: where nothing was handed over, or no block is
 left for the copy.
+
+What comes from the pool only when it runs is checked then, in the batch: its last tokens are
+computed here anyway, so those of the prompt are run by themselves first (Sequence.sketch).
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class Canary:
 
     def try_begin(self, arrived: Arrived, now_s: float) -> bool:
         """Whether it is kept here until it is checked; its blocks are active already."""
-        if arrived.sketch is None:
+        if arrived.sketch is None or arrived.holder not in self.tables:
             return False
         check = self._try_copy(arrived, arrived.sketch, now_s)
         if check is None:
@@ -97,9 +100,12 @@ class Canary:
         return _Check(arrived=arrived, sketch=sketch, copy=copy, copies=copies)
 
     def _is_new(self, arrived: Arrived) -> bool:
-        """Something was handed over, and it is here."""
-        is_here = arrived.holder in self.tables
-        return is_here and arrived.held_tokens < arrived.prompt_tokens
+        """Something was handed over."""
+        return arrived.held_tokens < arrived.prompt_tokens
+
+    def later(self, arrived: Arrived) -> LogitSketch | None:
+        """What is to be compared once its KV is here."""
+        return arrived.sketch if self.bound is not None else None
 
     def next_step(self) -> RunStep | None:
         """All that wait, in one step."""
@@ -133,18 +139,21 @@ class Canary:
         return [self._judge(check, outcome.sketches[i]) for i, check in enumerate(ran)]
 
     def _judge(self, check: _Check, found: LogitSketch) -> Checked:
-        assert self.bound is not None
         self.tables.release(check.copy)
-        distance = check.sketch.distance(found)
-        allowed = max(self.bound, check.sketch.bound)
-        problem = None
-        if not distance <= allowed:
-            problem = f"logits differ by {distance:.2g} of their spread (allowed {allowed:.2g})"
-        self.passed += problem is None
-        self.mismatched += problem is not None
+        problem = self.problem(check.sketch, found)
         if problem is not None or check.dropped:
             self.tables.release(check.arrived.holder, distrusted=problem is not None)
         return Checked(arrived=check.arrived, problem=problem, dropped=check.dropped)
+
+    def problem(self, sketch: LogitSketch, found: LogitSketch) -> str | None:
+        """None: the KV is right. Counted."""
+        assert self.bound is not None
+        distance, allowed = sketch.distance(found), max(self.bound, sketch.bound)
+        if distance <= allowed:
+            self.passed += 1
+            return None
+        self.mismatched += 1
+        return f"logits differ by {distance:.2g} of their spread (allowed {allowed:.2g})"
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""

@@ -157,6 +157,7 @@ class Roster:
         """The step is over; those dropped meanwhile hold nothing any more."""
         ran, self.on_device = self.on_device, ()
         for sequence, _ in ran:
+            self.tables.copied(sequence.holder)
             if sequence.dropped:
                 self.tables.release(sequence.holder)
         return ran
@@ -166,7 +167,7 @@ class Roster:
         self.running.remove(whole)
         self._alive[whole.key].remove(whole)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence, *, distrusted: bool = False) -> None:
         """Its blocks come back now, or after the step that it is in, or with its prefix."""
         sequence.dropped = True
         if sequence in self.running:
@@ -177,7 +178,7 @@ class Roster:
         if self.openings.drop(sequence.holder):
             self._fetching.add(sequence.holder)
         elif not any(sequence is other for other, _ in self.on_device):
-            self.tables.release(sequence.holder)
+            self.tables.release(sequence.holder, distrusted=distrusted)
 
     def try_forget(self, key: RequestKey) -> bool:
         """True once, when nothing is held for the request any more."""

@@ -38,7 +38,7 @@ class RunAhead:
     def _is_steady(self, chosen: Taken) -> bool:
         """Nobody waits, and all take the next token of one choice."""
         waits = bool(self.roster.awaiting_prefill)
-        return not waits and all(s.needed == len(s.choices) == 1 for s, _ in chosen)
+        return not waits and all(_decodes(sequence) for sequence, _ in chosen)
 
     def _left(self, sequence: Sequence) -> int:
         border = self.rope_border_tokens
@@ -59,3 +59,7 @@ class RunAhead:
         for sequence, _ in ran if self._has_room_ahead else ():
             if not sequence.dropped:
                 self.roster.tables.shrink(sequence.holder, sequence.computed)
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return sequence.needed == len(sequence.choices) == 1 and sequence.sketch is None

@@ -16,11 +16,14 @@ from decode_worker.canary import Canary
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
 from engine.step import Command, Emit, Sampled, StepDone, StepWanted
+from kvpool.canary import LogitSketch
 from kvpool.restores import Restored
 from kvrelay.messages import (
     Abort,
     Generate,
+    Lifetime,
     Released,
+    RequestFailed,
     Reserve,
     Reserved,
     ReserveRefused,
@@ -143,7 +146,8 @@ class DecodeScheduler:
         return [] if step is None else [*self._joined(now_s), step]
 
     def _joined(self, now_s: float) -> list[Command]:
-        fresh = [sequence for sequence, _ in self.batch.roster.on_device if not sequence.joined]
+        chosen = (sequence for sequence, _ in self.batch.roster.on_device)
+        fresh = [s for s in chosen if not s.joined and s.sketch is None]
         for sequence in fresh:
             sequence.joined = True
         events = {sequence.key: sequence.joined_event(now_s) for sequence in fresh}
@@ -154,7 +158,8 @@ class DecodeScheduler:
             return self._arrivals.checked(done.outcome, now_s)
         events: list[WorkerEvent] = []
         ran = self.batch.roster.take_ran()
-        for (sequence, take), sampled in zip(ran, done.outcome.sampled, strict=True):
+        for i, (sequence, take) in enumerate(ran):
+            sampled = done.outcome.sampled[i]
             if sequence.dropped:
                 events += self.batch.roster.released_if_done(sequence.key, now_s)
                 continue
@@ -164,10 +169,25 @@ class DecodeScheduler:
             if sequence.needed > 1:
                 self.prompt_tokens += take
             self.batch.advance(sequence, take)
-            if sampled:
+            if (found := done.outcome.sketches.get(i)) is not None:
+                events += self._checked(sequence, found, now_s)
+            elif sampled:
                 events += self._advance(sequence, sampled, now_s)
         self.batch.ahead.give_back(ran)
         return [Emit(events=tuple(events))] if events else []
+
+    def _checked(self, sequence: Sequence, found: LogitSketch, now_s: float) -> list[WorkerEvent]:
+        """Its prompt's last tokens have run over KV from the pool."""
+        assert sequence.sketch is not None, sequence.key
+        problem = self.canary.problem(sequence.sketch, found)
+        if problem is None:
+            self.batch.checked(sequence)
+            return [Lifetime(key=sequence.key, at_s=now_s, name="kv_checked")]
+        self.batch.openings.distrust(sequence.reusable)
+        for one in self.batch.roster.of(sequence.key):
+            self.batch.roster.drop(one, distrusted=True)
+        failed = RequestFailed(key=sequence.key, at_s=now_s, reason="kv_mismatch", message=problem)
+        return [failed, *self.batch.roster.released_if_done(sequence.key, now_s)]
 
     def _advance(
         self, sequence: Sequence, sampled: tuple[Sampled, ...], now_s: float

@@ -3,7 +3,8 @@
 prompt ids | emitted ids
 [0 ............ computed)   KV is in the blocks
                [computed, length)   to be run next; 1 token when decoding, more after a
-                                    preemption or for a prompt that is prefilled here
+                                    preemption or for a prompt that is prefilled here; without
+                                    the emitted ones while its KV is to be checked
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from dataclasses import dataclass, field
 from engine.finish import finish_reason, needs_history
 from engine.step import Sampled, SampleRequest
 from kvpool.block_names import HashChain
+from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
 from kvrelay.messages import Lifetime, Tokens
-from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
+from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec, Sampling
+
+_ANY = SampleRequest(
+    sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """`arrival` orders sequences: the newest is preempted first. `choices` share all so far;
     those `stopped` end with the token that the choices part at. Of `computed` tokens the first
-    `cached` were found in the blocks when it began."""
+    `cached` were found in the blocks when it began. Its logits at the prompt's last token are to be
+    compared with `sketch`."""
 
     spec: RequestSpec
     choices: tuple[int, ...]
@@ -35,9 +42,9 @@ class Sequence:
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
-    copies: bool = False  # the step on the device copies the last of `computed` from another's
     joined: bool = False
     dropped: bool = False
+    sketch: LogitSketch | None = None
     stopped: set[int] = field(default_factory=set)
 
     @property
@@ -50,16 +57,12 @@ class Sequence:
 
     @property
     def needed(self) -> int:
-        return self.length - self.computed
+        return self.end - self.computed
 
-    def begins_like_another(self, tokens: int) -> None:
-        """The step that is put together copies the KV of so many more."""
-        self.copies = True
-        self.computed += tokens
-        if not self.joined:
-            self.cached += tokens
-            if self.origin is PrefixOrigin.COMPUTED:
-                self.origin = PrefixOrigin.DEVICE
+    @property
+    def end(self) -> int:
+        """What is to be run next ends here."""
+        return self.length if self.sketch is None else self.spec.context_tokens
 
     def part(self, choice: int, token_id: int) -> Sequence:
         """One choice of it, that goes on with `token_id`."""
@@ -74,6 +77,14 @@ class Sequence:
             joined=self.joined,
         )
 
+    def begins_like_another(self, tokens: int) -> None:
+        """So many more of its first tokens need not be computed."""
+        self.computed += tokens
+        if not self.joined:
+            self.cached += tokens
+            if self.origin is PrefixOrigin.COMPUTED:
+                self.origin = PrefixOrigin.DEVICE
+
     def __getitem__(self, positions: slice) -> tuple[int, ...]:
         """Token ids at `[start, stop)`, of the prompt and emitted ones."""
         prompt = self.spec.prompt_ids
@@ -86,7 +97,7 @@ class Sequence:
     def reusable(self) -> abc.Sequence[BlockHash]:
         """What may be found in the cache: at least the last token is run, for its logits."""
         self.names.extend(self, self.length)
-        return self.names.full(self.length - 1)
+        return self.names.full(self.end - 1)
 
     @property
     def filled(self) -> abc.Sequence[BlockHash]:
@@ -95,12 +106,19 @@ class Sequence:
         return self.names.full(self.computed)
 
     @property
+    def sketch_ids(self) -> tuple[int, ...] | None:
+        return None if self.sketch is None else self.sketch.token_ids
+
+    @property
     def whole_tokens(self) -> int:
         """What is being computed as one prompt: after a preemption the emitted tokens too."""
-        return self.length if self.needed > 1 else self.spec.context_tokens
+        return self.end if self.needed > 1 else self.spec.context_tokens
 
     def samples(self, *, whole: bool = False) -> tuple[SampleRequest, ...]:
-        """What to draw once all tokens are run; with the `whole` history, or where it matters."""
+        """What to draw once all tokens are run; with the `whole` history, or where it matters. What
+        is checked is drawn already: one anyhow, for the logits."""
+        if self.sketch is not None:
+            return (_ANY,)
         history = whole or needs_history(self.spec.sampling)
         return tuple(
             SampleRequest(

@@ -1,5 +1,5 @@
 """Gather and scatter that change elements on the way: codecs, and pools of another dtype. Runs in
-the worker that owns the blocks; for the CPU and for devices without kernels of ours.
+the worker that owns the blocks; for pools in host memory.
 
 Works in pieces that stay in the cache, so no other copy of a slab is ever made.
 """
@@ -61,7 +61,7 @@ def _layer_pieces(layers: int, tokens: slice, row: int) -> Iterator[tuple[slice,
 
 
 def _rows_of(tokens: slice, rows: Rows, views: PlaneViews) -> slice:
-    each = len(rows.index) // views.values.shape[1]
+    each = rows.index.shape[1] // views.values.shape[1]
     return slice(tokens.start * each, tokens.stop * each)
 
 

@@ -16,6 +16,7 @@ import xxhash
 from kvpool.cached_block import Place
 from kvpool.layout import LayerGroup
 from kvpool.memory import KvMemory
+from kvpool.memory_rows import BlockRows
 from kvpool.tier_blocks import PoolPlace
 from kvpool.transport.base import Connection, Read, RegionName, Write
 from kvrelay.errors import PeerError
@@ -37,7 +38,10 @@ class HostBlocks:
         self.block_bytes = memory.layout.bytes_per_block
         self._staging = staging.view(-1, self.block_bytes)
         self._on_device = self._staging
-        if memory.device.type != "cpu":
+        self._rows: BlockRows | None = None
+        if memory.device.type == "cpu":
+            self._rows = BlockRows(memory)
+        else:
             self._on_device = torch.empty_like(self._staging, device=memory.device)
 
     @property
@@ -46,16 +50,20 @@ class HostBlocks:
 
     def gather(self, blocks: Sequence[Place]) -> torch.Tensor:
         """uint8 `[len(blocks), block_bytes]`, valid until the next call; `batch_blocks` at most."""
+        if self._rows is not None:
+            self._rows.of(blocks).gather(self._staging[: len(blocks)])
+            return self._staging[: len(blocks)]
         for plane, ids, in_place in self._planes(blocks):
             in_place.copy_(plane.index_select(1, ids))
-        if self._on_device is not self._staging:
-            self._staging[: len(blocks)].copy_(self._on_device[: len(blocks)])
+        self._staging[: len(blocks)].copy_(self._on_device[: len(blocks)])
         return self._staging[: len(blocks)]
 
     def scatter(self, blocks: Sequence[Place]) -> None:
         """The first rows of `staged` into `blocks`; done on return."""
-        if self._on_device is not self._staging:
-            self._on_device[: len(blocks)].copy_(self._staging[: len(blocks)])
+        if self._rows is not None:
+            self._rows.of(blocks).scatter(self._staging[: len(blocks)])
+            return
+        self._on_device[: len(blocks)].copy_(self._staging[: len(blocks)])
         for plane, ids, in_place in self._planes(blocks):
             plane.index_copy_(1, ids, in_place)
         self._memory.settle()

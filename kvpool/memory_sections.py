@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from kvpool.codec import WireFormat
+from kvpool.codec import Codec, WireFormat
 from kvpool.memory import KvMemory
 from kvpool.memory_codec import gather_changed, scatter_changed
-from kvpool.memory_rows import plane_rows
-from kvpool.memory_views import End, PlaneViews, plane_views, row_index
+from kvpool.memory_rows import plane_rows, section_rows
+from kvpool.memory_views import plane_views, row_index
+from kvpool.reslice import End
 from kvpool.write import Section, Side, Write
 
 
@@ -20,8 +21,7 @@ def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) 
     """The source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
     slab = out if out.device == _device(memory) else torch.empty_like(out, device=_device(memory))
     for section in write.sections:
-        views = plane_views(memory, section, write.wire, slab, End.SOURCE)
-        _gather(views, section, side, write.wire)
+        _gather(memory, side, section, write.wire, slab)
     if slab is not out:
         out.copy_(slab)
 
@@ -30,8 +30,7 @@ def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Ten
     """`payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls it."""
     slab = payload.to(_device(memory))
     for section in write.sections:
-        views = plane_views(memory, section, write.wire, slab, End.TARGET)
-        _scatter(views, section, side, write.wire)
+        _scatter(memory, side, section, write.wire, slab)
 
 
 def _device(memory: KvMemory) -> torch.device:
@@ -39,30 +38,45 @@ def _device(memory: KvMemory) -> torch.device:
     return memory.planes[0][0].device
 
 
-def _gather(planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat) -> None:
-    if planes[0].pool.is_cuda:
+def _gather(
+    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor
+) -> None:
+    if slab.is_cuda:
         from kvpool.memory_triton import gather_planes
 
-        gather_planes(planes, _slots(section, side), wire)
-        return
-    for views in planes:
-        if views.is_verbatim:
-            plane_rows(views, section, side).gather(views.values)
-        else:
-            gather_changed(views, plane_rows(views, section, side, by_token=True), wire.codec)
+        views = plane_views(memory, section, wire, slab, End.SOURCE)
+        gather_planes(views, _slots(section, side), wire)
+    elif _is_verbatim(memory, wire):
+        payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]
+        section_rows(memory, section, side, End.SOURCE).gather(payload)
+    else:
+        views = plane_views(memory, section, wire, slab, End.SOURCE)
+        for plane, seen in zip(section.part.planes, views, strict=True):
+            rows = plane_rows(memory, section, side, End.SOURCE, plane)
+            gather_changed(seen, rows, wire.codec)
 
 
-def _scatter(planes: list[PlaneViews], section: Section, side: Side, wire: WireFormat) -> None:
-    if planes[0].pool.is_cuda:
+def _scatter(
+    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor
+) -> None:
+    if slab.is_cuda:
         from kvpool.memory_triton import scatter_planes
 
-        scatter_planes(planes, _slots(section, side), wire)
-        return
-    for views in planes:
-        if views.is_verbatim:
-            plane_rows(views, section, side).scatter(views.values)
-        else:
-            scatter_changed(views, plane_rows(views, section, side, by_token=True), wire.codec)
+        views = plane_views(memory, section, wire, slab, End.TARGET)
+        scatter_planes(views, _slots(section, side), wire)
+    elif _is_verbatim(memory, wire):
+        payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]
+        section_rows(memory, section, side, End.TARGET).scatter(payload)
+    else:
+        views = plane_views(memory, section, wire, slab, End.TARGET)
+        for plane, seen in zip(section.part.planes, views, strict=True):
+            rows = plane_rows(memory, section, side, End.TARGET, plane)
+            scatter_changed(seen, rows, wire.codec)
+
+
+def _is_verbatim(memory: KvMemory, wire: WireFormat) -> bool:
+    """Whether the slab holds the pool's own bits."""
+    return wire.codec is Codec.NONE and wire.dtype == memory.layout.dtype
 
 
 def _slots(section: Section, side: Side) -> torch.Tensor:

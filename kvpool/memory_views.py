@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 
 import numpy as np
@@ -15,16 +14,10 @@ import torch
 from kvpool.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
 from kvpool.layout import BlockId
 from kvpool.memory import KvMemory
+from kvpool.reslice import End
 from kvpool.write import Section
 
 _VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
-
-
-class End(Enum):
-    """Which of a plan's two ranks this worker is."""
-
-    SOURCE = "source"
-    TARGET = "target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,22 +34,17 @@ class PlaneViews:
     values: torch.Tensor
     scales: torch.Tensor | None
 
-    @property
-    def is_verbatim(self) -> bool:
-        """Whether the slab holds the pool's own bits."""
-        return self.pool.dtype == self.values.dtype
-
 
 def plane_views(
     memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
 ) -> list[PlaneViews]:
     """`slab` is the whole write's payload, uint8."""
     part = section.part
-    first = part.source_layer if end is End.SOURCE else part.target_layer
+    first = part.first_layer(end)
     return [
         PlaneViews(
             pool=memory.planes[part.group][plane.plane].narrow(0, first, part.layers),
-            head=plane.source_head if end is End.SOURCE else plane.target_head,
+            head=plane.first_head(end),
             values=values,
             scales=scales,
         )

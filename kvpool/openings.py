@@ -13,7 +13,14 @@ from kvpool.far_fetches import AskFar, FarFetches
 from kvpool.handoff_events import SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
-from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
+from kvpool.pool_client_events import (
+    DropPrefix,
+    PrefixFetched,
+    PrefixFound,
+    SeekPrefix,
+    SpoilPrefix,
+    WantPrefix,
+)
 from kvpool.pull import PullBlocks
 from kvpool.pull_grants import PullGrants
 from kvpool.pulls import PullEvent, Pulls
@@ -25,7 +32,7 @@ from kvrelay.types import PrefixOrigin, RequestKey
 
 log = logging.getLogger(__name__)
 
-PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskFar
+PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | SpoilPrefix | AskFar
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,11 @@ class Openings:
             return False
         self._ask(self.restores.drop(holder))
         return True
+
+    def distrust(self, hashes: Sequence[BlockHash]) -> None:
+        """The KV that these were found with is wrong."""
+        if self.restores is not None:
+            self._ask(SpoilPrefix(hashes=tuple(hashes)))
 
     def is_stored(self, hashes: Iterable[BlockHash]) -> bool:
         """The pool has taken these, or won't."""

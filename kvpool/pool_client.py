@@ -26,6 +26,7 @@ from kvpool.pool_client_events import (
     PrefixPinned,
     SeekPrefix,
     SendPool,
+    SpoilPrefix,
     UnpinPrefix,
     WantPrefix,
 )
@@ -33,6 +34,7 @@ from kvpool.pool_client_fetches import ClientFetches
 from kvpool.pool_client_stores import ClientStores
 from kvpool.pool_messages import (
     BlocksChanged,
+    FetchDone,
     Fetched,
     FromPool,
     LookedUp,
@@ -109,6 +111,9 @@ class PoolClient:
                 self._want(event, now_s)
             case DropPrefix(key=key):
                 self.fetches.drop(key)
+            case SpoilPrefix(hashes=hashes):
+                if self.connected:
+                    self._send(FetchDone(request_no=self._next_request(), damaged=hashes))
             case BlocksStored():
                 self.stores.gathered(event, tell=self._is_at(event.region))
             case BlocksFetched():

@@ -81,6 +81,13 @@ class DropPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpoilPrefix:
+    """What was fetched is wrong, though its checksums were right: the node may serve it no more."""
+
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PinPrefix:
     """Keep the chain in host memory while this worker lives. Answered by PrefixPinned."""
 
@@ -134,6 +141,7 @@ ClientEvent = (
     | SeekPrefix
     | WantPrefix
     | DropPrefix
+    | SpoilPrefix
     | PinPrefix
     | UnpinPrefix
     | BlocksStored

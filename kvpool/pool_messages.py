@@ -132,7 +132,8 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchDone:
-    """`damaged` are blocks whose bytes did not match their checksum."""
+    """`damaged` are blocks whose bytes did not match their checksum, or are known to be wrong
+    otherwise: then of no fetch that is open."""
 
     request_no: int
     damaged: tuple[BlockHash, ...] = ()

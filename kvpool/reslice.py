@@ -7,9 +7,17 @@ replicas of it, the one whose share of the replicas covers the target's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from kvpool.layout import Plane
 from kvpool.shard import Shard, ShardLayout
+
+
+class End(Enum):
+    """Which of a plan's two ranks this worker is."""
+
+    SOURCE = "source"
+    TARGET = "target"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +34,9 @@ class PlaneSlice:
     def elements(self) -> int:
         return self.heads * self.dim
 
+    def first_head(self, end: End) -> int:
+        return self.source_head if end is End.SOURCE else self.target_head
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSlice:
@@ -40,6 +51,9 @@ class GroupSlice:
     @property
     def elements_per_token_layer(self) -> int:
         return sum(plane.elements for plane in self.planes)
+
+    def first_layer(self, end: End) -> int:
+        return self.source_layer if end is End.SOURCE else self.target_layer
 
 
 def reslice(source: ShardLayout, target: ShardLayout) -> tuple[GroupSlice, ...]:

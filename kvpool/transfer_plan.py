@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 from kvpool.codec import Codec, WireFormat
 from kvpool.layout import Tables
@@ -21,6 +22,10 @@ from kvrelay.errors import ConfigError
 
 WRITE_TOKENS = 128
 """Fewer tokens in a write cost more per byte than they save in waiting."""
+
+_GRAIN_TOKENS = 16
+"""Sections begin and end at multiples of it where they can: so with blocks of as many tokens, or of
+a multiple, whole blocks are copied. No worker's block size may matter: both cut alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +168,7 @@ def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
 
 def _sections(part: _Part, seen: range, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
     """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces."""
-    least = _least_tokens(len(seen))
+    least = _least_tokens(seen)
     layers_fit = _most(len(part.layers), staging_bytes, lambda n: part.nbytes(wire, n, least))
     if not layers_fit:
         _check_fits(part, wire, staging_bytes)
@@ -176,7 +181,7 @@ def _token_sections(
 ) -> Iterator[Section]:
     layers = len(part.layers)
     tokens_fit = _most(len(seen), staging_bytes, lambda n: part.nbytes(wire, layers, n))
-    for tokens in _even_pieces(seen, tokens_fit):
+    for tokens in _token_pieces(seen, tokens_fit):
         yield Section(
             part=part.part,
             last_layer=part.layers[-1],
@@ -209,9 +214,31 @@ def _packed(sections: Iterable[Section], wire: WireFormat, staging_bytes: int) -
         yield Write(sections=tuple(placed), wire=wire)
 
 
-def _least_tokens(tokens: int) -> int:
-    """The smallest piece size with which even pieces of `tokens` all have 128 (or `tokens`)."""
-    return -(-tokens // max(1, tokens // WRITE_TOKENS))
+def _least_tokens(seen: range) -> int:
+    """The smallest piece size with which pieces of `seen` all have 128 tokens (or all of them)."""
+    lead, grains = _grains(seen)
+    count = max(1, (len(seen) - lead) // WRITE_TOKENS)
+    return min(len(seen), lead + -(-grains // count) * _GRAIN_TOKENS)
+
+
+def _token_pieces(seen: range, most: int) -> list[range]:
+    """The fewest of at most `most` that are of whole grains, but for the ends of `seen`, and even
+    otherwise; of any tokens where these would be small."""
+    lead, grains = _grains(seen)
+    fit = (most - lead) // _GRAIN_TOKENS
+    if len(seen) > most and fit > 0:
+        parts = _even_pieces(range(grains), fit)
+        ends = [0, *(min(lead + part.stop * _GRAIN_TOKENS, len(seen)) for part in parts)]
+        pieces = [seen[start:end] for start, end in pairwise(ends)]
+        if min(map(len, pieces)) >= WRITE_TOKENS:
+            return pieces
+    return list(_even_pieces(seen, most))
+
+
+def _grains(seen: range) -> tuple[int, int]:
+    """Tokens before the first grain, and how many grains there are from then on."""
+    lead = -seen.start % _GRAIN_TOKENS
+    return lead, max(1, -(-(len(seen) - lead) // _GRAIN_TOKENS))
 
 
 def _most(count: int, room_bytes: int, nbytes: Callable[[int], int]) -> int:

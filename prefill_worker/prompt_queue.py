@@ -135,8 +135,9 @@ class _Step:
         return True
 
     def _ahead_tokens(self, job: Job) -> int:
-        """Its next chunk, and what may be copied before it."""
-        copied = 0 if job.started else self.openings.tables.layout.block_size - 1
+        """Its next chunk, and what may be copied before it: all of a block, if it was cached since
+        the job was opened."""
+        copied = 0 if job.started else self.openings.tables.layout.block_size
         return self.budget_tokens + copied
 
     def has_all_blocks(self, job: Job) -> bool:

@@ -4,8 +4,8 @@ bench.transfer.receiver SCHEME SHAPE`) or, for loopback, in this one.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +19,7 @@ from kvpool.memory_collate import read_slab
 from kvpool.memory_direct import fetch
 from kvpool.piece import Piece
 from kvpool.pool_map import KvFacts
+from kvpool.transport.registry import schemes
 from kvpool.write import Side
 
 
@@ -95,10 +96,21 @@ def receiver_in_thread(scheme: str, shape: Shape) -> tuple[str, Callable[[], Non
 
 
 def main() -> None:
-    scheme, shape = sys.argv[1:]
-    receiver = Receiver(scheme, Shape(**json.loads(shape)))
+    args = _arguments()
+    receiver = Receiver(args.scheme, args.shape)
     print(receiver.endpoint.address, flush=True)
     receiver.run()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="started by python -m bench.transfer")
+    parser.add_argument("scheme", choices=schemes(), help="the transport")
+    parser.add_argument("shape", type=_shape, help="the fields of Shape, as JSON")
+    return parser.parse_args()
+
+
+def _shape(given: str) -> Shape:
+    return Shape(**json.loads(given))
 
 
 if __name__ == "__main__":

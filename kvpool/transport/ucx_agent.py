@@ -2,7 +2,8 @@
 
 ucxx makes the context, the worker, its thread (asleep while nothing happens) and the endpoints; the
 package is loaded when the first agent is made. Endpoints have error handling, without which UCX
-ends the process when a peer dies; so on one host UCX uses TCP, for its shared memory has none.
+ends the process when a peer dies. With it UCX moves bytes within a host by CMA (process_vm_writev),
+but only where it need not be able to cancel a rendezvous of messages, and else by TCP.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
 _PACKAGE = "ucxx._lib.libucxx"
-_TCP_SEGMENTS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}  # 8 KiB halves the rate
+_DEFAULTS = {
+    "TCP_TX_SEG_SIZE": "256k",  # 8 KiB halves the rate
+    "TCP_RX_SEG_SIZE": "256k",
+    "CMA_SEG_SIZE": "8m",  # one system call for a slab, about a millisecond
+    "RNDV_THRESH": "inf",  # of messages, which are not used: else UCX avoids CMA (see above)
+}
 _ADDRESS_BYTES = struct.Struct("<H")
 _SPIN_S = 200e-6
 _POLL_S = 50e-6
@@ -44,7 +50,7 @@ class UcxAgent:
         self.ucp = Ucp(_library())
         self._error = self.ucxx.UCXError
         try:
-            self._context: Any = self.ucxx.UCXContext(_TCP_SEGMENTS | options.settings())
+            self._context: Any = self.ucxx.UCXContext(_DEFAULTS | options.settings())
             _check_devices(options, self._context.info)
             self.worker: Any = self.ucxx.UCXWorker(self._context)
         except self._error as error:
@@ -158,8 +164,8 @@ class UcxRemote:
             waited_s = time.monotonic() - started_s
             if waited_s > _GRACE_S:
                 check()
-            self._agent.worker.progress_once()
-            time.sleep(_POLL_S if waited_s > _SPIN_S else 0.0)
+            if not self._agent.worker.progress_once():  # within a host it moves the bytes itself
+                time.sleep(_POLL_S if waited_s > _SPIN_S else 0.0)
         failed = [s for s in map(self._ucp.status, requests) if s != ucp.OK]
         if failed or status != ucp.OK:
             raise PeerError(f"UCX could not move {len(requests) - 1} pieces: status {failed}")

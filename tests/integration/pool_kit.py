@@ -264,3 +264,14 @@ def hang_when_granted(address: str) -> None:
 
 if __name__ == "__main__":
     hang_when_granted(sys.argv[1])
+
+
+@contextmanager
+def running_node(folder: Path, name: str, *options: str) -> Iterator[Node]:
+    """With 64 MiB; its log is in `folder`."""
+    node = Node(folder / f"{name}.log", name, "--host-memory", "64MiB", *options)
+    try:
+        yield node
+    finally:
+        if node.is_alive:
+            node.stop()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+from pydantic import TypeAdapter
 
 from cluster.router import RouterProcess
 from cluster.settings import RouterSettings, WorkerSettings
@@ -26,6 +25,7 @@ from router.policies import Policies
 
 PATIENCE_S = 60.0
 ALWAYS_SPLIT = Policies(local_prefill=False)
+_SETTINGS = TypeAdapter(WorkerSettings)
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -91,7 +91,7 @@ class WorkerHost:
         return self.process.pid
 
     def start(self, settings: WorkerSettings) -> str:
-        answer = self._ask({"start": b64encode(pickle.dumps(settings)).decode()})
+        answer = self._ask({"start": _SETTINGS.dump_python(settings, mode="json")})
         assert "address" in answer, answer
         return answer["address"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from engine.checkpoint import open_checkpoint
 from engine.model import load_model
 from kvpool.block_names import BlockNames
 from kvrelay.types import Role
-from tests.integration.pool_kit import Node
+from tests.integration.pool_kit import Node, running_node
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -53,16 +51,6 @@ def _metric(cluster: Cluster, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in rows)
 
 
-@contextmanager
-def _node(tmp_path: Path, name: str, *options: str) -> Iterator[Node]:
-    node = Node(tmp_path / f"{name}.log", name, "--host-memory", "64MiB", *options)
-    try:
-        yield node
-    finally:
-        if node.is_alive:
-            node.stop()
-
-
 def _pair(folder: Path, pool: str, **changes: Any) -> list[WorkerSettings]:
     address = host_pool_address(pool)
     return [
@@ -82,7 +70,7 @@ def test_the_next_turn_finds_prompt_and_answer_after_all_workers_have_gone(
     folder = random_checkpoint(tmp_path, family)
     model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
     name = f"turns-{family.split('_')[0]}"
-    with _node(tmp_path, name) as node:
+    with running_node(tmp_path, name) as node:
         settings = _pair(folder, name)
         prompt = _prompt(1, 150)
         with running_cluster(folder, [*zip(hosts, settings, strict=True)]) as cluster:
@@ -105,11 +93,11 @@ def test_what_was_on_disk_is_found_by_a_new_node(tmp_path: Path, llama: Path, ho
     prompt = _prompt(3, 100)
     settings = _pair(llama, "disk")
     workers = [*zip(hosts, settings, strict=True)]
-    with _node(tmp_path, "disk", *disk) as node, running_cluster(llama, workers) as cluster:
+    with running_node(tmp_path, "disk", *disk) as node, running_cluster(llama, workers) as cluster:
         wait_until(lambda: _joined(node, 2), "both workers use the pool")
         first, _ = _ask(cluster, prompt)
     (tmp_path / "disk.log").unlink()
-    with _node(tmp_path, "disk", *disk) as node, running_cluster(llama, workers) as cluster:
+    with running_node(tmp_path, "disk", *disk) as node, running_cluster(llama, workers) as cluster:
         wait_until(lambda: _joined(node, 2), "both workers use the pool")
         again, cached = _ask(cluster, prompt)
         assert cached == 96
@@ -133,7 +121,7 @@ def test_without_its_node_a_worker_serves_all_the_same(
 
     with running_cluster(llama, [*zip(hosts, settings, strict=True)]) as cluster:
         assert exact(10) == 0
-        with _node(tmp_path, "coming") as node:
+        with running_node(tmp_path, "coming") as node:
             wait_until(lambda: _joined(node, 2), "both workers use the pool", 20.0)
             exact(11)
             wait_until(lambda: _known_in_pools(cluster, _prompt(11, 90)) == 5, "routers know it")
@@ -141,7 +129,7 @@ def test_without_its_node_a_worker_serves_all_the_same(
             wait_until(lambda: _known_in_pools(cluster, _prompt(11, 90)) == 0, "it is forgotten")
             exact(12)
         (tmp_path / "coming.log").unlink()
-        with _node(tmp_path, "coming") as node:
+        with running_node(tmp_path, "coming") as node:
             wait_until(lambda: _joined(node, 2), "both workers use the new pool", 30.0)
             exact(13)
             cluster.assert_clean()
@@ -171,7 +159,7 @@ def test_preempted_requests_come_back_from_the_pool(
         pool_address=decode.pool_address,
         kv_memory_bytes=16 * block_bytes,
     )
-    with _node(tmp_path, "swap") as node:
+    with running_node(tmp_path, "swap") as node:
         workers = [(hosts[0], prefill), (hosts[1], tight)]
         with running_cluster(llama, workers) as cluster:
             wait_until(lambda: _joined(node, 2), "both workers use the pool")
@@ -195,7 +183,7 @@ def test_handoffs_through_the_pool_are_exact(family: str, tmp_path: Path, hosts:
     folder = random_checkpoint(tmp_path, family)
     model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
     name = f"handoff-{family.split('_')[0]}"
-    with _node(tmp_path, name) as node:
+    with running_node(tmp_path, name) as node:
         settings = _pair(folder, name, handoff="pool")
         with running_cluster(folder, [*zip(hosts, settings, strict=True)]) as cluster:
             wait_until(lambda: _joined(node, 2), "both workers use the pool")

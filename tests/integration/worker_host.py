@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 import sys
-from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
+from kvpool.cached_block import Place
 from kvpool.layout import NO_BLOCK, Tables
 from kvpool.memory import KvMemory
+from kvpool.memory_host import HostBlocks
+
+SETTINGS = TypeAdapter(WorkerSettings)
 
 
 async def main() -> None:
@@ -37,9 +41,7 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
     if "damage" in command:
         damage(workers[command["damage"]], command["pieces"])
         return {"damaged": command["damage"]}
-    settings = pickle.loads(b64decode(command["start"]))
-    assert isinstance(settings, WorkerSettings)
-    worker = WorkerProcess(settings)
+    worker = WorkerProcess(SETTINGS.validate_python(command["start"]))
     try:
         address = await worker.start()
     except Exception as error:
@@ -51,7 +53,7 @@ async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, 
 def damage(worker: WorkerProcess, pieces: int) -> None:
     """Behind the back of the product: its transfer thread's last move leaves wrong bytes."""
     assert worker._parts is not None
-    mover = worker._parts.mover
+    mover, pool = worker._parts.mover, worker._parts.pool
     left = iter(range(pieces))
 
     def spoiling(move: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -63,8 +65,22 @@ def damage(worker: WorkerProcess, pieces: int) -> None:
 
         return spoil
 
+    if pool is not None:
+        spoil_fetches(pool._side._mover._blocks, left)
     mover._scatter = spoiling(type(mover)._scatter.__get__(mover))  # type: ignore[method-assign]
     mover._fetch = spoiling(type(mover)._fetch.__get__(mover))  # type: ignore[method-assign]
+
+
+def spoil_fetches(blocks: HostBlocks, left: Iterator[int]) -> None:
+    """What comes from the pool node, a batch of blocks at a time."""
+    scatter = type(blocks).scatter.__get__(blocks)
+
+    def spoil(places: Sequence[Place]) -> None:
+        scatter(places)
+        if next(left, None) is not None:
+            spoil_first_block(blocks._memory, tuple(zip(*places, strict=True)))
+
+    blocks.scatter = spoil  # type: ignore[method-assign]
 
 
 def spoil_first_block(memory: KvMemory, tables: Tables) -> None:

@@ -10,11 +10,15 @@ import pytest
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Sampled, StepDone, StepOutcome, StepWanted
 from kvpool.canary import LogitSketch, is_chosen
-from kvpool.handoff import Commit, SlabFilled, SlabLent
+from kvpool.handoff import Commit, HandoffMode, SlabFilled, SlabLent
 from kvpool.handoff_events import ScatterSlab, SlabScattered
+from kvpool.pool_client_events import PrefixFetched, PrefixFound, SeekPrefix, SpoilPrefix
+from kvpool.restore_cost import RestoreCost
+from kvpool.restores import Restores
 from kvrelay.messages import Abort, RequestFailed, Stop
 from kvrelay.types import RequestSpec
 from tests.unit.worker_kit import (
+    BLOCK,
     ahead,
     decode_scheduler,
     events,
@@ -287,3 +291,83 @@ def test_workers_that_choose_differently_hand_nothing_over() -> None:
     scheduler.handle(reserve(spec("a", 3)), 0)
     (answer,) = to_peer(scheduler.handle(from_p(ahead("a", 3, checked=True)), 0))
     assert "is transfer.canary_every the same for both workers?" in str(answer)
+
+
+# --- what comes from the pool -------------------------------------------------------------------
+
+
+def fetched_later(prompt: int, **fields: int) -> DecodeScheduler:
+    """It is committed, and its KV is got when it runs: nothing is in the pool."""
+    scheduler = decode_scheduler(canary_bound=BOUND, mode=HandoffMode.POOL)
+    request = spec("a", prompt, **fields)
+    scheduler.handle(reserve(request), 0)
+    first = tuple(100 + i for i in range(request.sampling.n))
+    commit = Commit(key=request.key, pieces=0, first_token_ids=first, sketch=SKETCH)
+    assert names(scheduler.handle(from_p(commit), 0)) == ["handoff_committed"]
+    return scheduler
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 7, 8])
+def test_the_end_of_a_prompt_from_the_pool_is_run_by_itself(prompt: int) -> None:
+    scheduler = fetched_later(prompt)
+    (piece,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert (piece.start + len(piece.token_ids), piece.prompt_tokens) == (prompt, prompt)
+    assert piece.sketch_ids == (5, 9)
+    assert names(ran(scheduler, {0: off(0.2)}, tokens=((1,),))) == ["kv_checked"]
+    commands = scheduler.handle(StepWanted(), 0)
+    assert names(commands) == ["decode_joined"]
+    (decoding,) = the_step(commands).batch.slices
+    assert (decoding.token_ids, decoding.start, decoding.sketch_ids) == ((100,), prompt, None)
+    assert counts(scheduler) == (1, 0, 0)
+
+
+def test_a_long_rest_is_compared_at_its_end_and_named_then() -> None:
+    scheduler = fetched_later(10)
+    cache, request = scheduler.batch.tables.cache, spec("a", 10)
+    (first,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert (len(first.token_ids), first.samples, first.sketch_ids) == (8, (), None)
+    assert ran(scheduler, {}) == []
+    assert cache.find(request_hashes(scheduler, request), None) == []
+    assert names(check(scheduler, SKETCH)) == ["kv_checked"]
+    assert len(cache.find(request_hashes(scheduler, request), None)) == 2
+
+
+def restored(scheduler: DecodeScheduler, prompt: int) -> None:
+    """Its whole blocks but what is run come from the pool."""
+    openings, whole = scheduler.batch.openings, (prompt - 1) // BLOCK
+    scheduler.handle(StepWanted(), 0)
+    (seek,) = openings.take_outbox()
+    assert isinstance(seek, SeekPrefix) and len(seek.hashes) == whole
+    assert openings.answer(PrefixFound(key=seek.key, host_blocks=whole, disk_blocks=0), 0) is None
+    assert len(openings.take_outbox()) == 1
+    found = openings.answer(PrefixFetched(key=seek.key, blocks=whole), 0)
+    assert found is not None
+    scheduler.handle(found, 0)
+
+
+@pytest.mark.parametrize("prompt", [9, 12])
+def test_wrong_kv_from_the_pool_is_given_up_here_and_there(prompt: int) -> None:
+    scheduler = fetched_later(prompt)
+    tables, openings = scheduler.batch.tables, scheduler.batch.openings
+    openings.restores = Restores(tables=tables, cost=RestoreCost(BLOCK))
+    restored(scheduler, prompt)
+    (piece,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert piece.start == 8
+    assert names(ran(scheduler, {0: off(0.3)}, tokens=((1,),))) == ["RequestFailed", "Released"]
+    hashes = request_hashes(scheduler, spec("a", prompt))
+    assert tables.cache.find(hashes, None) == []
+    assert openings.take_outbox() == [SpoilPrefix(hashes=tuple(hashes[:2]))]
+    assert counts(scheduler) == (0, 1, 0)
+    assert_idle(scheduler)
+
+
+def test_one_choice_with_wrong_kv_from_the_pool_ends_the_others() -> None:
+    scheduler = fetched_later(9, n=2)
+    assert scheduler.sequences == 2
+    the_step(scheduler.handle(StepWanted(), 0))
+    ran(scheduler, {})
+    both = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
+    assert [piece.sketch_ids for piece in both] == [(5, 9), None]
+    commands = ran(scheduler, {0: off(1)}, tokens=((1,), ()))
+    assert names(commands) == ["RequestFailed", "Released"]
+    assert_idle(scheduler)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
@@ -16,7 +18,7 @@ from kvrelay.messages import (
     Stop,
     Tokens,
 )
-from kvrelay.types import FinishReason, RequestSpec, Sampling
+from kvrelay.types import FinishReason, PrefixOrigin, RequestSpec, Sampling
 from tests.unit.worker_kit import (
     P,
     ahead,
@@ -330,6 +332,26 @@ def test_a_prompt_prefilled_here_runs_only_what_is_new() -> None:
     assert isinstance(started, Lifetime)
     assert (started.name, started.tokens) == ("prefill_started", 8)
     done(scheduler, (11,))
+    assert_idle(scheduler)
+
+
+def test_a_prompt_prefilled_here_begins_with_a_copy_of_what_agrees() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(Generate(spec=spec("a", 9, max_tokens=1)), 0)
+    run(scheduler, ())
+    run(scheduler, (11,))
+    other = replace(spec("b", 9, max_tokens=1), prompt_ids=(0, 1, 2, 3, 4, 5, 6, 90, 91))
+    scheduler.handle(Generate(spec=other), 0)
+    commands = scheduler.handle(StepWanted(), 0)
+    step = the_step(commands)
+    (only,), ((pairs,),) = step.batch.slices, step.copies
+    assert (only.start, only.token_ids) == (7, (90, 91))
+    assert [copy for _, copy in pairs] == [only.tables[0][1]]
+    (started,) = events(commands)
+    assert isinstance(started, Lifetime)
+    assert (started.tokens, started.source) == (7, PrefixOrigin.DEVICE)
+    scheduler.handle(Abort(key=key("b")), 0)
+    done(scheduler, (12,))
     assert_idle(scheduler)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from numpy.typing import NDArray
 
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
@@ -16,21 +17,24 @@ from kvpool.write import Side, TokenSpan, Write
 from tests.unit.transfer_kit import Case, Move, Pool, carry_out, cases, new_trial
 
 
-def _memory_over(pool: Pool, layout: ShardLayout) -> KvMemory:
-    """A rank's memory whose tensors are the arrays of `pool`."""
+def _memory_of(pool: Pool, layout: ShardLayout) -> KvMemory:
+    """A rank's memory that holds what the arrays of `pool` hold."""
     local = layout.local
     memory = KvMemory(local, pool[0][0].shape[1] // local.block_size, "cpu")
-    dtype = getattr(torch, local.dtype)
     for planes, arrays in zip(memory.planes, pool, strict=True):
-        for i, array in enumerate(arrays):
-            assert planes[i].shape == array.shape
-            signed = np.int16 if array.itemsize == 2 else np.int32
-            planes[i] = torch.from_numpy(array.view(signed)).view(dtype)
+        for plane, array in zip(planes, arrays, strict=True):
+            assert plane.shape == array.shape
+            _bits(plane)[...] = array.view(_bits(plane).dtype)
     return memory
 
 
+def _bits(plane: torch.Tensor) -> NDArray[np.signedinteger]:
+    """The plane's own memory, as integers: numpy knows no bfloat16."""
+    return plane.view(torch.int16 if plane.element_size() == 2 else torch.int32).numpy()
+
+
 def _gathered(move: Move) -> list[torch.Tensor]:
-    memory, slabs = _memory_over(move.pool, move.layout), []
+    memory, slabs = _memory_of(move.pool, move.layout), []
     for write in move.transfer.writes:
         slabs.append(torch.zeros(write.nbytes, dtype=torch.uint8))
         gather_write(memory, move.transfer.source, write, slabs[-1])
@@ -41,13 +45,13 @@ def _gathered(move: Move) -> list[torch.Tensor]:
 @given(cases())
 def test_planned_writes_arrive_byte_for_byte(case: Case) -> None:
     trial = new_trial(case)
-    target = _memory_over(trial.target, case.target)
+    target = _memory_of(trial.target, case.target)
     for move in trial.moves:
         for write, slab in zip(move.transfer.writes, _gathered(move), strict=True):
             scatter_write(target, move.transfer.target, write, slab)
-    for planes, wanted in zip(trial.target, trial.expected, strict=True):
+    for planes, wanted in zip(target.planes, trial.expected, strict=True):
         for ours, theirs in zip(planes, wanted, strict=True):
-            assert np.array_equal(ours, theirs)
+            assert np.array_equal(_bits(ours), theirs.view(_bits(ours).dtype))
 
 
 @settings(deadline=None, max_examples=40)
@@ -70,7 +74,7 @@ def _whole_write(layout: KvLayout, start: int, tokens: int) -> Write:
 
 @pytest.mark.parametrize("order", [[1, 2, 3, 4], [1, 2, 6, 7], [4, 3, 2, 1]])
 def test_long_runs_of_blocks_arrive_byte_for_byte(order: list[int]) -> None:
-    """Blocks of 4 MiB, so that adjacent ones are copied as runs; a slab that starts inside one."""
+    """Blocks of 4 MiB, some adjacent; a slab that starts inside one."""
     plane = Plane(name="k", heads=4, dim=256)
     group = LayerGroup(layers=(0, 1), planes=(plane,))
     layout = KvLayout(groups=(group,), dtype="bfloat16", block_size=1024)

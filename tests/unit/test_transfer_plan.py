@@ -139,12 +139,22 @@ def test_what_fits_is_one_write_of_all_layers() -> None:
 
 def test_small_staging_cuts_by_tokens_then_by_layers_and_keeps_128_tokens() -> None:
     one = _shard(_LLAMA)
-    span = TokenSpan(start=0, tokens=300, next_position=300)
-    by_tokens = cut(one, one, span=span, staging_bytes=150 * 131_072)
-    assert [w.sections[0].tokens for w in by_tokens] == [150, 150]
-    by_layers = cut(one, one, span=span, staging_bytes=75 * 131_072)
-    assert [(w.sections[0].part.layers, w.sections[0].tokens) for w in by_layers] == [(16, 150)] * 4
+    span = TokenSpan(start=0, tokens=320, next_position=320)
+    by_tokens = cut(one, one, span=span, staging_bytes=160 * 131_072)
+    assert [w.sections[0].tokens for w in by_tokens] == [160, 160]
+    by_layers = cut(one, one, span=span, staging_bytes=80 * 131_072)
+    assert [(w.sections[0].part.layers, w.sections[0].tokens) for w in by_layers] == [(16, 160)] * 4
     assert [w.sections[0].part.source_layer for w in by_layers] == [0, 0, 16, 16]
+
+
+@pytest.mark.parametrize(("start", "tokens"), [(0, 7500), (0, 512), (9, 400), (3, 300), (16, 1030)])
+def test_sections_are_cut_between_blocks(start: int, tokens: int) -> None:
+    one = _shard(_LLAMA)
+    span = TokenSpan(start=start, tokens=tokens, next_position=start + tokens)
+    sections = [s for w in cut(one, one, span=span, staging_bytes=8 << 20) for s in w.sections]
+    assert all(s.start == start or s.start % 16 == 0 for s in sections)
+    assert all(s.tokens >= WRITE_TOKENS for s in sections)
+    assert len(sections) > 2
 
 
 def test_replicas_share_the_sending_and_none_sends_twice() -> None:

@@ -17,7 +17,8 @@ from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.memory_triton import gather_planes, scatter_planes
-from kvpool.memory_views import End, plane_views, row_index
+from kvpool.memory_views import plane_views, row_index
+from kvpool.reslice import End
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import Section, Side, TokenSpan, Write
