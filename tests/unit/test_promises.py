@@ -164,7 +164,9 @@ def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None
     core = busy(tiers)
     core.promises.claimed_share = 1.0
     assert retry_of(submit(core, "x", prompt(10), 0)) == pytest.approx(0.5, abs=0.02)
-    (ask,) = submit(core, "new", prompt(20), 0.1, tier="premium", ttft_s=1.5)
+    finish(core, "r0", 0, 0.6)
+    assert isinstance(submit(core, "equal", prompt(20), 0.6)[0], Refuse), "its place is promised"
+    (ask,) = submit(core, "higher", prompt(20), 0.6, tier="premium", ttft_s=1.5)
     assert isinstance(ask, Send)
 
 
