@@ -2,7 +2,7 @@
 and whether a client that comes back when it was told to is admitted.
 
     python -m bench.admission policies --trace conversation_trace.jsonl [--rates 1 2 4 8]
-    python -m bench.admission retries
+    python -m bench.admission retries [--workers 8 --requests 4000]
     python -m bench.admission routers --routers 3
 
 Capacity is the goodput of `predictive` at far more than any rate that can be served. Arrivals of
@@ -32,8 +32,9 @@ FLEET = (
     "scheduler.max_running_requests=256",
     "simulation.block_size=512",
 )
-SMALL = {"prefill": 2, "decode": 2}
 LARGE = {"prefill": 8, "decode": 8}
+FAR_TOO_MANY_PER_S = 35.0
+"""Of Poisson arrivals, for each pair of workers."""
 WAYS_BACK = ((0.0, "null"), (0.5, "null"), (0.5, "1s"), (1.0, "null"), (1.0, "1s"))
 """Share of the clients, and what they round up to."""
 OVERLOADS = (1.5, 2.0, 4.0)
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000, help="of Poisson arrivals")
     parser.add_argument("--retries", type=int, default=1, help="how often a client comes back")
     parser.add_argument("--routers", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="of each role, for Poisson arrivals")
     parser.add_argument("--ttft", default="2s")
     parser.add_argument("--tpot", default="25ms")
     parser.add_argument("--set", action="append", default=[], help="key=value of the cluster file")
@@ -101,7 +103,7 @@ def retries(options: argparse.Namespace) -> None:
                 f"simulation.retrying_share={share}",
                 f"simulation.retry_rounding={rounding}",
             ]
-            one = _simulate(options, SMALL, requests, clients)
+            one = _simulate(options, _small(options), requests, clients)
             _print_row(
                 f"{overload:g} x",
                 f"{share:.0%}",
@@ -114,7 +116,12 @@ def retries(options: argparse.Namespace) -> None:
 
 
 def _capacity(options: argparse.Namespace) -> float:
-    return _simulate(options, SMALL, poisson(options.requests, 70.0), []).goodput_per_s
+    offered = poisson(options.requests, FAR_TOO_MANY_PER_S * options.workers)
+    return _simulate(options, _small(options), offered, []).goodput_per_s
+
+
+def _small(options: argparse.Namespace) -> dict[str, int]:
+    return {"prefill": options.workers, "decode": options.workers}
 
 
 def poisson(count: int, per_s: float, *, seed: int = 0) -> list[TraceRequest]:
@@ -138,7 +145,7 @@ def routers(options: argparse.Namespace) -> None:
     for overload in (1.0, *OVERLOADS):
         requests = poisson(options.requests, overload * capacity_per_s)
         for count in (1, options.routers):
-            one = _simulate(options, SMALL, requests, [f"simulation.routers={count}"])
+            one = _simulate(options, _small(options), requests, [f"router.replicas={count}"])
             admitted = one.offered - sum(one.refused.values())
             broken = admitted - one.good
             _print_row(

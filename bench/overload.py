@@ -3,7 +3,8 @@ then the same arrivals in the simulator.
 
 The bundled model; one prefill and one decode worker; Poisson arrivals, whatever the server does.
 Objectives are multiples of the latencies without load. `--append FILE` keeps results, so that
-policies and rates can be measured one by one.
+policies and rates can be measured one by one. With `--routers N` as many share the workers, and
+take the arrivals in turn.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def rows(results: Results, mix: Mix) -> list[Row]:
     )
     found: list[Row] = []
     for policy in POLICIES:
-        points = [p for p in results.points if p.policy == policy and not p.own_ends]
+        points = [
+            p for p in results.points if p.policy == policy and not p.own_ends and p.routers == 1
+        ]
         if points:
             found += _goodput_rows(policy, points, method)
     return found
@@ -115,6 +118,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=8.0, help="of clients, after the last")
+    parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--own-ends", action="store_true", help="the model ends where it will")
     parser.add_argument("--append", type=Path, help="a file of results, taken and kept")
     parser.add_argument("--out", type=Path, help="a folder for the scatter plots")
@@ -135,6 +139,7 @@ def main() -> None:
             mix=mix,
             seed=args.seed,
             patience_s=args.patience,
+            routers=args.routers,
         )
         found = run(plan, calibration, text)
         results.add(found.points, found.predictions)

@@ -1,4 +1,4 @@
-"""A router and workers as ordinary processes, each on the cores that the benchmark gives it."""
+"""Routers and workers as ordinary processes, each on the cores that the benchmark gives it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,28 +32,38 @@ class WorkerPlan:
 
 @dataclass(slots=True, kw_only=True)
 class PlainCluster:
-    http_port: int
-    grpc_port: int
+    """`http_ports`: of each router"""
+
+    http_ports: list[int]
     processes: dict[str, psutil.Process] = field(default_factory=dict)
+
+    @property
+    def http_port(self) -> int:
+        """Of the first router."""
+        return self.http_ports[0]
 
     def resident_mib(self) -> dict[str, float]:
         return {name: p.memory_info().rss / 2**20 for name, p in self.processes.items()}
 
     def metric(self, name: str) -> float:
-        """The sum of a metric over its labels."""
+        """The sum of a metric over its labels, as the first router says it."""
         pattern = rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$"
-        return sum(float(value) for value in re.findall(pattern, self._metrics(), re.MULTILINE))
+        text = _metrics(self.http_port)
+        return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 
     def histogram(self, name: str) -> dict[float, float]:
-        """# upper bound |-> how many were not above it"""
+        """# upper bound |-> how many were not above it, at all routers"""
         pattern = rf'^{re.escape(name)}_bucket\{{.*le="([^"]+)".*\}} (\S+)$'
-        found = re.findall(pattern, self._metrics(), re.MULTILINE)
-        return {float(bound): float(count) for bound, count in found}
+        counts: Counter[float] = Counter()
+        for port in self.http_ports:
+            for bound, count in re.findall(pattern, _metrics(port), re.MULTILINE):
+                counts[float(bound)] += int(float(count))
+        return {bound: float(count) for bound, count in counts.items()}
 
-    def _metrics(self) -> str:
-        url = f"http://127.0.0.1:{self.http_port}/metrics"
-        with urllib.request.urlopen(url) as answer:
-            return str(answer.read().decode())
+
+def _metrics(http_port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics") as answer:
+        return str(answer.read().decode())
 
 
 @contextmanager
@@ -64,6 +75,7 @@ def plain_cluster(
     pool: str | None = None,
     router_settings: Sequence[str] = (),
     router_cores: Sequence[int] | None = None,
+    routers: int = 1,
 ) -> Iterator[PlainCluster]:
     """Ready to serve; everything is stopped at the end. `settings` are the workers' KEY=VALUE,
     `pool` names the pool node that they use."""
@@ -72,15 +84,17 @@ def plain_cluster(
         extra += [] if pool is None else [f"--pool={pool}"]
         own = [f"--set={setting}" for setting in router_settings]
         begin = ["router", "--model", str(model), *_ROUTER, *own]
-        router = stack.enter_context(_process(begin, router_cores))
-        ports = _ports(router)
-        cluster = PlainCluster(http_port=ports["HTTP"], grpc_port=ports["gRPC"])
-        cluster.processes["router"] = psutil.Process(router.pid)
+        started = [stack.enter_context(_process(begin, router_cores)) for _ in range(routers)]
+        ports = [_ports(router) for router in started]
+        cluster = PlainCluster(http_ports=[one["HTTP"] for one in ports])
+        for number, router in enumerate(started):
+            name = "router" if routers == 1 else f"router-{number}"
+            cluster.processes[name] = psutil.Process(router.pid)
         for number, plan in enumerate(plans):
             name = f"{plan.role}-{number}"
             command = [
                 "worker",
-                f"--join=127.0.0.1:{ports['gRPC']}",
+                *(f"--join=127.0.0.1:{one['gRPC']}" for one in ports),
                 f"--role={plan.role}",
                 f"--device={plan.device}",
                 f"--model={model}",
@@ -91,7 +105,8 @@ def plain_cluster(
             ]
             worker = stack.enter_context(_process(command, plan.cores, nice=plan.nice))
             cluster.processes[name] = psutil.Process(worker.pid)
-        _wait_ready(cluster.http_port)
+        for port in cluster.http_ports:
+            _wait_ready(port)
         yield cluster
 
 
@@ -105,6 +120,8 @@ def pool_node(name: str) -> Iterator[None]:
         yield
 
 
+HANDED_OVER = ("router.placement.local_prefill=off",)
+"""Router settings of what measures handoffs."""
 _ROUTER = ["--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0"]
 
 

@@ -11,11 +11,12 @@ import argparse
 import random
 import statistics
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from bench.http_load import closed_loop
 from bench.models import SMOLLM_135M, write_random_llama
-from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster, pool_node
+from bench.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster, pool_node
 from bench.report import Row, print_table, write_json
 
 SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 1000, 24, 4
@@ -41,16 +42,20 @@ def _ttft_ms(cluster: PlainCluster, prompt: list[int]) -> float:
     return 1000 * sent.ttft_s
 
 
+def _cluster(folder: Path) -> AbstractContextManager[PlainCluster]:
+    return plain_cluster(folder, PLANS, SETTINGS, pool=POOL, router_settings=HANDED_OVER)
+
+
 def measure(folder: Path, repeats: int) -> list[Row]:
     """Fresh prefixes against the one that is there by now, in turn."""
     cold, warm, pooled = [], [], []
     with pool_node(POOL):
-        with plain_cluster(folder, PLANS, SETTINGS, pool=POOL) as cluster:
+        with _cluster(folder) as cluster:
             _ttft_ms(cluster, _prompt(0, shared_seed=0))
             for i in range(1, repeats + 1):
                 cold.append(_ttft_ms(cluster, _prompt(i, shared_seed=i)))
                 warm.append(_ttft_ms(cluster, _prompt(i, shared_seed=0)))
-        with plain_cluster(folder, PLANS, SETTINGS, pool=POOL) as cluster:
+        with _cluster(folder) as cluster:
             _ttft_ms(cluster, _prompt(0, shared_seed=999))
             for i in range(1, repeats + 1):
                 pooled.append(_ttft_ms(cluster, _prompt(100 + i, shared_seed=i)))

@@ -34,7 +34,7 @@ STEP_TIMES = StepCoefficients(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--blocks", type=int, default=100_000, help="in the directory")
+    parser.add_argument("--blocks", type=int, default=100_000, help="different ones")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--requests", type=int, default=3000)
     options = parser.parse_args()
@@ -68,7 +68,8 @@ class World:
         self.refused = 0
         self._running: list[tuple[Incarnation, RequestKey]] = []
         self._now_s = 0.0
-        self._prompts = [self._prompt(prompt_tokens) for _ in range(blocks * 16 // prompt_tokens)]
+        own_blocks = (prompt_tokens - prompt_tokens // 2) // BLOCK_TOKENS
+        self._prompts = [self._prompt(prompt_tokens) for _ in range(-(-blocks // own_blocks))]
         for i in range(workers):
             self._join(i, Role.PREFILL if i % 2 else Role.DECODE, workers)
         for i, prompt in enumerate(self._prompts):

@@ -23,7 +23,13 @@ import torch
 from bench.engine import EngineRun, Load, load_bench_engine
 from bench.http_load import Sent, closed_loop, open_loop
 from bench.models import SMOLLM_135M, write_random_llama
-from bench.plain_cluster import PlainCluster, WorkerPlan, is_ready, plain_cluster
+from bench.plain_cluster import (
+    HANDED_OVER,
+    PlainCluster,
+    WorkerPlan,
+    is_ready,
+    plain_cluster,
+)
 from bench.report import Reading, Row, print_table, write_json
 
 LOAD = Load(requests=16, prompt_tokens=512, output_tokens=64, chunk_tokens=512)
@@ -123,7 +129,7 @@ def split_rows(folder: Path, repeats: int, rate_per_s: float) -> list[Row]:
     long = torch.randint(2, SMOLLM_135M.vocab_size, (2048,), generator=generator).tolist()
     prompts = LOAD.prompts().tolist()
     with (
-        plain_cluster(folder, SPLIT, SETTINGS) as one,
+        plain_cluster(folder, SPLIT, SETTINGS, router_settings=HANDED_OVER) as one,
         plain_cluster(folder, BOTH, SETTINGS) as two,
     ):
         split, both = Arm(cluster=one), Arm(cluster=two)

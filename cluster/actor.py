@@ -32,8 +32,9 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAt:
-    """Where clients reach a router."""
+    """Where clients reach a router, by its name."""
 
+    name: str
     host: str
     http_port: int
     grpc_port: int
@@ -107,7 +108,7 @@ class RouterHost:
     """Async actor; `start` and `add_worker` may be asked again."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        configure_logging("router")
+        configure_logging(settings.process)
         from cluster.router import RouterProcess
 
         self._settings = settings
@@ -156,7 +157,12 @@ class RouterHost:
         ports = await self._router.start()
         host = self._settings.host
         reachable = _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
-        return RouterAt(host=reachable, http_port=ports.http_port, grpc_port=ports.grpc_port)
+        return RouterAt(
+            name=self._settings.process,
+            host=reachable,
+            http_port=ports.http_port,
+            grpc_port=ports.grpc_port,
+        )
 
 
 def _home() -> Home:

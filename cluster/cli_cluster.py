@@ -111,8 +111,9 @@ def status(
     from cluster.rays import ray_address as ray_to_join
 
     if kv:
-        router = address or statuses.router_of(name, ray_to_join(ray_address) or "auto")
-        _kv_status(router, tenant, format_)
+        ray = ray_to_join(ray_address) or "auto"
+        routers = [address] if address else statuses.routers_of(name, ray)
+        _kv_status(routers, tenant, format_)
         return
 
     if address is not None:
@@ -125,11 +126,11 @@ def status(
         statuses.print_table(facts)
 
 
-def _kv_status(router: str, tenant: str | None, format_: Format) -> None:
+def _kv_status(routers: list[str], tenant: str | None, format_: Format) -> None:
     from cluster import kv_status
     from cluster.status import as_json
 
-    found = kv_status.of_router(router)
+    found = kv_status.of_routers(routers)
     if format_ is Format.JSON:
         print(as_json(kv_status.as_facts(found)))
     else:

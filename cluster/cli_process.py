@@ -32,6 +32,7 @@ WORKER_KEYS = (
     "engine.eviction",
     "engine.profile",
     "scheduler.prefill_chunk_tokens",
+    "scheduler.mixed_chunk_tokens",
     "scheduler.max_running_requests",
     "transfer.transports",
     "transfer.handoff",
@@ -67,7 +68,9 @@ ROUTER_KEYS = (
     "router.record",
     "router.record_size",
     "router.placement.policy",
+    "router.placement.local_prefill",
     "router.placement.move_hot_spots",
+    "router.dispatch",
     "router.admission.policy",
     "router.admission.queue_limit",
     "qos.header",
@@ -133,7 +136,10 @@ def router(
 
 
 def worker(
-    join: Annotated[str, typer.Option(metavar="HOST:PORT", help="The router's gRPC address.")],
+    join: Annotated[
+        list[str],
+        typer.Option(metavar="HOST:PORT", help="A router's gRPC address."),
+    ],
     role: Annotated[Role, typer.Option(help="What this worker does.")],
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     model: ModelOption = None,
@@ -146,7 +152,7 @@ def worker(
     ] = None,
     set_: SetOption = None,
 ) -> None:
-    """Run one worker and join it to a router."""
+    """Run one worker and join it to one or more routers."""
     import os
 
     overrides = [
@@ -158,13 +164,13 @@ def worker(
 
     from cluster.config_load import load_config
     from cluster.logs import configure_logging
-    from cluster.net import host_towards
     from cluster.plan import worker_settings
     from cluster.resolve import resolve
     from cluster.site import local_site
 
-    site = replace(local_site(), host=host_towards(join))
-    config = resolve(load_config(None, overrides), site)
+    loaded = load_config(None, overrides)
+    site = replace(local_site(), host=_host(loaded.network.host, join))
+    config = resolve(loaded, site)
     process_name = name or f"{role}-{os.getpid()}"
     settings = worker_settings(config, config.workers[0], process_name)
     settings = replace(settings, role=role, device_share=device_share)
@@ -192,7 +198,7 @@ def pool_node(
         typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl or ucx."),
     ] = None,
     join: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(metavar="HOST:PORT", help="A router's gRPC address: it tells what is held."),
     ] = None,
     name: NameOption = None,
@@ -211,18 +217,29 @@ def pool_node(
 
     from cluster.config_load import load_config
     from cluster.logs import configure_logging
-    from cluster.net import host_towards
     from cluster.plan import pool_node_settings
     from cluster.resolve import resolve
     from cluster.site import local_site
 
-    site = local_site() if join is None else replace(local_site(), host=host_towards(join))
-    config = resolve(load_config(None, overrides), site)
+    loaded = load_config(None, overrides)
+    site = local_site()
+    if join:
+        site = replace(site, host=_host(loaded.network.host, join))
+    config = resolve(loaded, site)
     configure_logging("pool-node")
     from cluster.plain import run_pool_node
 
     settings = pool_node_settings(config)
-    asyncio.run(run_pool_node(settings, join=join, drain_s=config.drain_timeout))
+    asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
+
+
+def _host(given: str | None, join: list[str]) -> str:
+    """Where to listen."""
+    from cluster.net import host_towards, split_address
+
+    for address in join:
+        split_address(address, "--join")
+    return given or host_towards(join)
 
 
 def _pool(device: str, cpu_threads: int | None) -> dict[str, object]:

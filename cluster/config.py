@@ -70,6 +70,9 @@ class Engine(Section):
 class Scheduler(Section):
     prefill_chunk_tokens: Annotated[int, Field(ge=16)] = 512
     """The most prompt tokens that one step computes."""
+    mixed_chunk_tokens: Annotated[int, Field(ge=16)] = 512
+    """The most prompt tokens that a decode worker computes beside the next token of its batch,
+    which waits for them; at most prefill_chunk_tokens."""
     max_running_requests: Count = 64
     """The most sequences that one step advances."""
 

@@ -74,6 +74,7 @@ AutoFarTransports = Annotated[tuple[FarTransport, ...] | None, BeforeValidator(_
 Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
 Profile = Annotated[str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")]
 """In YAML `off` is false."""
+AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_off_if_false)]
 Quantity = Annotated[float, Field(ge=0)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
-from cluster.supervisor import ROUTER, Limits, Supervisor
+from cluster.supervisor import Limits, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Report:
     notes: tuple[str, ...]
     noted: int
     model: str
-    router: RouterAt | None
+    routers: tuple[RouterAt, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class ProcessStatus:
 class ClusterStatus:
     name: str
     phase: str
-    router: RouterAt | None
+    routers: tuple[RouterAt, ...]
     processes: tuple[ProcessStatus, ...]
 
 
@@ -91,8 +92,8 @@ class Controller:
         self._fleet = Fleet(plan)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._notes: list[str] = []
-        self._router_at: RouterAt | None = None
-        self._router_calls = asyncio.Lock()
+        self._router_at: dict[str, RouterAt] = {}
+        self._router_calls: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._last_report = asyncio.Event()
         self._core = self._new_core(detach)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,8 +107,8 @@ class Controller:
             error=self._core.error,
             notes=tuple(self._notes[seen:]),
             noted=len(self._notes),
-            model=self._plan.router.served_model_name,
-            router=self._router_at,
+            model=self._plan.routers[0].settings.served_model_name,
+            routers=self._routers(),
         )
         if report.phase is Phase.STOPPED:
             self._last_report.set()
@@ -117,12 +118,17 @@ class Controller:
         return ClusterStatus(
             name=self._plan.name,
             phase=self._core.phase,
-            router=self._router_at,
+            routers=self._routers(),
             processes=tuple(
                 ProcessStatus(name=p.name, state=p.state, address=p.address, starts=p.life)
                 for p in self._core.processes()
             ),
         )
+
+    def _routers(self) -> tuple[RouterAt, ...]:
+        """Those that have served, in order."""
+        known = self._router_at
+        return tuple(known[name] for name in self._core.routers if name in known)
 
     # The loop: wait, decide, act
 
@@ -134,7 +140,8 @@ class Controller:
         needs = {name: str(place) for name, place in placements(self._plan).items()}
         pool = self._plan.pool
         pool_needs = None if pool is None else str(pool.placement)
-        return Supervisor(needs, limits, time.monotonic(), pool_needs=pool_needs)
+        routers = [router.settings.process for router in self._plan.routers]
+        return Supervisor(routers, needs, limits, time.monotonic(), pool_needs=pool_needs)
 
     async def _run(self) -> None:
         try:
@@ -226,7 +233,7 @@ class Controller:
     def _adopt(self, started: str | RouterAt) -> str:
         if isinstance(started, str):
             return started
-        self._router_at = started
+        self._router_at[started.name] = started
         self._fleet.keep_ports(started)
         return f"{started.http} and {started.grpc}"
 
@@ -243,23 +250,25 @@ class Controller:
         except (RayError, TimeoutError) as error:
             log.warning("%s did not stop well: %s", name, _reason(error))
 
-    # The router hears of others in the order of the commands; one that died, when it is back.
+    # A router hears of others in the order of the commands; one that died, when it is back.
 
     async def _announce(self, command: Announce) -> None:
         method = "add_worker" if command.kind is Kind.WORKER else "add_pool_node"
-        refused = await self._ask_router(method, command.address)
+        refused = await self._ask_router(command.router, method, command.address)
         if refused is not ROUTER_GONE:
             reason = None if refused is None else refused.reason
-            joined = Joined(name=command.name, life=command.life, refused=reason)
+            joined = Joined(
+                name=command.name, life=command.life, router=command.router, refused=reason
+            )
             self._events.put_nowait(joined)
 
     async def _withdraw(self, command: Withdraw) -> None:
         method = "remove_worker" if command.kind is Kind.WORKER else "remove_pool_node"
-        await self._ask_router(method, command.address)
+        await self._ask_router(command.router, method, command.address)
 
-    async def _ask_router(self, method: str, address: str) -> StartFailed | None:
-        async with self._router_calls:
-            router = self._fleet.find(ROUTER)
+    async def _ask_router(self, name: str, method: str, address: str) -> StartFailed | None:
+        async with self._router_calls[name]:
+            router = self._fleet.find(name)
             if router is None:
                 return ROUTER_GONE
             try:

@@ -57,8 +57,7 @@ def run_demo() -> None:
         say("Ray has started")
         driver = start(config, here, detach=False, say=say)
         try:
-            router = driver.wait_ready().router
-            assert router is not None, "ready"
+            router = driver.wait_ready().routers[0]
             answers = [*_over_grpc(router.grpc), *_over_http(router.http)]
             _print_ledgers(answers)
         finally:

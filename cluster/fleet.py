@@ -12,7 +12,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actor import PoolNodeHost, RouterAt, RouterHost, WorkerHost
 from cluster.plan import ClusterPlan, Placement
-from cluster.supervisor import ROUTER
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +30,16 @@ def actor_name(cluster: str, process: str) -> str:
 class Fleet:
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
-        self._router = plan.router
+        self._routers = {router.settings.process: router for router in plan.routers}
         self._workers = {worker.settings.name: worker for worker in plan.workers}
         self._handles: dict[str, Handle] = {}
 
     def create(self, name: str, node: str | None) -> Handle:
         """A new actor, on this node of Ray if one is given, or the one that a former controller
         left under this name."""
-        if name == ROUTER:
-            made = self._make(name, RouterHost, self._router, self._plan.router_placement)
+        if name in self._routers:
+            router = self._routers[name]
+            made = self._make(name, RouterHost, router.settings, router.placement)
         elif name in self._workers:
             worker = self._workers[name]
             made = self._make(name, WorkerHost, worker.settings, worker.placement)
@@ -73,8 +73,10 @@ class Fleet:
                 self.kill(name)
 
     def keep_ports(self, at: RouterAt) -> None:
-        """A router that is started again answers where the first one did."""
-        self._router = replace(self._router, http_port=at.http_port, grpc_port=at.grpc_port)
+        """A router that is started again answers where it did before."""
+        known = self._routers[at.name]
+        settings = replace(known.settings, http_port=at.http_port, grpc_port=at.grpc_port)
+        self._routers[at.name] = replace(known, settings=settings)
 
     def _actor_name(self, name: str) -> str:
         return actor_name(self._plan.name, name)

@@ -7,6 +7,8 @@ import grpc
 from kvrelay.errors import ConfigError
 
 MESSAGE_BYTES = 64 * 1024 * 1024
+PING_MS, PATIENCE_MS = 10_000, 20_000
+"""A client that answers no ping for so long is gone, with its host, or hangs: its calls end."""
 
 
 def grpc_server() -> grpc.aio.Server:
@@ -17,6 +19,8 @@ def grpc_server() -> grpc.aio.Server:
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.http2.ping_timeout_ms", PATIENCE_MS),
     ]
     return grpc.aio.server(options=options)
 

@@ -1,4 +1,4 @@
-"""`kvrelay status --kv`: who holds which KV of a cluster, as its router tells it."""
+"""`kvrelay status --kv`: who holds which KV of a cluster, as its routers tell it."""
 
 from __future__ import annotations
 
@@ -53,6 +53,34 @@ def of_router(address: str) -> pb.GetKvResponse:
             return admin_pb2_grpc.AdminStub(channel).GetKv(pb.GetKvRequest(), timeout=ANSWER_S)
         except grpc.RpcError as error:
             raise ConfigError(f"{address}: no router answers: {error.details()}") from None
+
+
+def of_routers(addresses: Sequence[str]) -> pb.GetKvResponse:
+    """As the first one that answers says it; each knows whose its own requests are. Raises
+    ConfigError when none does."""
+    found: list[pb.GetKvResponse] = []
+    errors: list[ConfigError] = []
+    for address in addresses:
+        try:
+            found.append(of_router(address))
+        except ConfigError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    _add_tenants(found[0], found[1:])
+    return found[0]
+
+
+def _add_tenants(found: pb.GetKvResponse, others: Iterable[pb.GetKvResponse]) -> None:
+    tenants = {
+        held.request_id: held.tenant
+        for other in others
+        for worker in other.workers
+        for held in worker.held
+        if held.tenant
+    }
+    for held in (held for worker in found.workers for held in worker.held):
+        held.tenant = held.tenant or tenants.get(held.request_id, "")
 
 
 def as_facts(found: pb.GetKvResponse) -> dict[str, object]:

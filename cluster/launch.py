@@ -132,15 +132,15 @@ def stop(name: str | None, *, say: Printer) -> None:
 
 def welcome(report: Report) -> list[str]:
     """The addresses, and a first request to paste."""
-    assert report.router is not None, "ready"
+    first = report.routers[0]
     body = f'{{"model": "{report.model}", "prompt": "It was", "max_tokens": 32}}'
     return [
         "",
         f"  {report.model} is ready",
-        f"  HTTP  {report.router.http}/v1",
-        f"  gRPC  {report.router.grpc}",
+        *(f"  HTTP  {router.http}/v1" for router in report.routers),
+        *(f"  gRPC  {router.grpc}" for router in report.routers),
         "",
-        f"  curl {report.router.http}/v1/completions \\",
+        f"  curl {first.http}/v1/completions \\",
         f"    -H 'content-type: application/json' -d '{body}'",
         "",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,8 +18,21 @@ def host_id() -> str:
     return sha256(f"{boot}{os.readlink('/proc/self/ns/net')}".encode()).hexdigest()[:8]
 
 
-def host_towards(join: str) -> str:
-    """This machine's address on the way to HOST:PORT. Raises ConfigError if there is none."""
+def host_towards(joins: Sequence[str]) -> str:
+    """This machine's address on the way to each HOST:PORT. Raises ConfigError if there is none, or
+    not the same."""
+    first, *others = joins
+    host = _host_towards(first)
+    for other in others:
+        if (its := _host_towards(other)) != host:
+            raise ConfigError(
+                f"--join {other}: this machine is {its} on the way there, but {host} on the way to "
+                f"{first}: set network.host to one that both reach"
+            )
+    return host
+
+
+def _host_towards(join: str) -> str:
     host, port = split_address(join, "--join")
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

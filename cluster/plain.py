@@ -1,6 +1,6 @@
 """`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
 
-A worker or pool node makes itself known to the router by a call that stays open; when the router
+A worker or pool node makes itself known to each router by a call that stays open; when a router
 goes away it tries again. SIGTERM or SIGINT drains and exits.
 """
 
@@ -41,28 +41,27 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     await router.stop(drain_s=drain_s)
 
 
-async def run_worker(settings: WorkerSettings, *, join: str, drain_s: float) -> None:
+async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT; raises what made the worker stop by itself."""
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
     address = await worker.start()
     print(f"{settings.role} worker on {address}", flush=True)
-    registered = stay_registered(join, worker_pb2.RegisterRequest(address=address))
-    await _first_of([stopping.wait(), worker.wait_closed(), registered], worker, drain_s)
+    request = worker_pb2.RegisterRequest(address=address)
+    registered = [stay_registered(router, request) for router in join]
+    await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
 
 
-async def run_pool_node(settings: PoolNodeSettings, *, join: str | None, drain_s: float) -> None:
+async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT; raises what made the node stop by itself."""
     stopping = _stop_signals()
     node = PoolNode(settings)
     addresses = await node.start()
     for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
-    waits: list[Coroutine[None, None, object]] = [stopping.wait(), node.wait_closed()]
-    if join is not None:
-        request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True)
-        waits.append(stay_registered(join, request))
-    await _first_of(waits, node, drain_s)
+    request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True)
+    registered = [stay_registered(router, request) for router in join]
+    await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
 
 
 async def _first_of(

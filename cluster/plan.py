@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import get_args
 
 from cluster.config import Config, Preload, Ucx, WorkerPool
+from cluster.config_router import Router
 from cluster.config_types import FarTransport
 from cluster.pool_names import host_pool_address
 from cluster.qos import qos_tiers, router_tiers, tier_match
-from cluster.resolve import device_share, worker_names
+from cluster.resolve import device_share, router_names, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
-from cluster.supervisor import ROUTER
 from router.policies import Policies
 from router.preload import PreloadText
 
@@ -50,6 +51,12 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPlan:
+    settings: RouterSettings
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
     settings: WorkerSettings
     placement: Placement
@@ -66,8 +73,7 @@ class ClusterPlan:
     """`pool`: of each pool node, one on every node that has workers; None: there is none."""
 
     name: str
-    router: RouterSettings
-    router_placement: Placement
+    routers: tuple[RouterPlan, ...]
     workers: tuple[WorkerPlan, ...]
     pool: PoolNodePlan | None
     startup_timeout_s: float
@@ -85,8 +91,7 @@ def plan_cluster(config: Config) -> ClusterPlan:
     )
     return ClusterPlan(
         name=config.name,
-        router=router_settings(config),
-        router_placement=_place(config.router.resources),
+        routers=tuple(_router_plan(config, number) for number in range(config.router.replicas)),
         workers=tuple(workers),
         pool=_pool_node_plan(config) if config.pool.enabled else None,
         startup_timeout_s=config.ray.startup_timeout,
@@ -97,8 +102,8 @@ def plan_cluster(config: Config) -> ClusterPlan:
 
 def placements(plan: ClusterPlan) -> dict[str, Placement]:
     """# process |-> its place; without the pool nodes, whose number shows when workers run"""
-    workers = {worker.settings.name: worker.placement for worker in plan.workers}
-    return {ROUTER: plan.router_placement} | workers
+    routers = {router.settings.process: router.placement for router in plan.routers}
+    return routers | {worker.settings.name: worker.placement for worker in plan.workers}
 
 
 def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
@@ -153,33 +158,52 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         trace_dir=config.observability.trace_dir,
         qos=qos_tiers(config.qos),
         tenant_weights=tuple(config.qos.tenant_weights.items()),
+        mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
     )
 
 
-def router_settings(config: Config) -> RouterSettings:
+def _router_plan(config: Config, number: int) -> RouterPlan:
+    settings = router_settings(config, number)
+    return RouterPlan(settings=settings, placement=_place(config.router.resources))
+
+
+def router_settings(config: Config, number: int = 0) -> RouterSettings:
+    """Of one of its routers."""
+    http_port, grpc_port = config.router.ports(number)
     assert config.model.path is not None, "resolved"
     assert config.model.served_name is not None, "resolved"
     return RouterSettings(
         name=config.name,
+        process=router_names(config.router.replicas)[number],
         model=config.model.path,
         revision=config.model.revision,
         served_model_name=config.model.served_name,
         host=config.router.host,
-        http_port=config.router.http_port,
-        grpc_port=config.router.grpc_port,
+        http_port=http_port,
+        grpc_port=grpc_port,
         max_body_bytes=config.router.max_body,
         preload=tuple(_preload(one) for one in config.preload),
-        record=config.router.record,
+        record=_record(config.router, number),
         record_bytes=config.router.record_size,
         policies=Policies(
             placement=config.router.placement.policy,
             admission=config.router.admission.policy,
             queue_limit=config.router.admission.queue_limit,
             move_hot_spots=config.router.placement.move_hot_spots,
+            local_prefill=config.router.placement.local_prefill == "auto",
+            shared_queue=config.router.dispatch == "shared_queue",
         ),
         qos=router_tiers(config.qos),
         tier_match=tier_match(config.qos),
     )
+
+
+def _record(router: Router, number: int) -> str | None:
+    """Each router writes a file of its own."""
+    if router.record is None or router.replicas == 1:
+        return router.record
+    path = PurePath(router.record)
+    return str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
 def _preload(one: Preload) -> PreloadText:

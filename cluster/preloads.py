@@ -13,12 +13,17 @@ log = logging.getLogger(__name__)
 
 
 class Preloads:
-    """Each is generated like a request whose tokens nobody waits for, then pinned."""
+    """Each is generated like a request whose tokens nobody waits for, then pinned: once, however
+    many routers ask for it, and also when the one that asked first is gone."""
 
     def __init__(self, tables: BlockTables, longest_tokens: int) -> None:
         """`longest_tokens`: a sequence this long must still fit beside what is kept."""
         self._pins = Pins(tables, longest_tokens)
         self._running: dict[RequestKey, RequestSpec] = {}
+
+    def __contains__(self, key: RequestKey) -> bool:
+        """Whether it is on its way."""
+        return key in self._running
 
     def begin(self, spec: RequestSpec) -> bool:
         """False: it is pinned already, or on its way."""

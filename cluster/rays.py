@@ -137,7 +137,7 @@ def _custom_resources(config: Config) -> dict[str, float]:
     for pool in config.workers:
         for name, amount in pool.resources.items():
             named[name] = named.get(name, 0.0) + amount * pool.replicas
-    others = [config.router.resources]
+    others = [config.router.resources] * config.router.replicas
     others += [config.pool.resources] if config.pool.enabled else []
     for resources in others:
         for name, amount in resources.items():

@@ -34,6 +34,10 @@ def resolve(config: Config, site: Site) -> Config:
     return config.model_copy(update=update)
 
 
+def router_names(replicas: int) -> tuple[str, ...]:
+    return tuple(f"router-{i}" for i in range(replicas))
+
+
 def worker_names(pools: tuple[WorkerPool, ...]) -> tuple[tuple[str, ...], ...]:
     """# pool |-> its workers' names: the role and a number counted over all pools of the role"""
     next_number: Counter[Role] = Counter()

@@ -14,17 +14,22 @@ from kvrelay.types import RequestKey
 
 
 class RouterStreams:
-    """`counters` ride on every batch."""
+    """`counters` ride on every batch. A router hears them also when there is news of another's
+    requests: it knows of these only by them."""
 
     def __init__(self, reports: BlockReports, counters: Callable[[], Counters]) -> None:
         self._reports = reports
         self._counters = counters
         self._routes: dict[RequestKey, RouterStream] = {}
         self._outbox: dict[RouterStream, list[WorkerEvent]] = {}
+        self._changed = False  # somebody's requests, since all have been told
 
     def __contains__(self, key: RequestKey) -> bool:
         """Whether something is held of the request, or was a moment ago."""
         return key in self._routes
+
+    def __len__(self) -> int:
+        return len(self._outbox)
 
     @property
     def idle(self) -> bool:
@@ -35,9 +40,11 @@ class RouterStreams:
 
     def begin(self, stream: RouterStream, key: RequestKey) -> None:
         self._routes[key] = stream
+        self._changed = True
 
     def end(self, key: RequestKey) -> None:
         self._routes.pop(key, None)
+        self._changed = True
 
     def join(self, stream: RouterStream) -> None:
         """It hears of all blocks that there are, the others what is new until now."""
@@ -56,6 +63,7 @@ class RouterStreams:
         """To the router that the request came from."""
         stream = self._routes.get(event.key)
         if stream is not None:
+            self._changed = True
             self.answer(stream, event)
 
     def answer(self, stream: RouterStream, event: WorkerEvent) -> None:
@@ -70,9 +78,11 @@ class RouterStreams:
     def flush(self) -> None:
         """Blocks before the events that made them, each batch of blocks in its own message."""
         blocks = self._reports.take()
+        if not (blocks or self._changed or any(self._outbox.values())):
+            return
+        self._changed, counters = False, self._counters()
         for stream, events in self._outbox.items():
             for changes in blocks[:-1]:
-                stream.send([], self._counters(), [changes])
-            if events or blocks:
-                stream.send(events, self._counters(), blocks[-1:])
-                self._outbox[stream] = []
+                stream.send([], counters, [changes])
+            stream.send(events, counters, blocks[-1:])
+            self._outbox[stream] = []

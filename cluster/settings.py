@@ -61,14 +61,23 @@ class WorkerSettings:
     trace_dir: str | None = None
     qos: QosTiers = ONE_TIER
     tenant_weights: tuple[tuple[str, float], ...] = ()
+    mixed_chunk_tokens: int = 512
+
+    @property
+    def own_chunk_tokens(self) -> int:
+        """Prompt tokens of a step: on a decode worker others wait for theirs."""
+        if self.role is not Role.DECODE:
+            return self.prefill_chunk_tokens
+        return min(self.prefill_chunk_tokens, self.mixed_chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """`name` is the cluster's. Port 0 lets the system choose. `record`: the file for what the core
-    hears and decides, at most `record_bytes` of it; None: none."""
+    """`name` is the cluster's, `process` its own. Port 0 lets the system choose. `record`: the file
+    for what the core hears and decides, at most `record_bytes` of it; None: none."""
 
     name: str
+    process: str
     model: str
     revision: str | None
     served_model_name: str

@@ -1,4 +1,4 @@
-"""`kvrelay status`: what the controller of a cluster and its router say, for people or programs."""
+"""`kvrelay status`: what a cluster's controller and routers say, for people or programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def of_router(address: str) -> Facts:
 
 
 def of_cluster(name: str | None, address: str) -> Facts:
-    """What the controller of a cluster on this Ray says, and its router if it has one.
+    """What the controller of a cluster on this Ray says, and each router that answers.
 
     Raises ConfigError when it isn't clear which, and KvrelayError when the controller is silent.
     """
@@ -57,18 +57,19 @@ def of_cluster(name: str | None, address: str) -> Facts:
 
     with joined(address):
         status = _of_controller(name)
-        return asdict(status) | {"server": _server(status.router)}
+        servers = {router.name: _server(router) for router in status.routers}
+        return asdict(status) | {"servers": servers}
 
 
-def router_of(name: str | None, address: str) -> str:
-    """HOST:PORT of the router of a cluster on this Ray. Raises as `of_cluster` does."""
+def routers_of(name: str | None, address: str) -> list[str]:
+    """HOST:PORT of each router of a cluster on this Ray. Raises as `of_cluster` does."""
     from cluster.rays import joined
 
     with joined(address):
         status = _of_controller(name)
-    if status.router is None:
-        raise KvrelayError(f"the router of {status.name} does not serve yet")
-    return status.router.grpc
+    if not status.routers:
+        raise KvrelayError(f"no router of {status.name} serves yet")
+    return [router.grpc for router in status.routers]
 
 
 def _of_controller(cluster: str | None) -> ClusterStatus:
@@ -90,10 +91,10 @@ def _of_controller(cluster: str | None) -> ClusterStatus:
     return status
 
 
-def _server(router: RouterAt | None) -> Facts | None:
-    """None while the router can't be asked."""
+def _server(router: RouterAt) -> Facts | None:
+    """None while it can't be asked."""
     with contextlib.suppress(ConfigError):
-        return None if router is None else of_router(router.grpc)
+        return of_router(router.grpc)
     return None
 
 
@@ -102,21 +103,29 @@ def as_json(facts: Facts) -> str:
 
 
 def print_table(facts: Facts) -> None:
-    """Processes as the controller sees them, then workers as the router sees them."""
+    """Processes as the controller sees them, then workers as the first router that answers sees
+    them."""
     console = Console(soft_wrap=True, width=WIDTH)
-    server = facts.get("server", facts)
     if "processes" in facts:
         console.print(f"cluster {facts['name']}: {facts['phase']}")
         console.print(_table(facts["processes"], ("name", "state", "starts", "address")))
-    if isinstance(server, dict):
-        ready = "ready" if server["ready"] else "not ready"
-        console.print(f"router: {ready}, {server['running_requests']} requests running")
+    servers = facts.get("servers", {"router": facts})
+    assert isinstance(servers, dict)
+    for name, server in servers.items():
+        _print_router(console, name, server)
+    for server in [one for one in servers.values() if one is not None][:1]:
         console.print(_table(server["workers"], WORKER_COLUMNS))
         _print_times(console, server["workers"])
         _print_links(console, server["workers"])
-        _print_quarantined(console, server["quarantined"])
-    else:
-        console.print("router: no answer")
+
+
+def _print_router(console: Console, name: str, server: Facts | None) -> None:
+    if server is None:
+        console.print(f"{name}: no answer")
+        return
+    ready = "ready" if server["ready"] else "not ready"
+    console.print(f"{name}: {ready}, {server['running_requests']} requests running")
+    _print_quarantined(console, server["quarantined"])
 
 
 def _print_times(console: Console, workers: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.supervision import Home, Kind, State
 
@@ -14,7 +14,8 @@ STABLE_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """`home` is where it runs or last ran; a pool node's is where it shall run."""
+    """`home` is where it runs or last ran; a pool node's is where it shall run. `joined`: the
+    routers that know it."""
 
     name: str
     kind: Kind
@@ -22,7 +23,7 @@ class Process:
     life: int = 0
     failures: int = 0
     served_s: float | None = None
-    joined: bool = False
+    joined: set[str] = field(default_factory=set)
     address: str | None = None
     start_at_s: float = 0.0
     home: Home | None = None
@@ -35,7 +36,7 @@ class Process:
         self.failures = 1 if self._was_stable(now_s) else self.failures + 1
         wait_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), LAST_BACKOFF_S)
         self.state, self.start_at_s = State.BACKING_OFF, now_s + wait_s
-        self.address, self.joined = None, False
+        self.address, self.joined = None, set()
         return wait_s
 
     def _was_stable(self, now_s: float) -> bool:

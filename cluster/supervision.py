@@ -68,10 +68,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The router knows this worker or pool node; or `refused` says why it uses it not."""
+    """A router knows this worker or pool node; or `refused` says why it uses it not."""
 
     name: str
     life: int
+    router: str
     refused: str | None = None
 
 
@@ -112,8 +113,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the router that this worker or pool node serves; answered by `Joined`."""
+    """Tell a router that this worker or pool node serves; answered by `Joined`."""
 
+    router: str
     name: str
     life: int
     address: str
@@ -122,8 +124,9 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Tell the router that the worker or pool node at this address is gone."""
+    """Tell a router that the worker or pool node at this address is gone."""
 
+    router: str
     address: str
     kind: Kind = Kind.WORKER
 

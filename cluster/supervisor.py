@@ -7,7 +7,7 @@ processes and what happens to them into the next event. Every start of a process
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -35,7 +35,6 @@ from cluster.supervision import (
     Withdraw,
 )
 
-ROUTER = "router-0"
 REMIND_S = 10.0
 STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after so many starts."""
@@ -49,21 +48,22 @@ class Limits:
 
 
 class Supervisor:
-    """One cluster: a router, its workers, and a pool node where they are if it has any."""
+    """One cluster: routers, their workers, and a pool node where they are if it has any."""
 
     def __init__(
         self,
+        routers: Iterable[str],
         needs: Mapping[str, str],
         limits: Limits,
         now_s: float,
         *,
         pool_needs: str | None = None,
     ) -> None:
-        """`needs`: # process |-> what it asks of Ray, in words; `pool_needs`: a pool node, or None
-        when there shall be none."""
-        self.router = Process(name=ROUTER, kind=Kind.ROUTER)
+        """`needs`: # router or worker |-> what it asks of Ray, in words; `pool_needs`: a pool node,
+        or None when there shall be none."""
+        self.routers = {name: Process(name=name, kind=Kind.ROUTER) for name in routers}
         self.workers = {
-            name: Process(name=name, kind=Kind.WORKER) for name in needs if name != ROUTER
+            name: Process(name=name, kind=Kind.WORKER) for name in needs if name not in self.routers
         }
         self.pools = PoolHomes()
         self._needs = needs
@@ -78,7 +78,7 @@ class Supervisor:
             process.state = State.BACKING_OFF
 
     def processes(self) -> tuple[Process, ...]:
-        return (self.router, *self.workers.values(), *self.pools.processes())
+        return (*self.routers.values(), *self._announced())
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
@@ -103,13 +103,16 @@ class Supervisor:
                 assert_never(event)
 
     def validate(self) -> None:
-        """A process serves exactly when it has an address; a stopped cluster has none left."""
+        """A process serves exactly when it has an address, and is known to routers that serve; a
+        stopped cluster has none left."""
+        serving = {router.name for router in self._serving_routers()}
         states = {process.state for process in self.processes()}
         assert self.phase is not Phase.STOPPED or states == {State.GONE}, states
         assert self.phase is not Phase.STARTING or State.GONE not in states, states
         for process in self.processes():
             assert (process.state is State.SERVING) == (process.address is not None), process
             assert process.state is State.SERVING or not process.joined, process
+            assert process.joined <= serving, process
 
     # Starting and restarting
 
@@ -176,26 +179,37 @@ class Supervisor:
         return [note, *self._announcements(process)]
 
     def _announcements(self, newcomer: Process) -> list[Command]:
-        """All that serve to a new router; a newcomer to the router, once there is one."""
-        if self.router.state is not State.SERVING:
-            return []
-        known = self._announced() if newcomer is self.router else (newcomer,)
-        return [Announce(p.name, p.life, p.address, p.kind) for p in known if p.address is not None]
+        """All that serve to a new router; a newcomer to every router that serves."""
+        is_router = newcomer.kind is Kind.ROUTER
+        routers = [newcomer] if is_router else self._serving_routers()
+        known = self._announced() if is_router else (newcomer,)
+        return [
+            Announce(router.name, p.name, p.life, p.address, p.kind)
+            for router in routers
+            for p in known
+            if p.address is not None
+        ]
+
+    def _serving_routers(self) -> list[Process]:
+        return [router for router in self.routers.values() if router.state is State.SERVING]
 
     def _announced(self) -> tuple[Process, ...]:
         return (*self.workers.values(), *self.pools.processes())
 
     def _joined(self, event: Joined) -> list[Command]:
-        joined = self._current(event.name, event.life)
-        if joined is None or joined.state is not State.SERVING:
+        joined, router = self._current(event.name, event.life), self.routers[event.router]
+        if joined is None or {joined.state, router.state} != {State.SERVING}:
             return []
         if event.refused is not None:
-            text = f"the router refused {event.name}: {event.refused}"
+            text = f"{event.router} refused {event.name}: {event.refused}"
             return self._fail(text) if self.phase is Phase.STARTING else [Note(text)]
-        joined.joined = True
-        if self.phase is Phase.STARTING and all(p.joined for p in self._announced()):
+        joined.joined.add(event.router)
+        if self.phase is Phase.STARTING and self._all_joined():
             self.phase = Phase.READY
         return []
+
+    def _all_joined(self) -> bool:
+        return all(p.joined == self.routers.keys() for p in self._announced())
 
     def _lost(self, event: Lost, now_s: float) -> list[Command]:
         process = self._current(event.name, event.life)
@@ -205,8 +219,13 @@ class Supervisor:
             return self._fail(f"{process.name}: {event.reason}")
         address = process.address
         wait_s = process.back_off(now_s)
+        self._forget_router(process.name)
         note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
         return [note, *self._withdrawal(process, address), Remove(process.name)]
+
+    def _forget_router(self, name: str) -> None:
+        for process in self._announced():
+            process.joined.discard(name)
 
     def _hopeless(self, process: Process, event: Lost) -> bool:
         """It never served, and what never did holds up a cluster that starts."""
@@ -215,9 +234,9 @@ class Supervisor:
         return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
 
     def _withdrawal(self, process: Process, address: str | None) -> list[Command]:
-        if process is self.router or address is None or self.router.state is not State.SERVING:
+        if process.kind is Kind.ROUTER or address is None:
             return []
-        return [Withdraw(address, process.kind)]
+        return [Withdraw(one.name, address, process.kind) for one in self._serving_routers()]
 
     # Stopping
 
@@ -226,19 +245,19 @@ class Supervisor:
         return self._stop(error)
 
     def _stop(self, why: str) -> list[Command]:
-        """The router first: it finishes what runs, which needs the workers; then these, which
+        """The routers first: they finish what runs, which needs the workers; then these, which
         still store in the pool nodes, and these at last."""
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
         self.phase = Phase.STOPPING
-        return [Note(f"stopping: {why}"), self._stop_process(self.router)]
+        return [Note(f"stopping: {why}"), *map(self._stop_process, self.routers.values())]
 
     def _stopped(self, name: str, now_s: float) -> list[Command]:
         process = self._named(name)
         assert process is not None, name
         process.state = State.GONE
-        if process is self.router:
-            return [self._stop_process(worker) for worker in self.workers.values()]
+        if process.kind is Kind.ROUTER:
+            return self._router_stopped()
         if self.phase is not Phase.STOPPING:
             return self._settle_pools(now_s)
         left = [p for p in self.processes() if p.state is not State.GONE]
@@ -248,13 +267,20 @@ class Supervisor:
             return [self._stop_process(p) for p in left if p.state is not State.STOPPING]
         return []
 
+    def _router_stopped(self) -> list[Command]:
+        """The workers, after the last one."""
+        if any(router.state is not State.GONE for router in self.routers.values()):
+            return []
+        return [self._stop_process(worker) for worker in self.workers.values()]
+
     def _stop_process(self, process: Process) -> Command:
         drain = process.state is State.SERVING
-        process.state, process.address, process.joined = State.STOPPING, None, False
+        process.state, process.address, process.joined = State.STOPPING, None, set()
+        self._forget_router(process.name)
         return Stop(process.name, drain)
 
     def _named(self, name: str) -> Process | None:
-        return self.router if name == ROUTER else self.workers.get(name) or self.pools.find(name)
+        return self.routers.get(name) or self.workers.get(name) or self.pools.find(name)
 
     def _current(self, name: str, life: int) -> Process | None:
         process = self._named(name)

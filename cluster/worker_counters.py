@@ -32,7 +32,8 @@ def count(
 ) -> Counters:
     origins = openings.origins
     tables, restores, receiver = openings.tables, openings.restores, decode.receiver
-    pool = tables.scarcest
+    pool, roster = tables.scarcest, decode.batch.roster
+    queue, handoffs, pieces = prefill.queue, prefill.handoffs, receiver.pieces
     return Counters(
         free_blocks=pool.free,
         leased_blocks=pool.leased,
@@ -54,20 +55,20 @@ def count(
         prefixes_remote=origins[PrefixOrigin.REMOTE],
         prefixes_computed=origins[PrefixOrigin.COMPUTED],
         running=decode.sequences + prefill.jobs.handing_over,
-        waiting=len(decode.batch.roster.awaiting_prefill) + len(prefill.queue),
-        prefill_waiting_tokens=prefill.queue.tokens + decode.batch.roster.waiting_tokens,
-        decode_sequences=len(decode.batch.roster.running),
-        decode_kv_tokens=sum(sequence.computed for sequence in decode.batch.roster.running),
+        waiting=len(roster.awaiting_prefill) + len(queue),
+        prefill_waiting_tokens=queue.tokens + roster.waiting_tokens,
+        decode_sequences=len(roster.running),
+        decode_kv_tokens=sum([sequence.computed for sequence in roster.running]),
         reserved_sequences=receiver.reserved_choices,
         prefill_correction=pace.prefill.factor,
         decode_correction=pace.decode.factor,
         steps=totals.steps,
         prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
         generated_tokens=decode.generated_tokens,
-        preemptions=decode.batch.roster.preemptions,
-        transfers=prefill.handoffs.transfers + receiver.transfers,
-        transfer_bytes=prefill.handoffs.transfer_bytes + receiver.transfer_bytes,
-        transfer_s=prefill.handoffs.transfer_s + receiver.transfer_s,
+        preemptions=roster.preemptions,
+        transfers=handoffs.transfers + pieces.transfers,
+        transfer_bytes=handoffs.transfer_bytes + pieces.transfer_bytes,
+        transfer_s=handoffs.transfer_s + pieces.transfer_s,
         busy_s=totals.busy_s,
         canaries_passed=decode.canary.passed,
         canaries_mismatched=decode.canary.mismatched,

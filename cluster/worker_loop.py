@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from cluster.block_reports import BlockReports
 from cluster.pool_news import PoolNews
@@ -78,7 +78,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-
+_TO_PREFILL = frozenset(TO_PREFILL)
+_OF_PULLS = frozenset(get_args(PullMessage))
+_LAST = (Released, ReserveRefused)
+"""Of a request at this worker."""
 
 MoveJob = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
 
@@ -194,46 +197,62 @@ class WorkerLoop:
 
     def settle(self, event: Incoming) -> None:
         match event:
+            case FromPeer():
+                self._from_peer(event)
+            case Stepped(done=done):
+                self._stepped(done)
             case FromRouter(stream=stream, message=message):
                 self._from_router(stream, message)
-            case FromPeer(message=PeerHello()) | PeerLost():
-                self._both(event)
-                self._pooled(self._pulls.handle(event))
-            case BlocksPulled():
-                self._pooled(self._pulls.handle(event))
-            case FromPeer(message=message) if isinstance(message, PullMessage):
-                self._pooled(self._pulls.handle(event))
-            case FromPeer(message=message) if isinstance(message, TO_PREFILL):
-                self._execute(self.prefill.handle(event, self._now()))
+            case PieceFetched() | SlabScattered() | SlabReplaced():
+                self._execute(self.decode.handle(event, self._now()))
             case SlabWritten():
                 self._execute(self.prefill.handle(event, self._now()))
+            case BlocksPulled():
+                self._pooled(self._pulls.handle(event))
+            case PeerLost():
+                self._both(event)
+                self._pooled(self._pulls.handle(event))
             case LinkMeasured(peer=peer, name=name):
                 self._execute(self.decode.handle(event, self._now()))
                 if choice := self.decode.receiver.pools.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
-            case FromPeer(message=Commit(key=key)):
-                with self._trace.span("commit", request=key.request_id):
-                    self._execute(self.decode.handle(event, self._now()))
-            case FromPeer() | SlabScattered() | SlabReplaced() | PieceFetched():
-                self._execute(self.decode.handle(event, self._now()))
             case LayersWritten():
                 if self._stepping is self.prefill:
                     self._execute(self.prefill.handle(event, self._now()))
             case _ if isinstance(event, PoolNews):
                 self._from_pool(event)
-            case RouterJoined(stream=stream):
-                self._streams.join(stream)
-            case RouterLost(stream=stream):
-                for key in self._streams.leave(stream):
-                    self._both(Abort(key=key))
-            case Stepped(done=done):
-                self._stepped(done)
+            case RouterJoined() | RouterLost():
+                self._routers_changed(event)
             case Call(function=function):
                 function()
             case Crashed(error=error):
                 raise error
             case Close():
                 self._closing = True
+
+    def _routers_changed(self, event: RouterJoined | RouterLost) -> None:
+        if isinstance(event, RouterJoined):
+            self._streams.join(event.stream)
+        else:
+            for key in self._streams.leave(event.stream):
+                if key not in self._preloads:
+                    self._both(Abort(key=key))
+        self.decode.admission.several_routers = len(self._streams) > 1
+
+    def _from_peer(self, event: FromPeer) -> None:
+        kind = type(event.message)
+        if kind in _TO_PREFILL:
+            self._execute(self.prefill.handle(event, self._now()))
+        elif kind is PeerHello:
+            self._both(event)
+            self._pooled(self._pulls.handle(event))
+        elif kind in _OF_PULLS:
+            self._pooled(self._pulls.handle(event))
+        elif isinstance(event.message, Commit):
+            with self._trace.span("commit", request=event.message.key.request_id):
+                self._execute(self.decode.handle(event, self._now()))
+        else:
+            self._execute(self.decode.handle(event, self._now()))
 
     def _pooled(self, outcomes: Iterable[PoolOutcome]) -> bool:
         """Whether a step may be possible now that was not."""
@@ -286,7 +305,7 @@ class WorkerLoop:
 
     def _start_step(self) -> None:
         """The schedulers take turns at the device."""
-        if self._stepping is not None:
+        if self._stepping is not None or not (self.decode.has_work or self.prefill.has_work):
             return
         for scheduler in list(self._turns):
             if self._stepping is None:
@@ -331,7 +350,7 @@ class WorkerLoop:
             self._streams.tell(event)
             if isinstance(event, RequestFailed):
                 log.warning("%s failed: %s: %s", event.key, event.reason, event.message)
-            if isinstance(event, Released | ReserveRefused):
+            if isinstance(event, _LAST):
                 self._streams.end(event.key)
                 self._preloads.ended(event, self._now())
 

@@ -161,7 +161,7 @@ def _hello(
         total_blocks=engine.memory.blocks,
         max_model_len=facts.max_model_len,
         max_running_requests=settings.max_running_requests,
-        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        prefill_chunk_tokens=settings.own_chunk_tokens,
         vocab_size=facts.vocab_size,
         physical_format=names.physical_format,
         rope_border_tokens=names.rope_border_tokens,

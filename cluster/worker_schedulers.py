@@ -53,13 +53,13 @@ def decode_scheduler(
     longrope = engine.model.longrope
     batch = Batch(
         openings=openings,
-        chunk_tokens=settings.prefill_chunk_tokens,
+        chunk_tokens=settings.own_chunk_tokens,
         standing=standing(settings),
+        times=times,
         rope_border_tokens=longrope.border_tokens if longrope is not None else None,
     )
     return DecodeScheduler(
         receiver=receiver,
         batch=batch,
         canary_bound=canary_bound,
-        times=times,
     )

@@ -2,11 +2,13 @@
 
 Every place that is free is lent to whoever asks. A tier that holds less than its share of the
 places always gets one: when all are taken, a sequence on a lent place loses its own at the next
-step, and waits until one is free (`Standing`). Refused are, in this order:
+step, and waits until one is free (`Standing`); and those on lent places step back for its pace
+(`Pace`). Refused are, in this order:
 
     tier_share_exhausted   beyond its share, no place is free, another tier would still get one
     slots_exhausted        beyond its share, no place is free, nobody would get one
-    tpot_unreachable       steps would take longer than it or another may bear, by a tenth
+    tpot_unreachable       beyond its share, steps would take longer than it or another may bear,
+                           by a tenth; a single router foresees that better
     kv_exhausted           no blocks; within its share also none of those on lent places
 
 What is running, waiting, being checked, on its way and asking counts. Only requests that bring a
@@ -25,20 +27,20 @@ from decode_worker.canary import Canary
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
-from engine.latency import NotCovered, StepTimes, decode_work
+from engine.latency import NotCovered, decode_work
 from kvrelay.types import RequestSpec
 
 TPOT_MARGIN = 1.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Admission:
-    """`times` are the worker's own, as corrected at the moment; None: nothing is known."""
+    """`several_routers` ask: what they can't know of each other is judged here."""
 
     receiver: Receiver
     batch: Batch
     canary: Canary
-    times: StepTimes | None = None
+    several_routers: bool = False
 
     @property
     def standing(self) -> Standing:
@@ -52,6 +54,12 @@ class Admission:
         for spec in self._coming():
             held[self.standing.tier_of(spec)] += spec.sampling.n
         return held
+
+    @property
+    def sequences(self) -> int:
+        """All that are `held`."""
+        checked = sum([spec.sampling.n for spec in self.canary.specs])
+        return self.batch.roster.choices + checked + self.receiver.reserved_choices
 
     def _here(self) -> Iterator[Sequence]:
         yield from self.batch.roster.running
@@ -68,11 +76,12 @@ class Admission:
         held = self.held()
         for other in asking:
             held[self.standing.tier_of(other)] += other.sampling.n
-        if not self._is_own(spec, held):
-            if held.total() + spec.sampling.n > self.standing.places:
-                return self._all_taken(spec, held)
-            if self.batch.roster.lacks_blocks:
-                return "kv_exhausted"
+        if self._is_own(spec, held):
+            return None
+        if held.total() + spec.sampling.n > self.standing.places:
+            return self._all_taken(spec, held)
+        if self.batch.roster.lacks_blocks:
+            return "kv_exhausted"
         return "tpot_unreachable" if self._breaks_tpot(spec, held.total()) else None
 
     def _is_own(self, spec: RequestSpec, held: Counter[str]) -> bool:
@@ -84,7 +93,7 @@ class Admission:
         return "tier_share_exhausted" if others else "slots_exhausted"
 
     def _breaks_tpot(self, spec: RequestSpec, sequences: int) -> bool:
-        if spec.tpot_s is None or self.times is None:
+        if spec.tpot_s is None or self.batch.times is None or not self.several_routers:
             return False
         coming = [spec, *self._coming()]
         specs = (*coming, *(sequence.spec for sequence in self._here()))
@@ -93,7 +102,7 @@ class Admission:
         kv_tokens += sum(sequence.length for sequence in self._here())
         together = min(sequences + spec.sampling.n, self.standing.places)
         try:
-            step_s = self.times.step_s(decode_work(together, kv_tokens))
+            step_s = self.batch.times.step_s(decode_work(together, kv_tokens))
         except NotCovered:
             return False
         return step_s > TPOT_MARGIN * strictest_s

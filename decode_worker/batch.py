@@ -14,6 +14,7 @@ from decode_worker.roster import Roster
 from decode_worker.run_ahead import RunAhead
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
+from engine.latency import StepTimes
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
 from kvpool.canary import LogitSketch
 from kvpool.openings import Openings
@@ -23,7 +24,8 @@ from kvrelay.types import PrefixOrigin, RequestSpec
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """`chunk_tokens` bounds the prefill tokens mixed into a step.
+    """`chunk_tokens` bounds the prefill tokens mixed into a step; `times` are the
+    worker's own, as corrected at the moment; None: nothing is known.
 
     A sequence that grows to `rope_border_tokens` is shown to the engine whole (LongRoPE).
     """
@@ -31,6 +33,7 @@ class Batch:
     openings: Openings
     chunk_tokens: int
     standing: Standing
+    times: StepTimes | None = None
     rope_border_tokens: int | None = None
     roster: Roster = field(init=False)
     ahead: RunAhead = field(init=False)
@@ -48,7 +51,8 @@ class Batch:
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
         sequence = self.roster.sequence(spec, self.tables.names_of(spec))
-        if not self.roster.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
+        ahead_tokens = self.chunk_tokens + self.tables.layout.block_size - 1
+        if not self.roster.try_open(sequence, sequence.length + 1, ahead_tokens, now_s):
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
@@ -98,7 +102,7 @@ class Batch:
         assert not self.roster.on_device, "a step is on the device"
         if self.roster.is_empty:
             return None
-        step = Packing(roster=self.roster, now_s=now_s, budget=self.chunk_tokens)
+        step = Packing(roster=self.roster, now_s=now_s, budget=self.chunk_tokens, times=self.times)
         step.pack()
         if not step.chosen:
             return None
@@ -127,6 +131,9 @@ class Batch:
         yet."""
         size = self.tables.layout.block_size
         full_before = sequence.computed // size
+        if sequence.copies:
+            self.tables.copied(sequence.holder)
+            sequence.copies = False
         sequence.computed += tokens
         if sequence.computed // size > full_before and sequence.sketch is None:
             self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
@@ -136,3 +143,12 @@ class Batch:
         """Its prompt's KV is right: it decodes from now on."""
         sequence.sketch = None
         self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
+
+    def end(self, sequence: Sequence) -> None:
+        """It has drawn its last token: what goes on from here finds all that was computed of it,
+        also behind its last full block, unless that is shared with other choices."""
+        full = sequence.computed // self.tables.layout.block_size
+        if sequence.spec.sampling.n == 1 and len(sequence.filled) == full:
+            rest = sequence[full * self.tables.layout.block_size : sequence.computed]
+            self.tables.fill_partly(sequence.holder, sequence.names, rest)
+        self.roster.drop(sequence)

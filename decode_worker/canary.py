@@ -63,7 +63,8 @@ class Canary:
     @property
     def specs(self) -> tuple[RequestSpec, ...]:
         """Of those that are being checked."""
-        return tuple(c.arrived.message.spec for c in self._checks if not c.dropped)
+        checks = self._checks
+        return tuple([c.arrived.message.spec for c in checks if not c.dropped]) if checks else ()
 
     @property
     def waits(self) -> bool:

@@ -2,7 +2,8 @@
 
 The next token of each decoding sequence, and chunks of those to be computed yet. When blocks run
 out the last in standing, among equals the newest, is preempted and later recomputed, so the first
-always advances. Those on places that their owners ask back wait.
+always advances. Those on places that their owners ask back wait, and those on lent places step
+back for the pace of those on their own.
 """
 
 from __future__ import annotations
@@ -10,24 +11,32 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
+from decode_worker.pace import Pace
 from decode_worker.roster import Roster
 from decode_worker.sequence import Sequence
+from engine.latency import StepTimes
 from kvpool.copies import CopyPairs
 
 
 @dataclass(slots=True, kw_only=True)
 class Packing:
-    """`budget` is what prefill chunks may still take, in tokens."""
+    """`budget` is what prefill chunks may still take, in tokens; `times` None: nothing is known of
+    steps."""
 
     roster: Roster
     now_s: float
     budget: int
+    times: StepTimes | None = None
     chosen: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[CopyPairs] = field(default_factory=list)
     _running: list[Sequence] = field(default_factory=list)  # who yields last first
+    _lent: set[Sequence] = field(default_factory=set)
+    _stepped_back: set[Sequence] = field(default_factory=set)
+    _pace: Pace | None = None
 
     def pack(self) -> None:
         self._keep_seated()
+        self._keep_pace()
         preempted_before = self.roster.preemptions
         for sequence in self._running:
             if sequence.holder not in self.roster.tables:
@@ -44,6 +53,23 @@ class Packing:
         for sequence in [s for s in reversed(self.roster.running) if s not in kept]:
             self.roster.park(sequence)
 
+    def _keep_pace(self) -> None:
+        """Those on lent places that can't take their next token in time step back."""
+        roster = self.roster
+        if not roster.standing.any_own:
+            return
+        self._lent = roster.standing.lent((*roster.running, *roster.awaiting_prefill))
+        own = [s for s in self._running if s not in self._lent]
+        self._pace = Pace.of(own, self.times)
+        if self._pace is None:
+            return
+        decoding = [s for s in self._running if s.needed == 1]
+        self._pace.take(s for s in decoding if s not in self._lent)
+        lent = [s for s in decoding if s in self._lent]
+        count = self._pace.bears(lent)
+        self._pace.take(lent[:count])
+        self._stepped_back = {*lent[count:]}
+
     def _seated_waiting(self) -> list[Sequence]:
         running = {*self.roster.running}
         return [s for s in self.roster.seated() if s not in running]
@@ -51,11 +77,26 @@ class Packing:
     # --- those that run -------------------------------------------------------------------------
 
     def _choose(self, sequence: Sequence) -> None:
+        if sequence in self._stepped_back:
+            return
         prefills = sequence.needed > 1
-        take = min(sequence.needed, self.budget) if prefills else 1
+        take = self._chunk(sequence) if prefills else 1
         if take and self._make_room(sequence, take):
-            self.budget -= take if prefills else 0
+            if prefills:
+                self._take_chunk(sequence, take)
             self.chosen.append((sequence, take))
+
+    def _chunk(self, sequence: Sequence) -> int:
+        """Tokens of it that the step may take."""
+        take = min(sequence.needed, self.budget)
+        if self._pace is None or sequence not in self._lent:
+            return take
+        return self._pace.bears_chunk(take, sequence.computed)
+
+    def _take_chunk(self, sequence: Sequence, take: int) -> None:
+        self.budget -= take
+        if self._pace is not None:
+            self._pace.chunk(take, sequence.computed)
 
     def _make_room(self, sequence: Sequence, take: int) -> bool:
         """Blocks for `take` more tokens, at the cost of those behind it; False if it had to go."""
@@ -96,32 +137,32 @@ class Packing:
                 self._start(sequence)
 
     def _start(self, sequence: Sequence) -> None:
-        self.roster.run(sequence)
-        self._begin_like_another(sequence)
-        take = min(sequence.needed, self.budget)
-        self.budget -= take
-        self.chosen.append((sequence, take))
+        take = self._chunk(sequence)
+        if take:
+            self.roster.run(sequence)
+            self._begin_like_another(sequence)
+            take = min(take, sequence.needed)
+            self._take_chunk(sequence, take)
+            self.chosen.append((sequence, take))
 
     def _begin_like_another(self, sequence: Sequence) -> None:
-        """What is cached of a block in part is copied."""
-        found, pairs = self.roster.tables.begin_like_another(
-            sequence.holder, sequence.names, sequence, sequence.end - 1
+        """Behind the whole blocks that it shares with another, the tokens that still agree are
+        copied; at least the last one is run, for its logits."""
+        tokens, pairs = self.roster.tables.begin_like_another(
+            sequence.holder, sequence.names, sequence, end=sequence.end - 1
         )
-        if found:
-            sequence.begins_like_another(found)
+        if tokens:
+            sequence.begins_like_another(tokens)
             self.copies.append(pairs)
 
     def _try_resume(self, sequence: Sequence) -> bool:
         """Blocks for all of it; one that was preempted finds again what is still cached."""
         tables = self.roster.tables
+        # What is copied comes before: all of a block, if it was cached since this was opened.
+        ahead_tokens = self.budget + tables.layout.block_size
         if sequence.holder not in tables:
-            return self.roster.try_open(sequence, sequence.length, self._ahead_tokens, self.now_s)
-        end = min(sequence.length, sequence.computed + self._ahead_tokens)
+            return self.roster.try_open(sequence, sequence.length, ahead_tokens, self.now_s)
+        end = min(sequence.length, sequence.computed + ahead_tokens)
         return tables.try_grow(
             sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
         )
-
-    @property
-    def _ahead_tokens(self) -> int:
-        """A chunk, and what may be copied before it: all of a block that was cached meanwhile."""
-        return self.budget + self.roster.tables.layout.block_size

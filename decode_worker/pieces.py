@@ -71,7 +71,7 @@ class Pieces:
         self, reservation: Reservation, ahead: PieceAhead, write: Write, now_s: float
     ) -> list[Command]:
         """Through a slab, or directly."""
-        peer = reservation.message.source
+        peer = reservation.sender
         tables = self.reservations.tables.tables(reservation.holder)
         try:
             way = self.pools.way(peer, ahead, write, tables)
@@ -98,7 +98,7 @@ class Pieces:
         reservation.moving += 1
         ahead, write = reservation.collated.pop(number)
         tables = self.reservations.tables.tables(reservation.holder)
-        peer, piece = reservation.message.source, ahead.piece
+        peer, piece = reservation.sender, ahead.piece
         return [ScatterSlab(peer=peer, filled=filled, piece=piece, write=write, tables=tables)]
 
     def scattered(self, done: SlabScattered, now_s: float) -> tuple[list[Command], list[Failure]]:
@@ -121,7 +121,7 @@ class Pieces:
     def fetched(self, done: PieceFetched, now_s: float) -> tuple[list[Command], list[Failure]]:
         """The prefill worker is told: only it knows that the blocks were still the request's."""
         reservation = self.reservations[done.key]
-        peer = reservation.message.source
+        peer = reservation.sender
         ended, failures = self._landed(done, now_s)
         if failures:
             self.pools.forget_cost(peer)
@@ -153,7 +153,7 @@ class Pieces:
             return []
         self.end(reservation)
         self.lending.begin_fence(key, now_s)
-        return [cancel_at(reservation.message.source, key, reason)]
+        return [] if reservation.source is None else [cancel_at(reservation.source, key, reason)]
 
     def end(self, reservation: Reservation) -> None:
         self.lending.forget_asked(reservation.key)

@@ -69,18 +69,6 @@ class Receiver:
     def reserved_choices(self) -> int:
         return self._reservations.choices
 
-    @property
-    def transfers(self) -> int:
-        return self.pieces.transfers
-
-    @property
-    def transfer_bytes(self) -> int:
-        return self.pieces.transfer_bytes
-
-    @property
-    def transfer_s(self) -> float:
-        return self.pieces.transfer_s
-
     def try_reserve(self, message: Reserve, now_s: float) -> Reservation | None:
         """None and nothing changed when there are no blocks for the prompt."""
         return self._reservations.try_add(message, now_s)
@@ -126,7 +114,7 @@ class Receiver:
         reservation = self._reservations.get(commit.key)
         if reservation is None:  # it may be the first that is heard of it
             return [cancel_at(peer, commit.key, "no such reservation")]
-        if self.leases.renew(commit.key, now_s):
+        if self.leases.renew(commit.key, now_s) and reservation.is_from(peer):
             reservation.commit = commit
             if self.mode is not HandoffMode.POOL:
                 self._room.want(reservation)
@@ -162,7 +150,7 @@ class Receiver:
     def expire(self, now_s: float) -> tuple[list[Command], list[Failure]]:
         """Ends what nobody renewed: reservations fail, silent writers' slabs are retired."""
         replaced, keys = self._lending.expire(now_s)
-        silent = dict.fromkeys((*self.leases.expire(now_s), *keys))
+        silent = dict.fromkeys((*self._reservations.expire(now_s), *keys))
         commands: list[Command] = [*replaced]
         failures = []
         for key in silent:
@@ -177,7 +165,7 @@ class Receiver:
         self.pools.lost(peer)
         failures = []
         for reservation in self._reservations:
-            if reservation.message.source == peer and not reservation.cancelled:
+            if reservation.source == peer and not reservation.cancelled:
                 failures.append(Failure(reservation.key, "peer_lost", reason))
                 self.pieces.end(reservation)
         return [*self._lending.peer_lost(peer)], failures

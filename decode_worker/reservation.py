@@ -11,18 +11,20 @@ from kvpool.handoff_events import FetchPiece, SendPeer
 from kvpool.tables import Holder
 from kvpool.transfer_plan import Write
 from kvrelay.messages import Reserve
-from kvrelay.types import RequestKey
+from kvrelay.types import Incarnation, RequestKey
 
 
 @dataclass(slots=True, kw_only=True)
 class Reservation:
-    """`stopped` are choices that nobody wants more of; the first `held_tokens` are cached here.
+    """`source` None: nobody has come with its KV yet, and anyone may. `stopped` are choices that
+    nobody wants more of; the first `held_tokens` are cached here.
 
     A piece is announced, waits for blocks (`pull`), and comes in one of two ways; `moving` counts
     the scatters and reads that touch the blocks just now.
     """
 
     message: Reserve
+    source: Incarnation | None
     holder: Holder
     names: HashChain
     checked: bool = False
@@ -42,6 +44,12 @@ class Reservation:
         return self.message.spec.key
 
     @property
+    def sender(self) -> Incarnation:
+        """Of one whose KV is on its way."""
+        assert self.source is not None, f"nobody has come for {self.key}"
+        return self.source
+
+    @property
     def prompt_tokens(self) -> int:
         """With those emitted by earlier attempts."""
         return self.message.spec.context_tokens
@@ -51,6 +59,11 @@ class Reservation:
         """What the query there sees is handed over."""
         return first_query(self.prompt_tokens, checked=self.checked)
 
+    def is_from(self, peer: Incarnation) -> bool:
+        """Whether its KV comes from there: from the first that says so, if it may be anyone."""
+        self.source = self.source or peer
+        return self.source == peer
+
     def arrived(self) -> Arrived | None:
         """Once all pieces have landed and are committed."""
         commit = self.commit
@@ -58,6 +71,7 @@ class Reservation:
             return None
         return Arrived(
             message=self.message,
+            source=self.sender,
             holder=self.holder,
             names=self.names,
             held_tokens=self.held_tokens,
@@ -73,6 +87,7 @@ class Arrived:
     prefill worker's logits the KV is to be checked."""
 
     message: Reserve
+    source: Incarnation
     holder: Holder
     names: HashChain
     held_tokens: int
@@ -94,7 +109,7 @@ class Arrived:
 
     @property
     def answer(self) -> SendPeer:
-        return SendPeer(peer=self.message.source, message=Committed(key=self.key))
+        return SendPeer(peer=self.source, message=Committed(key=self.key))
 
 
 @dataclass(frozen=True, slots=True)

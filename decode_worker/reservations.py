@@ -50,12 +50,11 @@ class Reservations:
 
     def of_peer(self, key: RequestKey, peer: Incarnation) -> Reservation | None:
         reservation = self.live(key)
-        is_theirs = reservation is not None and reservation.message.source == peer
-        return reservation if is_theirs else None
+        return reservation if reservation is not None and reservation.is_from(peer) else None
 
     @property
     def choices(self) -> int:
-        return sum(r.message.spec.sampling.n for r in self if not r.cancelled)
+        return sum([r.message.spec.sampling.n for r in self if not r.cancelled])
 
     def try_add(self, message: Reserve, now_s: float) -> Reservation | None:
         """None and nothing changed when there are no blocks for the prompt."""
@@ -63,12 +62,22 @@ class Reservations:
         names = self.tables.names_of(spec)
         holder = Holder("decode", spec.key)
         checked = is_chosen(spec.key.request_id, self.canary_every)
-        reservation = Reservation(message=message, holder=holder, names=names, checked=checked)
+        reservation = Reservation(
+            message=message, source=message.source, holder=holder, names=names, checked=checked
+        )
         if not self.room.try_reserve(reservation, now_s):
             return None
         self._by_key[spec.key] = reservation
         self.leases.grant(spec.key, now_s)
         return reservation
+
+    def expire(self, now_s: float) -> tuple[RequestKey, ...]:
+        """Whom nobody renewed. One that nobody has come for yet is its router's, which gives it up
+        when it goes."""
+        for reservation in self:
+            if reservation.source is None and not reservation.cancelled:
+                self.leases.renew(reservation.key, now_s)
+        return self.leases.expire(now_s)
 
     def take_complete(self, key: RequestKey) -> Arrived | None:
         """Once all pieces have landed and are committed: the blocks, if it has any, are the running

@@ -45,11 +45,12 @@ class Roster:
     @property
     def choices(self) -> int:
         """Places taken by those running and waiting."""
-        return sum(len(s.choices) for s in (*self.running, *self.awaiting_prefill))
+        running = sum([len(sequence.choices) for sequence in self.running])
+        return running + sum([len(sequence.choices) for sequence in self.awaiting_prefill])
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(sequence.needed for sequence in self.awaiting_prefill)
+        return sum([sequence.needed for sequence in self.awaiting_prefill])
 
     @property
     def is_empty(self) -> bool:
@@ -155,7 +156,6 @@ class Roster:
         """The step is over; those dropped meanwhile hold nothing any more."""
         ran, self.on_device = self.on_device, ()
         for sequence, _ in ran:
-            self.tables.copied(sequence.holder)
             if sequence.dropped:
                 self.tables.release(sequence.holder)
         return ran

@@ -15,7 +15,6 @@ from decode_worker.batch import Batch
 from decode_worker.canary import Canary
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
-from engine.latency import StepTimes
 from engine.step import Command, Emit, Sampled, StepDone, StepWanted
 from kvpool.canary import LogitSketch
 from kvpool.restores import Restored
@@ -41,12 +40,11 @@ Event = Reserve | Generate | Abort | Stop | StepWanted | StepDone | Restored | a
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
     """`asking` waits for the step to end, and for the blocks of others; `canary_bound` is that of
-    `Canary`, `times` those of `Admission`."""
+    `Canary`."""
 
     receiver: Receiver
     batch: Batch
     canary_bound: InitVar[float | None] = None
-    times: InitVar[StepTimes | None] = None
     canary: Canary = field(init=False)
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -54,11 +52,9 @@ class DecodeScheduler:
     admission: Admission = field(init=False)
     _arrivals: Arrivals = field(init=False)
 
-    def __post_init__(self, canary_bound: float | None, times: StepTimes | None) -> None:
+    def __post_init__(self, canary_bound: float | None) -> None:
         self.canary = Canary(tables=self.receiver.tables, bound=canary_bound)
-        self.admission = Admission(
-            receiver=self.receiver, batch=self.batch, canary=self.canary, times=times
-        )
+        self.admission = Admission(receiver=self.receiver, batch=self.batch, canary=self.canary)
         self._arrivals = Arrivals(receiver=self.receiver, canary=self.canary, batch=self.batch)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -93,7 +89,7 @@ class DecodeScheduler:
     @property
     def sequences(self) -> int:
         """Running, waiting and on their way."""
-        return self.admission.held().total()
+        return self.admission.sequences
 
     def _ask(self, message: Ask, now_s: float) -> list[Command]:
         refusal = self.admission.refusal(message.spec, (ask.spec for ask in self.asking))
@@ -206,7 +202,7 @@ class DecodeScheduler:
             ids = tuple(one.token_id for one in sampled)
             self.batch.split(sequence, ids, finished | sequence.stopped, now_s)
         elif finished:
-            self.batch.roster.drop(sequence)
+            self.batch.end(sequence)
         else:
             sequence.emitted.append(sampled[0].token_id)
         return [*tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
@@ -220,7 +216,7 @@ class DecodeScheduler:
         sequence.emitted += tokens.token_ids[:-1]
         self.batch.advance(sequence, len(drawn))
         if tokens.finish_reason is not None:
-            self.batch.roster.drop(sequence)
+            self.batch.end(sequence)
             return [tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
         sequence.emitted.append(tokens.token_ids[-1])
         return [tokens]

@@ -14,8 +14,6 @@ from decode_worker.sequence import Sequence
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import RequestSpec
 
-_ROUNDING = 1e-9
-
 
 @dataclass(slots=True, kw_only=True)
 class Standing:
@@ -28,11 +26,15 @@ class Standing:
 
     def __post_init__(self) -> None:
         tiers = self.qos.tiers
-        self._own = {tier.name: int(tier.share * self.places + _ROUNDING) for tier in tiers}
+        self._own = {tier.name: tier.own_places(self.places) for tier in tiers}
         self._priority = {tier.name: tier.priority for tier in tiers}
 
     def tier_of(self, spec: RequestSpec) -> str:
         return spec.qos_tier if spec.qos_tier in self._own else self.qos.default
+
+    @property
+    def any_own(self) -> bool:
+        return any(self._own.values())
 
     def own_places(self, tier: str) -> int:
         return self._own[tier]
@@ -46,10 +48,10 @@ class Standing:
         listed = list(sequences)
         if len(self._own) == 1:
             return listed
-        lent, priority = self._lent(listed), self._priority
+        lent, priority = self.lent(listed), self._priority
         return sorted(listed, key=lambda s: (s in lent, priority[self.tier_of(s.spec)]))
 
-    def _lent(self, sequences: Iterable[Sequence]) -> set[Sequence]:
+    def lent(self, sequences: Iterable[Sequence]) -> set[Sequence]:
         """Those on places that are lent to their tiers."""
         seen: Counter[str] = Counter()
         lent = set()
@@ -62,6 +64,6 @@ class Standing:
 
     def borrowers(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Those on lent places, who yields first first: of the last priority, the newest."""
-        lent = self._lent(sequences)
+        lent = self.lent(sequences)
         newest_first = sorted(lent, key=lambda s: -s.arrival)
         return sorted(newest_first, key=lambda s: -self._priority[self.tier_of(s.spec)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import exp, log
+from typing import NamedTuple
 
 from engine.latency import NotCovered, StepTimes, StepWork
 
@@ -14,8 +15,7 @@ _MOST_SURPRISE = log(4)
 _MOST = log(32)
 
 
-@dataclass(frozen=True, slots=True)
-class CorrectedTimes:
+class CorrectedTimes(NamedTuple):
     """Implements `engine.latency.StepTimes`: `times`, multiplied by what was learnt since."""
 
     times: StepTimes
@@ -44,16 +44,14 @@ class Correction:
     """The geometric, exponentially weighted mean of actual by predicted seconds."""
 
     log_factor: float = 0.0
-
-    @property
-    def factor(self) -> float:
-        return exp(self.log_factor)
+    factor: float = 1.0
 
     def observe(self, surprise: float) -> None:
         """`surprise`: the logarithm of actual by corrected seconds."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         learnt = self.log_factor + _NEW_SHARE * bounded
         self.log_factor = max(-_MOST, min(_MOST, learnt))
+        self.factor = exp(self.log_factor)
 
 
 @dataclass(slots=True)

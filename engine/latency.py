@@ -37,8 +37,13 @@ class StepWork:
 
 def prefill_work(new_tokens: int, context_tokens: int = 0) -> StepWork:
     """A chunk of one prompt, after `context_tokens` whose KV is there."""
-    pairs = new_tokens * context_tokens + new_tokens * (new_tokens + 1) // 2
+    pairs = pairs_of(new_tokens, context_tokens)
     return StepWork(prefill_tokens=new_tokens, prefill_sequences=1, attended_tokens=pairs)
+
+
+def pairs_of(new_tokens: int, context_tokens: int) -> int:
+    """Of a new token and one that it sees."""
+    return new_tokens * context_tokens + new_tokens * (new_tokens + 1) // 2
 
 
 def decode_work(sequences: int, kv_tokens: int) -> StepWork:

@@ -40,7 +40,9 @@ class LinearTimes(StepCoefficients):
     def step_s(self, work: StepWork) -> float:
         if not work.prefill_tokens:
             return self.decode_s(work.decode_sequences, work.kv_tokens)
-        prefill_s = self.prefill_s(work)
+        prefill_s = self.prefill_s(
+            work.prefill_tokens, work.attended_tokens, work.prefill_sequences
+        )
         if not work.decode_sequences:
             return prefill_s
         shared_s = min(self.prefill_overhead_s, self.decode_overhead_s)
@@ -48,12 +50,13 @@ class LinearTimes(StepCoefficients):
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def prefill_s(self, work: StepWork) -> float:
+    def prefill_s(self, tokens: int, pairs: int, sequences: int = 1) -> float:
+        """`tokens` new ones, of so many sequences; `pairs` of one and another that it sees."""
         return (
             self.prefill_overhead_s
-            + self.prefill_token_s * work.prefill_tokens
-            + self.prefill_pair_s * work.attended_tokens
-            + self.prefill_sequence_s * work.prefill_sequences
+            + self.prefill_token_s * tokens
+            + self.prefill_pair_s * pairs
+            + self.prefill_sequence_s * sequences
         )
 
     # --- decode ---------------------------------------------------------------------------------

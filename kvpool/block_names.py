@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from kvpool.codec import Codec
 from kvpool.hashes import (
-    TOKEN_BYTES,
     BlockHash,
     CacheSalt,
     NamedTokens,
     SupportsTokens,
     block_hash,
-    block_hash_of,
+    block_hashes,
     cache_salt,
     extend_chain,
     token_bytes,
@@ -144,9 +143,7 @@ class HashChain:
         for first in range(0, limit // size, _WALK_BLOCKS):
             until = min(first + _WALK_BLOCKS, limit // size)
             data = token_bytes(token_ids[first * size : until * size])
-            for at in range(0, len(data), size * TOKEN_BYTES):
-                parent = block_hash_of(parent, data[at : at + size * TOKEN_BYTES], self.salt)
-                yield parent
+            parent = yield from block_hashes(parent, data, size, self.salt)
 
     def copy(self) -> HashChain:
         return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))

@@ -75,7 +75,9 @@ class BlockPool:
         """`blocks` free blocks with one holder each, or None and nothing changed."""
         if blocks > len(self._free):
             return None
-        taken = tuple(self._free.pop() for _ in range(blocks))
+        first = len(self._free) - blocks
+        taken = tuple(reversed(self._free[first:]))
+        del self._free[first:]
         self._holders.update(dict.fromkeys(taken, 1))
         if leased:
             self._leased.update(taken)
@@ -102,6 +104,9 @@ class BlockPool:
 
     def is_cached(self, block: BlockId) -> bool:
         return block in self._cached
+
+    def cached_among(self, blocks: Iterable[BlockId]) -> int:
+        return len(self._cached.intersection(blocks))
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one holder of each; a block without a holder is cached if it is named, else free."""

@@ -59,7 +59,7 @@ class WireFormat:
 
     def encoded_bytes(self, layers: int, tokens: int, planes: Sequence[tuple[int, int]]) -> int:
         """A section of `tokens` tokens of `layers` layers, whose planes have (heads, dim)."""
-        token_elements = sum(heads * dim for heads, dim in planes)
+        token_elements = sum([heads * dim for heads, dim in planes])
         values = self.value_bytes(layers, tokens, token_elements)
         if self.codec is Codec.NONE:
             return values

@@ -113,7 +113,8 @@ class DeviceCache:
 
     def release_chain(self, chain: Sequence[CachedBlock]) -> None:
         self.index.release(chain)
-        self._bound()
+        if self._windowed:
+            self._bound()
 
     # --- naming ---------------------------------------------------------------------------------
 
@@ -134,16 +135,17 @@ class DeviceCache:
         if block.place is place:
             block.tenant = parent.tenant if parent is not None else self.roots.label(block_hash)
             block.is_partial = is_partial
-            for part in _parts(place):
-                self._name(part, block)
-            self._report(block)
-            self._bound()
+            for group, block_id in enumerate(place):
+                if block_id != NO_BLOCK:
+                    self._name((group, block_id), block)
+            if not is_partial:
+                self._report(block)
+            if self._windowed:
+                self._bound()
             return block, []
         return block, self._join(block, place)
 
     def _report(self, block: CachedBlock) -> None:
-        if block.is_partial:
-            return
         if self.reports:
             self._news.append(block)
         if self.changes is not None:
@@ -177,7 +179,7 @@ class DeviceCache:
     def _bound(self) -> None:
         """Blocks that have lost all their parts, as only those with windows can, take no room in a
         pool: bound them here."""
-        while self._windowed and len(self.index) > self.pools[0].count and self.index.idle:
+        while len(self.index) > self.pools[0].count and self.index.idle:
             self._evict_one()
 
     # --- room -----------------------------------------------------------------------------------

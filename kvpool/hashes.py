@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType, Protocol
 
@@ -42,6 +43,7 @@ class NamedTokens(Sequence[int]):
         end."""
 
 
+@lru_cache(maxsize=1024)
 def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
     """Blocks of different models, formats or tenants never meet. Tenants that shall share their
     cache are given one name."""
@@ -63,14 +65,30 @@ def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSa
 
     Raises OverflowError for ids outside 0..2^32-1.
     """
-    return block_hash_of(parent, token_bytes(token_ids), salt)
-
-
-def block_hash_of(parent: BlockHash | None, tokens: bytes, salt: CacheSalt) -> BlockHash:
-    """The same, of the block's `token_bytes`."""
-    data = (parent or _NO_PARENT) + tokens
-    digest = blake2b(data, digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
+    digest = _keyed(salt).copy()
+    digest.update((parent or _NO_PARENT) + token_bytes(token_ids))
     return BlockHash(digest.digest())
+
+
+def block_hashes(
+    parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
+) -> Generator[BlockHash, None, BlockHash]:
+    """Of full blocks one after another, from their `token_bytes`; each made when asked for. Returns
+    the last."""
+    keyed, step = _keyed(salt), block_size * TOKEN_BYTES
+    above = parent or BlockHash(_NO_PARENT)
+    for at in range(0, len(tokens), step):
+        digest = keyed.copy()
+        digest.update(above + tokens[at : at + step])
+        above = BlockHash(digest.digest())
+        yield above
+    return above
+
+
+@lru_cache(maxsize=1024)
+def _keyed(salt: CacheSalt) -> blake2b:
+    """To be copied: half the time of taking the key in again."""
+    return blake2b(digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
 
 
 def extend_chain(
@@ -88,6 +106,7 @@ def extend_chain(
     if isinstance(token_ids, NamedTokens):
         chain += token_ids.names(range(len(chain), tokens // block_size), block_size, salt)
         return
-    for end in range((len(chain) + 1) * block_size, tokens + 1, block_size):
-        parent = chain[-1] if chain else None
-        chain.append(block_hash(parent, token_ids[end - block_size : end], salt))
+    first, end = len(chain) * block_size, tokens // block_size * block_size
+    if first < end:
+        new = token_bytes(token_ids[first:end])
+        chain += block_hashes(chain[-1] if chain else None, new, block_size, salt)

@@ -68,11 +68,11 @@ class Holding:
     def place(self, index: int, *, edges_full: bool) -> Place:
         """The block's parts, less those that may lack the KV of tokens that no query sees any
         more."""
-        parts = tuple([table[index] for table in self.tables])
         if edges_full or not self.layout.has_windows:
-            return parts
+            return tuple([table[index] for table in self.tables])
         return tuple(
-            NO_BLOCK if self._on_edge(group, index) else part for group, part in enumerate(parts)
+            NO_BLOCK if self._on_edge(group, index) else table[index]
+            for group, table in enumerate(self.tables)
         )
 
     def _on_edge(self, group: int, index: int) -> bool:

@@ -8,6 +8,7 @@ group, for each plane, `[token, head, dim]`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import NewType
 
@@ -55,9 +56,10 @@ class LayerGroup:
         return max(0, position - self.window + 1) // block_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class KvLayout:
-    """The KV of a whole model on one worker."""
+    """The KV of a whole model on one worker. What follows from it is found once: it is asked for,
+    and hashed, with every piece."""
 
     groups: tuple[LayerGroup, ...]
     dtype: str
@@ -67,15 +69,22 @@ class KvLayout:
         assert self.dtype in DTYPE_BYTES, self.dtype
         assert self.block_size > 0, self.block_size
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.groups, self.dtype, self.block_size))
+
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         return any(group.window is not None for group in self.groups)
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         elements = sum(group.elements_per_token for group in self.groups)
         return elements * self.element_bytes

@@ -23,13 +23,15 @@ from statistics import median
 
 import numpy as np
 
+from kvrelay.values import value
+
 
 class Way(StrEnum):
     DIRECT = "direct"
     COLLATED = "collated"
 
 
-_MESSAGES = {Way.DIRECT: 5, Way.COLLATED: 3}
+_DIRECT_MESSAGES, _COLLATED_MESSAGES = 5, 3
 
 
 class Step(StrEnum):
@@ -50,7 +52,7 @@ class Sample:
     pieces: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class TransferShape:
     """`descriptors` are those of a direct read: runs x layers x planes."""
 
@@ -97,25 +99,27 @@ class LinkCost:
 
     def seconds(self, way: Way, shape: TransferShape) -> float:
         """Until the bytes are in the receiver's blocks."""
-        moved = self._direct(shape) if way is Way.DIRECT else self._collated(shape)
-        return _MESSAGES[way] * self.latency_s + moved
+        return self._direct_s(shape) if way is Way.DIRECT else self._collated_s(shape)
 
     def choose(self, shape: TransferShape) -> Way:
         """The faster one; collated where they are equal."""
-        return min((Way.COLLATED, Way.DIRECT), key=lambda way: self.seconds(way, shape))
+        direct = self._direct_s(shape) < self._collated_s(shape)
+        return Way.DIRECT if direct else Way.COLLATED
 
-    def _direct(self, shape: TransferShape) -> float:
+    def _direct_s(self, shape: TransferShape) -> float:
         posted_s = self.read_s + shape.descriptors * self.descriptor_s
-        return posted_s + shape.nbytes / self.direct_bytes_per_s
+        moved_s = posted_s + shape.nbytes / self.direct_bytes_per_s
+        return _DIRECT_MESSAGES * self.latency_s + moved_s
 
-    def _collated(self, shape: TransferShape) -> float:
+    def _collated_s(self, shape: TransferShape) -> float:
         slabs = max(1, shape.slabs)
         slab_bytes = shape.nbytes / slabs
         sent_s = shape.source_runs / slabs * self.run_s + slab_bytes / self.gather_bytes_per_s
         if not self.mapped:
             sent_s += self.write_s + slab_bytes / self.bytes_per_s
         scattered_s = shape.target_runs / slabs * self.run_s + slab_bytes / self.scatter_bytes_per_s
-        return sent_s + scattered_s + (slabs - 1) * max(sent_s, scattered_s)
+        moved_s = sent_s + scattered_s + (slabs - 1) * max(sent_s, scattered_s)
+        return _COLLATED_MESSAGES * self.latency_s + moved_s
 
 
 def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> LinkCost:

@@ -6,7 +6,6 @@ A sequence whose prefix is on its way holds its blocks and waits, until Restored
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +55,7 @@ class Openings:
     far: FarFetches | None = None
     pulls: Pulls | None = None
     grants: PullGrants | None = None
-    origins: Counter[PrefixOrigin] = field(default_factory=Counter)
+    origins: dict[PrefixOrigin, int] = field(default_factory=lambda: dict.fromkeys(PrefixOrigin, 0))
     _offers: dict[RequestKey, _Offer] = field(default_factory=dict)
     _outbox: list[PoolQuestion] = field(default_factory=list)
 

@@ -6,8 +6,8 @@ Both workers make the same cut of a span, so a piece is named by the span and it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvpool.link_cost import TransferShape
@@ -48,7 +48,7 @@ class PieceBlocks:
 
     @property
     def blocks(self) -> int:
-        return sum(count for _, count in self.runs)
+        return sum([count for _, count in self.runs])
 
 
 @lru_cache(maxsize=64)
@@ -135,8 +135,7 @@ def holds(side: Side, write: Write) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PairedRun:
+class PairedRun(NamedTuple):
     """Source slots `[source, source + tokens)` hold what belongs into the target's at `target`."""
 
     source: int
@@ -167,7 +166,7 @@ def transfer_shape(write: Write, source: Side, target: Side) -> TransferShape:
     descriptors = source_runs = target_runs = 0
     for section in write.sections:
         theirs, ours = source.runs(section), target.runs(section)
-        pairs = sum(1 for _ in _paired(theirs, ours))
+        pairs = len([*_paired(theirs, ours)])
         descriptors += section.part.layers * len(section.part.planes) * pairs
         source_runs += len(theirs)
         target_runs += len(ours)
@@ -181,13 +180,17 @@ def transfer_shape(write: Write, source: Side, target: Side) -> TransferShape:
 
 def _block_ranges(write: Write, block_size: int) -> Iterator[tuple[int, int, int]]:
     """(group, first, end): the places in the group's table that the write's tokens take."""
-    for group in sorted({section.part.group for section in write.sections}):
-        sections = [s for s in write.sections if s.part.group == group]
-        end = max(s.start + s.tokens for s in sections)
-        yield group, min(s.start for s in sections) // block_size, -(-end // block_size)
+    tokens: dict[int, tuple[int, int]] = {}  # group |-> [first, end)
+    for section in write.sections:
+        first, end = section.start, section.start + section.tokens
+        known = tokens.get(section.part.group, (first, end))
+        tokens[section.part.group] = (min(first, known[0]), max(end, known[1]))
+    for group, (first, end) in sorted(tokens.items()):
+        yield group, first // block_size, -(-end // block_size)
 
 
-def _runs(blocks: Sequence[BlockId]) -> Runs:
+@lru_cache(maxsize=64)
+def _runs(blocks: tuple[BlockId, ...]) -> Runs:
     runs: list[tuple[int, int]] = []
     for block in blocks:
         assert block != NO_BLOCK, "a block that is to be sent is not held"
@@ -198,8 +201,9 @@ def _runs(blocks: Sequence[BlockId]) -> Runs:
     return tuple(runs)
 
 
+@lru_cache(maxsize=64)
 def _table(held: PieceBlocks | None) -> tuple[BlockId, ...]:
     if held is None:
         return ()
-    blocks = (BlockId(start + i) for start, count in held.runs for i in range(count))
+    blocks = [BlockId(start + i) for start, count in held.runs for i in range(count)]
     return (NO_BLOCK,) * held.first + tuple(blocks)

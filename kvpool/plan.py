@@ -7,6 +7,7 @@ plans its own copies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from kvpool.layout import BlockId, KvLayout
 from kvrelay.values import value
@@ -21,12 +22,14 @@ class TokenRun:
     tokens: int
 
 
+@lru_cache(maxsize=64)
 def token_runs(
-    table: Sequence[BlockId], start: int, tokens: int, block_size: int
+    table: tuple[BlockId, ...], start: int, tokens: int, block_size: int
 ) -> tuple[TokenRun, ...]:
     """Runs for tokens `[start, start + tokens)` of the sequence whose blocks `table` lists.
 
-    In slab order, each token exactly once; adjacent blocks merge into one run.
+    In slab order, each token exactly once; adjacent blocks merge into one run. The layers of a span
+    lie alike, and are asked for one after another.
     """
     assert 0 <= start <= start + tokens <= len(table) * block_size, (start, tokens, len(table))
     return tuple(_merged(table, start, start + tokens, block_size)) if tokens else ()

@@ -23,7 +23,7 @@ class Room:
         longer make room."""
         for group, pool in enumerate(self.cache.pools):
             _, missing = entry.lacks(group, tokens, window_tokens)
-            revived = sum(map(pool.is_cached, entry.tables[group])) if opening else 0
+            revived = pool.cached_among(entry.tables[group]) if opening else 0
             if missing > pool.available - revived:
                 return False
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockPool, BlockState
@@ -26,16 +27,12 @@ from kvpool.tenants import tenant_label
 from kvrelay.types import RequestKey, RequestSpec
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Holder:
+class Holder(NamedTuple):
     """One choice of one request's try, on one side of the worker ("prefill" or "decode")."""
 
     side: str
     key: RequestKey
     choice: int = 0
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
     def __str__(self) -> str:
         return f"{self.side} {self.key}/{self.choice}"
@@ -84,7 +81,7 @@ class BlockTables:
     @property
     def free_blocks(self) -> int:
         """Blocks that every group still has, or can have by evicting cached ones."""
-        return min(pool.available for pool in self.pools)
+        return self.scarcest.available
 
     @property
     def total_tokens(self) -> int:
@@ -96,7 +93,7 @@ class BlockTables:
         return min(map(len, entry.tables)) * self.layout.block_size if entry else 0
 
     def tables(self, holder: Holder) -> Tables:
-        return tuple(tuple(table) for table in self._entries[holder].tables)
+        return tuple(map(tuple, self._entries[holder].tables))
 
     def chain(self, tenant: str, prompt_tokens: int) -> HashChain:
         """Names for the blocks of a new sequence."""

@@ -37,7 +37,7 @@ class TokenSpan:
         return range(min(max(self.start, visible), end), end)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Section:
     """One group's tokens `[start, start + tokens)` at `offset_bytes` of a slab's payload, laid out
     as `kvpool.codec` says. `last_layer` is the model's index of its last layer.
@@ -65,7 +65,7 @@ class Write:
 
     @property
     def nbytes(self) -> int:
-        return sum(section.nbytes for section in self.sections)
+        return sum([section.nbytes for section in self.sections])
 
     @property
     def last_layer(self) -> int:
@@ -181,10 +181,12 @@ def cut(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """What one group sends of each token: `layers` are the model's, as many as `part` has."""
+    """What one group sends of each token: `layers` are the model's, as many as `part` has, and
+    `planes` have (heads, dim)."""
 
     part: GroupSlice
     layers: tuple[int, ...]
+    planes: tuple[tuple[int, int], ...]
 
     def within(self, layers: range) -> _Part:
         inside = [i for i, layer in enumerate(self.layers) if layer in layers]
@@ -202,8 +204,7 @@ class _Part:
         return replace(self, part=part, layers=self.layers[members.start : members.stop])
 
     def nbytes(self, wire: WireFormat, layers: int, tokens: int) -> int:
-        shape = [(plane.heads, plane.dim) for plane in self.part.planes]
-        return wire.encoded_bytes(layers, tokens, shape)
+        return wire.encoded_bytes(layers, tokens, self.planes)
 
 
 @lru_cache(maxsize=256)
@@ -224,7 +225,8 @@ def _parts(source: ShardLayout, target: ShardLayout, sent: Sequence[int]) -> lis
         first = source.shard.members(group).start + part.source_layer
         if part.group in sent:
             layers = group.layers[first : first + part.layers]
-            parts.append(_Part(part=part, layers=layers))
+            planes = tuple((plane.heads, plane.dim) for plane in part.planes)
+            parts.append(_Part(part=part, layers=layers, planes=planes))
     return parts
 
 
@@ -237,9 +239,10 @@ def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
 
 def _sections(part: _Part, seen: range, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
     """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces."""
-    _check_fits(part, wire, staging_bytes)
     least = least_tokens(seen)
     layers_fit = _most(len(part.layers), staging_bytes, lambda n: part.nbytes(wire, n, least))
+    if not layers_fit:
+        _check_fits(part, wire, staging_bytes)
     for members in even_pieces(range(len(part.layers)), max(1, layers_fit)):
         yield from _token_sections(part.narrow(members), seen, wire, staging_bytes)
 

@@ -58,6 +58,18 @@ class Job:
         return self.message.spec.tenant
 
     @property
+    def qos_tier(self) -> str:
+        return self.message.spec.qos_tier
+
+    @property
+    def within_s(self) -> float | None:
+        return self.message.within_s
+
+    @property
+    def begun(self) -> int:
+        return self.end(0)
+
+    @property
     def prompt(self) -> Sequence[int]:
         return self.message.spec.context_ids
 

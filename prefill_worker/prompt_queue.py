@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.prompts.order import Order
 from kvpool.copies import CopyPairs
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
 from kvrelay.types import PrefixOrigin, RequestKey
 from prefill_worker.job import Job
-from prefill_worker.order import Order
 
 
 @dataclass(slots=True)
 class PromptQueue:
-    order: Order = field(default_factory=Order)
+    order: Order[Job] = field(default_factory=Order)
     awaiting_prefill: dict[RequestKey, Job] = field(default_factory=dict)
     on_device: tuple[tuple[Job, int], ...] = ()  # job, its tokens in the step
     copies: tuple[CopyPairs, ...] = ()  # to be made before the step
@@ -37,7 +37,7 @@ class PromptQueue:
 
     @property
     def tokens(self) -> int:
-        return sum(job.remaining for job in self.awaiting_prefill.values())
+        return sum([job.remaining for job in self.awaiting_prefill.values()])
 
     def add(self, job: Job, now_s: float) -> None:
         self.awaiting_prefill[job.key] = job

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 
+from engine.prompts.order import Order
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted
 from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
@@ -21,7 +22,6 @@ from prefill_worker import handoffs
 from prefill_worker.handoffs import Handoffs
 from prefill_worker.job import Job
 from prefill_worker.jobs import Jobs
-from prefill_worker.order import Order
 from prefill_worker.prompt_queue import PromptQueue
 from prefill_worker.sender import Sender
 
@@ -37,12 +37,12 @@ class PrefillScheduler:
     chunk_tokens: int
     mode: InitVar[HandoffMode] = HandoffMode.PUSH
     canary_every: int = 0
-    order: InitVar[Order | None] = None
+    order: InitVar[Order[Job] | None] = None
     prompt_tokens: int = 0
     jobs: Jobs = field(init=False)
     handoffs: Handoffs = field(init=False)
 
-    def __post_init__(self, mode: HandoffMode, order: Order | None) -> None:
+    def __post_init__(self, mode: HandoffMode, order: Order[Job] | None) -> None:
         self.jobs = Jobs(openings=self.openings, queue=PromptQueue(order or Order()))
         self.handoffs = Handoffs(jobs=self.jobs, mode=mode)
 

@@ -34,18 +34,19 @@ from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
 from kvpool.pool_map import KvFacts
 from kvpool.transfer_plan import TokenSpan, Write
 from kvrelay.messages import Prefill
+from kvrelay.values import value
 
 Moves = list[SendPeer | WriteSlab]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class _Announced:
+    """Of tokens up to `end`, in layers up to `last_layer`."""
+
     piece: Piece
     write: Write
-
-    @property
-    def end(self) -> int:
-        return self.piece.span.start + self.piece.span.tokens
+    end: int
+    last_layer: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +129,9 @@ class Sender:
             piece=piece,
             held=piece_blocks(write, tables, self.layout.block_size),
         )
-        self._pieces.append(_Announced(piece=piece, write=write))
+        end, last_layer = piece.span.start + piece.span.tokens, write.last_layer
+        announced = _Announced(piece=piece, write=write, end=end, last_layer=last_layer)
+        self._pieces.append(announced)
         return self._to_peer(ahead)
 
     # --- what is there --------------------------------------------------------------------------
@@ -141,8 +144,8 @@ class Sender:
     def layer_marks(self, end: int) -> set[int]:
         """Layers after which pieces of the step that computes up to `end` can leave early."""
         final = max(layer for group in self.layout.groups for layer in group.layers)
-        running = (p for p in self._pieces if self._computed < p.end <= end)
-        return {piece.write.last_layer for piece in running} - {final}
+        computed = self._computed
+        return {p.last_layer for p in self._pieces if computed < p.end <= end} - {final}
 
     def layers_written(self, end: int, layer: int, tables: Tables) -> Moves:
         """The step on the device, up to token `end`, has written all layers up to this one."""
@@ -170,9 +173,9 @@ class Sender:
             self._done.add(number)
 
     def _is_waiting(self, number: int) -> bool:
-        chosen = self._lent.keys() | self._awaited
-        begun = self._writing | self._readable | self._done
-        return number < len(self._pieces) and number not in chosen | begun
+        chosen = number in self._lent or number in self._awaited
+        begun = number in self._writing or number in self._readable or number in self._done
+        return number < len(self._pieces) and not chosen and not begun
 
     def _moves(self, tables: Tables) -> Moves:
         writes = [n for n in self._lent if self._is_computed(n)]
@@ -182,7 +185,7 @@ class Sender:
     def _is_computed(self, number: int) -> bool:
         piece = self._pieces[number]
         end, layer = self._running
-        return piece.end <= self._computed or (piece.end <= end and piece.write.last_layer <= layer)
+        return piece.end <= self._computed or (piece.end <= end and piece.last_layer <= layer)
 
     def _write(self, number: int, tables: Tables) -> WriteSlab:
         self._writing.add(number)

@@ -31,4 +31,5 @@ def begin(beginning: Beginning) -> RouterCore:
         admitting=open_admission(beginning.policies),
         tiers=beginning.tiers,
         move_hot_spots=beginning.policies.move_hot_spots,
+        shared_queue=beginning.policies.shared_queue,
     )

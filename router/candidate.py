@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.messages import PrefixSource
+from kvrelay.types import Role
 from kvrelay.values import value
 from router.forecast.decode_outlook import BatchThen
 from router.placement import Placement
@@ -25,17 +26,24 @@ class Candidate:
         return Placement(decode=self.decode.incarnation, prefill=prefill)
 
     @property
+    def is_local(self) -> bool:
+        """A decode worker computes the prompt itself, though there are others for that."""
+        return self.prefill is None and self.decode.hello.role is Role.DECODE
+
+    @property
     def prefiller(self) -> WorkerView:
         return self.prefill or self.decode
 
 
 @value
 class PromptPrediction:
-    """Seconds from now until the first token, by what they are spent on."""
+    """Seconds from now until the first token, by what they are spent on. So much longer (`pause_s`)
+    those wait for their tokens in whose steps it is computed."""
 
     queue_s: float
     pull_s: float
     prefill_s: float
+    pause_s: float = 0.0
 
     @property
     def first_token_s(self) -> float:

@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import NO_OBJECTIVES, Objectives, RequestSpec
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Demand:
-    """`output_tokens` is how many each choice will probably have. `waited_s` of its time to first
-    token are over. A lower `priority` goes first. What others were `promised` for the time that
-    it would wait goes before it, for each prefill worker and each decode worker; the `line` is all
-    that was promised, which goes before it if it has to come back."""
+    """`output_tokens` is how many each choice will probably have. It is of one `tier` of the
+    `tiers`. `waited_s` of its time to first token are over. What others were `promised` for the
+    time that it would wait goes before it, for each prefill worker and each decode worker; the
+    `line` is all that was promised, which goes before it if it has to come back."""
 
     spec: RequestSpec
     output_tokens: int
     held: HeldPrefixes
     objectives: Objectives = NO_OBJECTIVES
-    priority: int = 0
+    tier: QosTier = ONE_TIER.tiers[0]
+    tiers: QosTiers = ONE_TIER
     waited_s: float = 0.0
     promised: Promised = NOTHING_PROMISED
     line: Promised = NOTHING_PROMISED
 
-    @property
+    @cached_property
+    def priority(self) -> int:
+        """A lower one goes first."""
+        return self.tier.priority
+
+    @cached_property
     def prompt_tokens(self) -> int:
         """To be computed, with those that earlier attempts emitted."""
         return self.spec.context_tokens
 
     @property
+    def decodes(self) -> bool:
+        """It may have more than its first token."""
+        return self.spec.sampling.max_tokens - len(self.spec.emitted_ids) > 1
+
+    @cached_property
     def choices(self) -> int:
         return self.spec.sampling.n
 
-    @property
+    @cached_property
+    def mean_tokens(self) -> int:
+        """A choice's context while it decodes, on average."""
+        return self.prompt_tokens + (self.output_tokens + 1) // 2
+
+    @cached_property
+    def kv_tokens(self) -> int:
+        """The contexts of all choices."""
+        return self.choices * self.mean_tokens
+
+    @cached_property
     def longest_tokens(self) -> int:
         """Prompt and output, if it generates all it may."""
         return len(self.spec.prompt_ids) + self.spec.sampling.max_tokens

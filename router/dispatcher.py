@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from secrets import randbits
 from uuid import uuid4
 
-from kvpool.tenants import tenant_label
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
-from kvrelay.messages import BlockChanges, Counters, LinkState, WorkerEvent, WorkerHello
+from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestSpec
-from kvrelay.v1.admin_pb2 import GetKvResponse
 from router import ladder_told, quarantine_told
 from router.beginning import Beginning, begin
+from router.cluster_views import ClusterViews
 from router.events import (
     Aborted,
     Admit,
@@ -39,24 +38,12 @@ from router.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.generation import (
-    ChoiceTokens,
-    GenerationRequest,
-    LinkStatus,
-    ModelFacts,
-    PoolNodeStatus,
-    QuarantinedPair,
-    TierStatus,
-    WorkerStatus,
-)
+from router.generation import GenerationRequest
 from router.joining import check_joins
-from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.policies import DEFAULT_POLICIES, Policies
-from router.pool_nodes import PoolNodes
 from router.recorder import Recorder
-from router.request import Request
-from router.view import WorkerView
+from router.worker_generation import WorkerGeneration
 
 log = logging.getLogger(__name__)
 
@@ -64,56 +51,7 @@ MAX_REQUEST_ID_BYTES = 256
 """It stands in every message between workers, and these are at most 64 KiB."""
 
 
-class WorkerGeneration:
-    """A request on the workers. What it yields comes in index order, each token once."""
-
-    def __init__(self, dispatcher: WorkerDispatcher, request_id: str) -> None:
-        self.request_id = request_id
-        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.request: Request | None = None
-        self.alarm: asyncio.TimerHandle | None = None  # rings when its deadline passes
-        self._dispatcher = dispatcher
-        self._deliveries: asyncio.Queue[Deliver | Fail | None] = asyncio.Queue()
-
-    async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
-        try:
-            while (delivery := await self._deliveries.get()) is not None:
-                if isinstance(delivery, Fail):
-                    raise RequestFailedError(delivery.reason, delivery.message)
-                for tokens in delivery.tokens:
-                    yield tokens
-                if delivery.done:
-                    return
-        finally:
-            self.abort()
-
-    def stop(self, choice: int, valid_tokens: int) -> None:
-        if self._dispatcher.runs(self):
-            self._dispatcher.stop(self.request_id, choice, valid_tokens)
-
-    def abort(self) -> None:
-        if self._dispatcher.runs(self):  # the id may be another request's by now
-            self._dispatcher.abort(self.request_id)
-
-    def ledger(self) -> dict[str, float]:
-        return self.request.ledger.phases() if self.request is not None else {}
-
-    def prediction_errors(self) -> dict[str, float]:
-        return self.request.prediction_errors() if self.request is not None else {}
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.request.cached_tokens if self.request is not None else 0
-
-    @property
-    def capped_tokens(self) -> int | None:
-        return self.request.capped_tokens if self.request is not None else None
-
-    def put(self, delivery: Deliver | Fail | None) -> None:
-        self._deliveries.put_nowait(delivery)
-
-
-class WorkerDispatcher:
+class WorkerDispatcher(ClusterViews):
     """Implements `router.generation.Dispatcher` over real workers."""
 
     def __init__(
@@ -132,12 +70,10 @@ class WorkerDispatcher:
             tiers=tiers,
             preloads=preloads,
         )
-        self.core = begin(beginning)
+        super().__init__(begin(beginning))
         self._recorder = record(beginning) if record is not None else None
         self.incarnation = Incarnation(uuid4().hex)
-        self.pools = PoolNodes()
         self._links: dict[str, WorkerLink] = {}  # address |-> link
-        self._attached: dict[Incarnation, WorkerLink] = {}
         self._generations: dict[str, WorkerGeneration] = {}
 
     # --- workers --------------------------------------------------------------------------------
@@ -161,7 +97,7 @@ class WorkerDispatcher:
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
         check_joins(hello, (view.hello for view in self.core.workers.values()))
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
-        self._attached[hello.incarnation] = link
+        self.attached[hello.incarnation] = link
         self._post(WorkerJoined(hello=hello))
 
     def said(
@@ -175,7 +111,7 @@ class WorkerDispatcher:
         self._post(said)
 
     def lost(self, worker: Incarnation, reason: str) -> None:
-        link = self._attached.pop(worker, None)
+        link = self.attached.pop(worker, None)
         if link is not None:
             log.warning("lost the worker at %s: %s", link.address, reason)
             self._post(WorkerLost(incarnation=worker))
@@ -242,71 +178,6 @@ class WorkerDispatcher:
         if request_id not in self.core.requests and request_id in self._generations:
             self._forget(request_id).put(None)
 
-    # --- state ----------------------------------------------------------------------------------
-
-    def ready(self) -> bool:
-        return self.core.workers.longest_tokens > 0
-
-    def workers(self) -> tuple[WorkerStatus, ...]:
-        return tuple(self._status(view) for view in self.core.workers.values())
-
-    def _status(self, view: WorkerView) -> WorkerStatus:
-        hello = view.hello
-        link = self._attached.get(hello.incarnation)
-        return WorkerStatus(
-            name=hello.name,
-            address=link.address if link is not None else "",
-            incarnation=hello.incarnation,
-            role=hello.role,
-            device=hello.device,
-            transport=hello.transport,
-            total_blocks=hello.total_blocks,
-            block_size=hello.block_size,
-            counters=view.counters,
-            step_times=hello.step_times,
-            links=tuple(self._link_status(state) for state in view.counters.links),
-        )
-
-    def _link_status(self, state: LinkState) -> LinkStatus:
-        return LinkStatus(
-            peer=self.core.workers.name_of(state.peer),
-            transport=state.transport,
-            bytes_per_s=state.bytes_per_s,
-            latency_s=state.latency_s,
-        )
-
-    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
-        return self.pools.statuses()
-
-    def moved_requests(self) -> int:
-        return self.core.moving.moved
-
-    def promises(self) -> dict[str, int]:
-        """# what became of a retry time |-> how often"""
-        told = self.core.promises
-        return {"kept": told.kept, "broken": told.broken, "expired": told.expired}
-
-    def quarantined(self) -> tuple[QuarantinedPair, ...]:
-        core = self.core
-        return quarantine_told.statuses(core.quarantine, core.workers, time.monotonic())
-
-    def tiers(self) -> tuple[TierStatus, ...]:
-        return ladder_told.statuses(self.core.ladders, time.monotonic())
-
-    def model(self) -> ModelFacts | None:
-        return self.core.workers.model()
-
-    def running_requests(self) -> int:
-        return len(self.core.requests)
-
-    async def debug_kv(self) -> GetKvResponse:
-        links = list(self._attached.values())
-        return await kv_reports(links, self.pools.links(), self._tenant_of)
-
-    def _tenant_of(self, request_id: str) -> str:
-        request = self.core.requests.get(request_id)
-        return tenant_label(request.submitted.tenant) if request is not None else ""
-
     # --- commands -------------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
@@ -320,7 +191,7 @@ class WorkerDispatcher:
     def _execute(self, command: Command) -> None:
         match command:
             case Send(worker=worker, message=message):
-                link = self._attached.get(worker)
+                link = self.attached.get(worker)
                 if link is not None:
                     link.send(message)
             case Deliver(request_id=request_id, done=done):

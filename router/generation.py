@@ -149,6 +149,12 @@ class Dispatcher(Protocol):
 
     def moved_requests(self) -> int: ...
 
+    def local_prefills(self) -> int:
+        """Prompts that decode workers have taken to compute themselves."""
+
+    def queued_prompts(self) -> int:
+        """Those that wait at the router for a prefill worker."""
+
     def promises(self) -> dict[str, int]: ...
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]: ...

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from engine.latency import decode_work
 from router.view import WorkerView
 
 HIGH, LOW = 1.0, 0.9
@@ -57,7 +56,7 @@ class Load:
         blocks = self.other_blocks + tokens / hello.block_size + sequences
         if objective_s is None:
             return blocks / hello.total_blocks
-        step_s = self.worker.step_s(decode_work(sequences, tokens))
+        step_s = self.worker.decode_s(sequences, tokens)
         return max(blocks / hello.total_blocks, step_s / objective_s)
 
 

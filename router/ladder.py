@@ -83,8 +83,9 @@ class Ladder:
                     yield f"{kind} {name} is {seconds * 1e3:.0f} ms, over {bound_s * 1e3:.0f} ms"
 
     def _is_near(self, now_s: float) -> bool:
+        """Few are enough to stay where it is."""
         for _, recent, objective_s in self._watched():
-            seconds = recent.quantile(P99, now_s)
+            seconds = recent.of_few(P99, now_s)
             if seconds is not None and seconds > self.rules.easing * objective_s:
                 return True
         return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 PHASES: dict[str, str] = {
     "placed": "place",
     "reserved": "reserve",
+    "dispatched": "router_queue",
     "prefill_received": "dispatch",
     "prefill_started": "prefill_queue",
     "first_token": "prefill",
@@ -31,6 +32,7 @@ class Ledger:
 
     before_s: Mapping[str, float]
     submitted_s: float
+    is_local: bool = False  # a decode worker computes the prompt, though there are others for that
     _moments: dict[str, float] = field(default_factory=dict)
 
     def mark(self, moment: str, at_s: float) -> None:
@@ -56,7 +58,10 @@ class Ledger:
         phases = dict(self.before_s)
         previous_s = self.submitted_s
         for moment, at_s in self._in_order():
-            phases[PHASES[moment]] = max(0.0, at_s - previous_s)
+            phase = PHASES[moment]
+            if self.is_local and phase == "prefill":
+                phase = "local_prefill"
+            phases[phase] = max(0.0, at_s - previous_s)
             previous_s = max(previous_s, at_s)
         return phases
 

@@ -216,7 +216,13 @@ class ClusterGauges(Collector):
         yield self._gauge("ready", "1 when requests can be served.", self._dispatcher.ready())
         pairs = len(self._dispatcher.quarantined())
         yield self._gauge("pairs_quarantined", "Pairs of workers kept out of placement.", pairs)
-        yield self._moved()
+        told = self._dispatcher
+        text = "Prompts that wait at the router for a prefill worker."
+        yield self._gauge("shared_queue_prompts", text, told.queued_prompts())
+        text = "Requests moved to another decode worker."
+        yield self._counter("requests_moved", text, told.moved_requests())
+        text = "Prompts that a decode worker took to compute itself."
+        yield self._counter("local_prefills", text, told.local_prefills())
         yield self._promises()
         workers = self._dispatcher.workers()
         yield self._canaries(workers)
@@ -311,11 +317,10 @@ class ClusterGauges(Collector):
             metric.add_metric(labels, float(value(worker)))
         return metric
 
-    def _moved(self) -> CounterMetricFamily:
-        text = "Requests moved to another decode worker."
-        moved = CounterMetricFamily("kvrelay:requests_moved", text, labels=("model_name",))
-        moved.add_metric((self._model_name,), self._dispatcher.moved_requests())
-        return moved
+    def _counter(self, name: str, text: str, value: int) -> CounterMetricFamily:
+        counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=("model_name",))
+        counter.add_metric((self._model_name,), value)
+        return counter
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=("model_name",))

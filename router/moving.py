@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
+from router import orders
 from router.admitting.policy import Admitted
+from router.candidate import Candidate, Prediction
+from router.deciding import Deciding
+from router.events import Command
 from router.hot_spots import Decoding, Load, suggest
-from router.latency.output_lengths import OutputLengths
 from router.request import Request
 from router.view import WorkerView
-from router.workers import Workers
 
 PRESSED = 0.7
 """A worker with fewer of its blocks taken is not looked at."""
@@ -48,9 +50,8 @@ class Move:
 class Moving:
     """`moved` counts those whose target has taken them."""
 
-    workers: Workers
-    requests: dict[str, Request]
-    lengths: OutputLengths
+    deciding: Deciding
+    attempts: Iterator[int]
     enabled: bool = False
     moved: int = 0
     _pending: dict[RequestKey, Move] = field(default_factory=dict)
@@ -59,7 +60,17 @@ class Moving:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._pending
 
-    def wanted(self, view: WorkerView, now_s: float) -> list[tuple[Request, WorkerView]]:
+    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        """Asks the targets of those that are to leave it; they decode on meanwhile."""
+        if not self.enabled:
+            return []
+        return [
+            command
+            for request, target in self._wanted(view, now_s)
+            for command in self._begin(request, view, target, now_s)
+        ]
+
+    def _wanted(self, view: WorkerView, now_s: float) -> list[tuple[Request, WorkerView]]:
         """Who is to go where."""
         if not self._is_due(view, now_s):
             return []
@@ -68,17 +79,17 @@ class Moving:
         most = MOST_MOVING - sum(m.source == view.incarnation for m in self._pending.values())
         targets = [self._load(target) for target in self._targets(view)]
         moves = suggest(load, targets, most)
-        return [(self.requests[one.request_id], target) for one, target in moves]
+        return [(self.deciding.requests[one.request_id], target) for one, target in moves]
 
     def _is_due(self, view: WorkerView, now_s: float) -> bool:
-        if not self.enabled or _taken_blocks(view) < PRESSED * view.hello.total_blocks:
+        if _taken_blocks(view) < PRESSED * view.hello.total_blocks:
             return False
         return now_s >= self._looked_s.get(view.incarnation, -LOOK_S) + LOOK_S
 
     def _targets(self, source: WorkerView) -> list[WorkerView]:
         others = [
             view
-            for view in self.workers.values()
+            for view in self.deciding.workers.values()
             if view is not source
             and view.hello.role is not Role.PREFILL
             and not view.draining
@@ -97,12 +108,12 @@ class Moving:
 
     def _decoding(self, view: WorkerView) -> Iterator[Decoding]:
         for key in view.outlook:
-            request = self.requests.get(key.request_id)
+            request = self.deciding.requests.get(key.request_id)
             if request is None or key not in (request.key, *self._pending):
                 continue
             for order in request.choices:
                 emitted, most = order.next_index, request.sampling.max_tokens
-                length = self.lengths.quantile(
+                length = self.deciding.lengths.quantile(
                     request.tier.name, 0.5, max_tokens=most, emitted=emitted
                 )
                 yield Decoding(
@@ -119,29 +130,32 @@ class Moving:
 
     # --- a move's life --------------------------------------------------------------------------
 
-    @staticmethod
-    def spec(request: Request, attempt: int) -> RequestSpec:
-        """Of its next attempt, behind all that it has delivered."""
-        key = RequestKey(request.request_id, attempt)
-        return replace(request.spec, key=key, emitted_ids=tuple(request.choices[0].delivered))
-
-    @staticmethod
-    def is_worth(admitted: Admitted, left_tokens: int) -> bool:
-        """So it is where the workers haven't told their times."""
-        decode = admitted.prediction.decode
-        return not decode.step_s or decode.joins_in_s < WORTH * left_tokens * decode.step_s
-
-    def begin(self, request: Request, spec: RequestSpec, admitted: Admitted) -> None:
-        source = admitted.candidate.prefiller.incarnation
+    def _begin(
+        self, request: Request, source: WorkerView, target: WorkerView, now_s: float
+    ) -> list[Command]:
+        spec = self._spec(request)
+        demand = self.deciding.demand(request, spec, now_s)
+        candidate = Candidate(decode=target, prefill=source)
+        prediction = self.deciding.forecast.predict(demand, candidate, now_s)
+        if not _is_worth(prediction, demand.output_tokens):
+            return []
+        admitted = Admitted(candidate=candidate, prediction=prediction)
         self._pending[spec.key] = Move(
-            left=request.key, source=source, spec=spec, admitted=admitted
+            left=request.key, source=source.incarnation, spec=spec, admitted=admitted
         )
+        self.deciding.workers.book(demand, admitted, now_s)
+        return [orders.ask(spec, candidate, None)]
+
+    def _spec(self, request: Request) -> RequestSpec:
+        """Of its next attempt, behind all that it has delivered."""
+        key = RequestKey(request.request_id, next(self.attempts))
+        return replace(request.spec, key=key, emitted_ids=tuple(request.choices[0].delivered))
 
     def answered(self, key: RequestKey, now_s: float) -> Move:
         """What it would have kept its source busy with is not booked any more."""
         move = self._pending.pop(key)
-        if move.source in self.workers:
-            self.workers[move.source].queue.remove(key, now_s)
+        if move.source in self.deciding.workers:
+            self.deciding.workers[move.source].queue.remove(key, now_s)
         return move
 
     def lost(self, worker: Incarnation, now_s: float) -> None:
@@ -155,3 +169,9 @@ class Moving:
 def _taken_blocks(view: WorkerView) -> int:
     counters = view.counters
     return counters.active_blocks + counters.leased_blocks
+
+
+def _is_worth(prediction: Prediction, left_tokens: int) -> bool:
+    """So it is where the workers haven't told their times."""
+    decode = prediction.decode
+    return not decode.step_s or decode.joins_in_s < WORTH * left_tokens * decode.step_s

@@ -17,6 +17,7 @@ from kvrelay.types import Incarnation, RequestSpec, Role
 from router.candidate import Candidate
 from router.events import Command, Send
 from router.request import Request
+from router.view import WorkerView
 
 
 def ask(spec: RequestSpec, candidate: Candidate, within_s: float | None) -> Send:
@@ -24,8 +25,11 @@ def ask(spec: RequestSpec, candidate: Candidate, within_s: float | None) -> Send
     decode = candidate.decode.incarnation
     if candidate.prefill is None:
         return Send(worker=decode, message=Generate(spec=spec, within_s=within_s))
-    source = candidate.prefill.incarnation
-    return Send(worker=decode, message=Reserve(spec=spec, source=source))
+    return reserve(spec, candidate.decode, candidate.prefill.incarnation)
+
+
+def reserve(spec: RequestSpec, decode: WorkerView, source: Incarnation | None) -> Send:
+    return Send(worker=decode.incarnation, message=Reserve(spec=spec, source=source))
 
 
 def begin(

@@ -25,6 +25,8 @@ class Policies:
     admission: str = "predictive"
     queue_limit: int = 64
     move_hot_spots: bool = False
+    local_prefill: bool = True
+    shared_queue: bool = False
 
 
 DEFAULT_POLICIES = Policies()
@@ -41,7 +43,7 @@ def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolic
         case "local_cache":
             return LocalCache()
         case "kv_aware":
-            return KvAware()
+            return KvAware(local_prefill=policies.local_prefill)
         case other:
             raise AssertionError(f"no placement policy {other}")
 

@@ -6,7 +6,7 @@ prefixes that are asked for at several workers end up at all of them, and in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.block_names import BlockNames
@@ -54,11 +54,23 @@ class HeldPrefixes:
 
     def tokens(self, worker: WorkerView) -> int:
         """What the worker has itself, or its host's pool node."""
-        held = self.blocks(worker)
+        held = self._found.get(worker.naming)
+        if held is None:
+            held = self.blocks(worker)
         own = held.get(worker.incarnation, 0)
         if self.directory.pool_nodes:
             own = max(own, self._near(worker))
         return own * worker.hello.block_size
+
+    def tokens_each(self, workers: Sequence[WorkerView]) -> list[int]:
+        """# worker |-> `tokens`"""
+        if self.directory.pool_nodes:
+            return [self.tokens(worker) for worker in workers]
+        found = self._found
+        for worker in workers:
+            if worker.naming not in found:
+                self.blocks(worker)
+        return [found[w.naming].get(w.incarnation, 0) * w.hello.block_size for w in workers]
 
     def source(self, workers: Workers, prefill: WorkerView) -> PrefixSource | None:
         """The worker, or pool node of another host, with most of the prompt: of several a worker,
@@ -96,12 +108,9 @@ class HeldPrefixes:
 
 
 def _most(held: Held, workers: Workers) -> PrefixSource | None:
-    holders = [
-        (blocks, -workers[holder].prefill_load, holder)
-        for holder, blocks in held.items()
-        if holder in workers
-    ]
-    if not holders:
+    blocks = max((blocks for holder, blocks in held.items() if holder in workers), default=0)
+    if not blocks:
         return None
-    blocks, _, peer = max(holders)
+    having_most = (h for h, n in held.items() if n == blocks and h in workers)
+    _, peer = max((-workers[holder].prefill_load, holder) for holder in having_most)
     return PrefixSource(peer=peer, addresses=workers[peer].hello.transfer_addresses, blocks=blocks)

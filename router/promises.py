@@ -59,6 +59,7 @@ class Promise:
     due_s: float
     until_s: float
     work: Promised
+    priority: int
 
 
 @dataclass(slots=True)
@@ -74,12 +75,14 @@ class Promises:
     _open: dict[int, Promise] = field(default_factory=dict)  # digest |-> promise
     _by_due: list[tuple[float, int]] = field(default_factory=list)  # ascending
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of until_s and digest
-    _all: Promised = NOTHING_PROMISED
+    _all: dict[int, Promised] = field(default_factory=dict)  # priority |-> of those open
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def make(self, digest: int, work: Promised, soonest_s: float, now_s: float) -> float:
+    def make(
+        self, digest: int, work: Promised, soonest_s: float, now_s: float, priority: int = 0
+    ) -> float:
         """In how many seconds to come back: what is told. Replaces the one that the same request
         had."""
         self._take(digest)
@@ -88,8 +91,9 @@ class Promises:
             return retry_after_s
         due_s = now_s + retry_after_s
         until_s = due_s + GRACE_S
-        self._open[digest] = Promise(due_s=due_s, until_s=until_s, work=work)
-        self._all += work
+        promise = Promise(due_s=due_s, until_s=until_s, work=work, priority=priority)
+        self._open[digest] = promise
+        self._all[priority] = self._all.get(priority, NOTHING_PROMISED) + work
         insort(self._by_due, (due_s, digest))
         heappush(self._ends, (until_s, digest))
         return retry_after_s
@@ -112,12 +116,14 @@ class Promises:
         self._learn(1.0)
         return promise
 
-    def before(self, end_s: float) -> Promised:
-        """What was promised for an earlier time."""
+    def before(self, end_s: float, priority: int = 0) -> Promised:
+        """What was promised for an earlier time, of this priority or before it."""
         if end_s == inf:
-            return self._all.times(self.claimed_share)
-        earlier = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
-        works = (self._open[digest].work for _, digest in earlier)
+            works = [work for other, work in self._all.items() if other <= priority]
+        else:
+            earlier = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
+            promises = (self._open[digest] for _, digest in earlier)
+            works = [promise.work for promise in promises if promise.priority <= priority]
         return sum(works, NOTHING_PROMISED).times(self.claimed_share)
 
     def _expire(self, now_s: float) -> None:
@@ -134,7 +140,9 @@ class Promises:
         promise = self._open.pop(digest, None)
         if promise is not None:
             del self._by_due[bisect_left(self._by_due, (promise.due_s, digest))]
-            self._all = self._all + promise.work.times(-1) if self._open else NOTHING_PROMISED
+            self._all[promise.priority] += promise.work.times(-1)
+            if not self._open:
+                self._all.clear()  # and with it what rounding left
 
     def _learn(self, claimed: float) -> None:
         self.claimed_share += _NEW_SHARE * (claimed - self.claimed_share)

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 
 from kvrelay.types import Incarnation
-from router.placement import Pair
+from router.placement import Objections, Pair, trusted
 
 FIRST_BACK_OFF_S = 5.0
 LONGEST_BACK_OFF_S = 300.0
@@ -84,6 +85,12 @@ class Quarantine:
 
     def active(self, now_s: float) -> dict[Pair, Record]:
         return {pair: record for pair, record in self._records.items() if now_s < record.until_s}
+
+    def objections(self, avoided: Collection[Pair], now_s: float) -> Objections:
+        """Of a request that avoids these pairs."""
+        if not avoided and not self._records:
+            return trusted
+        return partial(self.objection, avoided=avoided, now_s=now_s)
 
     def objection(
         self, pair: Pair | None, avoided: Collection[Pair], now_s: float

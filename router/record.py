@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any
@@ -56,12 +56,17 @@ def _encode(value: object) -> Json:
         return value
     if isinstance(value, bytes):
         return {_BYTES: value.hex()}
-    if is_dataclass(value):
+    if _has_fields(value):
         return _encode_fields(value)
     if isinstance(value, Mapping):
         return {_MAP: [[_encode(key), _encode(item)] for key, item in value.items()]}
     assert isinstance(value, Iterable), type(value)
     return [_encode(item) for item in value]
+
+
+def _has_fields(value: object) -> bool:
+    """A dataclass, or a value of one, or a named tuple."""
+    return is_dataclass(value) or hasattr(value, "_fields")
 
 
 def _encode_fields(value: Any) -> Json:
@@ -78,6 +83,8 @@ def _encode_fields(value: Any) -> Json:
 @lru_cache(maxsize=256)
 def _fields(cls: Any) -> tuple[tuple[str, object], ...]:
     """(name, default)"""
+    if not is_dataclass(cls):
+        return tuple((name, MISSING) for name in cls._fields)
     return tuple((one.name, one.default) for one in fields(cls))
 
 
@@ -105,5 +112,5 @@ def _known() -> dict[str, Any]:
 
 def _classes(names: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, one in names.items():
-        if isinstance(one, type) and (is_dataclass(one) or issubclass(one, Enum)):
+        if isinstance(one, type) and (_has_fields(one) or issubclass(one, Enum)):
             yield name, one

@@ -41,6 +41,7 @@ class Request:
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     moves: int = 0  # to other decode workers
+    is_queued: bool = False  # its prompt waits at the router, for any prefill worker
     key: RequestKey = field(init=False)
     resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
     choices: tuple[TokenOrder, ...] = field(init=False)
@@ -86,6 +87,11 @@ class Request:
         return None if ttft_s is None else ttft_s - self.ledger.age_s(now_s)
 
     @property
+    def prefilled_locally(self) -> bool:
+        """Its decode worker computes the prompt, though there are others for that."""
+        return self.placed is not None and self.placed.candidate.is_local
+
+    @property
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)
 
@@ -123,16 +129,18 @@ class Request:
     @property
     def legs(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
-        placement = self.placement
-        if placement is None:
+        if self.placed is None:
             return ()
-        if placement.prefill is None or self.handed_over:
-            return (placement.decode,)
-        return (placement.decode, placement.prefill)
+        candidate = self.placed.candidate
+        if candidate.prefill is None or self.is_queued or self.handed_over:
+            return (candidate.decode.incarnation,)
+        return (candidate.decode.incarnation, candidate.prefill.incarnation)
 
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
+        self.is_queued = False
+        self.ledger.is_local = self.prefilled_locally
         if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)

@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from engine.latency import NotCovered, StepTimes, StepWork, decode_work, prefill_work
+from engine.latency import NotCovered, StepWork
 from kvrelay.messages import Counters, LinkState, WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
 from router.forecast.step_peaks import StepPeaks
-from router.latency.worker_times import WorkerTimes
-
-
-class _NoTimes:
-    """Of a worker that has not told: nothing takes any time."""
-
-    def step_s(self, work: StepWork) -> float:
-        return 0.0
-
+from router.latency.worker_times import NoTimes, ToldTimes, WorkerTimes
 
 _KILO = 1024
 
@@ -44,13 +36,14 @@ class WorkerView:
 
     hello: WorkerHello
     counters: Counters = field(default_factory=Counters)
-    times: StepTimes = field(default_factory=_NoTimes)
+    times: ToldTimes = field(default_factory=NoTimes)
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     peaks: StepPeaks = field(default_factory=StepPeaks)
     draining: bool = False
+    incarnation: Incarnation = field(init=False)
     naming: Naming = field(init=False)
-    _speed: tuple[StepTimes, Speed] | None = None
+    _speed: tuple[ToldTimes, Speed] | None = None
     _links: dict[Incarnation, LinkState] = field(default_factory=dict)
     _linked: tuple[LinkState, ...] = ()
     _slowest: float | None = None
@@ -59,6 +52,7 @@ class WorkerView:
         hello = self.hello
         names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
         self.naming = (*names, hello.block_size)
+        self.incarnation = hello.incarnation
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerView:
@@ -76,6 +70,19 @@ class WorkerView:
         except NotCovered:
             return inf
 
+    def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        """A chunk of one prompt."""
+        try:
+            return self.times.prefill_s(new_tokens, context_tokens)
+        except NotCovered:
+            return inf
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        try:
+            return self.times.decode_s(sequences, kv_tokens)
+        except NotCovered:
+            return inf
+
     @property
     def speed(self) -> Speed:
         if self._speed is None or self._speed[0] is not self.times:
@@ -84,8 +91,8 @@ class WorkerView:
 
     def _look_at_times(self) -> Speed:
         """What isn't covered counts for nothing: a closer look tells."""
-        prompt_s = self.step_s(prefill_work(_KILO))
-        step_s = self.step_s(decode_work(self.hello.max_running_requests, 0))
+        prompt_s = self.prefill_s(_KILO, 0)
+        step_s = self.decode_s(self.hello.max_running_requests, 0)
         return Speed(
             prompt_s / _KILO if prompt_s < inf else 0.0,
             step_s if step_s < inf else 0.0,
@@ -106,18 +113,14 @@ class WorkerView:
         return self._slowest
 
     @property
-    def incarnation(self) -> Incarnation:
-        return self.hello.incarnation
-
-    @property
     def prefills(self) -> bool:
         return self.hello.role is Role.PREFILL
 
     @property
     def decode_load(self) -> float:
         """Share of the batch that is taken."""
-        sequences = max(self.outlook.sequences, self.counters.running)
-        return sequences / self.hello.max_running_requests
+        sequences, running = self.outlook.sequences, self.counters.running
+        return (sequences if sequences > running else running) / self.hello.max_running_requests
 
     @property
     def prefill_load(self) -> int:
@@ -127,6 +130,11 @@ class WorkerView:
     @property
     def free_places(self) -> int:
         return self.hello.max_running_requests - self.outlook.sequences
+
+    def held(self, tier: str) -> int:
+        """Its sequences, here or on their way; those of other routers as the worker told."""
+        told = (load.running for load in self.counters.tiers if load.tier == tier)
+        return max(self.outlook.of_tier[tier], *told, 0)
 
     def forget(self, key: RequestKey, now_s: float) -> None:
         self.outlook.remove(key)

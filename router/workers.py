@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
 from router.admitting.policy import Admitted
+from router.candidate import PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import Expected
-from router.forecast.forecast import Forecast, mean_tokens
+from router.forecast.forecast import Forecast
 from router.forecast.prefill_queue import Ahead
 from router.generation import ModelFacts
 from router.placement import Objections
@@ -17,9 +18,30 @@ from router.placing.policy import Choice, least_against
 from router.promises import Promised
 from router.view import WorkerView
 
+_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
+
 
 class Workers(dict[Incarnation, WorkerView]):
     """Those connected. A place stays taken until the worker says that it is free."""
+
+    def __init__(self, views: Mapping[Incarnation, WorkerView] | None = None) -> None:
+        super().__init__(views or {})
+        self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
+
+    def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
+        super().__setitem__(worker, view)
+        self._of_role.clear()
+
+    def leave(self, worker: Incarnation) -> WorkerView | None:
+        """None where it isn't here."""
+        self._of_role.clear()
+        return self.pop(worker, None)
+
+    def of_role(self, role: Role) -> tuple[WorkerView, ...]:
+        """In the order in which they joined."""
+        if role not in self._of_role:
+            self._of_role[role] = tuple(v for v in self.values() if v.hello.role is role)
+        return self._of_role[role]
 
     @property
     def longest_tokens(self) -> int:
@@ -42,6 +64,11 @@ class Workers(dict[Incarnation, WorkerView]):
         """Of all workers that decode."""
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return sum(hello.max_running_requests for hello in hellos)
+
+    def held(self, tier: str) -> int:
+        """Its sequences at all workers that decode, also those of other routers."""
+        decoding = (view for view in self.values() if view.hello.role is not Role.PREFILL)
+        return sum(view.held(tier) for view in decoding)
 
     def model(self) -> ModelFacts | None:
         """What they serve, as the first one says; None without any."""
@@ -71,50 +98,70 @@ class Workers(dict[Incarnation, WorkerView]):
         forecast: Forecast,
     ) -> Choice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
-        fitting = [view for view in self.values() if fits(demand, view) and not view.draining]
-        by_role: dict[Role, list[WorkerView]] = {role: [] for role in Role}
-        for view in fitting:
-            by_role[view.hello.role].append(view)
-        prefills, decodes = by_role[Role.PREFILL], by_role[Role.DECODE]
+        prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
         return Choice(
             prefills=prefills,
             decodes=[view for view in decodes if view.incarnation not in tried],
-            alone=[view for view in by_role[Role.BOTH] if view.incarnation not in tried],
+            alone=[view for view in both if view.incarnation not in tried],
             objections=objections,
             forecast=forecast,
             workers=self,
-            least_against=0 if by_role[Role.BOTH] else least_against(prefills, decodes, objections),
+            least_against=0 if both else least_against(prefills, decodes, objections),
         )
 
     def per_worker(self, promised: Promised) -> Promised:
-        """Spread evenly over those of each role."""
-        roles = [view.hello.role for view in self.values()]
-        prefills = sum(role is not Role.DECODE for role in roles)
-        decodes = sum(role is not Role.PREFILL for role in roles)
+        """Spread evenly over those of each role, with what other routers have promised: as much
+        more as they have sequences."""
+        promised = promised.times(self._all_by_own())
+        prefills, decodes, both = (len(self.of_role(role)) for role in _ROLES)
+        prefills, decodes = prefills + both, decodes + both
         return Promised(
             prefill_s=promised.prefill_s / max(1, prefills),
             sequences=promised.sequences / max(1, decodes),
             kv_tokens=promised.kv_tokens / max(1, decodes),
         )
 
+    def _all_by_own(self) -> float:
+        """Sequences of all routers by those of this one; 1 before it has any."""
+        decoding = [view for view in self.values() if view.hello.role is not Role.PREFILL]
+        own = sum(view.outlook.sequences for view in decoding)
+        told = sum(max(view.outlook.sequences, view.counters.running) for view in decoding)
+        return told / own if own else 1.0
+
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
+        self.book_decode(demand, admitted, now_s)
+        self.book_prefill(demand, admitted.candidate.prefiller, admitted.prediction.prompt, now_s)
+
+    @staticmethod
+    def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
         candidate, prediction = admitted.candidate, admitted.prediction
         key = demand.spec.key
         joins_s = now_s + prediction.decode.joins_in_s
         expected = Expected(
             joins_s=joins_s,
             ends_s=joins_s + prediction.decode.step_s * max(1, demand.output_tokens - 1),
-            tokens=mean_tokens(demand),
+            tokens=demand.mean_tokens,
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
+            gaps=max(1, demand.output_tokens - 1),
+            tier=demand.tier.name,
         )
         candidate.decode.outlook.add(key, expected)
         candidate.decode.peaks.add(prediction.decode.step_s, now_s)
-        prompt = prediction.prompt
-        tokens = demand.prompt_tokens
-        seconds = prompt.pull_s + prompt.prefill_s
-        ahead = Ahead(seconds=seconds, tokens=tokens, priority=demand.priority)
-        candidate.prefiller.queue.add(key, ahead, now_s)
+        if prediction.prompt.pause_s:
+            candidate.decode.outlook.pauses.add(prediction.prompt.pause_s, now_s)
+
+    @staticmethod
+    def book_prefill(
+        demand: Demand, worker: WorkerView, prompt: PromptPrediction, now_s: float
+    ) -> None:
+        ahead = Ahead(
+            seconds=prompt.pull_s + prompt.prefill_s,
+            tokens=demand.prompt_tokens,
+            priority=demand.priority,
+            cached=demand.held.tokens(worker),
+        )
+        worker.queue.add(demand.spec.key, ahead, now_s)
 
     def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
         """Its prompt is ahead of no other request any more."""
@@ -128,7 +175,13 @@ class Workers(dict[Incarnation, WorkerView]):
                 self[leg].forget(key, now_s)
 
 
-def fits(demand: Demand, worker: WorkerView) -> bool:
-    """Whether the worker could serve it when idle."""
-    wide = demand.choices <= worker.hello.max_running_requests
-    return wide and demand.longest_tokens <= worker.hello.max_model_len
+def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
+    """Those that could serve it when idle, and take requests."""
+    choices, tokens = demand.choices, demand.longest_tokens
+    return [
+        view
+        for view in views
+        if tokens <= view.hello.max_model_len
+        and choices <= view.hello.max_running_requests
+        and not view.draining
+    ]

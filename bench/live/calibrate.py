@@ -11,7 +11,7 @@ from bench.live.offered import Mix, one
 from bench.live.outcome import Objectives
 from bench.live.stack import Policy, load, stack
 
-ALONE, AT_ONCE, TOGETHER = 16, 16, 96
+ALONE, AT_ONCE, TURNS = 16, 16, 6
 TTFT_FACTOR, TPOT_FACTOR = 8.0, 3.0
 
 
@@ -28,15 +28,16 @@ class Calibration:
         return Objectives(ttft_s=TTFT_FACTOR * self.ttft_s, tpot_s=TPOT_FACTOR * self.tpot_s)
 
 
-def calibrate(mix: Mix, corpus: Sequence[int]) -> Calibration:
-    """Capacity: requests done per second in a closed loop of `AT_ONCE` clients."""
+def calibrate(mix: Mix, corpus: Sequence[int], at_once: int = AT_ONCE) -> Calibration:
+    """Capacity: requests done per second in a closed loop of so many clients."""
     rng = Random(0)
     with stack(Policy(admission="none"), None) as cluster:
         load(cluster, [one(mix, corpus, rng) for _ in range(4)], at_once=1)
         alone = load(cluster, [one(mix, corpus, rng) for _ in range(ALONE)], at_once=1)
-        many = load(cluster, [one(mix, corpus, rng) for _ in range(TOGETHER)], at_once=AT_ONCE)
+        offered = [one(mix, corpus, rng) for _ in range(TURNS * at_once)]
+        many = load(cluster, offered, at_once=at_once)
     ends = sorted(each.sent_s + (each.last_s or 0.0) for each in many)
-    inner = ends[AT_ONCE : TOGETHER - AT_ONCE]  # while the loop was full
+    inner = ends[at_once:-at_once]  # while the loop was full
     return Calibration(
         ttft_s=median(each.first_s or 0.0 for each in alone),
         tpot_s=median(each.tpot_s or 0.0 for each in alone),

@@ -1,8 +1,9 @@
 """The load generator: a process of its own, which does little between sending and listening.
 
-    python -m bench.live.client PORT PLAN OUTCOMES --patience SECONDS
+    python -m bench.live.client PORT[,PORT...] PLAN OUTCOMES --patience SECONDS
 
-reads a JSON list of Offered and writes one of Outcome. What arrives is parsed when all is over.
+reads a JSON list of Offered, sends each to the next of the routers, and writes one of Outcome. What
+arrives is parsed when all is over.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 from bench.live.offered import Offered
@@ -42,6 +44,7 @@ def request_bytes(one: Offered) -> bytes:
     }
     payload = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
+    head += f"x-customer-tier: {one.tier}\r\n" if one.tier else ""
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
 
 
@@ -65,25 +68,29 @@ async def _send(port: int, request: bytes, heard: _Heard) -> None:
         writer.close()
 
 
-async def offer(port: int, offered: Sequence[Offered], patience_s: float) -> list[Outcome]:
+async def offer(
+    ports: Sequence[int], offered: Sequence[Offered], patience_s: float
+) -> list[Outcome]:
     """Sends each at its time, whatever the server does; gives up `patience_s` after the last."""
     requests = [request_bytes(one) for one in offered]
     heard = [_Heard() for _ in offered]
     tasks: list[asyncio.Task[None]] = []
     started_s = time.monotonic()
-    for one, request, ear in zip(offered, requests, heard, strict=True):
+    for port, one, request, ear in zip(cycle(ports), offered, requests, heard, strict=False):
         await asyncio.sleep(max(0.0, started_s + one.at_s - time.monotonic()))
         tasks.append(asyncio.create_task(_send(port, request, ear)))
     await _give_up(tasks, patience_s)
     return [outcome(ear) for ear in heard]
 
 
-async def one_by_one(port: int, offered: Sequence[Offered], at_once: int) -> list[Outcome]:
+async def one_by_one(
+    ports: Sequence[int], offered: Sequence[Offered], at_once: int
+) -> list[Outcome]:
     """A closed loop: `at_once` clients, each of which sends its next when the last is answered."""
-    waiting, heard = iter([request_bytes(one) for one in offered]), []
+    waiting, heard = zip(cycle(ports), [request_bytes(one) for one in offered], strict=False), []
 
     async def client() -> None:
-        for request in waiting:
+        for port, request in waiting:
             heard.append(ear := _Heard())
             await _send(port, request, ear)
 
@@ -136,7 +143,7 @@ def _finish(line: bytes) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("port", type=int)
+    parser.add_argument("ports", type=lambda given: [int(port) for port in given.split(",")])
     parser.add_argument("plan", type=Path)
     parser.add_argument("outcomes", type=Path)
     parser.add_argument("--patience", type=float, default=10.0)
@@ -144,9 +151,9 @@ def main() -> None:
     args = parser.parse_args()
     offered = [Offered(**row) for row in json.loads(args.plan.read_text())]
     if args.at_once:
-        run = one_by_one(args.port, offered, args.at_once)
+        run = one_by_one(args.ports, offered, args.at_once)
     else:
-        run = offer(args.port, offered, args.patience)
+        run = offer(args.ports, offered, args.patience)
     args.outcomes.write_text(json.dumps([asdict(one) for one in asyncio.run(run)]))
 
 

@@ -27,12 +27,13 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """`at_s` counts from the start of the load."""
+    """`at_s` counts from the start of the load; `tier` empty: it names none."""
 
     at_s: float
     prompt_ids: tuple[int, ...]
     max_tokens: int
     ignore_eos: bool
+    tier: str = ""
 
 
 def poisson(

@@ -26,6 +26,7 @@ class Point:
 
     policy: str
     own_ends: bool
+    routers: int
     factor: float
     rate_per_s: float
     seconds: float
@@ -50,11 +51,17 @@ class Point:
     def attainment(self) -> float:
         return self.good / self.admitted if self.admitted else 1.0
 
+    @property
+    def broken(self) -> float:
+        """Of all that were offered: taken, and not in time."""
+        return (self.admitted - self.good) / self.offered if self.offered else 0.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     policy: str
     own_ends: bool
+    routers: int
     factor: float
     rate_per_s: float
     seconds: float
@@ -69,6 +76,7 @@ def point(
     return Point(
         policy=load.policy,
         own_ends=load.own_ends,
+        routers=load.routers,
         factor=load.factor,
         rate_per_s=load.rate_per_s,
         seconds=load.seconds,

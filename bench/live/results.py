@@ -23,12 +23,12 @@ class Results:
         """Instead of what was there of the same."""
         new = {_key(one) for one in points}
         self.points = [one for one in self.points if _key(one) not in new] + points
-        for policy in {one.policy for one in points}:
+        for policy in {one.policy for one in points if predictions}:
             self.predictions[policy] = predictions
 
 
-def _key(one: Point) -> tuple[str, bool, float]:
-    return one.policy, one.own_ends, one.factor
+def _key(one: Point) -> tuple[str, bool, int, float]:
+    return one.policy, one.own_ends, one.routers, one.factor
 
 
 def read(path: Path) -> Results:

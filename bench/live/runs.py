@@ -29,16 +29,22 @@ class Plan:
     mix: Mix
     seed: int
     patience_s: float
+    routers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
+    """Without predictions where several routers have decided."""
+
     points: list[Point]
     predictions: list[Predicted]
-    record: Told
 
 
 def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
+    if plan.routers > 1:
+        with stack(plan.policy, calibration.objectives, routers=plan.routers) as cluster:
+            measured = _measure(plan, calibration, corpus, cluster)
+            return Run(points=[one for one, _ in measured], predictions=[])
     with tempfile.TemporaryDirectory() as name:
         record = Path(name) / "record.jsonl"
         with stack(plan.policy, calibration.objectives, record) as cluster:
@@ -47,7 +53,7 @@ def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
         points = [one for one, _ in measured]
         if not plan.mix.own_ends:
             points = _beside(plan, calibration, told, record, measured)
-    return Run(points=points, predictions=told.predictions(), record=told)
+    return Run(points=points, predictions=told.predictions())
 
 
 def _measure(
@@ -65,6 +71,7 @@ def _measure(
         it = Load(
             policy=plan.policy.admission,
             own_ends=plan.mix.own_ends,
+            routers=plan.routers,
             factor=factor,
             rate_per_s=rate,
             seconds=seconds,

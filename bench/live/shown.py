@@ -14,7 +14,18 @@ from bench.live.told import Predicted
 
 _WIDTH = 170
 _POINTS = (
-    *("policy", "rate", "/s", "offered", "admitted", "kept", "goodput/s", "TTFT p50", "p99"),
+    *(
+        "policy",
+        "rate",
+        "/s",
+        "offered",
+        "admitted",
+        "kept",
+        "broken of offered",
+        "goodput/s",
+        "TTFT p50",
+        "p99",
+    ),
     *("TPOT p50", "p99", "refusal p99", "simulated goodput", "ratio", "TTFT p50", "ratio", "why"),
 )
 Pairs = list[tuple[float, float]]
@@ -32,6 +43,7 @@ def show_points(points: Sequence[Point]) -> None:
 
 def _cells(one: Point) -> list[str]:
     ends = ", own ends" if one.own_ends else ""
+    ends += f", {one.routers} routers" if one.routers > 1 else ""
     simulated = ["", "", "", ""]
     if (beside := one.simulated) is not None:
         simulated = [
@@ -47,6 +59,7 @@ def _cells(one: Point) -> list[str]:
         str(one.offered),
         str(one.admitted),
         f"{100 * one.attainment:.1f} %",
+        f"{100 * one.broken:.1f} %",
         f"{one.goodput_per_s:.2f}",
         *map(_ms, (one.ttft_p50_s, one.ttft_p99_s, one.tpot_p50_s, one.tpot_p99_s)),
         "" if one.refusal_p99_s is None else f"<= {_ms(one.refusal_p99_s)}",

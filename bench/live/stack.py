@@ -1,18 +1,16 @@
-"""The cluster under load: one prefill and one decode worker, each on a core, and its router."""
+"""The cluster under load: one prefill and one decode worker, each on a core, and its routers."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.live.offered import Offered
 from bench.live.outcome import Objectives, Outcome
+from bench.live.sending import send
 from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
 from engine.bundled import checkpoint_path
 
@@ -70,22 +68,36 @@ def cluster_file(policy: Policy, objectives: Objectives) -> dict[str, object]:
 
 @contextmanager
 def stack(
-    policy: Policy, objectives: Objectives | None, record: Path | None = None
+    policy: Policy,
+    objectives: Objectives | None,
+    record: Path | None = None,
+    *,
+    routers: int = 1,
 ) -> Iterator[PlainCluster]:
     settings = policy.settings(objectives)
     if record is not None:
         settings["router.record"] = str(record)
+    with processes(WORKERS, settings, routers=routers) as cluster:
+        yield cluster
+
+
+@contextmanager
+def processes(
+    workers: Mapping[str, object], router: Mapping[str, object], *, routers: int = 1
+) -> Iterator[PlainCluster]:
+    """By keys of the cluster file."""
     with plain_cluster(
         checkpoint_path(),
         PLANS,
-        _options(WORKERS),
-        router_settings=_options(settings),
+        _options(workers),
+        router_settings=_options(router),
         router_cores=(OTHERS,),
+        routers=routers,
     ) as cluster:
         yield cluster
 
 
-def _options(settings: dict[str, object]) -> list[str]:
+def _options(settings: Mapping[str, object]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -96,12 +108,6 @@ def load(
     patience_s: float = 10.0,
     at_once: int | None = None,
 ) -> list[Outcome]:
-    """From another process."""
-    with tempfile.TemporaryDirectory() as name:
-        plan, outcomes = Path(name) / "plan", Path(name) / "outcomes"
-        plan.write_text(json.dumps([asdict(one) for one in offered]))
-        command = ["taskset", "-c", str(OTHERS), sys.executable, "-m", "bench.live.client"]
-        command += [str(cluster.http_port), str(plan), str(outcomes), f"--patience={patience_s}"]
-        command += [] if at_once is None else [f"--at-once={at_once}"]
-        subprocess.run(command, check=True)
-        return [Outcome(**row) for row in json.loads(outcomes.read_text())]
+    """From another process; to the routers in turn."""
+    pin = ("taskset", "-c", str(OTHERS))
+    return send(cluster.http_ports, offered, patience_s=patience_s, at_once=at_once, under=pin)

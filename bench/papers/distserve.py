@@ -77,6 +77,7 @@ def cluster_of(fleet: Fleet, profile: dict[str, object]) -> dict[str, object]:
     return {
         "workers": [{"role": role, "replicas": count} for role, count in fleet.pools],
         "scheduler": {"prefill_chunk_tokens": INPUT_TOKENS, "max_running_requests": 256},
+        "router": {"placement": {"local_prefill": "off"}},
         "simulation": {
             "profile": profile,
             "blocks": _KV_BLOCKS,

@@ -126,8 +126,15 @@ def cluster_of(policy: str, blocks: int, workers: int = WORKERS) -> dict[str, ob
     }
     return {
         "workers": [{"role": role, "replicas": workers} for role in ("prefill", "decode")],
-        "scheduler": {"prefill_chunk_tokens": 8192, "max_running_requests": 256},
-        "router": {"placement": {"policy": policy}, "admission": {"policy": "none"}},
+        "scheduler": {
+            "prefill_chunk_tokens": 8192,
+            "mixed_chunk_tokens": 8192,
+            "max_running_requests": 256,
+        },
+        "router": {
+            "placement": {"policy": policy, "local_prefill": "off"},
+            "admission": {"policy": "none"},
+        },
         "simulation": {
             "profile": profile,
             "blocks": blocks,

@@ -36,8 +36,15 @@ CACHED_TOKENS = 3_000_000
 def cluster_of(policy: str) -> dict[str, object]:
     return {
         "workers": [{"role": role, "replicas": 8} for role in ("prefill", "decode")],
-        "scheduler": {"prefill_chunk_tokens": 8192, "max_running_requests": 256},
-        "router": {"placement": {"policy": policy}, "admission": {"policy": "none"}},
+        "scheduler": {
+            "prefill_chunk_tokens": 8192,
+            "mixed_chunk_tokens": 8192,
+            "max_running_requests": 256,
+        },
+        "router": {
+            "placement": {"policy": policy, "local_prefill": "off"},
+            "admission": {"policy": "none"},
+        },
         "simulation": {
             "profile": {
                 "kind": "roofline",

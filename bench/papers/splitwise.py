@@ -152,7 +152,7 @@ def _cluster(table: Path, machines: list[tuple[str, str]]) -> dict[str, object]:
     return {
         "workers": [{"role": role} for role, _ in machines],
         "scheduler": {"prefill_chunk_tokens": 4096},
-        "router": {"admission": {"policy": "none"}},
+        "router": {"placement": {"local_prefill": "off"}, "admission": {"policy": "none"}},
         "simulation": {
             "pools": [{"profile": _profile(table, hardware)} for _, hardware in machines],
             "kv": {"layers": 70, "heads": 112, "head_dim": 128, "dtype": "float16"},

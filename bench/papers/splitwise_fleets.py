@@ -75,6 +75,7 @@ def cluster_of(fleet: Fleet, table: Path) -> dict[str, object]:
     return {
         "workers": [{"role": role, "replicas": count} for role, _, count in fleet.pools],
         "scheduler": {"prefill_chunk_tokens": 8192, "max_running_requests": 256},
+        "router": {"placement": {"local_prefill": "off"}},
         "simulation": {
             "block_size": 128,
             "blocks": 10_000,

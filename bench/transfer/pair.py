@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from bench.models import KV_OF_8B, SMOLLM_135M
-from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
+from bench.plain_cluster import HANDED_OVER, PlainCluster, WorkerPlan, plain_cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,8 @@ class Pair:
             "scheduler.max_running_requests=8",
             f"transfer.transports=[{transport}]",
         )
-        return plain_cluster(folder, self.plans, (*ours, *settings), pool=pool)
+        workers = (*ours, *settings)
+        return plain_cluster(folder, self.plans, workers, pool=pool, router_settings=HANDED_OVER)
 
 
 PAIRS = {

@@ -58,6 +58,17 @@ class SimulatedPool(Section):
     """KV blocks; none: simulation.blocks."""
 
 
+class Failure(Section):
+    """A worker that dies, as on SIGKILL."""
+
+    worker: str
+    """Its name: prefill-0 is the first of the first prefill pool."""
+    at: Seconds
+    """When, in the trace's time at the simulated rate."""
+    back_after: Seconds | None = None
+    """Another one comes in its place, which knows nothing; none: no one does."""
+
+
 class Simulation(Section):
     """Stands for the machines when the cluster is simulated."""
 
@@ -78,8 +89,6 @@ class Simulation(Section):
     """Prompt plus output, in tokens."""
     max_tokens: AutoCount = None
     """What each request asks for at most; auto: just the tokens that the trace says it yields."""
-    routers: Count = 1
-    """Clients take them in turn; each knows of the others only what workers tell."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How often a refused client comes back, when it was told to."""
     retrying_share: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -87,6 +96,8 @@ class Simulation(Section):
     retry_rounding: Seconds | None = None
     """Clients wait for a multiple of it, no less than they were told: 1 s is what HTTP's
     `retry-after` can say."""
+    failures: tuple[Failure, ...] = ()
+    """Workers that die."""
     most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
     """Decode steps that are computed together while nothing happens. The result is that of single
     steps, but a sequence takes its blocks, and routers hear of its tokens, once for all of them."""

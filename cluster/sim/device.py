@@ -95,15 +95,13 @@ class SimDevice:
 
 
 def _work_of(batch: StepBatch) -> StepWork:
-    sequences = kv_tokens = 0
-    work = StepWork()
-    for one in batch.slices:
-        if _decodes(one):
-            sequences += 1
-            kv_tokens += one.start + 1
-        else:
-            work += prefill_work(len(one.token_ids), one.start)
-    return work + decode_work(sequences, kv_tokens) if sequences else work
+    decodes = [one.start + 1 for one in batch.slices if _decodes(one)]
+    work = decode_work(len(decodes), sum(decodes))
+    if len(decodes) < len(batch.slices):
+        prompts = (one for one in batch.slices if not _decodes(one))
+        works = (prefill_work(len(one.token_ids), one.start) for one in prompts)
+        work = sum(works, work)
+    return work
 
 
 def _decodes(one: SequenceSlice) -> bool:

@@ -20,6 +20,7 @@ class Outcome:
     tokens: int = 0
     done: bool = False
     cached_tokens: int = 0
+    prefilled_locally: bool = False
     refusals: int = 0
     retries: int = 0
     refused: str = ""

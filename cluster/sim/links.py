@@ -42,6 +42,7 @@ class SimLinks:
         self._fabric = fabric
         self._posts = posts
         self._met: set[Incarnation] = set()
+        self._lost: set[Incarnation] = set()
         self._states: tuple[LinkState, ...] = ()
         self._outbox: dict[Incarnation, list[Incoming]] = {}
 
@@ -61,6 +62,19 @@ class SimLinks:
             for peer, events in self._outbox.items():
                 self._clock.after(self._fabric.config.latency, self._posts[peer], events)
             self._outbox = {}
+
+    def lose(self, peer: Incarnation) -> bool:
+        """Whether it was known. What still comes of it isn't heard."""
+        self._lost.add(peer)
+        if peer not in self._met:
+            return False
+        self._met.remove(peer)
+        self._outbox.pop(peer, None)
+        self._states = tuple(state for state in self._states if state.peer != peer)
+        return True
+
+    def is_lost(self, peer: Incarnation) -> bool:
+        return peer in self._lost
 
     def meet(self, peer: Incarnation) -> None:
         """Each side says hello once; the other knows what the link costs as soon as it hears it."""

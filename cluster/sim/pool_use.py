@@ -50,27 +50,27 @@ def pool_uses(simulated: Simulated, duration_s: float) -> tuple[PoolUse, ...]:
     return tuple(
         _use(
             str(pool.role),
-            [fleet.workers[Incarnation(name)] for name in names],
+            [worker for name in names for worker in fleet.of(name)],
             fleet.profiles[Incarnation(names[0])],
-            duration_s,
+            len(names) * duration_s,
         )
         for pool, names in zip(pools, worker_names(pools), strict=True)
     )
 
 
 def _use(
-    role: str, workers: Sequence[SimWorker], profile: HardwareProfile, duration_s: float
+    role: str, workers: Sequence[SimWorker], profile: HardwareProfile, total_s: float
 ) -> PoolUse:
+    """`total_s` of all its workers together; one that died and its successor count as one."""
     prefill_s = sum(worker.device.prefill_busy_s for worker in workers)
     decode_s = sum(worker.device.decode_busy_s for worker in workers)
     loops = [worker.loop for worker in workers]
     counters = [loop.counters() for loop in loops]
-    total_s = len(workers) * duration_s
     busy_s = prefill_s + decode_s
     power, price = profile.power_w, profile.price_per_hour
     return PoolUse(
         role=role,
-        workers=len(workers),
+        workers=len({worker.name for worker in workers}),
         profile=profile.name,
         utilisation=busy_s / total_s,
         prefill_busy_s=prefill_s,

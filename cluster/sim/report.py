@@ -68,6 +68,7 @@ class Report:
     reuse_rate: float
     moved_bytes: int
     preemptions: int
+    local_prefills: int
     pools: tuple[PoolUse, ...]
     cost: Cost
     timeline: tuple[Look, ...]
@@ -114,6 +115,7 @@ def report(simulated: Simulated) -> Report:
         reuse_rate=_reuse_rate(simulated),
         moved_bytes=simulated.moved_bytes,
         preemptions=sum(pool.preemptions for pool in pools),
+        local_prefills=sum(one.prefilled_locally for one in outcomes),
         pools=pools,
         cost=cost_of(pools, output),
         timeline=tuple(simulated.timeline),

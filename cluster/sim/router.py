@@ -29,6 +29,7 @@ from router.events import (
     Send,
     Submitted,
     WorkerJoined,
+    WorkerLost,
     WorkerSaid,
 )
 from router.generation import GenerationRequest
@@ -81,6 +82,9 @@ class SimRouter:
 
     def later(self, said: WorkerSaid) -> None:
         self._clock.after(self._latency_s, self.hear, said)
+
+    def later_lost(self, worker: Incarnation) -> None:
+        self._clock.after(self._latency_s, self.hear, WorkerLost(incarnation=worker))
 
     def hear(self, event: Event) -> None:
         for command in self.core.handle(event, self._clock.now_s):
@@ -200,7 +204,9 @@ class Clients:
         now_s = self._clock.now_s
         if outcome.first_token_s is None:
             outcome.first_token_s = now_s
-            outcome.cached_tokens = self._admitted.pop(command.request_id).cached_tokens
+            request = self._admitted.pop(command.request_id)
+            outcome.cached_tokens = request.cached_tokens
+            outcome.prefilled_locally = request.prefilled_locally
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

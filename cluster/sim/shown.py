@@ -39,6 +39,7 @@ def _requests(one: Report) -> Table:
         ("goodput", f"{one.goodput_per_s:.2f}/s"),
         ("output", f"{one.output_tokens} tokens, {one.output_tokens_per_s:.0f}/s"),
         ("prefix hits", f"{one.hit_rate:.1%} of prompt tokens, {one.reuse_rate:.1%} on the device"),
+        ("prefilled by decode workers", str(one.local_prefills)),
         ("moved", f"{one.moved_bytes / 1e9:.1f} GB"),
         ("cost", _cost(one)),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -15,6 +15,7 @@ from cluster.sim.arrivals import arrivals
 from cluster.sim.clock import Clock
 from cluster.sim.config import SimulatedPool, Simulation
 from cluster.sim.fabric import Fabric
+from cluster.sim.failures import Failures, check_failures
 from cluster.sim.ledgers import Outcome
 from cluster.sim.links import Post
 from cluster.sim.profile import read_profile, told_times
@@ -44,8 +45,12 @@ class Scale:
 class Fleet:
     """# worker |-> its hardware profile"""
 
-    workers: Mapping[Incarnation, SimWorker]
-    profiles: Mapping[Incarnation, HardwareProfile]
+    workers: dict[Incarnation, SimWorker]
+    profiles: dict[Incarnation, HardwareProfile]
+
+    def of(self, name: str) -> list[SimWorker]:
+        """All that had this name, one after another."""
+        return [worker for worker in self.workers.values() if worker.name == name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +90,7 @@ class ClusterSimulation:
         self._around = Surroundings(
             clock=self.clock, fabric=self._fabric, answers=answers, posts=self._posts
         )
-        self.routers = [self._router() for _ in range(simulation.routers)]
+        self.routers = [self._router() for _ in range(self._config.router.replicas)]
         self.fleet = self._fleet()
         draw = Random(simulation.seed).random
         self.clients = Clients(self.routers, self.clock, timed, answers, simulation, draw)
@@ -111,10 +116,30 @@ class ClusterSimulation:
                 worker = SimWorker(settings, hardware, self._around)
                 workers[worker.incarnation] = worker
                 profiles[worker.incarnation] = profile
-                self._posts[worker.incarnation] = worker.hear
-                for router in self.routers:
-                    router.attach(worker)
+                self._connect(worker)
         return Fleet(workers=workers, profiles=profiles)
+
+    def _connect(self, worker: SimWorker) -> None:
+        self._posts[worker.incarnation] = worker.hear
+        for router in self.routers:
+            router.attach(worker)
+
+    def _failures(self) -> Failures:
+        return Failures(
+            clock=self.clock,
+            routers=self.routers,
+            workers=self.fleet.workers,
+            peer_latency_s=self._config.simulation.fabric.latency,
+            again=self._again,
+        )
+
+    def _again(self, name: str, life: int) -> SimWorker:
+        first = self.fleet.workers[Incarnation(name)]
+        worker = SimWorker(first.settings, first.hardware, self._around, life)
+        self.fleet.workers[worker.incarnation] = worker
+        self.fleet.profiles[worker.incarnation] = self.fleet.profiles[first.incarnation]
+        self._connect(worker)
+        return worker
 
     def _hardware(self, index: int) -> tuple[HardwareProfile, Hardware]:
         simulation, scheduler = self._config.simulation, self._config.scheduler
@@ -144,6 +169,7 @@ class ClusterSimulation:
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""
         began_s = time.perf_counter()
+        self._failures().begin(self._config.simulation.failures)
         self.clients.begin()
         self._timeline.begin()
         events = self.clock.run()
@@ -163,7 +189,8 @@ class ClusterSimulation:
     def _check_end(self) -> None:
         """The conservation laws."""
         for worker in self.fleet.workers.values():
-            worker.assert_nothing_held()
+            if not worker.is_dead:
+                worker.assert_nothing_held()
         for router in self.routers:
             _assert_empty(router.core)
 
@@ -189,6 +216,7 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"simulation.pools: got {len(simulation.pools)}, but workers has {len(config.workers)}"
         )
+    check_failures(simulation.failures, worker_names(config.workers))
     if 512 % (simulation.block_size or config.engine.block_size):
         raise ConfigError(
             f"engine.block_size: got {config.engine.block_size}, expected a divisor of 512"

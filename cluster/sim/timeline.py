@@ -41,13 +41,15 @@ class Timeline:
             self.clock.after(self.every_s, self._look)
 
     def _now(self) -> Look:
-        loops = [worker.loop for worker in self.workers]
+        loops = [worker.loop for worker in self.workers if not worker.is_dead]
+        queues = [queue for loop in loops if len(queue := loop.prefill.queue)]
         rosters = [loop.decode.batch.roster for loop in loops]
+        busy = [roster for roster in rosters if not roster.is_empty]
         return Look(
             at_s=self.clock.now_s,
-            awaiting_prefill=sum(len(loop.prefill.queue) for loop in loops),
-            prefill_tokens=sum(loop.prefill.queue.tokens for loop in loops),
-            decoding=sum(len(roster.running) for roster in rosters),
-            awaiting_decode=sum(len(roster.awaiting_prefill) for roster in rosters),
-            free_blocks=sum(roster.tables.free_blocks for roster in rosters),
+            awaiting_prefill=sum(len(queue) for queue in queues),
+            prefill_tokens=sum(queue.tokens for queue in queues),
+            decoding=sum(len(roster.running) for roster in busy),
+            awaiting_decode=sum(len(roster.awaiting_prefill) for roster in busy),
+            free_blocks=sum([roster.tables.free_blocks for roster in rosters]),
         )

@@ -26,7 +26,7 @@ from engine.latency_fit import LinearTimes
 from kvpool.block_names import BlockNames
 from kvpool.blocks import BlockState
 from kvpool.handoff import HandoffMode, PeerHello
-from kvpool.handoff_events import FromPeer
+from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost
 from kvpool.layout import KvLayout
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
@@ -65,8 +65,14 @@ class Surroundings:
 
 
 class SimWorker:
-    def __init__(self, settings: WorkerSettings, hardware: Hardware, around: Surroundings) -> None:
-        self.incarnation = Incarnation(settings.name)
+    def __init__(
+        self, settings: WorkerSettings, hardware: Hardware, around: Surroundings, life: int = 0
+    ) -> None:
+        """`life`: how often one of this name has died before."""
+        self.settings = settings
+        self.name = settings.name
+        self.incarnation = Incarnation(f"{settings.name}.{life}" if life else settings.name)
+        self.is_dead = False
         self.hardware = hardware
         self._clock = around.clock
         self._lease_ttl_s = settings.lease_ttl_s
@@ -91,11 +97,21 @@ class SimWorker:
 
     def hear(self, events: Sequence[Incoming]) -> None:
         """All that comes at once: one turn of the loop."""
+        if self.is_dead:
+            return
         for event in events:
+            if isinstance(event, PeerLost) and not self.links.lose(event.peer):
+                continue
+            if isinstance(event, FromPeer | LinkMeasured) and self.links.is_lost(event.peer):
+                continue
             if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
                 self.links.meet(event.peer)
             self.loop.settle(event)
         self._act()
+
+    def die(self) -> None:
+        """Nothing comes of what it was about to do."""
+        self.is_dead = True
 
     def _act(self) -> None:
         self.loop.act()
@@ -116,6 +132,8 @@ class SimWorker:
     def _tick(self, _: None) -> None:
         """Only while there is something that could end by itself."""
         self._ticking = False
+        if self.is_dead:
+            return
         self.loop.tick()
         self._act()
 
@@ -163,10 +181,11 @@ class SimWorker:
         )
         batch = Batch(
             openings=openings,
-            chunk_tokens=settings.prefill_chunk_tokens,
+            chunk_tokens=settings.own_chunk_tokens,
             standing=standing(settings),
+            times=times,
         )
-        return DecodeScheduler(receiver=receiver, batch=batch, times=times)
+        return DecodeScheduler(receiver=receiver, batch=batch)
 
     def _peer_hello(self, staging: Staging) -> PeerHello:
         layout = self.hardware.layout
@@ -198,7 +217,7 @@ class SimWorker:
             total_blocks=self.hardware.blocks,
             max_model_len=self.hardware.max_model_len,
             max_running_requests=settings.max_running_requests,
-            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            prefill_chunk_tokens=settings.own_chunk_tokens,
             vocab_size=2**32,
             step_times=self.hardware.told,
             physical_format=self.hardware.layout.physical_format(),

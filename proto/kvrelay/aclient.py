@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
 
@@ -22,8 +22,9 @@ from kvrelay.codec import (
     retries_of,
     server_info_of,
 )
-from kvrelay.errors import RequestFailedError
+from kvrelay.errors import KvrelayError, RequestFailedError
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
+from kvrelay.routers import Routers, Tour, addresses_of, is_gone
 from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub
@@ -36,18 +37,19 @@ class AsyncStream:
 
     def __init__(
         self,
-        stub: InferenceStub,
+        tour: Tour[InferenceStub],
         request: pb.GenerateRequest,
         timeout_s: float | None,
         retries: int = 0,
     ) -> None:
         self.request_id = request.request_id
-        self._stub = stub
+        self._tour = tour
         self._request = request
         self._timeout_s = timeout_s
         self._retries = retries_of(request, retries, time.monotonic())
-        self._call = stub.Generate(request, timeout=timeout_s)
+        self._call = tour.stub.Generate(request, timeout=timeout_s)
         self._chunks = aiter(self._call)
+        self._begun = False  # something has been delivered
         self._closed = False
 
     def __aiter__(self) -> AsyncStream:
@@ -65,22 +67,33 @@ class AsyncStream:
     async def _next(self) -> Chunk:
         while True:
             try:
-                return chunk_of(await anext(self._chunks))
+                chunk = chunk_of(await anext(self._chunks))
             except grpc.RpcError as error:
                 await self._call_again(error)
+                continue
+            self._begun = True
+            return chunk
 
     async def _call_again(self, error: grpc.RpcError) -> None:
-        """At the time that the refusal names. Raises what the error stands for, if not."""
+        """At the time that the refusal names, or of the next router at once. Raises what the error
+        stands for, if not."""
         meant = meant_by(error)
-        delay_s = self._retries.delay_s(meant, time.monotonic())
+        delay_s = self._delay_s(meant)
         if delay_s is None:
             raise meant from error
         await asyncio.sleep(delay_s)
         if self._closed:
             raise meant from error
         renew_deadline(self._request, self._retries, time.monotonic())
-        self._call = self._stub.Generate(self._request, timeout=self._timeout_s)
+        self._call = self._tour.stub.Generate(self._request, timeout=self._timeout_s)
         self._chunks = aiter(self._call)
+
+    def _delay_s(self, error: KvrelayError) -> float | None:
+        if self._begun:
+            return None
+        if self._tour.try_next(error):
+            return 0.0
+        return self._retries.delay_s(error, time.monotonic())
 
     async def ledger_ms(self) -> dict[str, float]:
         """After the last chunk, and if `ledger` was asked for; else empty."""
@@ -105,17 +118,21 @@ class AsyncStream:
 class AsyncClient:
     """Talks to a cluster's gRPC port. Belongs to the event loop that it is used in."""
 
-    def __init__(self, address: str = "localhost:50051", *, timeout_s: float | None = None) -> None:
-        """`timeout_s`: the longest that any one call may take; None for no limit."""
-        self._channel = grpc.aio.insecure_channel(address)
-        self._stub = InferenceStub(self._channel)
+    def __init__(
+        self, address: str | Sequence[str] = "localhost:50051", *, timeout_s: float | None = None
+    ) -> None:
+        """`address`: HOST:PORT of a router, or of several: the first is used until it is gone, then
+        the next. `timeout_s`: the longest that any one call may take; None for no limit."""
+        self._channels = [grpc.aio.insecure_channel(one) for one in addresses_of(address)]
+        self._routers = Routers([InferenceStub(channel) for channel in self._channels])
         self._timeout_s = timeout_s
 
     def stream(
         self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
     ) -> AsyncStream:
         """Refused, it comes back up to `retries` times, each at the time that the refusal names."""
-        return AsyncStream(self._stub, generate_request(prompt, options), self._timeout_s, retries)
+        request = generate_request(prompt, options)
+        return AsyncStream(self._routers.tour(), request, self._timeout_s, retries)
 
     async def generate(
         self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
@@ -126,25 +143,38 @@ class AsyncClient:
             return generated_of(chunks, await stream.ledger_ms())
 
     async def abort(self, *request_ids: str) -> None:
-        """Unknown ids are ignored."""
-        await self._unary(self._stub.Abort, pb.AbortRequest(request_ids=request_ids))
+        """At every router that is there. Unknown ids are ignored."""
+        request = pb.AbortRequest(request_ids=request_ids)
+        for stub in self._routers.stubs:
+            try:
+                await stub.Abort(request, timeout=self._timeout_s)
+            except grpc.RpcError as error:
+                if len(self._channels) == 1 or not is_gone(meant_by(error)):
+                    raise_for(error)
 
     async def model_info(self) -> ModelInfo:
-        return model_info_of(await self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+        request = pb.GetModelInfoRequest()
+        return model_info_of(await self._unary(lambda stub: stub.GetModelInfo, request))
 
     async def server_info(self) -> ServerInfo:
-        return server_info_of(
-            await self._unary(self._stub.GetServerInfo, pb.GetServerInfoRequest())
-        )
+        """As the router that the client talks to says it."""
+        request = pb.GetServerInfoRequest()
+        return server_info_of(await self._unary(lambda stub: stub.GetServerInfo, request))
 
-    async def _unary(self, call: Callable[..., Awaitable[Response]], request: object) -> Response:
-        try:
-            return await call(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise_for(error)
+    async def _unary(
+        self, method: Callable[[InferenceStub], Callable[..., Awaitable[Response]]], request: object
+    ) -> Response:
+        tour = self._routers.tour()
+        while True:
+            try:
+                return await method(tour.stub)(request, timeout=self._timeout_s)
+            except grpc.RpcError as error:
+                if not tour.try_next(meant := meant_by(error)):
+                    raise meant from error
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self

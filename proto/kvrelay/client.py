@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
 
@@ -22,7 +22,9 @@ from kvrelay.codec import (
     retries_of,
     server_info_of,
 )
+from kvrelay.errors import KvrelayError
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
+from kvrelay.routers import Routers, Tour, addresses_of, is_gone
 from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub
@@ -35,18 +37,19 @@ class Stream:
 
     def __init__(
         self,
-        stub: InferenceStub,
+        tour: Tour[InferenceStub],
         request: pb.GenerateRequest,
         timeout_s: float | None,
         retries: int = 0,
     ) -> None:
         self.request_id = request.request_id
-        self._stub = stub
+        self._tour = tour
         self._request = request
         self._timeout_s = timeout_s
         self._retries = retries_of(request, retries, time.monotonic())
         self._closed = threading.Event()
-        self._call = stub.Generate(request, timeout=timeout_s)
+        self._begun = False  # something has been delivered
+        self._call = tour.stub.Generate(request, timeout=timeout_s)
 
     def __iter__(self) -> Stream:
         return self
@@ -55,18 +58,29 @@ class Stream:
         """Raises Refused, InvalidRequest, ModelNotFound or RequestFailedError."""
         while True:
             try:
-                return chunk_of(next(self._call))
+                chunk = chunk_of(next(self._call))
             except grpc.RpcError as error:
                 self._call_again(error)
+                continue
+            self._begun = True
+            return chunk
 
     def _call_again(self, error: grpc.RpcError) -> None:
-        """At the time that the refusal names. Raises what the error stands for, if not."""
+        """At the time that the refusal names, or of the next router at once. Raises what the error
+        stands for, if not."""
         meant = meant_by(error)
-        delay_s = self._retries.delay_s(meant, time.monotonic())
+        delay_s = self._delay_s(meant)
         if delay_s is None or self._closed.wait(delay_s):
             raise meant from error
         renew_deadline(self._request, self._retries, time.monotonic())
-        self._call = self._stub.Generate(self._request, timeout=self._timeout_s)
+        self._call = self._tour.stub.Generate(self._request, timeout=self._timeout_s)
+
+    def _delay_s(self, error: KvrelayError) -> float | None:
+        if self._begun:
+            return None
+        if self._tour.try_next(error):
+            return 0.0
+        return self._retries.delay_s(error, time.monotonic())
 
     @property
     def ledger_ms(self) -> dict[str, float]:
@@ -92,17 +106,22 @@ class Stream:
 class Client:
     """Talks to a cluster's gRPC port. Safe to share between threads."""
 
-    def __init__(self, address: str = "localhost:50051", *, timeout_s: float | None = None) -> None:
-        """`timeout_s`: the longest that any one call may take; None for no limit."""
-        self._channel = grpc.insecure_channel(address)
-        self._stub = InferenceStub(self._channel)
+    def __init__(
+        self, address: str | Sequence[str] = "localhost:50051", *, timeout_s: float | None = None
+    ) -> None:
+        """`address`: HOST:PORT of a router, or of several: the first is used until it is gone, then
+        the next. `timeout_s`: the longest that any one call may take; None for no limit."""
+        self._channels = [grpc.insecure_channel(one) for one in addresses_of(address)]
+        self._routers = Routers([InferenceStub(channel) for channel in self._channels])
         self._timeout_s = timeout_s
 
     def stream(
         self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
     ) -> Stream:
         """Refused, it comes back up to `retries` times, each at the time that the refusal names."""
-        return Stream(self._stub, generate_request(prompt, options), self._timeout_s, retries)
+        return Stream(
+            self._routers.tour(), generate_request(prompt, options), self._timeout_s, retries
+        )
 
     def generate(
         self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
@@ -113,23 +132,38 @@ class Client:
             return generated_of(chunks, stream.ledger_ms)
 
     def abort(self, *request_ids: str) -> None:
-        """Unknown ids are ignored."""
-        self._unary(self._stub.Abort, pb.AbortRequest(request_ids=request_ids))
+        """At every router that is there. Unknown ids are ignored."""
+        request = pb.AbortRequest(request_ids=request_ids)
+        for stub in self._routers.stubs:
+            try:
+                stub.Abort(request, timeout=self._timeout_s)
+            except grpc.RpcError as error:
+                if len(self._channels) == 1 or not is_gone(meant_by(error)):
+                    raise_for(error)
 
     def model_info(self) -> ModelInfo:
-        return model_info_of(self._unary(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+        request = pb.GetModelInfoRequest()
+        return model_info_of(self._unary(lambda stub: stub.GetModelInfo, request))
 
     def server_info(self) -> ServerInfo:
-        return server_info_of(self._unary(self._stub.GetServerInfo, pb.GetServerInfoRequest()))
+        """As the router that the client talks to says it."""
+        request = pb.GetServerInfoRequest()
+        return server_info_of(self._unary(lambda stub: stub.GetServerInfo, request))
 
-    def _unary(self, call: Callable[..., Response], request: object) -> Response:
-        try:
-            return call(request, timeout=self._timeout_s)
-        except grpc.RpcError as error:
-            raise_for(error)
+    def _unary(
+        self, method: Callable[[InferenceStub], Callable[..., Response]], request: object
+    ) -> Response:
+        tour = self._routers.tour()
+        while True:
+            try:
+                return method(tour.stub)(request, timeout=self._timeout_s)
+            except grpc.RpcError as error:
+                if not tour.try_next(meant := meant_by(error)):
+                    raise meant from error
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Client:
         return self

@@ -25,10 +25,11 @@ from kvrelay.values import value
 
 @value
 class Reserve:
-    """To the decode worker: hold blocks until the KV arrives from `source`."""
+    """To the decode worker: hold blocks until the KV arrives from `source`. None: from whoever
+    comes with it first, as long as the router that asks is here."""
 
     spec: RequestSpec
-    source: Incarnation
+    source: Incarnation | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from kvrelay.types import NO_OBJECTIVES, Objectives
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QosTier:
@@ -22,6 +24,10 @@ class QosTier:
     objectives: Objectives = NO_OBJECTIVES
     capped_tokens: int | None = None
     patience_s: float = 0.0
+
+    def own_places(self, places: int) -> int:
+        """Of so many decode places, those that are always its own."""
+        return int(self.share * places + _ROUNDING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,10 +163,10 @@ def encode_to_worker(message: ToWorker) -> pb.ToWorker:
 def decode_to_worker(message: pb.ToWorker) -> ToWorker:
     match message.WhichOneof("message"):
         case "reserve":
-            return Reserve(
-                spec=_decode_spec(message.reserve.spec),
-                source=Incarnation(message.reserve.source_incarnation),
-            )
+            reserve = message.reserve
+            named = reserve.HasField("source_incarnation")
+            source = Incarnation(reserve.source_incarnation) if named else None
+            return Reserve(spec=_decode_spec(reserve.spec), source=source)
         case "prefill":
             return _decode_prefill(message.prefill)
         case "generate":

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvrelay.context import Context
+from kvrelay.values import value
 
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
-what they have emitted. 4: pieces of a handoff are cut at multiples of 16 tokens."""
+what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
+multiples of 16 tokens."""
 
 
 class Role(StrEnum):
@@ -49,15 +51,12 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RequestKey:
-    """One try of one request. What an old attempt says is dropped."""
+class RequestKey(NamedTuple):
+    """One try of one request. What an old attempt says is dropped. A tuple, for it is hashed and
+    compared wherever a request is looked up."""
 
     request_id: str
     attempt: int
-
-    def __hash__(self) -> int:
-        return hash(self.request_id)
 
     def __str__(self) -> str:
         return f"{self.request_id}#{self.attempt}"
@@ -88,7 +87,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Objectives:
     """What a request is to be served within; None: any time will do.
 
@@ -102,6 +101,8 @@ class Objectives:
 
     def or_else(self, others: Objectives) -> Objectives:
         """Each of these, or where it is None that of `others`."""
+        if others is NO_OBJECTIVES:
+            return self
         return Objectives(
             ttft_s=others.ttft_s if self.ttft_s is None else self.ttft_s,
             tpot_s=others.tpot_s if self.tpot_s is None else self.tpot_s,
@@ -112,7 +113,7 @@ class Objectives:
 NO_OBJECTIVES = Objectives()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class RequestSpec:
     """What a worker is told about a request: token ids in, sampling parameters, nothing of text.
 

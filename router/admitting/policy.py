@@ -10,6 +10,7 @@ from router.candidate import Candidate, Prediction
 from router.demand import Demand
 from router.forecast.forecast import Forecast
 from router.refusal import Refusal
+from router.reserve import has_place
 from router.view import WorkerView
 
 
@@ -45,7 +46,7 @@ class AdmissionPolicy(Protocol):
 
 def no_place(demand: Demand, worker: WorkerView) -> Refusal | None:
     """What the decode worker would answer, as far as the router knows; None: ask it."""
-    if demand.choices <= worker.free_places:
+    if has_place(demand, worker):
         return None
     places = worker.hello.max_running_requests
     return Refusal(

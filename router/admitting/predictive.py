@@ -6,6 +6,9 @@ of predictions say: else nothing more would be learnt of them, and all be refuse
 
 Otherwise it is refused at once, with the reason and the time when the same would be taken: when the
 queue has become short enough, or enough sequences have ended, what is promised to others included.
+
+What is its tier's own at a decode worker a request gets whoever is there (`router.reserve`): only
+those that are on their own places themselves count against its pace.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from router.admitting.policy import Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
-from router.forecast.forecast import Forecast, blocks_of, with_it
+from router.forecast.forecast import Forecast, blocks_of, step_with
 from router.refusal import Refusal
+from router.reserve import is_own, own_batch
 from router.view import WorkerView
 
 LOOKED_AT = 16
@@ -72,7 +76,8 @@ class _Look:
         ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
         if objective_s is None or ttft_s <= objective_s:
             return None
-        over_s = min((ttft_s - objective_s) / self.forecast.ttft.factor, prompt.queue_s)
+        growth = self.forecast.ttft.growth(prompt.first_token_s)
+        over_s = min((ttft_s - objective_s) / growth, prompt.queue_s)
         in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
         hopeless = alone_s > objective_s
         return Refusal(
@@ -84,25 +89,54 @@ class _Look:
         )
 
     def tpot(self) -> Refusal | None:
-        """Its own objective, and the strictest of those that decode there."""
-        bounds = (self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s)
-        bound_s = min((s for s in bounds if s is not None), default=None)
-        alone = not self.prediction.decode.batch.sequences
-        tpot_s = self.prediction.tpot_s if alone else self.prediction.tpot_at_most_s
-        if bound_s is None or tpot_s <= bound_s:
+        """Its own objective, which its handoff counts to, and the strictest of those that decode
+        there. What yields one token has no pace."""
+        if not self.demand.decodes:
+            return None
+        if is_own(self.demand, self.worker):
+            return self._own_tpot()
+        decode = self.prediction.decode
+        over = self._over(decode.batch, decode.step_s)
+        if over is None:
             return None
 
         def fits(batch: BatchThen) -> bool:
-            step_s = self.worker.step_s(with_it(self.demand, batch, self.worker))
-            return (self.forecast.tpot.apply(step_s) if batch.sequences else step_s) <= bound_s
+            return self._over(batch, step_with(self.demand, batch, self.worker)) is None
 
-        hopeless = bound_s == self.demand.objectives.tpot_s and not fits(BatchThen(0, 0))
+        tpot_s, bound_s = over
+        own = bound_s == self.demand.objectives.tpot_s and not self.worker.queue
+        hopeless = own and not fits(BatchThen(0, 0))
         return Refusal(
             reason="tpot_unreachable",
             message=f"a token would take {tpot_s * 1e3:.1f} ms, "
             f"more than {bound_s * 1e3:.1f} ms" + (" even alone" if hopeless else ""),
             retry_after_s=None if hopeless else self._when(fits),
             hopeless=hopeless,
+        )
+
+    def _over(self, batch: BatchThen, step_s: float) -> tuple[float, float] | None:
+        """What a token takes beside this batch, and the objective that is broken by that."""
+        paused_s = self.prediction.tpot_s - self.prediction.decode.step_s  # for each token
+        own_s, others_s = self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s
+        for bound_s, more_s in ((own_s, paused_s), (others_s, 0.0)):
+            tpot_s = step_s + more_s
+            if batch.sequences:
+                tpot_s = self.forecast.tpot.apply(tpot_s)
+            if bound_s is not None and tpot_s > bound_s:
+                return tpot_s, bound_s
+        return None
+
+    def _own_tpot(self) -> Refusal | None:
+        objective_s = self.demand.objectives.tpot_s
+        batch = own_batch(self.demand, self.worker)
+        step_s = step_with(self.demand, batch, self.worker)
+        if objective_s is None or step_s <= objective_s:
+            return None
+        return Refusal(
+            reason="tpot_unreachable",
+            message=f"a token would take {step_s * 1e3:.1f} ms beside those on their own places, "
+            f"more than {objective_s * 1e3:.1f} ms",
+            hopeless=not batch.sequences,
         )
 
     def deadline(self) -> Refusal | None:
@@ -123,9 +157,10 @@ class _Look:
 
     def blocks(self) -> Refusal | None:
         """An idle worker takes what fits it at all. Where nobody has asked for a pace, sequences
-        that outgrow the memory take turns, and the worker's own answer is enough."""
+        that outgrow the memory take turns, and the worker's own answer is enough; so it is where
+        the blocks of those on lent places can be had."""
         decode, worker = self.prediction.decode, self.worker
-        if not self._pace_counts:
+        if not self._pace_counts or is_own(self.demand, worker):
             return None
         if decode.needed_blocks <= decode.free_blocks or not decode.batch.sequences:
             return None

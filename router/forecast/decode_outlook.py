@@ -1,16 +1,25 @@
 """How many sequences a worker will be decoding, and when. Pure.
 
-Each sequence that this router has sent there is expected to join and to end at some time. One that
-outlives its time counts as staying: nothing is known of it any more.
+Each sequence that this router has sent there is expected to join and to end at some time. Those
+that outlive it are expected to end one after another, as often as all of them do: nothing more is
+known of them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import exp
+from typing import NamedTuple
 
 from kvrelay.types import RequestKey
+from router.forecast.pauses import Pauses
+from router.latency.margins import Margin
+
+OVERDUE_SHARE = 0.25
+"""Of its expected length, is what a sequence that outlives it is taken to still have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +31,21 @@ class Expected:
     tokens: int
     choices: int = 1
     tpot_s: float | None = None
+    gaps: int = 1
+    tier: str = ""
+
+    @property
+    def lasts_s(self) -> float:
+        return max(1e-3, self.ends_s - self.joins_s)
+
+    def gaps_left(self, now_s: float) -> float:
+        """Tokens that it probably still yields. One that outlives its time goes on for a while."""
+        lasts_s, left_s = self.ends_s - self.joins_s, self.ends_s - max(now_s, self.joins_s)
+        share = left_s / lasts_s if lasts_s > 0 else 1.0
+        return max(1.0, self.gaps * max(OVERDUE_SHARE, share))
 
 
-@dataclass(frozen=True, slots=True)
-class BatchThen:
+class BatchThen(NamedTuple):
     sequences: int
     kv_tokens: int
 
@@ -55,10 +75,13 @@ class _Moments:
 class DecodeOutlook:
     sequences: int = 0
     kv_tokens: int = 0
+    of_tier: Counter[str] = field(default_factory=Counter)  # tier |-> its sequences
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
+    _lasting_s: float = 0.0  # how long they are expected to decode, all together
     _objectives_s: list[float] = field(default_factory=list)  # TPOT objectives, ascending
+    pauses: Pauses = field(default_factory=Pauses)
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._expected
@@ -74,7 +97,9 @@ class DecodeOutlook:
         assert key not in self._expected, f"{key} is expected already"
         self._expected[key] = expected
         self.sequences += expected.choices
+        self.of_tier[expected.tier] += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
+        self._lasting_s += expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.add(expected.joins_s, expected.tokens)
             self._ends.add(expected.ends_s, expected.tokens)
@@ -87,7 +112,9 @@ class DecodeOutlook:
         if expected is None:
             return
         self.sequences -= expected.choices
+        self.of_tier[expected.tier] -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
+        self._lasting_s -= expected.lasts_s * expected.choices
         for _ in range(expected.choices):
             self._joins.discard(expected.joins_s, expected.tokens)
             self._ends.discard(expected.ends_s, expected.tokens)
@@ -104,7 +131,29 @@ class DecodeOutlook:
         joined, overdue = self._joins.until(ends_s), self._ends.until(now_s)
         ended = max(overdue, self._ends.until(joins_s))
         tokens = sum(self._joins.tokens[:joined]) - sum(self._ends.tokens[overdue:ended])
-        return BatchThen(max(0, joined - (ended - overdue)), max(0, tokens))
+        sequences = joined - (ended - overdue)
+        if overdue and joins_s > now_s:
+            gone = 1 - exp((now_s - joins_s) * self.sequences / self._lasting_s)
+            sequences -= round(overdue * gone)
+            tokens -= round(sum(self._ends.tokens[:overdue]) * gone)
+        return BatchThen(max(0, sequences), max(0, tokens))
+
+    def bears(
+        self, pause_s: float, pending_s: float, step_s: float, margin: Margin, now_s: float
+    ) -> bool:
+        """Whether all keep their TPOT objectives with a pause of `pause_s` more, behind `pending_s`
+        of those that are booked, and steps of `step_s` otherwise: over the tokens that each has
+        left, and over all of them with all the pauses of its life."""
+
+        def paused_s(one: Expected) -> float:
+            whole_s = pause_s + self.pauses.since(one.joins_s)
+            return max((pause_s + pending_s) / one.gaps_left(now_s), whole_s / max(1, one.gaps))
+
+        return not self._objectives_s or all(
+            margin.apply(step_s + paused_s(one)) <= one.tpot_s
+            for one in self._expected.values()
+            if one.tpot_s is not None
+        )
 
     def end_s(self, ends: int, now_s: float) -> float | None:
         """When the next `ends` of them will have ended; None if fewer are expected to."""

@@ -8,43 +8,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.latency import StepWork, decode_work, prefill_work
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, Role
 from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.latency.margins import Margin
+from router.shared_queue import SharedQueue
 from router.view import WorkerView
 
-UNMEASURED_BYTES_PER_S = 1e10
+UNMEASURED_BYTES_PER_S = 1e11
 """Of a worker's links as long as none has been measured: a guess, which should refuse nobody."""
+LAST_LAYERS = 0.25
+"""Of a chunk's KV, what leaves when all of it is computed."""
+
+
+class _Link(NamedTuple):
+    bytes_per_s: float
+    latency_s: float
 
 
 @dataclass(slots=True)
 class Forecast:
-    """`ttft` and `tpot` say how far to trust it."""
+    """`ttft` and `tpot` say how far to trust it. `queue`: where prompts wait for any worker."""
 
     workers: Mapping[Incarnation, WorkerView]
+    queue: SharedQueue | None = None
     ttft: Margin = field(default_factory=lambda: Margin(confidence=0.5))
     tpot: Margin = field(default_factory=lambda: Margin(confidence=0.5))
 
     def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
         prompt = self.prompt(demand, candidate, now_s)
-        handoff_s = self.handoff_s(demand, candidate)
+        handoff_s = self.handoff_s(demand, candidate.prefill, candidate.decode, prompt.prefill_s)
         joins_in_s = prompt.first_token_s + handoff_s
         decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
         gaps = max(1, demand.output_tokens - 1)
+        paused_s = handoff_s
+        paused_s += self.waits_s(candidate.prefill, candidate.decode, joins_in_s, now_s)
         return Prediction(
             prompt=prompt,
             decode=decode,
             ttft_s=demand.waited_s + self.ttft.overhead_s + prompt.first_token_s,
-            tpot_s=decode.step_s + handoff_s / gaps,
+            tpot_s=decode.step_s + paused_s / gaps,
             ttft_at_most_s=demand.waited_s + self.ttft.apply(prompt.first_token_s),
-            tpot_at_most_s=self.tpot.apply(decode.step_s + handoff_s / gaps),
+            tpot_at_most_s=self.tpot.apply(decode.step_s + paused_s / gaps),
             completes_in_s=joins_in_s + decode.step_s * gaps,
             choices=demand.choices,
-            kv_tokens=demand.choices * mean_tokens(demand),
+            kv_tokens=demand.kv_tokens,
         )
 
     # --- prefill side ---------------------------------------------------------------------------
@@ -60,9 +72,27 @@ class Forecast:
             rest_s = prompt_s(worker, demand.prompt_tokens, more, beside)
             if pulled_s + rest_s < prefill_s:
                 pull_s, prefill_s = pulled_s, rest_s
-        queue_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
-        queue_s += demand.promised.prefill_s
-        return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
+        queue_s = self._queue_s(demand, candidate, now_s)
+        if not candidate.is_local:
+            queue_s += demand.promised.prefill_s
+            return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
+        step_s = 0.0 if beside is None else worker.step_s(beside)  # one runs already
+        steps = -(-(demand.prompt_tokens - own) // worker.hello.prefill_chunk_tokens)
+        return PromptPrediction(
+            queue_s=queue_s + step_s,
+            pull_s=pull_s,
+            prefill_s=prefill_s,
+            pause_s=max(0.0, prefill_s - steps * step_s) if beside is not None else 0.0,
+        )
+
+    def _queue_s(self, demand: Demand, candidate: Candidate, now_s: float) -> float:
+        """At the worker, and before it at the router where prompts wait there."""
+        worker = candidate.prefiller
+        here_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
+        if self.queue is None or not worker.prefills:
+            return here_s
+        busy_s = (w.queue.all_s(now_s) + _others_s(w) for w in self.workers.values() if w.prefills)
+        return max(here_s, self.queue.starts_in_s(demand.priority, busy_s, now_s))
 
     @staticmethod
     def _beside(candidate: Candidate, now_s: float) -> StepWork | None:
@@ -70,27 +100,45 @@ class Forecast:
         if candidate.prefill is not None:
             return None
         batch = candidate.decode.outlook.at(now_s, now_s)
-        return decode_work(batch.sequences, batch.kv_tokens)
+        return decode_work(batch.sequences, batch.kv_tokens) if batch.sequences else None
+
+    @staticmethod
+    def waits_s(
+        prefill: WorkerView | None, decode: WorkerView, joins_in_s: float, now_s: float
+    ) -> float:
+        """For the prompts that its decode worker still computes when it joins."""
+        if prefill is None or not decode.queue or decode.hello.role is not Role.DECODE:
+            return 0.0
+        return max(0.0, decode.queue.all_s(now_s) - joins_in_s)
 
     # --- between --------------------------------------------------------------------------------
 
-    def handoff_s(self, demand: Demand, candidate: Candidate) -> float:
-        """What is left to send after the last chunk's compute; the rest was sent behind it."""
-        worker = candidate.prefill
-        if worker is None:
+    def handoff_s(
+        self, demand: Demand, prefill: WorkerView | None, decode: WorkerView, prefill_s: float
+    ) -> float:
+        """What is left to send after the last chunk's compute. The rest was sent behind the
+        computing, and so were that chunk's first layers; what the decode worker has isn't sent."""
+        if prefill is None:
             return 0.0
-        tokens = min(demand.prompt_tokens, worker.hello.prefill_chunk_tokens)
-        return self._move_s(worker, candidate.decode.incarnation, tokens)
+        link = self._link(prefill, decode.incarnation)
+        missing = demand.prompt_tokens - demand.held.tokens(decode)
+        last = min(missing, prefill.hello.prefill_chunk_tokens) * LAST_LAYERS
+        token_s = prefill.hello.kv_token_bytes / link.bytes_per_s
+        return link.latency_s + max(last * token_s, missing * token_s - prefill_s)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
-        """By the link that either of the two has opened, else as fast as the sender's slowest."""
+        link = self._link(worker, peer)
+        return link.latency_s + tokens * worker.hello.kv_token_bytes / link.bytes_per_s
+
+    def _link(self, worker: WorkerView, peer: Incarnation) -> _Link:
+        """The one that either of the two has opened, else as fast as the sender's slowest."""
         link = worker.link(peer)
         if link is None and peer in self.workers:
             link = self.workers[peer].link(worker.incarnation)
         usual = worker.slowest_bytes_per_s or UNMEASURED_BYTES_PER_S
-        bytes_per_s = (link.bytes_per_s if link else None) or usual
-        latency_s = link.latency_s if link else 0.0
-        return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
+        if link is None:
+            return _Link(usual, 0.0)
+        return _Link(link.bytes_per_s or usual, link.latency_s)
 
     # --- decode side ----------------------------------------------------------------------------
 
@@ -102,7 +150,7 @@ class Forecast:
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
-            step_s=worker.step_s(with_it(demand, batch, worker)),
+            step_s=step_with(demand, batch, worker),
             needed_blocks=needed_blocks(demand, worker),
             free_blocks=worker.hello.total_blocks
             - blocks_of(worker, batch.kv_tokens)
@@ -134,16 +182,10 @@ def _others_s(worker: WorkerView) -> float:
     return prompt_s(worker, tokens, 0) if tokens > 0 else 0.0
 
 
-def with_it(demand: Demand, batch: BatchThen, worker: WorkerView) -> StepWork:
-    """A decode step that the request is in; the worker runs no more than its places."""
-    tokens = demand.choices * mean_tokens(demand)
+def step_with(demand: Demand, batch: BatchThen, worker: WorkerView) -> float:
+    """Seconds of a decode step that the request is in; the worker runs no more than its places."""
     sequences = min(batch.sequences + demand.choices, worker.hello.max_running_requests)
-    return decode_work(sequences, batch.kv_tokens + tokens)
-
-
-def mean_tokens(demand: Demand) -> int:
-    """A choice's context while it decodes, on average."""
-    return demand.prompt_tokens + (demand.output_tokens + 1) // 2
+    return worker.decode_s(sequences, batch.kv_tokens + demand.kv_tokens)
 
 
 def needed_blocks(demand: Demand, worker: WorkerView) -> int:
@@ -163,7 +205,9 @@ def prompt_s(
     chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
     while done < prompt_tokens:
         take = min(chunk, prompt_tokens - done)
-        work = prefill_work(take, done)
-        seconds += worker.step_s(work if beside is None else work + beside)
+        if beside is None:
+            seconds += worker.prefill_s(take, done)
+        else:
+            seconds += worker.step_s(prefill_work(take, done) + beside)
         done += take
     return seconds

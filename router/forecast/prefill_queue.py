@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from math import inf
 
+from kvrelay.messages import Lifetime
 from kvrelay.types import RequestKey
+
+_LAST = inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead:
-    """A prompt that will take `seconds`; a lower `priority` number goes first."""
+    """A prompt that will take `seconds`; a lower `priority` number goes first. Of its `tokens` so
+    many are `cached`, as far as is known."""
 
     seconds: float
     tokens: int
     priority: int = 0
+    cached: int = 0
 
 
 @dataclass(slots=True)
@@ -23,6 +29,7 @@ class PrefillQueue:
 
     tokens: int = 0
     _ahead: dict[RequestKey, Ahead] = field(default_factory=dict)  # in the order sent
+    _left: dict[RequestKey, int] = field(default_factory=dict)  # tokens to be computed
     _seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     _since_s: float = 0.0  # when the worker turned to what it works on
 
@@ -38,6 +45,7 @@ class PrefillQueue:
             self._since_s = now_s
             self._seconds.clear()  # and with it what rounding left
         self._ahead[key] = ahead
+        self._left[key] = ahead.tokens - ahead.cached
         self._seconds[ahead.priority] += ahead.seconds
         self.tokens += ahead.tokens
 
@@ -46,15 +54,38 @@ class PrefillQueue:
         ahead = self._ahead.pop(key, None)
         if ahead is None:
             return
+        del self._left[key]
         self._seconds[ahead.priority] -= ahead.seconds
         self.tokens -= ahead.tokens
         self._since_s = now_s
 
-    def wait_s(self, priority: int, now_s: float) -> float:
+    @property
+    def left_tokens(self) -> int:
+        """To be computed, as far as the worker has told."""
+        return sum(self._left.values())
+
+    def lived(self, moment: Lifetime) -> None:
+        """The worker has found or computed some of a prompt."""
+        if moment.key not in self._ahead:
+            return
+        if moment.name == "prefill_started":
+            self._left[moment.key] = self._ahead[moment.key].tokens - moment.tokens
+        elif moment.name == "prefill_chunk":
+            self._left[moment.key] = max(0, self._left[moment.key] - moment.tokens)
+
+    def all_s(self, now_s: float) -> float:
+        """Until all are computed."""
+        return self.wait_s(_LAST, now_s)
+
+    def wait_s(self, priority: float, now_s: float) -> float:
         """Until a prompt of this priority would be next."""
         if not self._ahead:
             return 0.0
-        before_s = sum(s for other, s in self._seconds.items() if other <= priority)
+        before_s = 0.0
+        for other, seconds in self._seconds.items():
+            if other <= priority:
+                before_s += seconds
         first = next(iter(self._ahead.values()))
-        begun_s = min(max(0.0, now_s - self._since_s), first.seconds)
-        return max(0.0, before_s - begun_s)
+        begun_s = min(now_s - self._since_s, first.seconds)
+        left_s = before_s - begun_s if begun_s > 0 else before_s
+        return left_s if left_s > 0 else 0.0

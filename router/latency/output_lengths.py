@@ -51,13 +51,15 @@ class _Tier:
         first = _band(emitted + 1)
         alive = sum(self.ended[first:]) + sum(self.cut[first:])
         longer = 1.0
-        for band in range(first, _BANDS):
+        enough = 1 - share + 1e-9
+        for band, (ended, cut) in enumerate(zip(self.ended[first:], self.cut[first:], strict=True)):
             if alive <= 0:
                 return None
-            longer *= 1 - self.ended[band] / alive
-            alive -= self.ended[band] + self.cut[band]
-            if longer <= 1 - share + 1e-9:
-                return _end(band)
+            if ended:
+                longer *= 1 - ended / alive
+                if longer <= enough:
+                    return _end(first + band)
+            alive -= ended + cut
         return None
 
 

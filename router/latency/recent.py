@@ -26,9 +26,14 @@ class Recent:
 
     def quantile(self, share: float, now_s: float) -> float | None:
         """None where too few are known for one of them to lie beyond it: 100 for 0.99."""
+        found = self.of_few(share, now_s)
+        return None if len(self._ascending) < round(1 / (1 - share)) else found
+
+    def of_few(self, share: float, now_s: float) -> float | None:
+        """Of those that are known, however few: of less than 100 the worst for 0.99."""
         while self._latest and self._latest[0][0] < now_s - self.window_s:
             self._drop_oldest()
-        if len(self._ascending) < round(1 / (1 - share)):
+        if not self._ascending:
             return None
         return self._ascending[min(len(self._ascending) - 1, int(share * len(self._ascending)))]
 

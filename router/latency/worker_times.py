@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from engine.latency import StepWork
+from engine.latency import StepTimes, StepWork, pairs_of
 from engine.latency_fit import LinearTimes
 from kvrelay.messages import Counters, WorkerHello
 
 
+class ToldTimes(StepTimes, Protocol):
+    """Also by what a step computes, without a StepWork. Each may raise NotCovered."""
+
+    def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        """A chunk of one prompt."""
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float: ...
+
+
+class NoTimes:
+    """Of a worker that has not told: nothing takes any time."""
+
+    def step_s(self, work: StepWork) -> float:
+        return 0.0
+
+    def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        return 0.0
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        return 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class WorkerTimes:
-    """Implements `engine.latency.StepTimes`: the hello's times multiplied by the corrections of
-    the latest counters; `current` is the product, made when it is asked for."""
+    """Implements ToldTimes: the hello's times multiplied by the corrections of the latest
+    counters; `current` is the product, made when it is asked for."""
 
     told: LinearTimes
     prefill_correction: float = 1.0
@@ -41,3 +64,9 @@ class WorkerTimes:
 
     def step_s(self, work: StepWork) -> float:
         return self.current.step_s(work)
+
+    def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        return self.current.prefill_s(new_tokens, pairs_of(new_tokens, context_tokens))
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        return self.current.decode_s(sequences, kv_tokens)

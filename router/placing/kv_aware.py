@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
-from engine.latency import decode_work
-from router.candidate import Candidate
+from router.candidate import Candidate, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
-from router.forecast.forecast import with_it
+from router.forecast.forecast import step_with
 from router.placement import Against
+from router.placing.local_prefill import IDLEST, holders, hurts, local_cost_s, local_way
 from router.placing.policy import Choice, paired
+from router.reserve import has_place
 from router.view import WorkerView
 
+_IDLE = (0.0, 0.0)
 LOOKED_AT = 4
 """Workers of each role."""
 LOOKED_AT_CLOSELY = 12
@@ -40,36 +41,46 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvAware:
+    """`local_prefill`: decode workers may compute prompts themselves."""
+
+    local_prefill: bool = False
+
     def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
         prompts = self._prompts(demand, choice, now_s)
-        joins_in_s = prompts[0][0] if prompts else 0.0
+        joins_in_s = prompts[0][0].first_token_s if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
         ranked = [
-            (self._rank(demand, choice, candidate, first_s, steps), candidate)
-            for first_s, way in prompts
+            (self._rank(demand, choice, way.prefill, decode, prompt, steps, now_s), way, decode)
+            for prompt, way in prompts
             for steps, decode in decodes
-            for candidate in (replace(way, decode=decode),)
         ]
         alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
         for steps, worker in alone:
             way = choice.sourced(demand, worker, None)
-            first_s = choice.forecast.prompt(demand, way, now_s).first_token_s
-            ranked.append((self._rank(demand, choice, way, first_s, steps), way))
+            prompt = choice.forecast.prompt(demand, way, now_s)
+            rank = self._rank(demand, choice, None, worker, prompt, steps, now_s)
+            ranked.append((rank, way, worker))
         ranked.sort(key=lambda one: one[0])
-        yield from (way for _, way in ranked)
+        if self.local_prefill:
+            best = ranked[0][0] if ranked else None
+            ranked += self._locals(demand, choice, decodes, joins_in_s, best, now_s)
+            ranked.sort(key=lambda one: one[0])
+        yield from (replace(way, decode=decode) for _, way, decode in ranked)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
         rest = (w for w in choice.decoders if w.incarnation not in looked_at)
         yield from paired(choice, rest, lambda: [w for _, way in prompts if (w := way.prefill)])
 
     @staticmethod
-    def _prompts(demand: Demand, choice: Choice, now_s: float) -> list[tuple[float, Candidate]]:
+    def _prompts(
+        demand: Demand, choice: Choice, now_s: float
+    ) -> list[tuple[PromptPrediction, Candidate]]:
         """The prefill workers that are done first, and when."""
         if not choice.decodes:
             return []
         anyone, forecast = choice.decodes[0], choice.forecast
         ways = [choice.sourced(demand, anyone, w) for w in _soonest(demand, choice, now_s)]
-        timed = ((forecast.prompt(demand, way, now_s).first_token_s, way) for way in ways)
-        return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0], one[1].prefiller.prefill_load))
+        timed = ((forecast.prompt(demand, way, now_s), way) for way in ways)
+        return sorted(timed, key=_when_first)[:LOOKED_AT]
 
     @staticmethod
     def _decodes(
@@ -83,27 +94,66 @@ class KvAware:
         are."""
         forecast, joins_s = choice.forecast, now_s + joins_in_s
         ends_s = joins_s + _lasts_s(demand, workers)
-        having_room = [w for w in workers if demand.choices <= w.free_places] or workers
+        having_room = [w for w in workers if has_place(demand, w)] or workers
         if len(having_room) > LOOKED_AT_CLOSELY:
-            having_room = nsmallest(LOOKED_AT_CLOSELY, having_room, key=_step_s)
+            having_room = sorted(having_room, key=_step_s)[:LOOKED_AT_CLOSELY]
         batches = ((w, forecast.batch_then(demand, w, joins_s, ends_s, now_s)) for w in having_room)
         timed = ((_steps(demand, batch, w), w) for w, batch in batches)
-        return nsmallest(LOOKED_AT, timed, key=lambda one: (one[0].cost_s, one[1].decode_load))
+        return sorted(timed, key=lambda one: (one[0].cost_s, one[1].decode_load))[:LOOKED_AT]
+
+    def _locals(
+        self,
+        demand: Demand,
+        choice: Choice,
+        decodes: Sequence[tuple[Steps, WorkerView]],
+        joins_in_s: float,
+        best: Rank | None,
+        now_s: float,
+    ) -> Iterator[tuple[Rank, Candidate, WorkerView]]:
+        """Decode workers that compute the prompt themselves, where that is better than the `best`
+        way without."""
+        near = decodes[:IDLEST]
+        more = [w for w in holders(demand, choice) if all(w is not one for _, one in near)]
+        if more:
+            near = [*near, *self._decodes(demand, more, choice, joins_in_s, now_s)]
+        for steps, worker in near:
+            local = local_way(demand, choice, worker, now_s)
+            if local is None:
+                continue
+            rank = self._rank(demand, choice, None, worker, local.prompt, steps, now_s)
+            alike, missed, done_s = rank
+            rank = (alike, missed, done_s + local_cost_s(local.prompt, worker))
+            if best is not None and rank >= best:
+                continue
+            if not hurts(choice, worker, local.prompt, steps.own_s, now_s):
+                yield rank, local.way, worker
 
     @staticmethod
-    def _rank(demand: Demand, choice: Choice, way: Candidate, first_s: float, steps: Steps) -> Rank:
+    def _rank(
+        demand: Demand,
+        choice: Choice,
+        prefill: WorkerView | None,
+        decode: WorkerView,
+        prompt: PromptPrediction,
+        steps: Steps,
+        now_s: float,
+    ) -> Rank:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
-        gaps = max(1, demand.output_tokens - 1)
-        handoff_s = choice.forecast.handoff_s(demand, way)
-        ttft_s, tpot_s, forecast = (
-            demand.objectives.ttft_s,
-            demand.objectives.tpot_s,
-            choice.forecast,
-        )
+        gaps, first_s = max(1, demand.output_tokens - 1), prompt.first_token_s
+        objectives, forecast = demand.objectives, choice.forecast
+        ttft_s, tpot_s = objectives.ttft_s, objectives.tpot_s
+        paused_s = forecast.handoff_s(demand, prefill, decode, prompt.prefill_s)
+        paused_s += forecast.waits_s(prefill, decode, first_s + paused_s, now_s)
         kept = (ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= ttft_s) and (
-            tpot_s is None or forecast.tpot.apply(steps.own_s + handoff_s / gaps) <= tpot_s
+            tpot_s is None or forecast.tpot.apply(steps.own_s + paused_s / gaps) <= tpot_s
         )
-        return choice.against(way), not kept, first_s + handoff_s + steps.cost_s * gaps
+        completes_s = first_s + paused_s + steps.cost_s * gaps
+        return choice.against(prefill, decode), not kept, completes_s
+
+
+def _when_first(one: tuple[PromptPrediction, Candidate]) -> tuple[float, int]:
+    prompt, way = one
+    return prompt.first_token_s, way.prefiller.prefill_load
 
 
 def _lasts_s(demand: Demand, workers: Sequence[WorkerView]) -> float:
@@ -112,30 +162,33 @@ def _lasts_s(demand: Demand, workers: Sequence[WorkerView]) -> float:
         return 0.0
     outlook = workers[0].outlook
     all_there = BatchThen(outlook.sequences, outlook.kv_tokens)
-    return workers[0].step_s(with_it(demand, all_there, workers[0])) * demand.output_tokens
+    return step_with(demand, all_there, workers[0]) * demand.output_tokens
 
 
 def _steps(demand: Demand, batch: BatchThen, worker: WorkerView) -> Steps:
-    own_s = worker.step_s(with_it(demand, batch, worker))
+    own_s = step_with(demand, batch, worker)
     if not batch.sequences or own_s == inf:
         return Steps(own_s, own_s)
-    without_s = worker.step_s(decode_work(batch.sequences, batch.kv_tokens))
+    without_s = worker.decode_s(batch.sequences, batch.kv_tokens)
     return Steps(own_s, own_s + batch.sequences * max(0.0, own_s - without_s))
 
 
 def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerView]:
     """By the queue, and the tokens that the worker lacks; pulling comes in the closer look."""
-    if len(choice.prefills) <= LOOKED_AT_CLOSELY:
-        return choice.prefills
-
-    def first_s(worker: WorkerView) -> float:
-        left = demand.prompt_tokens - demand.held.tokens(worker)
-        queued_s = worker.queue.wait_s(demand.priority, now_s)
-        return queued_s + left * worker.speed.prompt_token_s
-
-    return nsmallest(LOOKED_AT_CLOSELY, choice.prefills, key=first_s)
+    workers = choice.prefills
+    if len(workers) <= LOOKED_AT_CLOSELY:
+        return workers
+    prompt_tokens, priority = demand.prompt_tokens, demand.priority
+    held = demand.held.tokens_each(workers)
+    first_s = [
+        worker.queue.wait_s(priority, now_s)
+        + (prompt_tokens - tokens) * worker.speed.prompt_token_s
+        for worker, tokens in zip(workers, held, strict=True)
+    ]
+    order = sorted(range(len(workers)), key=first_s.__getitem__)
+    return [workers[at] for at in order[:LOOKED_AT_CLOSELY]]
 
 
 def _step_s(worker: WorkerView) -> tuple[float, float]:
     load = worker.decode_load
-    return load * worker.speed.full_step_s, load
+    return (load * worker.speed.full_step_s, load) if load else _IDLE

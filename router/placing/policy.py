@@ -14,7 +14,7 @@ from kvrelay.types import Incarnation
 from router.candidate import Candidate
 from router.demand import Demand
 from router.forecast.forecast import Forecast
-from router.placement import Against, Objections, Pair
+from router.placement import Against, Objections, Pair, trusted
 from router.view import WorkerView
 
 
@@ -40,12 +40,14 @@ class Choice:
         source = demand.held.source(self.workers, prefill or decode)
         return Candidate(decode=decode, prefill=prefill, source=source)
 
-    def against(self, candidate: Candidate) -> Against:
-        return self.objections(candidate.placement.pair)
+    def against(self, prefill: WorkerView | None, decode: WorkerView) -> Against:
+        if prefill is None or self.objections is trusted:
+            return self.objections(None)
+        return self.objections(Pair(prefill.incarnation, decode.incarnation))
 
     def acceptable(self, candidate: Candidate) -> bool:
         """A pair that failed is not asked because another one is full."""
-        return self.against(candidate)[0] <= self.least_against
+        return self.against(candidate.prefill, candidate.decode)[0] <= self.least_against
 
     def prefill_for(
         self, decode: WorkerView, ordered: Sequence[WorkerView]
@@ -53,7 +55,7 @@ class Choice:
         """Of the prefill workers, best first, the first with the least against the pair."""
         best: tuple[Against, WorkerView] | None = None
         for prefill in ordered:
-            against = self.objections(Pair(prefill.incarnation, decode.incarnation))
+            against = self.against(prefill, decode)
             if best is None or against < best[0]:
                 best = (against, prefill)
             if against == (0, 0.0):

@@ -21,9 +21,11 @@ from pydantic import TypeAdapter
 from cluster.router import RouterProcess
 from cluster.settings import RouterSettings, WorkerSettings
 from kvrelay.types import Role
+from router.policies import Policies
 
 PATIENCE_S = 60.0
 _SETTINGS = TypeAdapter(WorkerSettings)
+ALWAYS_SPLIT = Policies(local_prefill=False)
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -129,6 +131,7 @@ class RouterThread:
         plain = RouterSettings(
             preload=(),
             name="test",
+            process="router-0",
             model=str(model),
             revision=None,
             served_model_name="test-model",
@@ -136,6 +139,7 @@ class RouterThread:
             http_port=0,
             grpc_port=0,
             max_body_bytes=4 * 2**20,
+            policies=ALWAYS_SPLIT,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)

@@ -14,10 +14,11 @@ import pytest
 
 from kvrelay.messages import Prefill, Released, Reserve, ReserveRefused
 from router.core import RouterCore
-from router.dispatcher import WorkerDispatcher, WorkerGeneration
+from router.dispatcher import WorkerDispatcher
 from router.events import Aborted, Deliver, Send, WorkerSaid
 from router.ledger import Ledger
 from router.serving import TextService
+from router.worker_generation import WorkerGeneration
 from tests.integration.split_kit import (
     Cluster,
     wait_until,

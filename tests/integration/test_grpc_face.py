@@ -195,7 +195,7 @@ async def test_objectives_and_tiers_of_the_client_reach_the_dispatcher(folder: P
     async with served(folder, tiers=rules) as s, AsyncClient(s.grpc_address) as client:
         slo = Slo(ttft_s=0.2, tpot_s=0.05)
         await client.generate(TEXT, slo=slo, tier="premium", deadline_s=4)
-        stub = inference_pb2_grpc.InferenceStub(client._channel)
+        stub = inference_pb2_grpc.InferenceStub(client._channels[0])
         gold = (("x-customer-tier", "gold"),)
         async for _ in stub.Generate(pb.GenerateRequest(text=TEXT), metadata=gold, timeout=20):
             pass

@@ -109,7 +109,8 @@ def test_every_worker_has_a_group_with_room(overlay: str, tmp_path: Path) -> Non
     for pool in config.workers:
         for name, amount in pool.resources.items():
             asked[name] += int(amount * pool.replicas)
-    asked.update({name: int(amount) for name, amount in config.router.resources.items()})
+    for name, amount in config.router.resources.items():
+        asked[name] += int(amount * config.router.replicas)
     assert asked, "every process names its group"
     offered = {
         name: int(amount) * spec["maxReplicas"]
@@ -161,6 +162,7 @@ def test_groups_scale_from_nothing(overlay: str) -> None:
 def test_services_and_probes_lead_to_the_router(overlay: str, tmp_path: Path) -> None:
     router = config_of(overlay, tmp_path).router
     assert router.host == "0.0.0.0"
+    assert router.same_ports, "one Service leads to all of them"
     (container,) = groups(overlay)["router"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": router.http_port, "grpc": router.grpc_port}

@@ -13,7 +13,7 @@ from router.policies import Policies
 from tests.integration.split_kit import WorkerHost, running_cluster, wait_until, worker_settings
 from tests.integration.test_cluster_life import ask_all, kv_bytes, prompts
 
-MOVES = Policies(admission="none", move_hot_spots=True)
+MOVES = Policies(admission="none", move_hot_spots=True, local_prefill=False)
 
 
 @pytest.mark.parametrize(

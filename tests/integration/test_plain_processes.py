@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -12,6 +12,7 @@ import pytest
 
 from cluster import kv_status
 from kvrelay.client import Client
+from kvrelay.errors import RequestFailedError
 from tests.integration.ray_head import BIN, Marked, marked, until
 
 POOL = f"plain-{uuid4().hex[:8]}"
@@ -27,6 +28,9 @@ def here() -> Iterator[Marked]:
         assert not environment.processes(), "all have ended by themselves"
 
 
+ROLES = ("prefill", "decode")
+
+
 def start_router(here: Marked, log: Path, *, http_port: str, grpc_port: str) -> tuple[Process, str]:
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
     process = here.start(KVRELAY, "router", *ports, log=log)
@@ -35,10 +39,11 @@ def start_router(here: Marked, log: Path, *, http_port: str, grpc_port: str) -> 
     return process, found[1]
 
 
-def start_worker(here: Marked, join: str, role: str, log: Path) -> Process:
-    options = ("--join", join, "--role", role, "--cpu-threads", "1", "--pool", POOL)
+def start_worker(here: Marked, routers: Sequence[str], role: str, log: Path) -> Process:
+    joins = [f"--join={address}" for address in routers]
+    options = ("--role", role, "--cpu-threads", "1", "--pool", POOL)
     small = ("--set", "engine.kv_memory=16MiB")
-    return here.start(KVRELAY, "worker", *options, *small, log=log)
+    return here.start(KVRELAY, "worker", *joins, *options, *small, log=log)
 
 
 def start_pool_node(here: Marked, join: str, log: Path) -> Process:
@@ -55,6 +60,10 @@ def workers_of(address: str) -> set[str]:
         return {worker.role for worker in client.server_info().workers}
 
 
+def until_joined(address: str) -> None:
+    until(lambda: workers_of(address) == {*ROLES})
+
+
 def generate(address: str) -> tuple[int, ...]:
     with Client(address, timeout_s=60) as client:
         return client.generate("It was", max_tokens=12, ignore_eos=True, temperature=0.0).token_ids
@@ -62,8 +71,8 @@ def generate(address: str) -> tuple[int, ...]:
 
 def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None:
     router, address = start_router(here, tmp_path / "r", http_port="0", grpc_port="0")
-    workers = [start_worker(here, address, role, tmp_path / role) for role in ("prefill", "decode")]
-    until(lambda: workers_of(address) == {"prefill", "decode"})
+    workers = [start_worker(here, [address], role, tmp_path / role) for role in ROLES]
+    until_joined(address)
     node = start_pool_node(here, address, tmp_path / "node")
     until(lambda: pool_nodes_of(address) == 1)
     until(lambda: (tmp_path / "node").read_text().count(" joined (") == 2)
@@ -75,7 +84,7 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
     assert router.wait(30) == 0, (tmp_path / "r").read_text()
     grpc_port = address.rpartition(":")[2]
     router, address = start_router(here, tmp_path / "r2", http_port="0", grpc_port=grpc_port)
-    until(lambda: workers_of(address) == {"prefill", "decode"})
+    until_joined(address)
     until(lambda: pool_nodes_of(address) == 1)
     assert generate(address) == before
 
@@ -89,6 +98,50 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
     router.terminate()
     assert workers[1].wait(30) == 0, (tmp_path / "decode").read_text()
     assert router.wait(30) == 0, (tmp_path / "r2").read_text()
+
+
+def holds_nothing(address: str) -> bool:
+    """As this router is told by every worker."""
+    workers = kv_status.of_router(address).workers
+    return len(workers) == len(ROLES) and all(
+        not one.held and one.free_blocks + one.cached_blocks == one.total_blocks for one in workers
+    )
+
+
+def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) -> None:
+    started = [
+        start_router(here, tmp_path / f"r{i}", http_port="0", grpc_port="0") for i in range(2)
+    ]
+    (doomed, doomed_at), (stays, stays_at) = started
+    both = [doomed_at, stays_at]
+    workers = [start_worker(here, both, role, tmp_path / role) for role in ROLES]
+    until_joined(doomed_at)
+    until_joined(stays_at)
+    before = generate(stays_at)
+    with Client(both, timeout_s=60) as client:
+        other = Client(stays_at).stream("It was", max_tokens=400, ignore_eos=True)
+        other_tokens = len(next(other).token_ids)
+        lost = client.stream("It was", max_tokens=400, ignore_eos=True)
+        next(lost)
+        doomed.kill()
+        doomed.wait(30)
+        with pytest.raises(RequestFailedError) as caught:
+            list(lost)
+        assert caught.value.reason == "unavailable"
+        assert client.generate("It was", max_tokens=12, ignore_eos=True, temperature=0.0)
+        other_tokens += sum(len(chunk.token_ids) for chunk in other)
+        assert other_tokens == 400, "the other router's went on"
+    until(lambda: holds_nothing(stays_at))
+
+    again, address = start_router(
+        here, tmp_path / "again", http_port="0", grpc_port=doomed_at.rpartition(":")[2]
+    )
+    assert address == doomed_at
+    until_joined(doomed_at)
+    assert generate(doomed_at) == before
+    for process in (stays, again, *workers):
+        process.terminate()
+    assert [process.wait(30) for process in (stays, again, *workers)] == [0] * 4
 
 
 def test_a_busy_port_is_one_line(here: Marked, tmp_path: Path) -> None:

@@ -61,6 +61,29 @@ def addresses(process: subprocess.Popen[bytes], log: Path) -> tuple[str, str]:
     return found
 
 
+def all_addresses(process: subprocess.Popen[bytes], log: Path) -> list[tuple[str, str]]:
+    """HTTP and gRPC of each router, once the cluster serves."""
+
+    def printed() -> bool:
+        assert process.poll() is None, log.read_text()
+        return "curl" in log.read_text()
+
+    until(printed)
+    http, grpc = (re.findall(rf"{face}  (\S+)\n", log.read_text()) for face in ("HTTP", "gRPC"))
+    return [(url.removesuffix("/v1"), address) for url, address in zip(http, grpc, strict=True)]
+
+
+def listener(here: Marked, address: str) -> psutil.Process:
+    """The process that serves there."""
+    port = int(address.rpartition(":")[2])
+    for process in here.processes():
+        with suppress(psutil.Error):
+            sockets = process.net_connections("tcp")
+            if any(s.laddr.port == port and s.status == psutil.CONN_LISTEN for s in sockets):
+                return process
+    raise AssertionError(f"nobody listens on {address}")
+
+
 def ask_both_faces(http: str, grpc: str) -> None:
     with urllib.request.urlopen(f"{http}/ready", timeout=30) as reply:
         assert reply.status == 200
@@ -132,6 +155,30 @@ def test_a_submitted_job_serves_survives_a_crash_and_stops(head: Head, tmp_path:
     assert_nothing_is_left(head.marked, http, grpc)
     job.wait(60)
     assert head.status("job") is None
+
+
+def test_a_killed_router_comes_back_at_its_ports(head: Head, tmp_path: Path) -> None:
+    log = tmp_path / "serve.log"
+    two = ["--name", "two", "--set", "router.replicas=2", "--set", "workers=[{role: both}]"]
+    driver = head.joined().start(KVRELAY, "serve", *two, *OWN_PORTS, log=log)
+    first, second = all_addresses(driver, log)
+    for http, grpc in (first, second):
+        ask_both_faces(http, grpc)
+    table = head.joined().run(KVRELAY, "status", "--name", "two")
+    assert re.search(r"router-0: ready, .*\nrouter-1: ready", table), table
+
+    listener(head.marked, second[1]).kill()
+    ask_both_faces(*first)
+    until(lambda: len(re.findall(r"router-1 serves on", log.read_text())) == 2)
+    until(lambda: ready(second[0]))
+    ask_both_faces(*second)
+    ask_both_faces(*first)
+    served = re.findall(r"router-1 serves on (\S+) and (\S+)", log.read_text())
+    assert served == [second, second]
+
+    driver.terminate()
+    assert driver.wait(60) == 0, log.read_text()
+    assert_nothing_is_left(head.marked, *first, *second)
 
 
 def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ _BEGINNING = tuple(random.Random(0).randrange(VOCABULARY) for _ in range(30))
 
 
 def make_spec(rng: random.Random, number: int, longest: int = 40) -> RequestSpec:
-    """Prompts share some of their beginnings, blocks and parts of blocks."""
+    """Prompts share some of their beginnings, blocks and parts of blocks. Some want a pace that
+    others step back for."""
     prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, longest)))
     prompt = (*_BEGINNING[: min(number * 7 % 30, len(prompt))], *prompt[number * 7 % 30 :])
     sampling = Sampling(
@@ -137,6 +138,7 @@ def make_spec(rng: random.Random, number: int, longest: int = 40) -> RequestSpec
         prompt_ids=prompt,
         sampling=sampling,
         qos_tier=TIERS.tiers[number % 3].name,
+        tpot_s=(None, 0.035, 0.1)[number // 3 % 3],
     )
 
 

@@ -12,6 +12,7 @@ from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.standing import Standing
 from engine.latency_fit import LinearTimes
+from engine.prompts.order import Order
 from kvpool.handoff import HandoffMode, PeerHello, SlabFilled
 from kvpool.handoff_events import (
     FetchPiece,
@@ -34,14 +35,13 @@ from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
-from prefill_worker.order import Order
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import LAYOUT, SLAB_BYTES, TIERS, AnyWorth, Content, Memory
 from tests.sim.pool_side import PoolSide
 from tests.sim.simulation import LEASE_S
 
 MAX_RUNNING = 8
-TIMES = LinearTimes(prefill_token_s=0.005)
+TIMES = LinearTimes(prefill_token_s=0.005, decode_knots=((1, 0.01), (8, 0.08)))
 CANARY_EVERY = 2
 
 Slab = tuple[int, Piece | None, Content]
@@ -229,6 +229,7 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
                 openings=openings,
                 chunk_tokens=12,
                 standing=Standing(places=MAX_RUNNING, qos=TIERS),
+                times=TIMES,
             ),
             canary_bound=0.0,
         ),

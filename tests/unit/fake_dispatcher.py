@@ -187,6 +187,12 @@ class FakeDispatcher:
     def moved_requests(self) -> int:
         return 0
 
+    def local_prefills(self) -> int:
+        return 3
+
+    def queued_prompts(self) -> int:
+        return 2
+
     def promises(self) -> dict[str, int]:
         return {"kept": 2, "broken": 1, "expired": 0}
 

@@ -16,6 +16,7 @@ from kvrelay.messages import (
     WorkerEvent,
     WorkerHello,
 )
+from kvrelay.qos import QosTier
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     FinishReason,
@@ -83,6 +84,7 @@ def demand(
     tpot_s: float | None = None,
     waited_s: float = 0.0,
     priority: int = 0,
+    tier: QosTier | None = None,
     directory: Directory | None = None,
     name: str = "r",
 ) -> Demand:
@@ -97,7 +99,7 @@ def demand(
         held=HeldPrefixes(asked, directory or Directory()),
         objectives=Objectives(ttft_s=ttft_s, tpot_s=tpot_s),
         waited_s=waited_s,
-        priority=priority,
+        tier=tier or QosTier(name="default", priority=priority),
     )
 
 
@@ -107,7 +109,7 @@ def workers_of(*views: WorkerView) -> Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerToken:
-    """StepTimes: so long for each token of a prompt, each sequence and each token of context."""
+    """ToldTimes: so long for each token of a prompt, each sequence and each token of context."""
 
     prompt_s: float = 0.0
     sequence_s: float = 0.0
@@ -115,7 +117,13 @@ class PerToken:
 
     def step_s(self, work: StepWork) -> float:
         prompt_s = work.prefill_tokens * self.prompt_s
-        return prompt_s + work.decode_sequences * self.sequence_s + work.kv_tokens * self.context_s
+        return prompt_s + self.decode_s(work.decode_sequences, work.kv_tokens)
+
+    def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        return new_tokens * self.prompt_s
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        return sequences * self.sequence_s + kv_tokens * self.context_s
 
 
 def core_with(*, places: int = 4, **roles: Role) -> RouterCore:

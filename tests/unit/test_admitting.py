@@ -4,8 +4,8 @@ from math import inf
 
 import pytest
 
-from kvrelay.messages import Counters
-from kvrelay.types import Role
+from kvrelay.messages import Counters, LinkState
+from kvrelay.types import Incarnation, Role
 from router.admitting.capacity import Capacity
 from router.admitting.early_rejection import EarlyRejection
 from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
@@ -142,6 +142,28 @@ class TestPredictive:
         fill(d, 50, tpot_s=0.15)
         assert refusal_of(judge(Predictive(), p, d, asked=demand())).reason == "tpot_unreachable"
         assert isinstance(judge(Predictive(), *pair(), asked=demand()), Admitted)
+
+    def test_its_handoff_counts_to_its_own_pace_alone(self) -> None:
+        """0.4 s of handoff for two further tokens, beside a sequence whose pace is not touched."""
+        p, d = pair()
+        fill(d, 50, tpot_s=0.25)
+        link = LinkState(peer=Incarnation("d"), transport="t", bytes_per_s=1e12, latency_s=0.4)
+        p.counters = Counters(links=(link,))
+        asked = demand(output_tokens=3, tpot_s=0.41)
+        assert isinstance(judge(Predictive(), p, d, asked=asked), Admitted)
+        refusal = refusal_of(judge(Predictive(), p, d, asked=demand(output_tokens=3, tpot_s=0.35)))
+        assert (refusal.reason, refusal.hopeless) == ("tpot_unreachable", False)
+        refusal = refusal_of(judge(Predictive(), p, d, asked=demand(output_tokens=3, tpot_s=0.2)))
+        assert refusal.hopeless
+
+    def test_one_token_has_no_pace(self) -> None:
+        p, d = pair()
+        fill(d, 50, tpot_s=0.15)
+        asked = demand(output_tokens=1, tpot_s=0.01)
+        assert isinstance(judge(Predictive(), p, d, asked=asked), Admitted)
+        assert refusal_of(
+            judge(Predictive(), p, d, asked=demand(output_tokens=2, tpot_s=0.01))
+        ).hopeless
 
     def test_comes_back_when_enough_have_ended(self) -> None:
         p, d = pair()

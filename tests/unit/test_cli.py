@@ -18,6 +18,7 @@ from cluster.cli_options import devices, only
 from cluster.cli_process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
 from cluster.config import Config, Section
 from cluster.config_load import Override, load_config
+from cluster.net import host_towards
 from cluster.plan import pool_node_settings, router_settings, worker_settings
 from cluster.resolve import Site, resolve
 from kvrelay.errors import ConfigError, KvrelayError
@@ -74,6 +75,8 @@ ERRORS = {
     "worker --role prefill": "Missing option '--join' (see kvrelay worker --help)",
     "worker --join nowhere --role both": "--join nowhere: expected HOST:PORT",
     "worker --join 127.0.0.1:99999 --role both": "--join 127.0.0.1:99999: expected HOST:PORT",
+    "worker --join 127.0.0.1:1 --join x --role both": "--join x: expected HOST:PORT",
+    "worker --join x --role both --set network.host=h": "--join x: expected HOST:PORT",
     "worker --join 127.0.0.1:1 --role both --device gpu": 'workers.0.device: got "gpu", '
     "expected cpu, cuda or cuda:N",
     "worker --join 127.0.0.1:1 --role both --set router.host=x": "--set router.host: not used "
@@ -192,9 +195,11 @@ SAMPLES: dict[str, object] = {
     "engine.eviction": "lfu",
     "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 99,
+    "scheduler.mixed_chunk_tokens": 65,
     "scheduler.max_running_requests": 9,
     "workers": [{"role": "both"}],
-    "router.replicas": 1,
+    "router.replicas": 2,
+    "router.same_ports": True,
     "router.host": "h",
     "router.http_port": 1,
     "router.grpc_port": 2,
@@ -202,7 +207,9 @@ SAMPLES: dict[str, object] = {
     "router.record": "/log",
     "router.record_size": "1MiB",
     "router.placement.policy": "random",
+    "router.placement.local_prefill": "off",
     "router.placement.move_hot_spots": True,
+    "router.dispatch": "shared_queue",
     "router.admission.policy": "none",
     "router.admission.queue_limit": 9,
     "router.resources": {"x": 1},
@@ -290,6 +297,14 @@ def test_single_processes_take_exactly_the_keys_that_they_use(
 def test_a_whole_section_is_checked_key_by_key() -> None:
     with pytest.raises(ConfigError, match=r"--set router.replicas: not used"):
         only([Override.parse("router={host: h, replicas: 1}")], ROUTER_KEYS)
+
+
+def test_a_worker_has_one_address_for_all_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {"near:1": "127.0.0.1", "far:1": "10.0.0.5", "far:2": "10.0.0.5"}
+    monkeypatch.setattr("cluster.net._host_towards", ways.__getitem__)
+    assert host_towards(["far:1", "far:2"]) == "10.0.0.5"
+    with pytest.raises(ConfigError, match=r"--join far:1: this machine is 10.0.0.5 .* 127.0.0.1"):
+        host_towards(["near:1", "far:1"])
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

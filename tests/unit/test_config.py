@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from cluster.config import Config
 from cluster.config_load import Override, load_config
-from cluster.plan import NODE_HOST, Placement, plan_cluster
+from cluster.plan import NODE_HOST, Placement, plan_cluster, shortage
 from cluster.quantities import (
     format_duration,
     format_size,
@@ -31,8 +31,9 @@ def set_(*texts: str) -> Config:
 REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
-    "router.zzz=1": "router.zzz: unknown key, expected one of admission, grpc_port, host, "
-    "http_port, max_body, placement, record, record_size, replicas, resources",
+    "router.zzz=1": "router.zzz: unknown key, expected one of admission, dispatch, grpc_port, "
+    "host, http_port, max_body, placement, record, record_size, replicas, resources, "
+    "same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -56,9 +57,17 @@ REFUSED = {
     "workers.0.device=gpu": 'workers.0.device: got "gpu", expected cpu, cuda or cuda:N',
     "workers.0.parallel.tensor=2": "workers.0.parallel.tensor: got 2, "
     "expected 1: tensor parallelism isn't supported yet",
-    "router.replicas=2": "router.replicas: got 2, expected 1: several routers aren't supported yet",
-    "router.http_port=50051": "router: got a mapping, "
-    "expected two different ports for http_port and grpc_port",
+    "router.replicas=0": "router.replicas: got 0, expected greater than or equal to 1",
+    "router.http_port=50051": "router: got a mapping, expected different ports for http_port and "
+    "grpc_port: HTTP on 50051, gRPC on 50051 share 50051",
+    "router={http_port: 8000, grpc_port: 8002, replicas: 3}": "router: got a mapping, expected "
+    "different ports for http_port and grpc_port: HTTP on 8000 to 8002, gRPC on 8002 to 8004 share "
+    "8002",
+    "router={http_port: 8002, grpc_port: 8000, replicas: 3}": "router: got a mapping, expected "
+    "different ports for http_port and grpc_port: HTTP on 8002 to 8004, gRPC on 8000 to 8002 share "
+    "8002",
+    "router={grpc_port: 65534, replicas: 3}": "router: got a mapping, expected ports up to 65535: "
+    "HTTP on 8000 to 8002, gRPC on 65534 to 65536 are beyond",
     "router.http_port=65536": "router.http_port: got 65536, expected less than or equal to 65535",
     "network.port_range=[9, 3]": "network.port_range: got a list of 2, "
     "expected [first, last] with 1024 <= first <= last",
@@ -246,14 +255,46 @@ def test_placement_splits_known_and_custom_resources() -> None:
 
 def test_model_and_network_defaults() -> None:
     bundled = plan_cluster(resolve(set_(), SITE))
-    assert bundled.router.served_model_name == "kvrelay-tiny"
+    assert bundled.routers[0].settings.served_model_name == "kvrelay-tiny"
     assert bundled.workers[0].settings.model == "/bundled/checkpoint"
     on_ray = Site(total_cpus=8, node_cpus=8, host=None, bundled_path="/b")
     named = plan_cluster(resolve(set_("model.path=/models/some-llama"), on_ray))
-    assert named.router.served_model_name == "some-llama"
+    assert named.routers[0].settings.served_model_name == "some-llama"
     assert named.workers[0].settings.host == NODE_HOST
     hub = plan_cluster(resolve(set_("model.path=org/some-llama"), SITE))
-    assert hub.router.served_model_name == "org/some-llama"
+    assert hub.routers[0].settings.served_model_name == "org/some-llama"
+
+
+def routers_of(*texts: str) -> list[tuple[str, int, int, str | None]]:
+    plans = plan_cluster(resolve(set_("router.record=/logs/r.jsonl", *texts), SITE)).routers
+    return [
+        (one.settings.process, one.settings.http_port, one.settings.grpc_port, one.settings.record)
+        for one in plans
+    ]
+
+
+def test_each_router_has_ports_and_a_record_of_its_own() -> None:
+    assert routers_of() == [("router-0", 8000, 50051, "/logs/r.jsonl")]
+    assert routers_of("router.replicas=2", "router.grpc_port=0") == [
+        ("router-0", 8000, 0, "/logs/r-0.jsonl"),
+        ("router-1", 8001, 0, "/logs/r-1.jsonl"),
+    ]
+    on_hosts_of_their_own = routers_of("router.replicas=2", "router.same_ports=true")
+    assert [one[:3] for one in on_hosts_of_their_own] == [
+        ("router-0", 8000, 50051),
+        ("router-1", 8000, 50051),
+    ]
+
+
+def test_port_ranges_may_be_neighbours() -> None:
+    set_("router={http_port: 8000, grpc_port: 8003, replicas: 3}")
+    set_("router={http_port: 65533, grpc_port: 65530, replicas: 3}")
+    set_("router={http_port: 0, grpc_port: 0, replicas: 3}")
+
+
+def test_each_router_asks_for_its_resources() -> None:
+    plan = plan_cluster(resolve(set_("router={replicas: 3, resources: {CPU: 3}}"), SITE))
+    assert shortage(plan, {"CPU": 16.0}) == "the cluster asks for CPU: 17 and this machine has 16"
 
 
 def test_workers_of_two_dtypes_need_permission() -> None:
@@ -297,6 +338,7 @@ CHANGES = {
     "engine.eviction": "reuse",
     "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 33,
+    "scheduler.mixed_chunk_tokens": 34,
     "scheduler.max_running_requests": 5,
     "workers.0.role": "prefill",
     "workers.0.replicas": 2,
@@ -306,13 +348,17 @@ CHANGES = {
     "workers.0.cpu_threads": 3,
     "workers.0.dtype": "float32",
     "router.host": "0.0.0.0",
+    "router.replicas": 3,
+    "router.same_ports": True,
     "router.http_port": 1,
     "router.grpc_port": 2,
     "router.max_body": "5MiB",
     "router.record": "/log",
     "router.record_size": "5MiB",
     "router.placement.policy": "random",
+    "router.placement.local_prefill": "off",
     "router.placement.move_hot_spots": True,
+    "router.dispatch": "shared_queue",
     "router.admission.policy": "none",
     "router.admission.queue_limit": 3,
     "router.resources": {"y": 1},
@@ -353,7 +399,7 @@ CHANGES = {
     "ray.driver_timeout": "9s",
     "drain_timeout": "9s",
 }
-ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor", "router.replicas"}
+ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor"}
 USED_BEFORE_THE_PLAN = {"ray.address"}
 NAMED_BY_USERS = {"resources", "tiers", "tenant_weights"}
 
@@ -361,6 +407,7 @@ NAMED_BY_USERS = {"resources", "tiers", "tenant_weights"}
 EVERYTHING = (
     Override(("workers",), [{"role": "both"}, {"role": "prefill"}, {"role": "decode"}]),
     Override(("pool", "enabled"), True),
+    Override(("router", "replicas"), 2),
 )
 
 

@@ -383,3 +383,24 @@ def test_penalties_need_the_history() -> None:
     arrive(scheduler, request)
     (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
     assert (sample.prompt_ids, sample.emitted_ids) == ((1, 2), (100,))
+
+
+def test_a_prompt_begins_with_what_another_has_of_its_first_blocks() -> None:
+    """Blocks of four: one whole one, then two of the tokens that the other computed last, its
+    prompt of five and one that it drew."""
+    scheduler = decode_scheduler()
+    scheduler.handle(Generate(spec=spec("a", 5, max_tokens=3)), 0)
+    for token in (5, 6, 7):
+        run(scheduler, (token,))
+    assert scheduler.batch.roster.is_empty
+    scheduler.handle(Generate(spec=spec("b", 9)), 1)
+    commands = scheduler.handle(StepWanted(), 1)
+    step = the_step(commands)
+    (one,) = step.batch.slices
+    assert (one.start, one.token_ids) == (7, (7, 8))
+    ((((_, mine),),),) = step.copies
+    assert mine == one.tables[0][1]
+    assert [e.tokens for e in events(commands) if isinstance(e, Lifetime)] == [7]
+    done(scheduler, (9,))
+    scheduler.validate()
+    assert scheduler.batch.roster.running[0].computed == 9

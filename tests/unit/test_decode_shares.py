@@ -38,10 +38,12 @@ TIERS = QosTiers(
 def scheduler(
     *, blocks: int = 40, caching: bool = True, times: LinearTimes | None = None
 ) -> DecodeScheduler:
-    """Four places: one is premium's, one standard's."""
-    return decode_scheduler(
+    """Four places: one is premium's, one standard's. Several routers ask."""
+    made = decode_scheduler(
         blocks=blocks, slabs=4, max_running=4, caching=caching, qos=TIERS, times=times
     )
+    made.admission.several_routers = True
+    return made
 
 
 def of(tier: str, name: str, tokens: int = 3, **more: int) -> RequestSpec:
@@ -199,11 +201,26 @@ def test_what_would_break_its_own_tpot_is_refused() -> None:
     assert asked(one, replace(of("free", "b"), tpot_s=0.0185)) == "taken"  # within a tenth
 
 
+def test_a_single_router_has_judged_that_already() -> None:
+    one = scheduler(times=STEP_S)
+    one.admission.several_routers = False
+    asked(one, of("free", "f"))
+    assert asked(one, replace(of("free", "a"), tpot_s=0.018)) == "taken"
+
+
 def test_what_would_break_another_s_tpot_is_refused_if_it_has_one_itself() -> None:
     one = scheduler(times=STEP_S)
     assert asked(one, replace(of("free", "strict"), tpot_s=0.015)) == "taken"
     assert asked(one, replace(of("free", "mild"), tpot_s=1.0)) == "tpot_unreachable"
     assert asked(one, of("free", "none")) == "taken"
+
+
+def test_within_its_share_it_is_taken_as_those_on_lent_places_step_back() -> None:
+    one = scheduler(times=STEP_S)
+    for i in range(3):
+        asked(one, of("free", f"f{i}"))
+    assert asked(one, replace(of("premium", "p0"), tpot_s=0.015)) == "taken"
+    assert asked(one, replace(of("premium", "p1"), tpot_s=0.015)) == "tier_share_exhausted"
 
 
 def test_context_counts_too() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.latency import StepTimes
-from kvrelay.messages import Reserve
+from kvrelay.messages import Counters, Reserve, ReserveRefused, TierLoad
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role, Sampling
 from router.core import RouterCore
@@ -22,6 +22,7 @@ from router.events import (
     Submitted,
     WorkerJoined,
     WorkerLost,
+    WorkerSaid,
 )
 from router.ladder import Step
 from router.refusal import Refusal
@@ -49,6 +50,12 @@ class TestLessOutput:
         assert less is not None
         assert (less.spec.sampling.max_tokens, less.output_tokens) == (4, 4)
         assert (less.spec.prompt_ids, less.objectives) == ((0, 1, 2), Objectives())
+
+    def test_who_is_expected_to_end_sooner_still_is(self) -> None:
+        asked = demand(output_tokens=8)
+        less = capped(replace(asked, output_tokens=2), SHORT)
+        assert less is not None
+        assert (less.spec.sampling.max_tokens, less.output_tokens) == (4, 2)
 
     @pytest.mark.parametrize(
         ("output", "least", "tier"), [(4, 0, "short"), (8, 5, "short"), (8, 0, "free")]
@@ -156,6 +163,17 @@ def test_output_is_cut_when_all_of_it_would_be_too_slow() -> None:
     assert [c.done for c in ended if isinstance(c, Deliver)] == [True]
 
 
+def test_nothing_is_cut_any_more_where_another_worker_can_serve_all_of_it() -> None:
+    at = core(PerToken(context_s=0.012))
+    (sampling,) = asked_for(submit(at, "r", "gold"))
+    assert sampling.max_tokens == 4
+    at.handle(WorkerJoined(hello=hello("e", Role.DECODE)), 1.1)
+    at.workers[Incarnation("e")].times = PerToken()
+    refused = ReserveRefused(key=at.requests["r"].key, at_s=1.2, reason="kv_exhausted")
+    (sampling,) = asked_for(says(at, "d", refused, now_s=1.2))
+    assert (sampling.max_tokens, at.requests["r"].capped_tokens) == (40, None)
+
+
 def test_nothing_is_cut_when_it_need_not_be_or_does_not_help() -> None:
     at = core(PerToken(context_s=0.001))
     (sampling,) = asked_for(submit(at, "r", "gold"))
@@ -238,6 +256,7 @@ def test_the_ladder_tightens_then_caps_then_trips() -> None:
     assert refusal.retry_after_s is not None
     at.workers[D].times = PerToken(sequence_s=0.01)
     assert slow_down(at, 3.2) == [LadderStepped(tier="gold", step=2, cause=cause)]
+    assert len(asked_for(submit(at, "other", "free", now_s=3.25))) == 1
     (sampling,) = asked_for(submit(at, "a", "gold", now_s=3.3))
     assert sampling.max_tokens == 4
     assert slow_down(at, 4.4) == [LadderStepped(tier="gold", step=3, cause=cause)]
@@ -246,6 +265,22 @@ def test_the_ladder_tightens_then_caps_then_trips() -> None:
     assert refusal.reason == "tier_share_exhausted"
     assert refusal.retry_after_s == pytest.approx(4.4 + 5 - 4.9)
     assert "only the reserve of tier gold" in refusal.message
+    assert "until its latencies" in refusal.message
+    (lower,) = refusals(submit(at, "d", "free", now_s=4.9))
+    assert "the reserve of tier free is served until gold's latencies" in lower.message
+
+
+def test_a_reserve_is_that_of_all_routers() -> None:
+    at = core(PerToken(sequence_s=0.01), places=8)
+    for step in (1, 2, 3):
+        slow_down(at, 1.2 * step)
+    told = Counters(tiers=(TierLoad(tier="gold", running=1, waiting=0),))
+    at.handle(WorkerSaid(incarnation=D, events=(), counters=told), 4.0)
+    assert len(asked_for(submit(at, "a", "gold", now_s=4.1))) == 1  # 2 of 8 places are reserved
+    told = Counters(tiers=(TierLoad(tier="gold", running=2, waiting=0),))
+    at.handle(WorkerSaid(incarnation=D, events=(), counters=told), 4.2)
+    (refusal,) = refusals(submit(at, "b", "gold", now_s=4.3))
+    assert refusal.reason == "tier_share_exhausted"
 
 
 def test_latencies_of_requests_with_their_own_objectives_do_not_count() -> None:

@@ -115,8 +115,8 @@ def test_it_reads_once_the_piece_is_computed_and_joins_once_it_is_committed() ->
     commands = scheduler.handle(from_p(commit()), 2)
     assert to_peer(commands) == [Committed(key=key("a"))]
     assert names(commands) == ["handoff_committed"]
-    receiver = scheduler.receiver
-    assert (receiver.transfers, receiver.transfer_bytes, receiver.transfer_s) == (1, 12, 0.5)
+    pieces = scheduler.receiver.pieces
+    assert (pieces.transfers, pieces.transfer_bytes, pieces.transfer_s) == (1, 12, 0.5)
 
 
 @pytest.mark.parametrize("why", ["slow", "unmeasured", "unreadable", "lost before"])

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.messages import Counters
-from kvrelay.types import Role
+from kvrelay.messages import Counters, LinkState
+from kvrelay.types import Incarnation, Role
 from router.candidate import Candidate
+from router.directory import Directory
 from router.forecast.decode_outlook import BatchThen, DecodeOutlook, Expected
 from router.forecast.forecast import Forecast
 from router.forecast.prefill_queue import Ahead, PrefillQueue
 from router.forecast.step_peaks import StepPeaks
+from router.prefixes import HeldPrefixes
+from router.view import WorkerView
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 P, D = Role.PREFILL, Role.DECODE
@@ -63,7 +68,9 @@ def test_who_is_there_then() -> None:
     assert outlook.at(5, 0) == BatchThen(3, 30)
     assert outlook.at(12, 0) == BatchThen(2, 20)
     assert outlook.at(25, 0) == BatchThen(0, 0)
-    assert outlook.at(25, 15) == BatchThen(1, 10), "a was to end at 10 and is still there"
+    assert outlook.at(15, 15) == BatchThen(3, 30), "a was to end at 10 and is still there"
+    assert outlook.at(18, 15).sequences == 3
+    assert outlook.at(25, 15).sequences == 0, "by then it has probably ended"
     assert (outlook.end_s(1, 0), outlook.end_s(2, 0), outlook.end_s(4, 0)) == (10, 20, None)
     outlook.remove(key("b"))
     outlook.remove(key("b"))
@@ -117,10 +124,29 @@ def test_a_prediction_adds_up() -> None:
     assert found.ttft_s == pytest.approx(0.5 + 2.2)
     assert found.decode.batch == BatchThen(2, 30)
     assert found.decode.step_s == pytest.approx(3 * 0.1 + (30 + 20 + 5) * 0.001)
-    assert found.tpot_s == pytest.approx(found.decode.step_s + 0.0008 / 8), "8 MB at 10 GB/s"
-    assert found.completes_in_s == pytest.approx(2.2008 + 8 * found.decode.step_s)
+    handoff_s = 2e-5
+    assert found.tpot_s == pytest.approx(found.decode.step_s + handoff_s / 8), "2 MB at 100 GB/s"
+    assert found.completes_in_s == pytest.approx(2.2 + handoff_s + 8 * found.decode.step_s)
     assert found.decode.needed_blocks == 5 + 2  # of four tokens
     assert found.decode.free_blocks == 16 - 8 - 2
+
+
+class HeldByD(HeldPrefixes):
+    def tokens(self, worker: WorkerView) -> int:
+        return 12 if worker.incarnation == "d" else 0
+
+
+def test_a_handoff_goes_on_behind_the_computing() -> None:
+    """20 MB at 0.1 GB/s. Of the last chunk's 8 MB, three quarters left before it was computed."""
+    p, d = view("p", P), view("d", D)
+    link = LinkState(peer=Incarnation("d"), transport="t", bytes_per_s=1e8, latency_s=0.005)
+    p.counters = Counters(links=(link,))
+    forecast, asked = Forecast(workers_of(p, d)), demand(prompt_tokens=20)
+    assert forecast.handoff_s(asked, p, d, prefill_s=1.0) == pytest.approx(0.005 + 0.02)
+    assert forecast.handoff_s(asked, p, d, prefill_s=0.15) == pytest.approx(0.005 + 0.05)
+    there = HeldByD(asked.spec, Directory())
+    asked = replace(asked, held=there)
+    assert forecast.handoff_s(asked, p, d, prefill_s=0.0) == pytest.approx(0.005 + 0.08)
 
 
 def test_what_other_routers_sent_counts_too() -> None:

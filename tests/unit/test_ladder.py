@@ -49,6 +49,7 @@ def test_a_step_up_says_why_and_is_judged_by_what_came_after_it() -> None:
     feed(one.tpot, 0.15, now_s=5)
     assert one.climb(10.9) is None  # held
     assert one.climb(11) == "TPOT p99 is 150 ms, over 100 ms"
+    assert one.climb(21) is None
     feed(one.tpot, 0.15, now_s=21)
     assert one.climb(21) and one.step is Step.TRIP
     feed(one.tpot, 0.15, now_s=40)
@@ -76,6 +77,19 @@ def test_it_falls_only_after_some_calm_well_inside() -> None:
     assert one.climb(109) == "well inside its objectives for 30 s"
     assert one.step is Step.NORMAL
     assert one.climb(300) is None
+
+
+def test_few_latencies_are_enough_to_stay() -> None:
+    """A tier of few requests does not come down upon those that it has not had."""
+    one = ladder()
+    feed(one.ttft, 1.25)
+    one.climb(0)
+    feed(one.ttft, 0.85, count=1, now_s=25)
+    assert [one.climb(t) for t in (30, 84)] == [None] * 2
+    assert one.falls_in_s(84) == 30
+    feed(one.ttft, 0.75, count=99, now_s=90)
+    assert one.climb(113) is None
+    assert one.climb(114) is not None
 
 
 def test_a_tripped_tier_without_requests_comes_back_step_by_step() -> None:

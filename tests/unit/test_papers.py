@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.papers import distserve, dynamo, mooncake, silicon, splitwise, splitwise_fleets
+from bench.papers import (
+    distserve,
+    dynamo,
+    mooncake,
+    mooncake_rejections,
+    silicon,
+    splitwise,
+    splitwise_fleets,
+)
 from bench.papers.goodput import Objectives, attainment, highest_rate, poisson
 from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
 from bench.papers.silicon_rows import Measured, read_measured
@@ -83,6 +91,19 @@ def test_longer_prefixes_need_less_bandwidth() -> None:
     model = mooncake.Llama70b()
     short, long = (mooncake.break_even_bytes_per_s(model, 2.5e15, n) for n in (1024, 131_072))
     assert short / long == pytest.approx((22 * 8192 + 4 * 131_072) / (22 * 8192 + 4 * 1024))
+
+
+def test_mooncake_s_baseline_rejects_what_it_has_computed() -> None:
+    requests = [
+        TraceRequest(arrival_s=0.05 * i, input_tokens=1000, output_tokens=200) for i in range(40)
+    ]
+    setting = mooncake_rejections.Setting(prefill=1, decode=1, tpot_s=0.015, rate=1.0)
+    refused = {
+        policy: mooncake_rejections.simulated(policy, requests, setting).refused
+        for policy in ("baseline", "predictive")
+    }
+    assert refused["baseline"].keys() == {"after_prefill"}
+    assert refused["predictive"].keys() == {"tpot_unreachable"}
 
 
 # --- DistServe ----------------------------------------------------------------------------------

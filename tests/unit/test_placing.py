@@ -21,7 +21,7 @@ from router.placing.policy import PlacementPolicy
 from router.placing.random_pair import RandomPair
 from router.placing.round_robin import RoundRobin
 from router.view import WorkerView
-from router.workers import fits
+from router.workers import fitting
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -125,11 +125,11 @@ class TestEveryPolicy:
 
 
 def test_what_fits() -> None:
-    assert not fits(demand(), view("short", BOTH, max_model_len=10))  # 3 and 8 new ones
-    assert fits(demand(), view("b", BOTH, max_model_len=11))
+    assert not fitting([view("short", BOTH, max_model_len=10)], demand())  # 3 and 8 new ones
+    assert fitting([view("b", BOTH, max_model_len=11)], demand())
     narrow = view("narrow", BOTH, places=1)
-    assert fits(demand(), narrow)
-    assert not fits(demand(n=2), narrow)
+    assert fitting([narrow], demand())
+    assert not fitting([narrow], demand(n=2))
 
 
 def test_those_that_drain_are_left_out() -> None:

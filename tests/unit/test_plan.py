@@ -12,17 +12,19 @@ from kvpool.plan import TokenRun, chunk_bytes, token_runs
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[list[BlockId], int, int, int]:
+def requests(draw: st.DrawFn) -> tuple[tuple[BlockId, ...], int, int, int]:
     block_size = draw(st.sampled_from([1, 3, 8, 16]))
     table = draw(st.lists(st.integers(0, 30), unique=True, max_size=12))
     start = draw(st.integers(0, len(table) * block_size))
     tokens = draw(st.integers(0, len(table) * block_size - start))
-    return [BlockId(b) for b in table], start, tokens, block_size
+    return tuple(BlockId(b) for b in table), start, tokens, block_size
 
 
 @settings(deadline=None)
 @given(requests())
-def test_runs_equal_a_walk_token_by_token(request_: tuple[list[BlockId], int, int, int]) -> None:
+def test_runs_equal_a_walk_token_by_token(
+    request_: tuple[tuple[BlockId, ...], int, int, int],
+) -> None:
     table, start, tokens, size = request_
     naive = [table[t // size] * size + t % size for t in range(start, start + tokens)]
     planned: list[int | None] = [None] * tokens
@@ -35,7 +37,9 @@ def test_runs_equal_a_walk_token_by_token(request_: tuple[list[BlockId], int, in
 
 @settings(deadline=None)
 @given(requests())
-def test_runs_are_as_long_as_they_can_be(request_: tuple[list[BlockId], int, int, int]) -> None:
+def test_runs_are_as_long_as_they_can_be(
+    request_: tuple[tuple[BlockId, ...], int, int, int],
+) -> None:
     runs = token_runs(*request_)
     assert all(run.tokens > 0 for run in runs)
     for before, after in pairwise(runs):
@@ -43,7 +47,7 @@ def test_runs_are_as_long_as_they_can_be(request_: tuple[list[BlockId], int, int
 
 
 def test_adjacent_blocks_merge_and_others_do_not() -> None:
-    table = [BlockId(b) for b in (4, 5, 6, 2, 3, 9)]
+    table = tuple(BlockId(b) for b in (4, 5, 6, 2, 3, 9))
     assert token_runs(table, 3, 18, 4) == (
         TokenRun(slot=19, position=0, tokens=9),
         TokenRun(slot=8, position=9, tokens=8),
@@ -52,7 +56,7 @@ def test_adjacent_blocks_merge_and_others_do_not() -> None:
 
 
 def test_no_tokens_need_no_copies() -> None:
-    assert token_runs([], 0, 0, 16) == ()
+    assert token_runs((), 0, 0, 16) == ()
 
 
 def test_chunk_bytes_count_every_group_and_plane() -> None:

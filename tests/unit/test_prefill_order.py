@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from engine.latency_fit import LinearTimes
+from engine.prompts.decaying import Decaying
+from engine.prompts.order import AGED_BY_OWN, AGED_RECENT_S, AGED_S, AGED_SHARE, RECENT_S, Order
 from engine.step import StepWanted
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
 from kvrelay.qos import QosTier, QosTiers
-from prefill_worker.order import AGED_BY_OWN, AGED_S, AGED_SHARE, RECENT_S, Order
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import GEMMA
 from tests.unit.worker_kit import D, done, hello, key, prefill_of, spec, the_step
@@ -34,10 +35,12 @@ CHUNK = 8
 class World:
     """A prefill worker whose steps take TOKEN_S a token; prompts are answered by no one."""
 
-    def __init__(self, *, blocks: int = 4000, weights: dict[str, float] | None = None) -> None:
+    def __init__(
+        self, *, blocks: int = 4000, weights: dict[str, float] | None = None, chunk: int = CHUNK
+    ) -> None:
         order = Order(qos=TIERS, tenant_weights=weights or {}, times=TIMES)
         self.scheduler = PrefillScheduler(
-            openings=Openings(tables=BlockTables(GEMMA, blocks)), chunk_tokens=CHUNK, order=order
+            openings=Openings(tables=BlockTables(GEMMA, blocks)), chunk_tokens=chunk, order=order
         )
         self.scheduler.handle(hello(D), 0)
         self.now_s = 0.0
@@ -154,6 +157,21 @@ def test_the_shortest_goes_first_among_equals_and_then_the_first() -> None:
     assert world.finish_order() == ["second", "long"]
 
 
+def test_what_is_left_of_a_prompt_counts() -> None:
+    world = World()
+    world.add("begun", 2 * CHUNK)
+    assert world.step() == ["begun"]
+    world.add("shorter than it was", CHUNK + 2)
+    assert world.step() == ["begun"]
+
+
+def test_a_tier_that_is_not_there_is_the_default_one() -> None:
+    world = World()
+    world.add("unknown", CHUNK, "gold")
+    world.add("standard", CHUNK, "standard")
+    assert world.finish_order() == ["standard", "unknown"]
+
+
 def test_tenants_share_by_weight_whatever_they_offer() -> None:
     world = World(weights={"big": 3.0})
     for i in range(200):
@@ -173,6 +191,23 @@ def test_one_step_takes_from_tenants_in_turn() -> None:
         for i in range(2):
             world.add(f"{tenant}{i}", 2, tenant=tenant)
     assert world.step() == ["a0", "b0", "a1", "b1"]
+
+
+def test_one_step_takes_from_tenants_by_weight() -> None:
+    world = World(weights={"b": 2.0})
+    for tenant in ("a", "b"):
+        for i in range(4):
+            world.add(f"{tenant}{i}", 2, tenant=tenant)
+    assert world.step() == ["a0", "b0", "b1", "a1"]
+
+
+def test_of_very_many_tenants_those_that_spent_least_are_forgotten() -> None:
+    spent = Decaying(span_s=10)
+    spent.spend("much", 100.0, 0)
+    for i in range(4096):
+        spent.spend(f"little {i}", 1.0, 0)
+    assert spent.at("much", 0) == 100.0
+    assert sum(spent.at(f"little {i}", 0) for i in range(4096)) == 4096 - 2048
 
 
 def test_no_flood_of_others_keeps_a_prompt_waiting_for_ever() -> None:
@@ -200,7 +235,30 @@ def test_the_aged_take_no_more_than_their_share_from_a_tier_within_its_own() -> 
         world.add(f"p{world.now_s}", CHUNK, "premium")
         premium_s += TOKEN_S * CHUNK * (world.step()[0][0] == "p")
     aged_s = RECENT_S / 4 - premium_s
-    assert aged_s <= AGED_SHARE * RECENT_S + 4 * CHUNK * TOKEN_S
+    assert aged_s <= AGED_SHARE * (RECENT_S / 4 + AGED_RECENT_S) + CHUNK * TOKEN_S
+
+
+def test_many_that_have_aged_keep_none_of_a_tier_within_its_share_waiting_for_long() -> None:
+    """What there is of their share, though a step would hold more."""
+    world = World(chunk=400)
+    for i in range(40):
+        world.add(f"old{i}", CHUNK)
+    world.now_s = 3 * RECENT_S
+    world.add("new", CHUNK, "premium")
+    burst = AGED_SHARE * AGED_RECENT_S / (CHUNK * TOKEN_S)  # 2.5 of them
+    assert world.step()[:4] == ["old0", "old1", "old2", "new"]
+    assert 2 < burst < 3
+
+
+@pytest.mark.parametrize("tokens", [1, 400])
+def test_a_prompt_ages_by_its_own_time_and_not_within_two_seconds(tokens: int) -> None:
+    aged_s = max(AGED_S, AGED_BY_OWN * tokens * TOKEN_S)
+    for waited_s, first in ((0.9 * aged_s, "new"), (1.1 * aged_s, "old")):
+        world = World()
+        world.add("old", tokens)
+        world.now_s = waited_s
+        world.add("new", CHUNK, "premium")
+        assert world.step()[0] == first
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -41,6 +41,18 @@ def test_what_is_ahead_is_what_was_promised_earlier() -> None:
     assert promises.before(inf).prefill_s == 3
 
 
+def test_what_was_promised_to_lower_tiers_is_not_ahead() -> None:
+    promises = Promises(claimed_share=1.0, delay_s=0)
+    for priority in range(3):
+        promises.make(priority, work(10**priority), soonest_s=1, now_s=0, priority=priority)
+    for end_s in (2.0, inf):
+        ahead = [promises.before(end_s, priority).prefill_s for priority in range(3)]
+        assert ahead == [1, 11, 111]
+    assert promises.claim(0, 1) is not None
+    assert promises.before(inf, 2).prefill_s == 110
+    assert promises.before(inf) == NOTHING_PROMISED
+
+
 def test_it_counts_for_the_share_that_comes_back() -> None:
     promises = Promises(claimed_share=0.5, delay_s=0)
     for digest in range(200):
@@ -163,8 +175,20 @@ def test_what_short_ones_are_off_by_says_little_of_long_ones() -> None:
     margin = Margin(confidence=0.95)
     for _ in range(100):
         margin.observe(1.0, 1.1, undisturbed=False)
-        margin.observe(0.01, 0.11, undisturbed=False)
-    assert margin.apply(1.0) == pytest.approx(1.2, abs=0.02)
+        margin.observe(0.01, 0.51, undisturbed=False)
+    assert margin.apply(1.0) == pytest.approx(1.1)
+    assert margin.apply(0.01) == pytest.approx(0.51, abs=0.06)
+
+
+def test_where_little_is_known_lately_what_is_near_counts_too() -> None:
+    margin = Margin(confidence=0.95)
+    for _ in range(100):
+        margin.observe(1.0, 1.5, undisturbed=False)
+        margin.observe(8.0, 8.8, undisturbed=False)
+    assert margin.apply(32.0) == pytest.approx(32 * 1.1)
+    for _ in range(512):
+        margin.observe(1.0, 1.5, undisturbed=False)
+    assert margin.apply(8.0) == pytest.approx(8 * 1.5), "nobody dared it for long"
 
 
 def test_the_margin_covers_the_asked_share_of_requests() -> None:
@@ -172,11 +196,11 @@ def test_the_margin_covers_the_asked_share_of_requests() -> None:
     assert margin.apply(2.0) == 2.0
     for i in range(100):
         margin.observe(1.0, 1.0 + i / 100, undisturbed=False)
-    assert margin.factor == pytest.approx(1.9, abs=0.02)
     assert margin.apply(2.0) == pytest.approx(3.8, abs=0.04)
-    for _ in range(300):
+    assert margin.growth(2.0) == pytest.approx(1.9, abs=0.02)
+    for _ in range(512):
         margin.observe(1.0, 1.1, undisturbed=False)
-    assert margin.factor == pytest.approx(1.1)
+    assert margin.apply(1.0) == pytest.approx(1.1)
 
 
 def test_overhead_is_learnt_where_nothing_was_waited_for() -> None:

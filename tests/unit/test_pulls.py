@@ -186,7 +186,7 @@ def test_a_prefix_comes_whole_and_is_named_here_too(windows: tuple[int | None, .
     assert not list(owner.tables.held())
     restored = puller.openings.pulled(FromPeer(peer=H, message=settled), 3)
     assert restored == [Restored(holder=holder, tokens=20, origin=PrefixOrigin.PEER)]
-    assert puller.openings.origins == {PrefixOrigin.PEER: 1}
+    assert puller.openings.origins == dict.fromkeys(PrefixOrigin, 0) | {PrefixOrigin.PEER: 1}
     assert (puller.pulls.tokens, puller.pulls.cost.peer.seconds) == (20, pytest.approx(2 / 5))
     puller.tables.release(holder)
     puller.validate()

@@ -16,6 +16,7 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.handoff_events import (
+    FromPeer,
     PeerLost,
     ReplaceSlab,
     ScatterSlab,
@@ -24,7 +25,7 @@ from kvpool.handoff_events import (
     SlabScattered,
 )
 from kvpool.slabs import LeaseId, SlabId, SlabState
-from kvrelay.messages import Abort, Released, RequestFailed
+from kvrelay.messages import Abort, Released, RequestFailed, Reserve
 from kvrelay.types import Incarnation
 from tests.unit.worker_kit import (
     TTL_S,
@@ -316,3 +317,41 @@ def test_a_commit_that_counts_too_few_pieces_waits_for_the_scatter() -> None:
     assert names(scheduler.handle(scattered(slabs[0]), 0)) == []
     scheduler.handle(scattered(slabs[1]), 0)
     scheduler.validate()
+
+
+# --- reservations that leave open who comes ------------------------------------------------------
+
+OTHER = Incarnation("other")
+
+
+def open_to_all(name: str = "a") -> DecodeScheduler:
+    scheduler = decode_scheduler()
+    scheduler.handle(Reserve(spec=spec(name, 3), source=None), 0)
+    return scheduler
+
+
+def test_who_comes_first_is_the_one() -> None:
+    scheduler = open_to_all()
+    assert want(scheduler, "a")
+    late = FromPeer(peer=OTHER, message=ahead("a"))
+    (cancel,) = scheduler.handle(late, 1)
+    assert cancel == SendPeer(
+        peer=OTHER, message=CancelTransfer(key=key("a"), reason="no such reservation")
+    )
+    assert events(scheduler.handle(PeerLost(peer=OTHER, reason="gone"), 1)) == []
+    lost = scheduler.handle(PeerLost(peer=P, reason="gone"), 1)
+    assert names(lost) == ["RequestFailed", "Released"]
+
+
+def test_it_lasts_while_nobody_has_come_and_then_as_long_as_somebody_goes_on() -> None:
+    scheduler = open_to_all()
+    for n in range(1, 6):
+        assert scheduler.handle(Tick(), n * TTL_S) == []
+    want(scheduler, "a", now_s=5 * TTL_S)
+    assert "RequestFailed" in names(scheduler.handle(Tick(), 6 * TTL_S))
+
+
+def test_one_that_nobody_has_come_for_is_given_up_without_a_word_to_anyone() -> None:
+    scheduler = open_to_all()
+    assert events(scheduler.handle(Abort(key=key("a")), 1)) == [Released(key=key("a"), at_s=1)]
+    assert_free(scheduler)

@@ -13,6 +13,7 @@ from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, Sampling,
 from router.beginning import Beginning, begin
 from router.events import Event, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
 from router.generation import GenerationRequest
+from router.policies import Policies
 from router.record import Entry, from_line, to_line
 from router.recorder import Recorder
 from tests.unit.router_kit import hello
@@ -68,10 +69,14 @@ def a_day(first: int) -> list[tuple[float, Event]]:
     ]
 
 
-def record(path: Path, most_bytes: int = 1 << 20) -> list[list[object]]:
+SPLIT = Policies(local_prefill=False)
+
+
+def record(path: Path, most_bytes: int = 1 << 20, policies: Policies = SPLIT) -> list[list[object]]:
     """What a core said to each event, recorded as a live router does."""
-    core = begin(Beginning(first_attempt=70))
-    recorder = Recorder(path, most_bytes, Beginning(first_attempt=70))
+    beginning = Beginning(first_attempt=70, policies=policies)
+    core = begin(beginning)
+    recorder = Recorder(path, most_bytes, beginning)
     said: list[list[object]] = []
     for at_s, event in a_day(70):
         commands = core.handle(event, at_s)
@@ -81,9 +86,10 @@ def record(path: Path, most_bytes: int = 1 << 20) -> list[list[object]]:
     return said
 
 
-def test_a_recorded_log_replays_to_identical_commands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policies", [SPLIT, Policies(), Policies(shared_queue=True)])
+def test_a_recorded_log_replays_to_identical_commands(tmp_path: Path, policies: Policies) -> None:
     path = tmp_path / "log"
-    live = record(path)
+    live = record(path, policies=policies)
     assert any(isinstance(command, Send) for commands in live for command in commands)
     header, *entries = map(from_line, path.read_text().splitlines())
     assert isinstance(header, Beginning)

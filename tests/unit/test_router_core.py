@@ -322,10 +322,10 @@ def test_several_choices_are_run_again_and_none_repeats_a_token() -> None:
 
 def test_what_was_emitted_counts_as_prompt_and_no_more_as_output() -> None:
     core = running(split())
-    demand = core._demand(core.requests["r"], core.requests["r"].spec, 3)
+    demand = core.deciding.demand(core.requests["r"], core.requests["r"].spec, 3)
     assert (demand.prompt_tokens, demand.longest_tokens) == (3, 11)
     core.requests["r"].try_again(1)
-    resumed = core._demand(core.requests["r"], core.requests["r"].spec, 3)
+    resumed = core.deciding.demand(core.requests["r"], core.requests["r"].spec, 3)
     assert (resumed.prompt_tokens, resumed.longest_tokens) == (4, 11)
     assert resumed.output_tokens == demand.output_tokens - 1
 

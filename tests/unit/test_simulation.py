@@ -96,6 +96,9 @@ def done(outcomes: list[Outcome]) -> list[bool]:
         ("engine.prefix_caching=false",),
         ("engine.eviction=reuse", "simulation.blocks=60", "simulation.retries=1000"),
         ("simulation.max_tokens=500",),
+        ("router.dispatch=shared_queue",),
+        ("router.dispatch=shared_queue", "transfer.handoff=pull", "router.replicas=2"),
+        ("router.dispatch=shared_queue", "router.placement.policy=round_robin"),
         ("simulation.fabric.bandwidth=1GB",),
     ],
 )
@@ -103,6 +106,34 @@ def test_every_request_gets_its_tokens_and_nothing_stays_held(settings: tuple[st
     """The simulation itself asserts the conservation laws at its end."""
     result = run(trace(120), *settings)
     assert all(done([*result.outcomes]))
+
+
+FAILING = (
+    "simulation.failures=[{worker: prefill-0, at: 2s, back_after: 3s}, "
+    "{worker: decode-1, at: 4s, back_after: 1s}, {worker: prefill-0, at: 8s}]",
+)
+
+
+@pytest.mark.parametrize("handoff", ["push", "pull"])
+@pytest.mark.parametrize("dispatch", ["direct", "shared_queue"])
+def test_who_was_on_workers_that_die_goes_on_elsewhere(dispatch: str, handoff: str) -> None:
+    settings = (f"router.dispatch={dispatch}", f"transfer.handoff={handoff}")
+    calm = run(trace(120), *settings).report
+    result = run(trace(120), *settings, *FAILING)
+    assert all(done([*result.outcomes]))
+    report = result.report
+    assert [pool.workers for pool in report.pools] == [2, 2]
+    assert report.ttft_s and calm.ttft_s and report.ttft_s.most > calm.ttft_s.most
+    computed, once = (sum(p.prompt_tokens for p in one.pools) for one in (report, calm))
+    assert computed > once, "what was lost is computed again"
+
+
+def test_without_any_prefill_worker_decode_workers_do_it_all() -> None:
+    dies = "simulation.failures=[{worker: prefill-0, at: 3s}]"
+    alone = run(trace(120), "workers.0.replicas=1", dies)
+    assert all(done([*alone.outcomes])) and alone.report.local_prefills > 50
+    off = run(trace(120), "workers.0.replicas=1", dies, "router.placement.local_prefill=off")
+    assert off.report.refused["no_capacity"] > 50
 
 
 def test_workers_of_role_both_serve_alone() -> None:
@@ -221,7 +252,8 @@ def test_pools_tell_how_busy_they_were_and_what_that_cost(tmp_path: Path) -> Non
     priced = LINEAR | {"price_per_hour": 3.6, "power_w": {"idle": 100.0, "peak": 500.0}}
     profile = tmp_path / "priced.yaml"
     profile.write_text(yaml.safe_dump(priced))
-    report = run(trace(50), f"simulation.profile={profile}").report
+    settings = f"simulation.profile={profile}", "router.placement.local_prefill=off"
+    report = run(trace(50), *settings).report
     prefill, decode = report.pools
     assert (prefill.role, prefill.workers, decode.role) == ("prefill", 2, "decode")
     assert 0 < prefill.utilisation < 1 and decode.prefill_busy_s == 0
@@ -259,6 +291,10 @@ def test_a_router_that_knows_the_objectives_keeps_them_for_those_it_takes() -> N
         (("simulation.block_size=100",), "simulation.block_size: got 100, expected a divisor"),
         (("simulation.block_size=auto", "engine.block_size=24"), "engine.block_size: got 24"),
         (("simulation.blocks=0",), "simulation.blocks: got 0"),
+        (
+            ("simulation.failures=[{worker: decode-7, at: 1s}]",),
+            "simulation.failures.0.worker: got decode-7, expected one of prefill-0, prefill-1, dec",
+        ),
         (("simulation.fabric.bandwith=1GB",), "unknown key, did you mean bandwidth"),
         (("simulation.profile={kind: fast}",), "simulation.profile: kind: got fast"),
         (("simulation.pools=[{profile: nowhere.yaml}]",), "nowhere.yaml: can't read it"),
@@ -339,10 +375,13 @@ def overloaded(*settings: str) -> Report:
     return run(requests, *fleet, *told, profile, *settings).report
 
 
-@pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize("rounding", ["null", "1s"])
-def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) -> None:
+@pytest.mark.parametrize(
+    ("routers", "rounding", "share"),
+    [(1, "null", 0.5), (1, "1s", 0.5), (1, "null", 1.0), (1, "1s", 1.0), (3, "1s", 1.0)],
+)
+def test_who_comes_back_when_told_to_is_admitted(routers: int, rounding: str, share: float) -> None:
     found = overloaded(
+        f"router.replicas={routers}",
         "simulation.retries=1",
         f"simulation.retrying_share={share}",
         f"simulation.retry_rounding={rounding}",
@@ -352,7 +391,7 @@ def test_who_comes_back_when_told_to_is_admitted(rounding: str, share: float) ->
 
 
 def test_routers_that_know_of_each_other_by_the_workers_admit_little_too_much() -> None:
-    one, three = overloaded(), overloaded("simulation.routers=3")
+    one, three = overloaded(), overloaded("router.replicas=3")
     broken = three.offered - sum(three.refused.values()) - three.good
     assert broken <= 0.04 * three.offered
     assert three.good >= 0.9 * one.good
@@ -362,3 +401,21 @@ def test_only_those_clients_come_back_that_do() -> None:
     assert overloaded().retries == 0
     found = overloaded("simulation.retries=1", "simulation.retrying_share=0.5")
     assert 0.4 * found.refusals < 2 * found.retries < found.refusals * 1.4
+
+
+def test_routers_that_move_requests_from_the_same_workers_lose_none() -> None:
+    """Small decode workers; at the end nothing is held, as `run` asserts."""
+    settings = (
+        *PLAIN,
+        "router.replicas=3",
+        "router.placement={policy: random, move_hot_spots: true}",
+        "router.admission.policy=none",
+        "workers.1.replicas=3",
+        "simulation.pools=[{}, {blocks: 40}]",
+    )
+    config = load_config(None, map(Override.parse, settings))
+    simulation = ClusterSimulation(config, trace(300, every_s=0.05), Scale())
+    outcomes = simulation.run().outcomes
+    assert all(done([*outcomes]))
+    moved = [router.core.moving.moved for router in simulation.routers]
+    assert sum(one > 0 for one in moved) >= 2, moved

@@ -29,15 +29,16 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
-from cluster.supervisor import ROUTER, STARTS_BEFORE_FATAL, Limits, Supervisor
+from cluster.supervisor import STARTS_BEFORE_FATAL, Limits, Supervisor
 
+ROUTER, SECOND = "router-0", "router-1"
 P, D = "prefill-0", "decode-0"
 NEEDS = {ROUTER: "{}", P: "{GPU: 1}", D: "{CPU: 2}"}
 LIMITS = Limits(startup_timeout_s=60.0, driver_timeout_s=10.0)
 
 
 def new(limits: Limits = LIMITS) -> Supervisor:
-    return Supervisor(NEEDS, limits, now_s=0.0)
+    return Supervisor([ROUTER], NEEDS, limits, now_s=0.0)
 
 
 def act(core: Supervisor, event: Event, now_s: float = 0.0) -> list[Command]:
@@ -57,7 +58,7 @@ def ready(limits: Limits = LIMITS) -> Supervisor:
     act(core, Serving(name=ROUTER, life=1, address="r"))
     for name, address in ((P, "p"), (D, "d")):
         act(core, Serving(name=name, life=1, address=address))
-        act(core, Joined(name=name, life=1))
+        act(core, Joined(name=name, life=1, router=ROUTER))
     assert core.phase is Phase.READY
     return core
 
@@ -80,9 +81,9 @@ def test_notes_say_what_starts_and_every_ten_seconds_what_is_missing() -> None:
     act(core, Serving(name=D, life=1, address="d"), 19.9)
     assert notes(core, Tick(), 20.0) == ["still waiting for prefill-0: needs {GPU: 1}"]
     act(core, Serving(name=P, life=1, address="p"), 29.0)
-    act(core, Joined(name=D, life=1), 29.0)
+    act(core, Joined(name=D, life=1, router=ROUTER), 29.0)
     assert notes(core, Tick(), 30.0) == []
-    act(core, Joined(name=P, life=1), 31.0)
+    act(core, Joined(name=P, life=1, router=ROUTER), 31.0)
     assert notes(core, Tick(), 50.0) == []
 
 
@@ -90,8 +91,8 @@ def test_workers_are_announced_once_the_router_serves() -> None:
     core = new()
     act(core, Tick())
     assert act(core, Serving(name=P, life=1, address="p")) == []
-    assert act(core, Serving(name=ROUTER, life=1, address="r")) == [Announce(P, 1, "p")]
-    assert act(core, Serving(name=D, life=1, address="d")) == [Announce(D, 1, "d")]
+    assert act(core, Serving(name=ROUTER, life=1, address="r")) == [Announce(ROUTER, P, 1, "p")]
+    assert act(core, Serving(name=D, life=1, address="d")) == [Announce(ROUTER, D, 1, "d")]
 
 
 def test_ready_only_when_all_have_joined() -> None:
@@ -99,19 +100,19 @@ def test_ready_only_when_all_have_joined() -> None:
     act(core, Tick())
     for name in (ROUTER, P, D):
         act(core, Serving(name=name, life=1, address=name))
-    act(core, Joined(name=P, life=1))
+    act(core, Joined(name=P, life=1, router=ROUTER))
     assert core.phase is Phase.STARTING
-    act(core, Joined(name=D, life=1))
+    act(core, Joined(name=D, life=1, router=ROUTER))
     assert core.phase is Phase.READY
 
 
 def test_lost_worker_is_withdrawn_and_started_again_after_a_pause() -> None:
     core = ready()
     lost = Lost(name=P, life=1, reason="crashed")
-    assert act(core, lost, 5.0) == [Withdraw("p"), Remove(P)]
+    assert act(core, lost, 5.0) == [Withdraw(ROUTER, "p"), Remove(P)]
     assert act(core, DriverSeen(), 5.5) == []
     assert act(core, Tick(), 6.0) == [Start(P, 2)]
-    assert act(core, Serving(name=P, life=2, address="p2"), 7.0) == [Announce(P, 2, "p2")]
+    assert act(core, Serving(name=P, life=2, address="p2"), 7.0) == [Announce(ROUTER, P, 2, "p2")]
 
 
 def test_back_off_doubles_until_a_process_was_stable() -> None:
@@ -135,7 +136,7 @@ def test_lost_router_hears_of_every_worker_again() -> None:
     assert act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0) == [Remove(ROUTER)]
     assert act(core, Tick(), 6.0) == [Start(ROUTER, 2)]
     again = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
-    assert again == [Announce(P, 1, "p"), Announce(D, 1, "d")]
+    assert again == [Announce(ROUTER, P, 1, "p"), Announce(ROUTER, D, 1, "d")]
 
 
 def test_old_lives_are_not_heard() -> None:
@@ -169,7 +170,10 @@ def test_a_process_that_never_served_is_given_up() -> None:
 
 def test_a_fatal_reason_after_it_served_is_only_another_crash() -> None:
     core = ready()
-    assert act(core, Lost(name=P, life=1, reason="x", fatal=True)) == [Withdraw("p"), Remove(P)]
+    assert act(core, Lost(name=P, life=1, reason="x", fatal=True)) == [
+        Withdraw(ROUTER, "p"),
+        Remove(P),
+    ]
     assert core.error is None
 
 
@@ -178,9 +182,9 @@ def test_a_refused_worker_stops_a_cluster_that_starts() -> None:
     act(core, Tick())
     act(core, Serving(name=ROUTER, life=1, address="r"))
     act(core, Serving(name=P, life=1, address="p"))
-    refused = Joined(name=P, life=1, refused="another model")
+    refused = Joined(name=P, life=1, router=ROUTER, refused="another model")
     assert act(core, refused) == [Stop(ROUTER, drain=True)]
-    assert core.error == "the router refused prefill-0: another model"
+    assert core.error == "router-0 refused prefill-0: another model"
 
 
 def test_startup_has_a_limit() -> None:
@@ -225,7 +229,7 @@ SAME_HOST = Home("h1", "n3")
 
 
 def with_pool() -> Supervisor:
-    return Supervisor(NEEDS, LIMITS, 0.0, pool_needs="{mine: 1}")
+    return Supervisor([ROUTER], NEEDS, LIMITS, 0.0, pool_needs="{mine: 1}")
 
 
 def place(core: Supervisor, name: str, home: Home, life: int = 1) -> list[Command]:
@@ -236,7 +240,7 @@ def serve(core: Supervisor, *names: str, life: int = 1) -> None:
     for name in names:
         for command in act(core, Serving(name=name, life=life, address=f"{name}'s")):
             assert isinstance(command, Announce)
-            act(core, Joined(name=command.name, life=command.life))
+            act(core, Joined(name=command.name, life=command.life, router=command.router))
 
 
 def ready_with_pool(*homes: Home) -> Supervisor:
@@ -260,8 +264,8 @@ def test_each_host_with_workers_gets_one_pool_node() -> None:
     serve(core, ROUTER, P, D)
     assert core.phase is Phase.STARTING, "the pool node is still missing"
     serving = Serving(name="pool-h1", life=1, address="a")
-    assert act(core, serving) == [Announce("pool-h1", 1, "a", Kind.POOL_NODE)]
-    act(core, Joined(name="pool-h1", life=1))
+    assert act(core, serving) == [Announce(ROUTER, "pool-h1", 1, "a", Kind.POOL_NODE)]
+    act(core, Joined(name="pool-h1", life=1, router=ROUTER))
     assert core.phase is Phase.READY
 
 
@@ -278,7 +282,7 @@ def test_without_a_pool_no_place_matters() -> None:
 
 def test_a_lost_pool_node_comes_back_where_it_was() -> None:
     core = ready_with_pool(HERE, HERE)
-    withdrawn = Withdraw("pool-h1's", Kind.POOL_NODE)
+    withdrawn = Withdraw(ROUTER, "pool-h1's", Kind.POOL_NODE)
     lost = Lost(name="pool-h1", life=1, reason="killed", fatal=True)
     assert act(core, lost, 5.0) == [withdrawn, Remove("pool-h1")]
     assert act(core, Tick(), 6.0) == [Start("pool-h1", 2, "n1")]
@@ -294,7 +298,7 @@ def test_a_new_router_hears_of_the_pool_nodes() -> None:
     act(core, Lost(name=ROUTER, life=1, reason="killed"), 5.0)
     act(core, Tick(), 6.0)
     announced = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
-    assert announced[-1] == Announce("pool-h1", 1, "pool-h1's", Kind.POOL_NODE)
+    assert announced[-1] == Announce(ROUTER, "pool-h1", 1, "pool-h1's", Kind.POOL_NODE)
 
 
 def test_a_pool_node_that_can_not_start_stops_a_cluster_that_starts() -> None:
@@ -325,7 +329,7 @@ def test_the_pool_node_goes_with_the_last_worker_of_its_host() -> None:
     act(core, Lost(name=P, life=1, reason="its node is gone"), 5.0)
     assert act(core, Tick(), 5.5) == [], "the worker may come back there"
     act(core, Tick(), 6.0)
-    withdrawn = Withdraw("pool-h1's", Kind.POOL_NODE)
+    withdrawn = Withdraw(ROUTER, "pool-h1's", Kind.POOL_NODE)
     assert place(core, P, THERE, life=2) == [withdrawn, Stop("pool-h1", drain=True)]
     assert place(core, P, THERE, life=2) == []
     assert act(core, Stopped(name="pool-h1"), 7.0) == []
@@ -359,12 +363,81 @@ def test_pool_nodes_stop_last() -> None:
     assert core.phase is Phase.STOPPED
 
 
+# --- several routers ----------------------------------------------------------------------------
+
+
+def with_two(*, pool_needs: str | None = None) -> Supervisor:
+    needs = {SECOND: "{}", **NEEDS}
+    return Supervisor([ROUTER, SECOND], needs, LIMITS, 0.0, pool_needs=pool_needs)
+
+
+def two_ready() -> Supervisor:
+    core = with_two()
+    act(core, Tick())
+    serve(core, ROUTER, P, SECOND, D)
+    assert core.phase is Phase.READY
+    return core
+
+
+def test_workers_are_announced_to_each_router() -> None:
+    core = with_two()
+    assert act(core, Tick()) == [Start(ROUTER, 1), Start(SECOND, 1), Start(P, 1), Start(D, 1)]
+    act(core, Serving(name=ROUTER, life=1, address="r"))
+    assert act(core, Serving(name=P, life=1, address="p")) == [Announce(ROUTER, P, 1, "p")]
+    assert act(core, Serving(name=SECOND, life=1, address="s")) == [Announce(SECOND, P, 1, "p")]
+    both = [Announce(ROUTER, D, 1, "d"), Announce(SECOND, D, 1, "d")]
+    assert act(core, Serving(name=D, life=1, address="d")) == both
+
+
+def test_ready_only_when_all_have_joined_each_router() -> None:
+    core = with_two()
+    act(core, Tick())
+    for name in (ROUTER, SECOND, P, D):
+        act(core, Serving(name=name, life=1, address=name))
+    for router, name in ((ROUTER, P), (ROUTER, D), (SECOND, P)):
+        act(core, Joined(name=name, life=1, router=router))
+        assert core.phase is Phase.STARTING
+    act(core, Joined(name=D, life=1, router=SECOND))
+    assert core.phase is Phase.READY
+
+
+def test_not_ready_while_a_router_is_lost_that_all_had_joined() -> None:
+    core = with_two()
+    act(core, Tick())
+    serve(core, ROUTER, SECOND, P)
+    act(core, Lost(name=SECOND, life=1, reason="crashed"))
+    assert act(core, Joined(name=P, life=1, router=SECOND)) == [], "told too late"
+    serve(core, D)
+    assert core.phase is Phase.STARTING
+    act(core, Tick(), 1.0)
+    serve(core, SECOND, life=2)
+    assert core.phase is Phase.READY
+
+
+def test_a_lost_router_costs_the_others_nothing() -> None:
+    core = two_ready()
+    assert act(core, Lost(name=SECOND, life=1, reason="killed"), 5.0) == [Remove(SECOND)]
+    gone = act(core, Lost(name=P, life=1, reason="crashed"), 5.0)
+    assert gone == [Withdraw(ROUTER, "prefill-0's"), Remove(P)]
+    assert act(core, Tick(), 6.0) == [Start(SECOND, 2), Start(P, 2)]
+    again = act(core, Serving(name=SECOND, life=2, address="s"), 7.0)
+    assert again == [Announce(SECOND, D, 1, "decode-0's")]
+    assert core.phase is Phase.READY
+
+
+def test_workers_stop_after_the_last_router() -> None:
+    core = two_ready()
+    assert act(core, StopAsked()) == [Stop(ROUTER, drain=True), Stop(SECOND, drain=True)]
+    assert act(core, Stopped(name=SECOND)) == []
+    assert act(core, Stopped(name=ROUTER)) == [Stop(P, drain=True), Stop(D, drain=True)]
+
+
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("pool", [False, True])
 def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
     """Whatever is lost on the way: one Stop per process, and nothing starts after it."""
     rng = random.Random(seed)
-    core, now_s = with_pool() if pool else new(), 0.0
+    core, now_s = with_two(pool_needs="{mine: 1}" if pool else None), 0.0
     running: dict[str, int] = {}
     todo: list[Command] = []
     stops: list[str] = []
@@ -393,7 +466,7 @@ def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
     while todo:
         tell(_outcome(todo.pop(0), running, rng))
     assert core.phase is Phase.STOPPED
-    assert stops[:3] == [ROUTER, P, D]
+    assert stops[:4] == [ROUTER, SECOND, P, D]
     assert len(set(stops)) == len(stops)
     assert not running, "nothing is left"
 
@@ -405,8 +478,8 @@ def _outcome(command: Command, running: dict[str, int], rng: random.Random) -> E
         case Start(name=name, life=life):
             running[name] = life
             return Serving(name=name, life=life, address=f"{name}:{life}")
-        case Announce(name=name, life=life):
-            return Joined(name=name, life=life)
+        case Announce(router=router, name=name, life=life):
+            return Joined(name=name, life=life, router=router)
         case Stop(name=name):
             running.pop(name, None)
             return Stopped(name=name)

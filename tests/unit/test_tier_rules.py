@@ -28,6 +28,7 @@ RULES = TierRules(tiers=qos_tiers(QOS), match=tier_match(QOS))
         ({"x-customer-tier": "platinum"}, "free"),
         ({"authorization": "Bearer k-1"}, "premium"),
         ({"authorization": "bearer k-1", "x-customer-tier": "free"}, "premium"),
+        ({"authorization": "Bearer  k-1 "}, "premium"),
         ({"authorization": "Basic k-1"}, "free"),
         ({"authorization": "Bearer k-2"}, "free"),
         ({"authorization": "Bearer k-2", "x-customer-tier": "gold"}, "premium"),

@@ -24,6 +24,7 @@ from kvrelay.messages import (
     Lifetime,
     LinkState,
     Prefill,
+    Preload,
     Released,
     Reserved,
     ReserveRefused,
@@ -49,7 +50,6 @@ class Device:
 
     def submit(self, step: RunStep) -> None:
         assert self.running is None
-        assert not step.copies, "no choices here"
         self.batches.append(step.batch)
         self.running = step.batch
 
@@ -64,6 +64,7 @@ class Stream:
     def __init__(self) -> None:
         self.heard: list[WorkerEvent] = []
         self.counters = Counters()
+        self.told: list[Counters] = []
         self.blocks: list[BlockChanges] = []
 
     def send(
@@ -74,6 +75,7 @@ class Stream:
     ) -> None:
         self.heard += events
         self.counters = counters
+        self.told.append(counters)
         self.blocks += blocks
 
     def about(self, name: str) -> list[str]:
@@ -191,6 +193,18 @@ def test_a_repeated_key_is_refused_and_the_first_goes_on() -> None:
     assert one.about("a") == ["Reserved", "Tokens", "Released"]
 
 
+def test_pace_is_judged_where_several_routers_ask() -> None:
+    worker = Harness()
+    admission, seen = worker.loop.decode.admission, []
+    worker.router()
+    other = worker.router()
+    for event in (Call(lambda: None), RouterLost(other)):
+        worker.inbox.put(event)
+        worker.run()
+        seen.append(admission.several_routers)
+    assert seen == [True, False]
+
+
 def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     worker = Harness()
     gone, stays = worker.router(), worker.router()
@@ -204,6 +218,60 @@ def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     worker.run()
     assert worker.loop.idle
     assert worker.decode_tables.free_blocks == worker.decode_tables.blocks
+
+
+def test_each_router_hears_at_once_of_what_came_from_another() -> None:
+    worker = Harness()
+    one, other = worker.router(), worker.router()
+    worker.run()
+    worker.say(one, generate("a", max_tokens=2))
+    worker.loop.turn()
+    assert (one.counters.running, other.counters.running) == (1, 1)
+    assert other.heard == []
+    told = len(other.told)
+    worker.run()
+    worker.run()
+    assert worker.loop.idle and other.counters.running == 0
+    assert len(other.told) > told
+    told = len(other.told)
+    worker.run()
+    assert len(other.told) == told, "nothing is new"
+
+
+def preload(tokens: int) -> Preload:
+    return Preload(spec=spec("p", tokens, max_tokens=1))
+
+
+def pinned(worker: Harness) -> int:
+    return sum(held.holder.side == "pinned" for held in worker.decode_tables.held())
+
+
+def test_what_several_routers_want_preloaded_is_computed_once() -> None:
+    worker = Harness()
+    one, other = worker.router(), worker.router()
+    worker.say(one, preload(9))
+    worker.say(other, preload(9))
+    worker.run()
+    worker.run()
+    assert pinned(worker) == 1
+    third = worker.router()
+    worker.say(third, preload(9))
+    worker.run()
+    assert len(worker.device.batches) == 2, "two chunks, once"
+    assert other.heard == third.heard == []
+
+
+def test_a_preload_outlives_the_router_that_asked_for_it() -> None:
+    worker = Harness()
+    first, second = worker.router(), worker.router()
+    worker.say(first, preload(9))
+    worker.say(second, preload(9))
+    worker.loop.turn()
+    worker.inbox.put(RouterLost(first))
+    worker.inbox.put(worker.device.end_step())
+    worker.run()
+    assert pinned(worker) == 1
+    assert worker.loop.idle
 
 
 def test_a_late_message_of_a_router_that_is_gone_harms_nobody() -> None:

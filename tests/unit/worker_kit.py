@@ -127,8 +127,8 @@ def decode_scheduler(
             openings=Openings(tables=owner.tables),
             chunk_tokens=chunk,
             standing=Standing(places=max_running, qos=qos),
+            times=times,
         ),
-        times=times,
         canary_bound=canary_bound,
     )
 

@@ -1,0 +1,66 @@
+"""The pace of those on their tiers' own places: who borrows a place steps back where a step would
+break it. Pure; one per step.
+
+Who steps back keeps its blocks, and goes on with a later step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from decode_worker.sequence import Sequence
+from engine.latency import NotCovered, StepTimes, StepWork, decode_work, prefill_work
+
+USED = 0.9
+"""A step may take this much of the strictest time per token: more happens than steps."""
+_FEWEST = 16
+"""Tokens of a chunk that is worth a step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """`work` is what the step takes already."""
+
+    times: StepTimes
+    most_s: float
+    work: StepWork = field(default_factory=StepWork)
+
+    @staticmethod
+    def of(own: Iterable[Sequence], times: StepTimes | None) -> Pace | None:
+        """None where nobody has asked for a pace, or nothing is known of steps."""
+        asked = [s.spec.tpot_s for s in own if s.spec.tpot_s is not None]
+        if times is None or not asked:
+            return None
+        return Pace(times=times, most_s=USED * min(asked))
+
+    def take(self, decoding: Iterable[Sequence]) -> None:
+        lengths = [sequence.length for sequence in decoding]
+        self.work += decode_work(len(lengths), sum(lengths))
+
+    def chunk(self, tokens: int, computed: int) -> None:
+        self.work += prefill_work(tokens, computed)
+
+    def bears(self, lent: Ordered[Sequence]) -> int:
+        """How many of them may take their next token too, the first ones first."""
+        tokens = [0, *accumulate(sequence.length for sequence in lent)]
+
+        def step_s(count: int) -> float:
+            return self._step_s(self.work + decode_work(count, tokens[count]))
+
+        return bisect_right(range(1, len(tokens)), self.most_s, key=step_s)
+
+    def bears_chunk(self, tokens: int, computed: int) -> int:
+        """How many of so many tokens; 0: not worth it."""
+        while tokens and self._step_s(self.work + prefill_work(tokens, computed)) > self.most_s:
+            tokens = tokens // 2 if tokens >= 2 * _FEWEST else 0
+        return tokens
+
+    def _step_s(self, work: StepWork) -> float:
+        try:
+            return self.times.step_s(work)
+        except NotCovered:
+            return 0.0

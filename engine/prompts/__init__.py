@@ -1,0 +1,1 @@
+"""Prompts that wait to be computed, at a prefill worker or at a router: in which order."""

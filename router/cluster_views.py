@@ -1,0 +1,102 @@
+"""What a router can tell of its cluster: the part of `Dispatcher` that changes nothing."""
+
+from __future__ import annotations
+
+import time
+
+from kvpool.tenants import tenant_label
+from kvrelay.messages import LinkState
+from kvrelay.types import Incarnation
+from kvrelay.v1.admin_pb2 import GetKvResponse
+from router import ladder_told, quarantine_told
+from router.core import RouterCore
+from router.generation import (
+    LinkStatus,
+    ModelFacts,
+    PoolNodeStatus,
+    QuarantinedPair,
+    TierStatus,
+    WorkerStatus,
+)
+from router.kv_reports import kv_reports
+from router.link import WorkerLink
+from router.pool_nodes import PoolNodes
+from router.view import WorkerView
+
+
+class ClusterViews:
+    """`attached`: # worker |-> its link, while there is one"""
+
+    def __init__(self, core: RouterCore) -> None:
+        self.core = core
+        self.pools = PoolNodes()
+        self.attached: dict[Incarnation, WorkerLink] = {}
+
+    def ready(self) -> bool:
+        return self.core.workers.longest_tokens > 0
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return tuple(self._status(view) for view in self.core.workers.values())
+
+    def _status(self, view: WorkerView) -> WorkerStatus:
+        hello = view.hello
+        link = self.attached.get(hello.incarnation)
+        return WorkerStatus(
+            name=hello.name,
+            address=link.address if link is not None else "",
+            incarnation=hello.incarnation,
+            role=hello.role,
+            device=hello.device,
+            transport=hello.transport,
+            total_blocks=hello.total_blocks,
+            block_size=hello.block_size,
+            counters=view.counters,
+            step_times=hello.step_times,
+            links=tuple(self._link_status(state) for state in view.counters.links),
+        )
+
+    def _link_status(self, state: LinkState) -> LinkStatus:
+        return LinkStatus(
+            peer=self.core.workers.name_of(state.peer),
+            transport=state.transport,
+            bytes_per_s=state.bytes_per_s,
+            latency_s=state.latency_s,
+        )
+
+    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
+        return self.pools.statuses()
+
+    def moved_requests(self) -> int:
+        return self.core.moving.moved
+
+    def local_prefills(self) -> int:
+        return self.core.dispatching.local_prefills
+
+    def queued_prompts(self) -> int:
+        return len(self.core.dispatching.queue or ())
+
+    def promises(self) -> dict[str, int]:
+        """# what became of a retry time |-> how often"""
+        told = self.core.promises
+        return {"kept": told.kept, "broken": told.broken, "expired": told.expired}
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]:
+        core = self.core
+        return quarantine_told.statuses(core.quarantine, core.workers, time.monotonic())
+
+    def tiers(self) -> tuple[TierStatus, ...]:
+        return ladder_told.statuses(self.core.ladders, time.monotonic())
+
+    def model(self) -> ModelFacts | None:
+        return self.core.workers.model()
+
+    def running_requests(self) -> int:
+        return len(self.core.requests)
+
+    async def debug_kv(self) -> GetKvResponse:
+        links = list(self.attached.values())
+        return await kv_reports(links, self.pools.links(), self._tenant_of)
+
+    def _tenant_of(self, request_id: str) -> str:
+        request = self.core.requests.get(request_id)
+        return tenant_label(request.submitted.tenant) if request is not None else ""

@@ -1,0 +1,118 @@
+"""Where a request goes, or why it goes nowhere. Pure; part of a router's core.
+
+Placement suggests, admission judges; as asked first, then as the request's tier lets it degrade.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import inf
+
+from kvrelay.qos import QosTiers
+from kvrelay.types import RequestSpec
+from router.admitting.capacity import Capacity
+from router.admitting.policy import AdmissionPolicy, Verdict
+from router.degrading import deferred, less_output_helps, stricter, tripped, ways
+from router.demand import Demand
+from router.directory import Directory
+from router.forecast.forecast import Forecast
+from router.ladder import Ladders, Step
+from router.latency.output_lengths import OutputLengths
+from router.placing.policy import PlacementPolicy
+from router.prefixes import HeldPrefixes
+from router.promises import NOTHING_PROMISED, Promised, Promises
+from router.quarantine import Quarantine
+from router.refusal import Refusal
+from router.request import Request
+from router.waiting import WaitingRoom
+from router.workers import Workers
+
+EXPECTED = 0.5
+"""The quantile of its tier's output lengths that a request is expected to have."""
+SOON_S = 0.5
+"""Who is to come back later than this finds the worker done with whoever is taken now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deciding:
+    """Reads what the core knows, and changes none of it but a request's cap."""
+
+    placing: PlacementPolicy
+    admitting: AdmissionPolicy
+    workers: Workers
+    requests: dict[str, Request]
+    directory: Directory
+    lengths: OutputLengths
+    promises: Promises
+    waiting: WaitingRoom
+    quarantine: Quarantine
+    ladders: Ladders
+    forecast: Forecast
+    tiers: QosTiers
+
+    def consider(
+        self, request: Request, otherwise: Refusal, now_s: float
+    ) -> tuple[Demand, Verdict]:
+        """As asked, or if need be as its tier allows: with less output, or later."""
+        if request.admitted:
+            demand = self.demand(request, request.spec, now_s)
+            return demand, self._judge(request, demand, otherwise, now_s)
+        request.capped_tokens = None
+        demand, tier = self.demand(request, request.spec, now_s), request.tier
+        ladder = self.ladders.highest(tier)
+        if ladder is not None and ladder.step is Step.TRIP and not self._in_reserve(request):
+            return demand, tripped(tier, ladder, now_s)
+        refusal = otherwise
+        for way in ways(demand, tier, Step.NORMAL if ladder is None else ladder.step):
+            judged = way if ladder is None else stricter(way, ladder.rules)
+            verdict = self._judge(request, judged, otherwise, now_s)
+            if not isinstance(verdict, Refusal):
+                request.cap(way.spec.sampling.max_tokens)
+                return way, verdict
+            refusal = verdict if ladder is None else replace(verdict, hopeless=False)
+            if not less_output_helps(refusal, demand):
+                break
+        waited_s = self.waiting.waited_s(request.request_id, now_s)
+        return demand, deferred(refusal, tier, waited_s) or refusal
+
+    def _in_reserve(self, request: Request) -> bool:
+        """Whether the tier's own share of decode places has room for it, beside what other routers
+        have sent."""
+        taken = self.workers.held(request.tier.name) + len(request.choices)
+        return taken <= request.tier.own_places(self.workers.decode_places)
+
+    def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
+        """What was admitted once is taken wherever there is a place for it."""
+        objections = self.quarantine.objections(request.avoided, now_s)
+        choice = self.workers.choice(demand, request.tried, objections, self.forecast)
+        suggested = self.placing.candidates(demand, choice, now_s)
+        candidates = (one for one in suggested if choice.acceptable(one))
+        policy = Capacity() if request.admitted else self.admitting
+        return policy.judge(demand, candidates, otherwise, self.forecast, now_s)
+
+    def demand(self, request: Request, spec: RequestSpec, now_s: float) -> Demand:
+        return Demand(
+            spec=spec,
+            output_tokens=self._output_tokens(request, spec),
+            held=HeldPrefixes(spec, self.directory),
+            objectives=request.objectives,
+            tier=request.tier,
+            tiers=self.tiers,
+            waited_s=request.ledger.age_s(now_s),
+            promised=self._promised(request, -inf if request.promise else now_s + SOON_S),
+            line=self._promised(request, inf),
+        )
+
+    def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
+        """Of each choice, still to come."""
+        emitted, most = len(spec.emitted_ids), spec.sampling.max_tokens
+        expected = self.lengths.quantile(
+            request.tier.name, EXPECTED, max_tokens=most, emitted=emitted
+        )
+        return max(1, expected - emitted)
+
+    def _promised(self, request: Request, before_s: float) -> Promised:
+        """What goes before it at each worker though it isn't there yet."""
+        if request.admitted or not self.promises:
+            return NOTHING_PROMISED
+        return self.workers.per_worker(self.promises.before(before_s, request.tier.priority))

@@ -1,0 +1,62 @@
+"""What the fate of requests teaches: how far predictions were off, how long outputs are, whether a
+tier keeps its objectives. Pure; part of a router's core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.messages import Tokens
+from kvrelay.types import FinishReason
+from router.forecast.forecast import Forecast
+from router.ladder import Ladders
+from router.latency.output_lengths import OutputLengths
+from router.request import Request
+from router.workers import Workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    workers: Workers
+    lengths: OutputLengths
+    ladders: Ladders
+    forecast: Forecast
+
+    def begun(self, request: Request, now_s: float) -> None:
+        """Its first token has come, before anyone has counted it."""
+        if any(choice.next_index for choice in request.choices):
+            return
+        if request.submitted.objectives.ttft_s is None:  # it is held to its tier's objective
+            self.ladders.saw_ttft(request.tier.name, request.ledger.age_s(now_s), now_s)
+        predicted = request.predicted
+        if predicted is not None and not request.disturbed:
+            self.forecast.ttft.observe(
+                predicted.prompt.first_token_s,
+                now_s - request.placed_s,
+                undisturbed=predicted.prompt.queue_s <= 0,
+            )
+
+    def choice_grown(self, request: Request, event: Tokens) -> None:
+        if event.finish_reason is not None:
+            tokens = request.choices[event.choice].next_index
+            was_cut = event.finish_reason is not FinishReason.STOP
+            self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
+
+    def ended(self, request: Request, now_s: float) -> None:
+        """Its last token has come."""
+        actual_s = request.tpot_s()
+        if actual_s is None:
+            return
+        if request.submitted.objectives.tpot_s is None:
+            self.ladders.saw_tpot(request.tier.name, actual_s, now_s)
+        expected_s = self._expected_tpot_s(request)
+        if expected_s is not None:
+            self.forecast.tpot.observe(expected_s, actual_s, undisturbed=False)
+
+    def _expected_tpot_s(self, request: Request) -> float | None:
+        """Beside the longest steps that it was to have with those admitted after it."""
+        predicted, placement = request.predicted, request.placement
+        if predicted is None or placement is None:
+            return None
+        worker = self.workers.get(placement.decode)
+        worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
+        return max(0.0, worst_s - predicted.decode.step_s) + predicted.tpot_s

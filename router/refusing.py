@@ -1,0 +1,34 @@
+"""What a refused client is told: when to come back, as a promise where one can be given. Pure; part
+of a router's core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from router.promises import Promises, digest_of
+from router.refusal import Refusal
+from router.release_clock import ReleaseClock
+from router.request import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusing:
+    promises: Promises
+    releases: ReleaseClock = field(default_factory=ReleaseClock)
+
+    def told(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
+        if request.promise is not None:
+            self.promises.settle(kept=False)
+        if refusal.retry_after_s is None and not refusal.hopeless:
+            refusal = replace(refusal, retry_after_s=self.releases.retry_after_s())
+        return self._promise(request, refusal, now_s)
+
+    def _promise(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
+        soonest_s = refusal.retry_after_s
+        if refusal.work is None or soonest_s is None:
+            return refusal
+        digest = digest_of(request.spec)
+        retry_after_s = self.promises.make(
+            digest, refusal.work, soonest_s, now_s, request.tier.priority
+        )
+        return replace(refusal, retry_after_s=retry_after_s)

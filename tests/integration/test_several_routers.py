@@ -1,0 +1,259 @@
+"""Several real routers over one set of workers: what each can't know, the workers settle."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster import kv_status
+from kvpool.tenants import tenant_label
+from kvrelay.client import Client
+from kvrelay.errors import ConfigError
+from kvrelay.qos import QosTier, QosTiers
+from kvrelay.types import Incarnation, Role
+from router.policies import Policies
+from router.preload import PreloadText
+from router.tier_match import TierMatch
+from tests.integration.split_kit import (
+    PATIENCE_S,
+    Cluster,
+    RouterThread,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+from tests.integration.test_cluster_life import TOKENS, ask_all, kv_bytes, load, prompts
+from tests.reference import assert_same_tokens, generate_reference
+
+Hosts = tuple[WorkerHost, WorkerHost]
+
+
+@contextmanager
+def router_beside(first: Cluster, model: Path, **changes: Any) -> Iterator[Cluster]:
+    """One more router over the same workers, clean at the end."""
+    thread = RouterThread(model, process="router-1", **changes)
+    try:
+        workers = first.router.process.dispatcher.workers()
+        for worker in workers:
+            thread.call(thread.process.add_worker(worker.address))
+        dispatcher = thread.process.dispatcher
+        wait_until(lambda: len(dispatcher.workers()) == len(workers), "all workers joined")
+        url = f"http://127.0.0.1:{thread.address.http_port}"
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
+            cluster = Cluster(thread, http)
+            yield cluster
+            cluster.assert_clean()
+    finally:
+        thread.close()
+
+
+@contextmanager
+def routers(
+    count: int, model: Path, workers: list[tuple[WorkerHost, Any]], **changes: Any
+) -> Iterator[list[Cluster]]:
+    with ExitStack() as stack:
+        first = stack.enter_context(running_cluster(model, workers, **changes))
+        others = (
+            stack.enter_context(router_beside(first, model, **changes)) for _ in range(count - 1)
+        )
+        yield [first, *others]
+
+
+def split_workers(hosts: Hosts, model: Path, **changes: Any) -> list[tuple[WorkerHost, Any]]:
+    return [
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, model, **changes)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, model, **changes)),
+    ]
+
+
+def held_by_directory(cluster: Cluster) -> dict[Incarnation, dict[object, set[bytes]]]:
+    held = cluster.router.process.dispatcher.core.directory._held
+    tiers = {worker: {tier: {*b} for tier, b in of.items() if b} for worker, of in held.items()}
+    return {worker: of for worker, of in tiers.items() if of}  # type: ignore[misc]
+
+
+def metric(cluster: Cluster, name: str) -> float:
+    text = cluster.http.get("/metrics").text
+    found = re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.M)
+    return sum(map(float, found))
+
+
+# --- the same answers ---------------------------------------------------------------------------
+
+
+def test_requests_through_each_are_those_of_one(llama: Path, hosts: Hosts) -> None:
+    """All at once, through three; afterwards each tells of the same KV and of its own requests."""
+    asked = prompts(9, 200)
+    with routers(3, llama, split_workers(hosts, llama)) as three:
+        with ThreadPoolExecutor(3) as pool:
+            parts = list(pool.map(lambda i: ask_all(three[i], asked[i::3]), range(3)))
+        for cluster in three:
+            cluster.assert_clean()
+            assert metric(cluster, "kvrelay:request_success_total") == 3
+            assert metric(cluster, "kvrelay:num_requests_running") == 0
+        kept = [[w["cached_blocks"] for w in cluster.kv()] for cluster in three]
+        assert kept[0] == kept[1] == kept[2]
+    reference = load(llama)
+    for number, prompt in enumerate(asked):
+        found = parts[number % 3][number // 3]
+        assert_same_tokens(generate_reference(reference, prompt, tokens=TOKENS), found)
+
+
+def test_each_directory_knows_what_came_by_the_others_and_before(llama: Path, hosts: Hosts) -> None:
+    with routers(2, llama, split_workers(hosts, llama)) as (one, other):
+        ask_all(one, [list(range(2, 90))])
+        wait_until(lambda: len(held_by_directory(other)) == 2, "the other hears of new blocks")
+        with router_beside(one, llama) as late:
+            wait_until(lambda: len(held_by_directory(late)) == 2, "it hears of all there are")
+            ask_all(other, [list(range(100, 190))])
+
+            def all_agree() -> bool:
+                return held_by_directory(one) == held_by_directory(other) == held_by_directory(late)
+
+            wait_until(all_agree, "all know the same")
+            blocks = [len(b) for of in held_by_directory(late).values() for b in of.values()]
+            assert len(blocks) == 2 and min(blocks) >= 10, "both prompts, at both workers"
+
+
+def test_a_request_id_may_run_at_two_routers(llama: Path, hosts: Hosts) -> None:
+    prompt = prompts(1, 60)[0]
+    with routers(2, llama, split_workers(hosts, llama)) as pair:
+        headers = {"x-request-id": "mine"}
+        with ThreadPoolExecutor(2) as pool:
+            body = {"model": "test-model", "prompt": prompt, "max_tokens": 200, "temperature": 0}
+            body |= {"ignore_eos": True, "return_token_ids": True}
+
+            def ask(cluster: Cluster) -> httpx.Response:
+                return cluster.http.post("/v1/completions", json=body, headers=headers)
+
+            answers = list(pool.map(ask, pair))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, second = (answer.json()["choices"][0]["token_ids"] for answer in answers)
+    assert first == second
+
+
+def test_what_all_preload_is_computed_once(llama: Path, hosts: Hosts) -> None:
+    preload = (PreloadText(text="the quick brown fox " * 12, is_system=False),)
+    with routers(3, llama, split_workers(hosts, llama), preload=preload) as three:
+
+        def pinned() -> list[int]:
+            return [
+                sum(held["holder"].startswith("pinned") for held in worker["held"])
+                for worker in three[2].kv()
+                if worker["worker"] == "prefill-0"
+            ]
+
+        wait_until(lambda: pinned() == [1], "it is preloaded")
+        three[2].completion("hello", max_tokens=2)
+        views = three[2].router.process.dispatcher.core.workers.values()
+        (computed,) = [v.counters.prompt_tokens for v in views if v.hello.name == "prefill-0"]
+        (spec,) = three[0].router.process.dispatcher.core.preloads
+        assert computed < len(spec.prompt_ids) + 10
+
+
+def test_status_names_the_tenants_of_all_routers(llama: Path, hosts: Hosts) -> None:
+    with routers(2, llama, split_workers(hosts, llama)) as (one, other):
+        with Client(other.grpc_address) as client:
+            stream = client.stream([5, 6, 7], max_tokens=900, ignore_eos=True, tenant="acme")
+            with stream:
+                next(stream)
+                alone = kv_status.of_router(one.grpc_address)
+                found = kv_status.of_routers(["127.0.0.1:1", one.grpc_address, other.grpc_address])
+        with pytest.raises(ConfigError, match=r"127.0.0.1:1: no router answers"):
+            kv_status.of_routers(["127.0.0.1:1", "127.0.0.1:1"])
+    assert {held.tenant for worker in alone.workers for held in worker.held} == {""}
+    tenants = {held.tenant for worker in found.workers for held in worker.held}
+    assert tenants == {tenant_label("acme")}
+
+
+# --- what none of them knows alone --------------------------------------------------------------
+
+
+def test_places_are_the_workers_to_give(llama: Path, hosts: Hosts) -> None:
+    """Three routers at once, each with more than the two places there are."""
+    workers = split_workers(hosts, llama, max_running_requests=2)
+    with routers(3, llama, workers) as three, ThreadPoolExecutor(9) as pool:
+        body = {"model": "test-model", "prompt": [5, 6, 7], "max_tokens": 900, "ignore_eos": True}
+        together = Barrier(9)
+
+        def ask(number: int) -> httpx.Response:
+            together.wait(PATIENCE_S)
+            return three[number % 3].http.post("/v1/completions", json=body)
+
+        answers = list(pool.map(ask, range(9)))
+        codes = [answer.status_code for answer in answers]
+        assert codes.count(200) == 2 and codes.count(429) == 7, codes
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert {answer.json()["error"]["code"] for answer in refused} == {"slots_exhausted"}
+        assert all(float(answer.headers["retry-after-ms"]) > 0 for answer in refused)
+        views = three[0].router.process.dispatcher.core.workers.values()
+        assert sum(view.counters.preemptions for view in views) == 0
+
+
+def test_a_tier_gets_its_share_back_from_what_another_router_lent(
+    llama: Path, hosts: Hosts
+) -> None:
+    """Free requests of one router take all four places; two are premium's, who asks another."""
+    tiers = (QosTier(name="premium", share=0.5), QosTier(name="free", priority=1))
+    qos = QosTiers(tiers=tiers, default="free")
+    asked = prompts(4, 30)
+    workers = split_workers(hosts, llama, max_running_requests=4, qos=qos)
+    told = {"qos": qos, "tier_match": TierMatch(values={"premium": "premium"})}
+    with routers(2, llama, workers, **told) as (one, other), ThreadPoolExecutor(4) as pool:
+        fields = {"max_tokens": 600}
+        free = [pool.submit(ask_all, one, [prompt], **fields) for prompt in asked]
+        views = {v.hello.name: v for v in other.router.process.dispatcher.core.workers.values()}
+        decode = views["decode-0"]
+        wait_until(lambda: decode.counters.decode_sequences == 4, "free ones have all places")
+        body = {"model": "test-model", "prompt": [5, 6, 7], "max_tokens": 4}
+        premium = other.http.post(
+            "/v1/completions", json=body, headers={"x-customer-tier": "premium"}
+        )
+        assert premium.status_code == 200, premium.text
+        assert not any(future.done() for future in free), "they were still running"
+        found = [future.result()[0] for future in free]
+        assert decode.counters.preemptions >= 1
+        alone = [ask_all(one, [prompt], **fields)[0] for prompt in asked]
+    assert found == alone, "who yielded lost nothing"
+
+
+def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: Hosts) -> None:
+    """Memory for 640 tokens, and a request of 500 from each; the other worker opens when both
+    run."""
+    moves = Policies(admission="none", move_hot_spots=True, local_prefill=False)
+    small = worker_settings("small", Role.DECODE, llama, kv_memory_bytes=kv_bytes(llama, 640))
+    workers = [
+        (hosts[0], worker_settings("prefill", Role.PREFILL, llama)),
+        (hosts[1], small),
+        (hosts[0], worker_settings("large", Role.DECODE, llama)),
+    ]
+    asked = prompts(2, 60)
+    with routers(2, llama, workers, policies=moves) as pair:
+        cores = [cluster.router.process.dispatcher.core for cluster in pair]
+        views = [{v.hello.name: v for v in core.workers.values()} for core in cores]
+        stayed = [ask_all(pair[0], [prompt], max_tokens=500)[0] for prompt in asked]
+        for seen in views:
+            seen["large"].draining = True
+        with ThreadPoolExecutor(2) as pool:
+            found = [
+                pool.submit(ask_all, cluster, [prompt], max_tokens=500)
+                for cluster, prompt in zip(pair, asked, strict=True)
+            ]
+            small_ones = [seen["small"] for seen in views]
+            wait_until(
+                lambda: all(one.counters.decode_sequences == 2 for one in small_ones), "both decode"
+            )
+            for seen in views:
+                seen["large"].draining = False
+            assert [future.result()[0] for future in found] == stayed
+        assert sum(core.moving.moved for core in cores) > 0
+        assert all(not core.moving._pending for core in cores)

@@ -1,0 +1,85 @@
+"""Prompts in one queue at the router, for two real prefill workers, one of which dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay.types import Role
+from router.dispatching import is_free
+from router.policies import Policies
+from tests.integration.split_kit import (
+    Cluster,
+    WorkerHost,
+    running_cluster,
+    wait_until,
+    worker_settings,
+)
+from tests.integration.test_cluster_life import TOKENS, ask_all, load, prompts
+from tests.reference import assert_same_tokens, generate_reference
+
+SHARED = Policies(admission="none", shared_queue=True, local_prefill=False)
+
+
+def oldest_lease_s(cluster: Cluster) -> float:
+    held = [one for worker in cluster.kv() for one in worker["held"]]
+    return max((one["age_s"] for one in held if one["state"] == "leased"), default=0.0)
+
+
+@contextmanager
+def serving(llama: Path, doomed: WorkerHost, ttl_s: float = 30.0) -> Iterator[Cluster]:
+    with WorkerHost() as steady, WorkerHost() as decode:
+        workers = [
+            (steady, worker_settings("steady", Role.PREFILL, llama)),
+            (decode, worker_settings("decode", Role.DECODE, llama, lease_ttl_s=ttl_s)),
+        ]
+        with running_cluster(llama, workers, policies=SHARED) as cluster:
+            cluster.add(doomed, worker_settings("doomed", Role.PREFILL, llama))
+            yield cluster
+
+
+def test_a_worker_that_is_killed_costs_no_token_and_holds_only_what_it_had(llama: Path) -> None:
+    """Its prompts go on at the other one; those in the queue have not lost a moment."""
+    asked = prompts(12, 600)
+    with WorkerHost() as doomed, serving(llama, doomed) as cluster:
+        core = cluster.router.process.dispatcher.core
+        (view,) = [v for v in core.workers.values() if v.hello.name == "doomed"]
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(ask_all, cluster, asked)
+            wait_until(lambda: len(view.queue) > 0, "it has a prompt")
+            os.kill(doomed.pid, signal.SIGKILL)
+            doomed.process.wait()
+            answers = found.result()
+        wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
+    model = load(llama)
+    for prompt, tokens in zip(asked, answers, strict=True):
+        assert_same_tokens(generate_reference(model, prompt, tokens=TOKENS), tokens)
+
+
+def test_what_waits_at_the_router_keeps_its_place_at_the_decode_worker(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No prefill worker is free for longer than leases last."""
+    asked, busy = prompts(6, 600), threading.Event()
+    monkeypatch.setattr(
+        "router.dispatching.is_free", lambda worker: is_free(worker) and not busy.is_set()
+    )
+    with WorkerHost() as other, serving(llama, other, ttl_s=0.5) as cluster:
+        core = cluster.router.process.dispatcher.core
+        busy.set()
+        first = next(core.attempts)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(ask_all, cluster, asked)
+            wait_until(lambda: oldest_lease_s(cluster) > 2.0, "leases would be over")
+            assert len(core.dispatching.queue or ()) == 6
+            busy.clear()
+            answers = found.result()
+        assert all(len(tokens) == TOKENS for tokens in answers)
+        assert next(core.attempts) == first + 7, "none was tried again"

@@ -1,0 +1,100 @@
+"""Who sits on a lent place steps back for the pace of those on their own, and loses nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from decode_worker.scheduler import DecodeScheduler
+from engine.latency_fit import LinearTimes
+from engine.step import StepWanted
+from kvrelay.messages import Generate
+from kvrelay.types import RequestSpec
+from tests.unit.test_decode_scheduler import arrive, assert_idle
+from tests.unit.test_decode_shares import TIERS, of, running, scheduler
+from tests.unit.worker_kit import decode_scheduler, key, spec, the_step
+
+PER_SEQUENCE = LinearTimes(decode_knots=((1, 0.010), (2, 0.020), (3, 0.030), (4, 0.040)))
+
+
+def paced(tier: str, name: str, tpot_s: float | None, **more: int) -> RequestSpec:
+    return replace(of(tier, name, **more), tpot_s=tpot_s)
+
+
+def beside_free(
+    tpot_s: float | None, times: LinearTimes | None = PER_SEQUENCE, tier: str = "premium"
+) -> DecodeScheduler:
+    """Three free ones, and one that wants its pace; what steps take is known once they are here."""
+    one = scheduler()
+    for i in range(3):
+        arrive(one, paced("free", f"f{i}", 1.0, max_tokens=6))
+    arrive(one, paced(tier, "p", tpot_s, max_tokens=3))
+    one.batch.times = times
+    return one
+
+
+@pytest.mark.parametrize(
+    ("tpot_s", "there"),
+    [(0.05, 4), (0.035, 3), (0.034, 3), (0.033, 2), (0.012, 1), (0.001, 1), (None, 4)],
+)
+def test_as_many_go_on_as_its_pace_bears(tpot_s: float | None, there: int) -> None:
+    """Nine tenths of it are for steps."""
+    assert running(beside_free(tpot_s)) == ["p", "f0", "f1", "f2"][:there]
+
+
+def test_who_steps_back_keeps_its_blocks_and_goes_on_later() -> None:
+    one = beside_free(0.012)
+    blocks = one.batch.tables.free_blocks
+    assert running(one) == ["p"]
+    assert one.batch.tables.free_blocks == blocks
+    assert one.batch.roster.preemptions == 0
+    assert running(one) == ["p"]  # its last
+    assert running(one) == ["f0", "f1", "f2"]
+    while one.has_work:
+        running(one)
+    assert_idle(one)
+    assert one.generated_tokens == 3 * 5 + 2
+
+
+@pytest.mark.parametrize("times", [None, LinearTimes(decode_knots=((1, 9.0),))])
+def test_nobody_steps_back_where_nothing_is_known(times: LinearTimes | None) -> None:
+    assert running(beside_free(0.012, times=times)) == ["p", "f0", "f1", "f2"]
+
+
+def test_nobody_steps_back_for_one_on_a_lent_place() -> None:
+    assert running(beside_free(0.012, tier="free")) == ["f0", "f1", "f2", "p"]
+
+
+def test_context_counts_too() -> None:
+    times = LinearTimes(decode_knots=((4, 0.0),), decode_kv_token_s=0.001)
+    assert running(beside_free(0.0089, times=times)) == ["p", "f0"]  # 4 tokens each
+
+
+def test_what_is_computed_again_comes_in_smaller_chunks() -> None:
+    """Of a prompt of 64 that is prefilled beside premium, so that the step stays in its pace."""
+    times = LinearTimes(decode_knots=((4, 0.010),), prefill_token_s=0.001)
+    for tpot_s, chunk in ((0.2, 64), (0.05, 32), (0.03, 16), (0.02, 0)):
+        one = decode_scheduler(blocks=60, slabs=4, chunk=64, qos=TIERS, times=times)
+        arrive(one, paced("premium", "p", tpot_s))
+        one.handle(Generate(spec=paced("free", "long", None, tokens=64)), 0)
+        batch = the_step(one.handle(StepWanted(), 0)).batch
+        taken = {piece.key: len(piece.token_ids) for piece in batch.slices}
+        assert taken.pop(key("p")) == 1
+        assert taken == ({key("long"): chunk} if chunk else {})
+
+
+def test_premium_s_own_prompt_is_not_held_up() -> None:
+    times = LinearTimes(decode_knots=((4, 0.010),), prefill_token_s=0.001)
+    one = decode_scheduler(blocks=60, slabs=4, chunk=64, qos=TIERS, times=times)
+    arrive(one, paced("standard", "s", 0.02))
+    one.handle(Generate(spec=paced("premium", "long", None, tokens=64)), 0)
+    assert len(the_step(one.handle(StepWanted(), 0)).batch.slices) == 2
+
+
+def test_without_tiers_nobody_steps_back() -> None:
+    one = decode_scheduler(max_running=4)
+    for i in range(4):
+        arrive(one, replace(spec(f"r{i}", 3), tpot_s=0.012))
+    one.batch.times = PER_SEQUENCE
+    assert len(running(one)) == 4
