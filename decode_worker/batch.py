@@ -131,18 +131,10 @@ class Batch:
         yet."""
         size = self.tables.layout.block_size
         full_before = sequence.computed // size
-        if sequence.copies:
-            self.tables.copied(sequence.holder)
-            sequence.copies = False
         sequence.computed += tokens
         if sequence.computed // size > full_before and sequence.sketch is None:
             self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
         self.tables.trim(sequence.holder, sequence.computed)
-
-    def checked(self, sequence: Sequence) -> None:
-        """Its prompt's KV is right: it decodes from now on."""
-        sequence.sketch = None
-        self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
 
     def end(self, sequence: Sequence) -> None:
         """It has drawn its last token: what goes on from here finds all that was computed of it,
@@ -152,3 +144,8 @@ class Batch:
             rest = sequence[full * self.tables.layout.block_size : sequence.computed]
             self.tables.fill_partly(sequence.holder, sequence.names, rest)
         self.roster.drop(sequence)
+
+    def checked(self, sequence: Sequence) -> None:
+        """Its prompt's KV is right: it decodes from now on."""
+        sequence.sketch = None
+        self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)

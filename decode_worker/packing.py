@@ -146,23 +146,25 @@ class Packing:
             self.chosen.append((sequence, take))
 
     def _begin_like_another(self, sequence: Sequence) -> None:
-        """Behind the whole blocks that it shares with another, the tokens that still agree are
-        copied; at least the last one is run, for its logits."""
-        tokens, pairs = self.roster.tables.begin_like_another(
-            sequence.holder, sequence.names, sequence, end=sequence.end - 1
+        """What is cached of a block in part is copied."""
+        found, pairs = self.roster.tables.begin_like_another(
+            sequence.holder, sequence.names, sequence, sequence.end - 1
         )
-        if tokens:
-            sequence.begins_like_another(tokens)
+        if found:
+            sequence.begins_like_another(found)
             self.copies.append(pairs)
 
     def _try_resume(self, sequence: Sequence) -> bool:
         """Blocks for all of it; one that was preempted finds again what is still cached."""
         tables = self.roster.tables
-        # What is copied comes before: all of a block, if it was cached since this was opened.
-        ahead_tokens = self.budget + tables.layout.block_size
         if sequence.holder not in tables:
-            return self.roster.try_open(sequence, sequence.length, ahead_tokens, self.now_s)
-        end = min(sequence.length, sequence.computed + ahead_tokens)
+            return self.roster.try_open(sequence, sequence.length, self._ahead_tokens, self.now_s)
+        end = min(sequence.length, sequence.computed + self._ahead_tokens)
         return tables.try_grow(
             sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
         )
+
+    @property
+    def _ahead_tokens(self) -> int:
+        """A chunk, and what may be copied before it: all of a block that was cached meanwhile."""
+        return self.budget + self.roster.tables.layout.block_size

@@ -156,6 +156,7 @@ class Roster:
         """The step is over; those dropped meanwhile hold nothing any more."""
         ran, self.on_device = self.on_device, ()
         for sequence, _ in ran:
+            self.tables.copied(sequence.holder)
             if sequence.dropped:
                 self.tables.release(sequence.holder)
         return ran

@@ -42,7 +42,6 @@ class Sequence:
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
-    copies: bool = False  # the step on the device copies the last of `computed` from another's
     joined: bool = False
     dropped: bool = False
     sketch: LogitSketch | None = None
@@ -65,15 +64,6 @@ class Sequence:
         """What is to be run next ends here."""
         return self.length if self.sketch is None else self.spec.context_tokens
 
-    def begins_like_another(self, tokens: int) -> None:
-        """The step that is put together copies the KV of so many more."""
-        self.copies = True
-        self.computed += tokens
-        if not self.joined:
-            self.cached += tokens
-            if self.origin is PrefixOrigin.COMPUTED:
-                self.origin = PrefixOrigin.DEVICE
-
     def part(self, choice: int, token_id: int) -> Sequence:
         """One choice of it, that goes on with `token_id`."""
         return Sequence(
@@ -86,6 +76,14 @@ class Sequence:
             computed=self.computed,
             joined=self.joined,
         )
+
+    def begins_like_another(self, tokens: int) -> None:
+        """So many more of its first tokens need not be computed."""
+        self.computed += tokens
+        if not self.joined:
+            self.cached += tokens
+            if self.origin is PrefixOrigin.COMPUTED:
+                self.origin = PrefixOrigin.DEVICE
 
     def __getitem__(self, positions: slice) -> tuple[int, ...]:
         """Token ids at `[start, stop)`, of the prompt and emitted ones."""

@@ -24,8 +24,8 @@ from kvrelay.types import Role
 from router.policies import Policies
 
 PATIENCE_S = 60.0
-_SETTINGS = TypeAdapter(WorkerSettings)
 ALWAYS_SPLIT = Policies(local_prefill=False)
+_SETTINGS = TypeAdapter(WorkerSettings)
 REPOSITORY = Path(__file__).parents[2]
 
 
