@@ -28,7 +28,7 @@ from kvpool.codec import Codec
 from kvpool.layout import BlockId, Tables
 from kvpool.memory_collate import read_slab, slab_bytes, write_slab
 from kvpool.piece import Piece, cut_span
-from kvpool.transfer_plan import TokenSpan
+from kvpool.write import TokenSpan
 from kvrelay.types import RequestKey, Sampling
 
 _TEXT = Path(__file__).parents[1] / "README.md"

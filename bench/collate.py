@@ -22,7 +22,8 @@ from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import Side, TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Side, TokenSpan, Write
 
 _BLOCK_SIZE = 16
 _KV = (Plane(name="k", heads=8, dim=128), Plane(name="v", heads=8, dim=128))

@@ -23,8 +23,9 @@ from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.step import SampleRequest, SequenceSlice, StepBatch
+from kvpool.holder import Holder
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestKey, Sampling
 
 BLOCK_SIZES = (16, 32, 64)

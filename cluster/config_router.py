@@ -72,6 +72,15 @@ class Router(Section):
         return http, grpc
 
     @model_validator(mode="after")
+    def _one_queue(self) -> Router:
+        if self.replicas > 1 and self.dispatch == "shared_queue":
+            raise ValueError(
+                "one router with dispatch: shared_queue: each would have a queue of its own, which "
+                "the others know nothing of"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ports_apart(self) -> Router:
         http, grpc = ({*ports} - {0} for ports in zip(*self._all_ports(), strict=True))
         if common := http & grpc:

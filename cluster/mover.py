@@ -32,9 +32,9 @@ from kvpool.memory_direct import fetch
 from kvpool.pull import BlocksPulled, PullBlocks
 from kvpool.slab import HEADER_BYTES
 from kvpool.slabs import SlabId
-from kvpool.transfer_plan import Side, Write
 from kvpool.transport.base import RegionName
 from kvpool.transport.endpoints import SharedRegion
+from kvpool.write import Side, Write
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 

@@ -28,9 +28,6 @@ class RouterStreams:
         """Whether something is held of the request, or was a moment ago."""
         return key in self._routes
 
-    def __len__(self) -> int:
-        return len(self._outbox)
-
     @property
     def idle(self) -> bool:
         return not self._routes

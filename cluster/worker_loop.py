@@ -221,23 +221,18 @@ class WorkerLoop:
                     self._execute(self.prefill.handle(event, self._now()))
             case _ if isinstance(event, PoolNews):
                 self._from_pool(event)
-            case RouterJoined() | RouterLost():
-                self._routers_changed(event)
+            case RouterJoined(stream=stream):
+                self._streams.join(stream)
+            case RouterLost(stream=stream):
+                for key in self._streams.leave(stream):
+                    if key not in self._preloads:
+                        self._both(Abort(key=key))
             case Call(function=function):
                 function()
             case Crashed(error=error):
                 raise error
             case Close():
                 self._closing = True
-
-    def _routers_changed(self, event: RouterJoined | RouterLost) -> None:
-        if isinstance(event, RouterJoined):
-            self._streams.join(event.stream)
-        else:
-            for key in self._streams.leave(event.stream):
-                if key not in self._preloads:
-                    self._both(Abort(key=key))
-        self.decode.admission.several_routers = len(self._streams) > 1
 
     def _from_peer(self, event: FromPeer) -> None:
         kind = type(event.message)

@@ -8,7 +8,7 @@ step, and waits until one is free (`Standing`); and those on lent places step ba
     tier_share_exhausted   beyond its share, no place is free, another tier would still get one
     slots_exhausted        beyond its share, no place is free, nobody would get one
     tpot_unreachable       beyond its share, steps would take longer than it or another may bear,
-                           by a tenth; a single router foresees that better
+                           by a tenth
     kv_exhausted           no blocks; within its share also none of those on lent places
 
 What is running, waiting, being checked, on its way and asking counts. Only requests that bring a
@@ -33,14 +33,11 @@ from kvrelay.types import RequestSpec
 TPOT_MARGIN = 1.1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """`several_routers` ask: what they can't know of each other is judged here."""
-
     receiver: Receiver
     batch: Batch
     canary: Canary
-    several_routers: bool = False
 
     @property
     def standing(self) -> Standing:
@@ -93,7 +90,7 @@ class Admission:
         return "tier_share_exhausted" if others else "slots_exhausted"
 
     def _breaks_tpot(self, spec: RequestSpec, sequences: int) -> bool:
-        if spec.tpot_s is None or self.batch.times is None or not self.several_routers:
+        if spec.tpot_s is None or self.batch.times is None:
             return False
         coming = [spec, *self._coming()]
         specs = (*coming, *(sequence.spec for sequence in self._here()))

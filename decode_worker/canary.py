@@ -19,7 +19,8 @@ from decode_worker.reservation import Arrived
 from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch, StepOutcome
 from kvpool.canary import LogitSketch
 from kvpool.copies import CopyPairs
-from kvpool.tables import BlockTables, Holder
+from kvpool.holder import Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestKey, RequestSpec, Sampling
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvpool.handoff import PieceAhead, SlabFilled, SlabLent
 from kvpool.handoff_events import ReplaceSlab, SendPeer, SlabReplaced
 from kvpool.slabs import Expired, LeaseId, SlabId, SlabPool
-from kvpool.transfer_plan import Write
+from kvpool.write import Write
 from kvrelay.types import Incarnation, RequestKey
 
 

@@ -12,7 +12,7 @@ from kvpool.layout import KvLayout, Tables
 from kvpool.link_cost import LinkCost, Way
 from kvpool.piece import check_cut, holds, source_side, transfer_shape
 from kvpool.pool_map import KvFacts
-from kvpool.transfer_plan import Side, Write
+from kvpool.write import Side, Write
 from kvrelay.types import Incarnation
 
 

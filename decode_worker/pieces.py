@@ -21,7 +21,7 @@ from kvpool.handoff import (
     SlabFilled,
 )
 from kvpool.handoff_events import PieceFetched, ScatterSlab, SendPeer, SlabScattered
-from kvpool.transfer_plan import Write
+from kvpool.write import Write
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation, RequestKey
 

@@ -8,8 +8,8 @@ from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch, first_query
 from kvpool.handoff import Commit, Committed, PieceAhead
 from kvpool.handoff_events import FetchPiece, SendPeer
-from kvpool.tables import Holder
-from kvpool.transfer_plan import Write
+from kvpool.holder import Holder
+from kvpool.write import Write
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from decode_worker.reservation import Arrived, Reservation
 from decode_worker.room import Room
 from kvpool.canary import is_chosen
+from kvpool.holder import Holder
 from kvpool.leases import LeaseTable
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
 

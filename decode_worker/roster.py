@@ -16,9 +16,10 @@ from itertools import accumulate, count
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
 from kvpool.block_names import HashChain
+from kvpool.holder import Holder
 from kvpool.openings import Openings
 from kvpool.restores import Restored
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.messages import Released, WorkerEvent
 from kvrelay.types import RequestKey, RequestSpec
 

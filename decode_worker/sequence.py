@@ -17,7 +17,7 @@ from engine.step import Sampled, SampleRequest
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
-from kvpool.tables import Holder
+from kvpool.holder import Holder
 from kvrelay.messages import Lifetime, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec, Sampling
 

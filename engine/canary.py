@@ -21,7 +21,7 @@ from kvpool.codec import Codec
 from kvpool.layout import BlockId, Tables
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.piece import cut_span
-from kvpool.transfer_plan import Side, TokenSpan
+from kvpool.write import Side, TokenSpan
 from kvrelay.types import RequestKey, Sampling
 
 _LENGTHS = tuple(range(1, 33))

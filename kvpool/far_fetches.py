@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvpool.hashes import BlockHash
+from kvpool.holder import Holder
 from kvpool.holding import places
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, WantPrefix
 from kvpool.restore_cost import RestoreCost
 from kvpool.restores import Restored
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 

@@ -10,7 +10,7 @@ from kvpool.link_cost import LinkCost
 from kvpool.piece import Piece
 from kvpool.pool_map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
-from kvpool.transfer_plan import Side, Write
+from kvpool.write import Side, Write
 from kvrelay.types import Incarnation, RequestKey
 from kvrelay.values import value
 

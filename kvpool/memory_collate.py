@@ -15,7 +15,7 @@ from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.piece import Piece
 from kvpool.plan import chunk_bytes
 from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
-from kvpool.transfer_plan import Side, Write
+from kvpool.write import Side, Write
 from kvrelay.errors import PeerError
 
 

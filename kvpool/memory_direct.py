@@ -12,8 +12,8 @@ import torch
 from kvpool.memory import KvMemory
 from kvpool.piece import paired_runs
 from kvpool.pool_map import KvFacts, PoolMap
-from kvpool.transfer_plan import Section, Side, Write
 from kvpool.transport.base import Connection, Read, RegionName
+from kvpool.write import Section, Side, Write
 from kvrelay.errors import PeerError
 
 

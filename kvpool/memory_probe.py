@@ -19,7 +19,8 @@ from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.plan import token_runs
 from kvpool.shard import Shard, ShardLayout
 from kvpool.slab import checksum
-from kvpool.transfer_plan import Side, TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Side, TokenSpan, Write
 
 _MOST_BYTES = 32 * 2**20
 _ROUNDS = 4  # of which the first warms up

@@ -19,7 +19,7 @@ from kvpool.memory import KvMemory
 from kvpool.memory_views import row_index
 from kvpool.pool_map import PoolMap
 from kvpool.reslice import End, GroupSlice, PlaneSlice
-from kvpool.transfer_plan import Section, Side
+from kvpool.write import Section, Side
 
 Bytes = NDArray[np.uint8]
 Index = NDArray[np.int64]

@@ -14,7 +14,7 @@ from kvpool.memory_codec import gather_changed, scatter_changed
 from kvpool.memory_rows import plane_rows, section_rows
 from kvpool.memory_views import plane_views, row_index
 from kvpool.reslice import End
-from kvpool.transfer_plan import Section, Side, Write
+from kvpool.write import Section, Side, Write
 
 
 def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:

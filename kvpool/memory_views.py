@@ -15,7 +15,7 @@ from kvpool.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
 from kvpool.layout import BlockId
 from kvpool.memory import KvMemory
 from kvpool.reslice import End
-from kvpool.transfer_plan import Section
+from kvpool.write import Section
 
 _VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvpool.far_fetches import AskFar, FarFetches
 from kvpool.handoff_events import SendPeer
 from kvpool.hashes import BlockHash
+from kvpool.holder import Holder
 from kvpool.pool_client_events import (
     DropPrefix,
     PrefixFetched,
@@ -24,7 +25,7 @@ from kvpool.pull import PullBlocks
 from kvpool.pull_grants import PullGrants
 from kvpool.pulls import PullEvent, Pulls
 from kvpool.restores import Restored, Restores
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvpool.write_behind import WriteBehind
 from kvrelay.messages import PrefixSource
 from kvrelay.types import PrefixOrigin, RequestKey

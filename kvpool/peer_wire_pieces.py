@@ -18,7 +18,7 @@ from kvpool.peer_wire_key import decode_key, encode_key
 from kvpool.piece import Piece
 from kvpool.pull_wire import decode_blocks, encode_blocks
 from kvpool.slabs import LeaseId, SlabId
-from kvpool.transfer_plan import TokenSpan
+from kvpool.write import TokenSpan
 from kvrelay.errors import PeerError
 from kvrelay.v1 import peer_pb2 as pb
 

@@ -13,7 +13,8 @@ from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvpool.link_cost import TransferShape
 from kvpool.plan import TokenRun
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import Section, Side, TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Section, Side, TokenSpan, Write
 from kvrelay.errors import PeerError
 from kvrelay.values import value
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.hashes import BlockHash
-from kvpool.tables import BlockTables, Holder
+from kvpool.holder import Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestKey, RequestSpec
 
 _SIDE = "pinned"

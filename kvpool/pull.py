@@ -22,7 +22,8 @@ from kvpool.layout import KvLayout, Tables
 from kvpool.piece import PieceBlocks, span_tokens_most
 from kvpool.pool_map import KvFacts
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import Side, TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Side, TokenSpan, Write
 from kvrelay.types import Incarnation
 
 _HASHES_MOST = 1792

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpool.holder import Holder
 from kvpool.leases import LeaseTable
 from kvpool.piece import piece_blocks
 from kvpool.pull import (
@@ -18,7 +19,7 @@ from kvpool.pull import (
     pull_blocks_most,
     pulled_writes,
 )
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import Incarnation, RequestKey
 
 Reader = tuple[Incarnation, int]

@@ -19,6 +19,7 @@ from enum import Enum, auto
 from kvpool.handoff import PeerHello
 from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.hashes import BlockHash
+from kvpool.holder import Holder
 from kvpool.piece import source_side
 from kvpool.pool_map import KvFacts
 from kvpool.pull import (
@@ -34,7 +35,7 @@ from kvpool.pull import (
 )
 from kvpool.restore_cost import RestoreCost
 from kvpool.restores import Restored
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.errors import PeerError
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvpool.hashes import BlockHash
+from kvpool.holder import Holder
 from kvpool.holding import places
 from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.restore_cost import RestoreCost
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import PrefixOrigin, RequestKey
 
 

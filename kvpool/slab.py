@@ -13,7 +13,7 @@ import xxhash
 
 from kvpool.codec import Codec
 from kvpool.piece import Piece
-from kvpool.transfer_plan import TokenSpan
+from kvpool.write import TokenSpan
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION
 

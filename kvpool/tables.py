@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockPool, BlockState
@@ -19,33 +18,13 @@ from kvpool.copies import LEAST_COPIED_TOKENS, Copies, CopyPairs
 from kvpool.device_cache import DeviceCache
 from kvpool.eviction import DEFAULT_POLICY, open_policy
 from kvpool.hashes import BlockHash, SupportsTokens
+from kvpool.holder import HeldTables, Holder
 from kvpool.holding import Holding, real
 from kvpool.layout import KvLayout, Tables
 from kvpool.naming import Naming
 from kvpool.room import Room
 from kvpool.tenants import tenant_label
-from kvrelay.types import RequestKey, RequestSpec
-
-
-class Holder(NamedTuple):
-    """One choice of one request's try, on one side of the worker ("prefill" or "decode")."""
-
-    side: str
-    key: RequestKey
-    choice: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.side} {self.key}/{self.choice}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldTables:
-    """`tables` without the blocks that are not held."""
-
-    holder: Holder
-    state: BlockState
-    tables: Tables
-    since_s: float
+from kvrelay.types import RequestSpec
 
 
 @dataclass(slots=True)

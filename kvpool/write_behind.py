@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from kvpool.cached_block import CachedBlock
 from kvpool.hashes import BlockHash
+from kvpool.holder import Holder
 from kvpool.layout import NO_BLOCK
 from kvpool.pool_client_events import OfferBlocks, OfferedBlock
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestKey
 
 

@@ -16,8 +16,8 @@ from engine.step import Sampled, SampleRequest, SequenceSlice
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
+from kvpool.holder import Holder
 from kvpool.layout import Tables
-from kvpool.tables import Holder
 from kvrelay.messages import Lifetime, Prefill, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
 from prefill_worker.sender import Sender

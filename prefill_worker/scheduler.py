@@ -14,9 +14,10 @@ from engine.prompts.order import Order
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted
 from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
+from kvpool.holder import Holder
 from kvpool.openings import Openings
 from kvpool.restores import Restored
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.messages import Abort, Lifetime, Prefill, WorkerEvent
 from prefill_worker import handoffs
 from prefill_worker.handoffs import Handoffs

@@ -3,8 +3,8 @@ them: step by step, and back with hysteresis. Pure.
 
     normal -> tighten -> cap output -> trip
 
-A step up is taken at most every `hold_s`, upon latencies that were measured since the last one; a
-step down after `calm_s` well inside the objectives, or without requests.
+A step up is taken at most every `hold_s`, upon latencies of requests that came since the last one;
+a step down after `calm_s` well inside the objectives, or without requests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ladder:
     step: Step = Step.NORMAL
     ttft: Recent = field(init=False)
     tpot: Recent = field(init=False)
-    _stepped_s: float = -inf
+    stepped_s: float = -inf
     _uneasy_s: float = -inf  # when something was last outside or near its objective
 
     def __post_init__(self) -> None:
@@ -62,13 +62,13 @@ class Ladder:
 
     def falls_in_s(self, now_s: float) -> float:
         """Until the next step down, if it stays calm."""
-        return max(self._stepped_s, self._uneasy_s) + self.rules.calm_s - now_s
+        return max(self.stepped_s, self._uneasy_s) + self.rules.calm_s - now_s
 
     def _rested(self, seconds: float, now_s: float) -> bool:
-        return now_s - self._stepped_s >= seconds
+        return now_s - self.stepped_s >= seconds
 
     def _to(self, step: Step, now_s: float) -> None:
-        self.step, self._stepped_s = step, now_s
+        self.step, self.stepped_s = step, now_s
         self.ttft.clear()
         self.tpot.clear()
 
@@ -132,10 +132,17 @@ class Ladders:
         )
         return max(climbed, key=lambda one: one.step, default=None)
 
-    def saw_ttft(self, tier: str, seconds: float, now_s: float) -> None:
-        if tier in self._of:
-            self._of[tier].ttft.observe(seconds, now_s)
+    def saw_ttft(self, tier: str, seconds: float, *, begun_s: float, now_s: float) -> None:
+        ladder = self._judged(tier, begun_s)
+        if ladder is not None:
+            ladder.ttft.observe(seconds, now_s)
 
-    def saw_tpot(self, tier: str, seconds: float, now_s: float) -> None:
-        if tier in self._of:
-            self._of[tier].tpot.observe(seconds, now_s)
+    def saw_tpot(self, tier: str, seconds: float, *, begun_s: float, now_s: float) -> None:
+        ladder = self._judged(tier, begun_s)
+        if ladder is not None:
+            ladder.tpot.observe(seconds, now_s)
+
+    def _judged(self, tier: str, begun_s: float) -> Ladder | None:
+        """What was there before a step says nothing of what the step did."""
+        ladder = self._of.get(tier)
+        return None if ladder is None or begun_s < ladder.stepped_s else ladder

@@ -26,7 +26,9 @@ class Learning:
         if any(choice.next_index for choice in request.choices):
             return
         if request.submitted.objectives.ttft_s is None:  # it is held to its tier's objective
-            self.ladders.saw_ttft(request.tier.name, request.ledger.age_s(now_s), now_s)
+            age_s = request.ledger.age_s(now_s)
+            begun_s = now_s - age_s
+            self.ladders.saw_ttft(request.tier.name, age_s, begun_s=begun_s, now_s=now_s)
         predicted = request.predicted
         if predicted is not None and not request.disturbed:
             self.forecast.ttft.observe(
@@ -47,7 +49,8 @@ class Learning:
         if actual_s is None:
             return
         if request.submitted.objectives.tpot_s is None:
-            self.ladders.saw_tpot(request.tier.name, actual_s, now_s)
+            begun_s = now_s - request.ledger.age_s(now_s)
+            self.ladders.saw_tpot(request.tier.name, actual_s, begun_s=begun_s, now_s=now_s)
         expected_s = self._expected_tpot_s(request)
         if expected_s is not None:
             self.forecast.tpot.observe(expected_s, actual_s, undisturbed=False)

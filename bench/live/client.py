@@ -44,8 +44,17 @@ def request_bytes(one: Offered) -> bytes:
     }
     payload = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
-    head += f"x-customer-tier: {one.tier}\r\n" if one.tier else ""
+    for name, value in _headers(one).items():
+        head += f"{name}: {value}\r\n"
     return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
+
+
+def _headers(one: Offered) -> dict[str, str]:
+    found = {"x-customer-tier": one.tier} if one.tier else {}
+    for kind, seconds in (("ttft", one.ttft_s), ("tpot", one.tpot_s)):
+        if seconds is not None:
+            found[f"x-slo-{kind}-ms"] = f"{1000 * seconds:.3f}"
+    return found
 
 
 async def _send(port: int, request: bytes, heard: _Heard) -> None:

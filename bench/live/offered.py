@@ -27,13 +27,16 @@ class Mix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """`at_s` counts from the start of the load; `tier` empty: it names none."""
+    """`at_s` counts from the start of the load; `tier` empty: it names none. Objectives are its
+    own."""
 
     at_s: float
     prompt_ids: tuple[int, ...]
     max_tokens: int
     ignore_eos: bool
     tier: str = ""
+    ttft_s: float | None = None
+    tpot_s: float | None = None
 
 
 def poisson(

@@ -27,10 +27,11 @@ from cluster.sim.router import SimRouter
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TraceRequest
 from engine.latency import decode_work
+from kvrelay.messages import Reserve
 from router.admitting.policy import Admitted, Verdict
 from router.candidate import Candidate
 from router.demand import Demand
-from router.events import Aborted, Command, Deliver, Refuse
+from router.events import Aborted, Command, Deliver, Refuse, Send
 from router.forecast.forecast import Forecast
 from router.refusal import Refusal
 from router.request import Request
@@ -75,9 +76,12 @@ class PrefillSide:
 
 
 class JudgedAgain(SimRouter):
-    """Decode workers reject a computed prompt that would break a pace."""
+    """Decode workers reject a computed prompt that would break a pace, and none before."""
 
     def _execute(self, command: Command) -> None:
+        if isinstance(command, Send) and isinstance(command.message, Reserve):
+            spec = replace(command.message.spec, tpot_s=None)
+            command = replace(command, message=replace(command.message, spec=spec))
         if not isinstance(command, Deliver) or command.done or not self._rejects(command):
             super()._execute(command)
             return
@@ -134,7 +138,10 @@ def _cluster(policy: str, setting: Setting) -> Config:
         {"role": "decode", "replicas": setting.decode},
     ]
     cluster["scheduler"] = {"prefill_chunk_tokens": 8192, "max_running_requests": PLACES}
-    cluster["router"] = {"admission": {"policy": "none" if policy == "baseline" else policy}}
+    cluster["router"] = {
+        "placement": {"policy": "kv_aware", "local_prefill": "off"},
+        "admission": {"policy": "none" if policy == "baseline" else policy},
+    }
     simulation["pools"] = [{}, {"blocks": DECODE_BLOCKS}]
     simulation["slo"] = {"ttft": f"{setting.ttft_s}s", "tpot": f"{setting.tpot_s}s"}
     return Config.model_validate(cluster, strict=False)

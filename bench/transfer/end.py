@@ -13,11 +13,11 @@ import xxhash
 from bench.transfer.shape import Shape
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write
-from kvpool.transfer_plan import Side
 from kvpool.transport import memfd
 from kvpool.transport.base import Callbacks, Connection
 from kvpool.transport.probe import PROBE_BYTES
 from kvpool.transport.registry import open_endpoint
+from kvpool.write import Side
 from kvrelay.types import Incarnation
 
 FINGERPRINT = "0" * 32

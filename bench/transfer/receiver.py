@@ -19,8 +19,8 @@ from kvpool.memory_collate import read_slab
 from kvpool.memory_direct import fetch
 from kvpool.piece import Piece
 from kvpool.pool_map import KvFacts
-from kvpool.transfer_plan import Side
 from kvpool.transport.registry import schemes
+from kvpool.write import Side
 
 
 class Receiver(End):

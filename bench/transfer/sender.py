@@ -15,9 +15,9 @@ from kvpool.link_cost import LinkCost, TransferShape, Way, fit
 from kvpool.memory_collate import write_slab
 from kvpool.memory_probe import measure_copies
 from kvpool.piece import Piece, transfer_shape
-from kvpool.transfer_plan import Side, Write
 from kvpool.transport import probe
 from kvpool.transport.base import RegionName
+from kvpool.write import Side, Write
 
 MESSAGE_LINKS = ("nixl", "ucx")
 PATIENCE_S = 120.0

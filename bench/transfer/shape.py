@@ -9,7 +9,8 @@ from functools import lru_cache
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.shard import Shard, ShardLayout
 from kvpool.staging import Staging, plan_staging
-from kvpool.transfer_plan import TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import TokenSpan, Write
 
 SLABS = 4
 

@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from math import frexp
 
-_KEPT = 512
+_KEPT = 256
 _FEWEST = 20
 """Of fewer requests nothing is known."""
 _NEW_SHARE = 0.05
@@ -43,7 +43,12 @@ class Margin:
 
     def apply(self, predicted_s: float) -> float:
         """Within so many seconds, with the margin's confidence."""
-        off_s = self._off(_band(predicted_s)) * max(predicted_s, self.usual_s)
+        band = _band(predicted_s)
+        off = self._offs.get(band)
+        if off is None:
+            off = self._off(band)
+        usual_s = self.usual_s
+        off_s = off * (predicted_s if predicted_s > usual_s else usual_s)
         return self.overhead_s + predicted_s + off_s
 
     def growth(self, predicted_s: float) -> float:

@@ -16,8 +16,8 @@ from kvpool.memory import KvMemory
 from kvpool.memory_collate import write_slab
 from kvpool.piece import Piece, cut_span
 from kvpool.plan import chunk_bytes
-from kvpool.transfer_plan import TokenSpan, Write
 from kvpool.transport.base import Connection, RegionName
+from kvpool.write import TokenSpan, Write
 from tests.contract.transport_kit import Side, mapped_inode
 
 MODEL = "5a" * 16

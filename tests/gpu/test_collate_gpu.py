@@ -12,7 +12,8 @@ from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import Side, TokenSpan, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Side, TokenSpan
 
 pytestmark = pytest.mark.gpu
 _BLOCKS = 64

@@ -27,8 +27,8 @@ from kvpool.handoff_events import (
 )
 from kvpool.layout import KvLayout
 from kvpool.peer_wire import decode, encode
-from kvpool.transfer_plan import Side
 from kvpool.transport.base import MAX_MESSAGE_BYTES
+from kvpool.write import Side
 from kvrelay.messages import Abort, Prefill, WorkerEvent
 from kvrelay.types import Incarnation, RequestSpec, Role
 from tests.sim.model import LAYOUT, SLAB_BYTES, AnyWay

@@ -22,7 +22,7 @@ from kvpool.handoff_events import (
 )
 from kvpool.peer_wire import decode, encode
 from kvpool.slabs import SlabId
-from kvpool.transfer_plan import Side
+from kvpool.write import Side
 from kvrelay.messages import Abort
 from kvrelay.types import Incarnation
 from tests.sim.model import AnyWay

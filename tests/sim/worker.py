@@ -30,7 +30,7 @@ from kvpool.pool_map import KvFacts
 from kvpool.restores import Restores
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
-from kvpool.transfer_plan import Side
+from kvpool.write import Side
 from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
 from kvrelay.step_times import StepCoefficients

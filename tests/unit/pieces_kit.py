@@ -9,7 +9,7 @@ import torch
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.piece import Piece, cut_span
-from kvpool.transfer_plan import Side, TokenSpan, Write
+from kvpool.write import Side, TokenSpan, Write
 
 KV = (Plane(name="k", heads=2, dim=3), Plane(name="v", heads=2, dim=5))
 LATENT = (Plane(name="latent", heads=1, dim=7),)

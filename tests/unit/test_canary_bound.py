@@ -20,7 +20,7 @@ from kvpool.codec import Codec
 from kvpool.layout import BlockId
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.piece import cut_span
-from kvpool.transfer_plan import Side, TokenSpan
+from kvpool.write import Side, TokenSpan
 from kvrelay.types import RequestKey, Sampling
 from tests.models import VOCAB_SIZE, random_checkpoint
 

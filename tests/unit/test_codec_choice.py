@@ -20,7 +20,8 @@ from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.link_cost import LinkCost, TransferShape, Way
 from kvpool.memory_probe import measure_codecs
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import TokenSpan, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import TokenSpan
 
 KV = (Plane(name="k", heads=4, dim=64), Plane(name="v", heads=4, dim=64))
 LAYOUT = KvLayout(

@@ -17,7 +17,8 @@ from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import Section, Side, TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Section, Side, TokenSpan, Write
 from tests.unit.transfer_kit import Case, cases, draw_held
 
 _DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])

@@ -11,7 +11,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.step import RunStep, Sampled, StepDone, StepOutcome, StepWanted
 from kvpool.handoff import Commit, SlabFilled, SlabLent
 from kvpool.handoff_events import SlabScattered
-from kvpool.tables import Holder
+from kvpool.holder import Holder
 from kvrelay.messages import Abort, Generate, Released, ReserveRefused, Tokens
 from kvrelay.types import RequestKey, RequestSpec
 from tests.unit.worker_kit import (

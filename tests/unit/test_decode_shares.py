@@ -38,12 +38,10 @@ TIERS = QosTiers(
 def scheduler(
     *, blocks: int = 40, caching: bool = True, times: LinearTimes | None = None
 ) -> DecodeScheduler:
-    """Four places: one is premium's, one standard's. Several routers ask."""
-    made = decode_scheduler(
+    """Four places: one is premium's, one standard's."""
+    return decode_scheduler(
         blocks=blocks, slabs=4, max_running=4, caching=caching, qos=TIERS, times=times
     )
-    made.admission.several_routers = True
-    return made
 
 
 def of(tier: str, name: str, tokens: int = 3, **more: int) -> RequestSpec:
@@ -109,6 +107,14 @@ def test_of_those_on_lent_places_the_last_priority_s_newest_yields() -> None:
         arrive(one, of(tier, name))
     arrive(one, of("premium", "p"))
     assert running(one) == ["p", "s0", "s1", "f0"]
+
+
+def test_beyond_its_share_the_first_priority_yields_to_an_owner_too() -> None:
+    one = scheduler()
+    for i in range(4):
+        arrive(one, of("premium", f"p{i}"))
+    arrive(one, of("standard", "s"))
+    assert running(one) == ["p0", "s", "p1", "p2"]
 
 
 def test_who_lost_its_place_comes_again_and_nothing_is_lost() -> None:
@@ -199,13 +205,6 @@ def test_what_would_break_its_own_tpot_is_refused() -> None:
     asked(one, of("free", "f"))
     assert asked(one, replace(of("free", "a"), tpot_s=0.018)) == "tpot_unreachable"
     assert asked(one, replace(of("free", "b"), tpot_s=0.0185)) == "taken"  # within a tenth
-
-
-def test_a_single_router_has_judged_that_already() -> None:
-    one = scheduler(times=STEP_S)
-    one.admission.several_routers = False
-    asked(one, of("free", "f"))
-    assert asked(one, replace(of("free", "a"), tpot_s=0.018)) == "taken"
 
 
 def test_what_would_break_another_s_tpot_is_refused_if_it_has_one_itself() -> None:

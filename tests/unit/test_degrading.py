@@ -240,7 +240,7 @@ def test_without_patience_it_is_refused_at_once() -> None:
 
 def slow_down(at: RouterCore, now_s: float) -> list[Command]:
     for _ in range(100):
-        at.ladders.saw_tpot("gold", 0.4, now_s)
+        at.ladders.saw_tpot("gold", 0.4, begun_s=now_s, now_s=now_s)
     return says(at, "p", now_s=now_s)
 
 

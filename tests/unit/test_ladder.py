@@ -108,7 +108,7 @@ def test_only_tiers_with_objectives_have_one() -> None:
     assert list(Ladders(QosTiers())) == []
     tiers = QosTiers(tiers=(TIER, QosTier(name="free")), default="free", ladder=RULES)
     assert [one.tier for one in Ladders(tiers)] == [TIER]
-    Ladders(tiers).saw_ttft("free", 1.0, 0)
+    Ladders(tiers).saw_ttft("free", 1.0, begun_s=0, now_s=0)
 
 
 def test_a_step_holds_for_tiers_that_go_after_it_too() -> None:
@@ -116,7 +116,7 @@ def test_a_step_holds_for_tiers_that_go_after_it_too() -> None:
     ladders = Ladders(QosTiers(tiers=(TIER, free), default="free", ladder=RULES))
     assert ladders.highest(free) is None
     for _ in range(100):
-        ladders.saw_tpot("gold", 0.2, 0)
+        ladders.saw_tpot("gold", 0.2, begun_s=0, now_s=0)
     assert [(one.tier.name, cause) for one, cause in ladders.climb(0)] == [
         ("gold", "TPOT p99 is 200 ms, over 100 ms")
     ]
@@ -124,10 +124,31 @@ def test_a_step_holds_for_tiers_that_go_after_it_too() -> None:
     assert ladders.highest(QosTier(name="equal")) is None
 
 
+def test_of_several_the_one_that_has_climbed_most_holds() -> None:
+    silver, free = QosTier(name="silver", priority=1, objectives=TIER.objectives), "free"
+    last = QosTier(name=free, priority=2)
+    ladders = Ladders(QosTiers(tiers=(TIER, silver, last), default=free, ladder=RULES))
+    gold_s, silver_s = ladders
+    gold_s.step, silver_s.step = Step.TIGHTEN, Step.TRIP
+    assert ladders.highest(last) is silver_s
+    assert ladders.highest(TIER) is gold_s
+
+
+def test_requests_that_were_there_before_a_step_do_not_count() -> None:
+    ladders = Ladders(QosTiers(tiers=(TIER,), default="gold", ladder=RULES))
+    (one,) = ladders
+    feed(one.ttft, 1.25)
+    assert ladders.climb(5)
+    for begun_s in (4.9, 5.0):
+        ladders.saw_ttft("gold", 9.0, begun_s=begun_s, now_s=8)
+        ladders.saw_tpot("gold", 9.0, begun_s=begun_s, now_s=8)
+    assert list(one.ttft._ascending) == list(one.tpot._ascending) == [9.0]
+
+
 def test_it_looks_now_and_then() -> None:
     ladders = Ladders(QosTiers(tiers=(TIER,), default="gold", ladder=RULES))
     assert ladders.climb(0) == []
     for _ in range(100):
-        ladders.saw_tpot("gold", 0.2, 0)
+        ladders.saw_tpot("gold", 0.2, begun_s=0, now_s=0)
     assert ladders.climb(LOOKS_EVERY_S / 2) == []
     assert len(ladders.climb(LOOKS_EVERY_S)) == 1

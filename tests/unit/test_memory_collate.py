@@ -13,7 +13,7 @@ from kvpool.memory import KvMemory
 from kvpool.memory_collate import read_slab, write_slab
 from kvpool.piece import Piece
 from kvpool.slab import HEADER_BYTES
-from kvpool.transfer_plan import TokenSpan, Write
+from kvpool.write import TokenSpan, Write
 from kvrelay.errors import PeerError
 from tests.unit.pieces_kit import (
     BLOCKS,

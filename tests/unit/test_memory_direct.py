@@ -13,9 +13,9 @@ from kvpool.memory import KvMemory
 from kvpool.memory_direct import fetch
 from kvpool.piece import PieceBlocks, piece_blocks, source_side, transfer_shape
 from kvpool.pool_map import KvFacts, PoolMap
-from kvpool.transfer_plan import TokenSpan
 from kvpool.transport.base import Callbacks, Connection, Read, RegionName
 from kvpool.transport.loopback import LoopbackEndpoint
+from kvpool.write import TokenSpan
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 from tests.unit.pieces_kit import (

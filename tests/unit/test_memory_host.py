@@ -14,9 +14,10 @@ from kvpool.memory_host import HostBlocks, checksums, fetch_blocks, store_blocks
 from kvpool.memory_sections import gather_write
 from kvpool.shard import Shard, ShardLayout
 from kvpool.tier_blocks import PoolPlace
-from kvpool.transfer_plan import Side as Blocks
-from kvpool.transfer_plan import TokenSpan, cut
+from kvpool.transfer_plan import cut
 from kvpool.transport.base import Connection, Region
+from kvpool.write import Side as Blocks
+from kvpool.write import TokenSpan
 from kvrelay.errors import PeerError
 from tests.contract.transport_kit import Side as LinkSide
 

@@ -12,7 +12,8 @@ from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write, scatter_write
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import Side, TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Side, TokenSpan, Write
 from tests.unit.transfer_kit import Case, Move, Pool, carry_out, cases, new_trial
 
 

@@ -84,6 +84,35 @@ def test_what_is_computed_again_comes_in_smaller_chunks() -> None:
         assert taken == ({key("long"): chunk} if chunk else {})
 
 
+def test_the_strictest_pace_counts() -> None:
+    one = scheduler()
+    for name in ("f0", "f1"):
+        arrive(one, paced("free", name, None))
+    arrive(one, paced("premium", "p", 0.05))
+    arrive(one, paced("standard", "s", 0.025))
+    one.batch.times = PER_SEQUENCE
+    assert running(one) == ["p", "s"]
+
+
+def test_chunks_share_the_pace_with_those_that_decode_and_with_each_other() -> None:
+    """10 ms for each that decodes and 1 ms for each token of a prompt, of 45 ms."""
+    knots = ((1, 0.010), (2, 0.020), (4, 0.040))
+    times = LinearTimes(decode_knots=knots, prefill_token_s=0.001)
+    for others, chunks in ((["f0"], [16]), ([], [32])):
+        one = decode_scheduler(blocks=80, slabs=4, chunk=64, qos=TIERS)
+        for name in others:
+            arrive(one, paced("free", name, None))
+        arrive(one, paced("premium", "p", 0.05))
+        one.batch.times = times
+        for i in range(2):
+            request = replace(
+                paced("free", f"long{i}", None, tokens=64), prompt_ids=(i, *range(63))
+            )
+            one.handle(Generate(spec=request), 0)
+        batch = the_step(one.handle(StepWanted(), 0)).batch
+        assert [len(s.token_ids) for s in batch.slices if len(s.token_ids) > 1] == chunks
+
+
 def test_premium_s_own_prompt_is_not_held_up() -> None:
     times = LinearTimes(decode_knots=((4, 0.010),), prefill_token_s=0.001)
     one = decode_scheduler(blocks=60, slabs=4, chunk=64, qos=TIERS, times=times)

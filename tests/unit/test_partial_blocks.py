@@ -12,8 +12,9 @@ from kvpool.block_names import HashChain
 from kvpool.block_news import BlockNews
 from kvpool.blocks import BlockState
 from kvpool.copies import LEAST_COPIED_TOKENS, CopyPairs
+from kvpool.holder import Holder
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestKey
 
 SIZE = 4

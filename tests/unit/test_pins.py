@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.holder import Holder
 from kvpool.pins import Pins
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestSpec
 from tests.unit.worker_kit import BLOCK, LAYOUT, key, spec
 

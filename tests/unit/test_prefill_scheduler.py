@@ -20,7 +20,7 @@ from kvpool.openings import Openings
 from kvpool.piece import Piece, cut_span
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.tables import BlockTables
-from kvpool.transfer_plan import TokenSpan
+from kvpool.write import TokenSpan
 from kvrelay.messages import Abort, Lifetime, Released, RequestFailed, Tokens
 from kvrelay.types import FinishReason
 from prefill_worker.scheduler import PrefillScheduler

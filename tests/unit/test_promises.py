@@ -6,6 +6,7 @@ from math import inf
 import pytest
 
 from kvrelay.messages import Released, Reserved
+from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core import RouterCore
 from router.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
@@ -91,10 +92,21 @@ def test_times_are_put_off_until_most_are_kept() -> None:
 # --- in the router -------------------------------------------------------------------------------
 
 
-def submit(core: RouterCore, name: str, prompt: tuple[int, ...], now_s: float) -> list[Command]:
+def submit(
+    core: RouterCore,
+    name: str,
+    prompt: tuple[int, ...],
+    now_s: float,
+    *,
+    tier: str = "",
+    ttft_s: float = 2.5,
+) -> list[Command]:
     """A second of prefill, and two may wait for one."""
     asked = replace(
-        request(name, max_tokens=2), prompt_ids=prompt, objectives=Objectives(ttft_s=2.5)
+        request(name, max_tokens=2),
+        prompt_ids=prompt,
+        objectives=Objectives(ttft_s=ttft_s),
+        qos_tier=tier,
     )
     return core.handle(Submitted(request=asked), now_s)
 
@@ -103,9 +115,9 @@ def prompt(number: int) -> tuple[int, ...]:
     return tuple(range(number, number + 10))
 
 
-def busy() -> RouterCore:
+def busy(tiers: QosTiers = ONE_TIER) -> RouterCore:
     """A prefill worker that takes 0.1 s per token and has two prompts."""
-    core = RouterCore()
+    core = RouterCore(tiers=tiers)
     core.promises.delay_s = 0.0
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
@@ -143,6 +155,17 @@ def test_who_comes_back_in_time_goes_before_who_comes_anew() -> None:
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Refuse), "its place is promised"
     assert isinstance(submit(core, "x", prompt(10), max(again_s, 0.6))[0], Send)
+
+
+def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None:
+    tiers = QosTiers(
+        tiers=(QosTier(name="premium"), QosTier(name="free", priority=1)), default="free"
+    )
+    core = busy(tiers)
+    core.promises.claimed_share = 1.0
+    assert retry_of(submit(core, "x", prompt(10), 0)) == pytest.approx(0.5, abs=0.02)
+    (ask,) = submit(core, "new", prompt(20), 0.1, tier="premium", ttft_s=1.5)
+    assert isinstance(ask, Send)
 
 
 def test_what_became_of_promises_is_counted() -> None:
@@ -186,9 +209,9 @@ def test_where_little_is_known_lately_what_is_near_counts_too() -> None:
         margin.observe(1.0, 1.5, undisturbed=False)
         margin.observe(8.0, 8.8, undisturbed=False)
     assert margin.apply(32.0) == pytest.approx(32 * 1.1)
-    for _ in range(512):
+    for _ in range(256):
         margin.observe(1.0, 1.5, undisturbed=False)
-    assert margin.apply(8.0) == pytest.approx(8 * 1.5), "nobody dared it for long"
+    assert margin.apply(8.0) == pytest.approx(8 * 1.5, rel=1e-3), "nobody dared it for long"
 
 
 def test_the_margin_covers_the_asked_share_of_requests() -> None:
@@ -198,7 +221,7 @@ def test_the_margin_covers_the_asked_share_of_requests() -> None:
         margin.observe(1.0, 1.0 + i / 100, undisturbed=False)
     assert margin.apply(2.0) == pytest.approx(3.8, abs=0.04)
     assert margin.growth(2.0) == pytest.approx(1.9, abs=0.02)
-    for _ in range(512):
+    for _ in range(256):
         margin.observe(1.0, 1.1, undisturbed=False)
     assert margin.apply(1.0) == pytest.approx(1.1)
 

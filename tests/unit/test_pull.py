@@ -8,7 +8,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.step import StepWanted, Tick
 from kvpool.handoff import Commit, HandoffMode, PieceAhead, SlabFilled, SlabLent, TransferCancelled
 from kvpool.handoff_events import ScatterSlab, SlabScattered
-from kvpool.transfer_plan import TokenSpan
+from kvpool.write import TokenSpan
 from kvrelay.messages import Abort, Generate, Reserved
 from tests.unit.worker_kit import (
     BLOCK,

@@ -11,6 +11,7 @@ from kvpool.block_names import HashChain
 from kvpool.handoff import PeerHello, PeerMessage
 from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.hashes import BlockHash
+from kvpool.holder import Holder
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
@@ -23,9 +24,9 @@ from kvpool.pull_grants import PullGrants
 from kvpool.pulls import Pulls
 from kvpool.restore_cost import RestoreCost
 from kvpool.restores import Restored, Restores
-from kvpool.tables import BlockTables, Holder
-from kvpool.transfer_plan import Side
+from kvpool.tables import BlockTables
 from kvpool.transport.base import MAX_MESSAGE_BYTES
+from kvpool.write import Side
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 

@@ -6,11 +6,12 @@ import pytest
 
 from kvpool.block_names import HashChain
 from kvpool.blocks import BlockState
+from kvpool.holder import Holder
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
 from kvpool.pool_client_events import PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.restore_cost import RestoreCost
 from kvpool.restores import Restored, Restores
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvpool.write_behind import WriteBehind
 from kvrelay.types import PrefixOrigin, RequestKey
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvpool.codec import Codec
 from kvpool.piece import Piece
 from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
-from kvpool.transfer_plan import TokenSpan
+from kvpool.write import TokenSpan
 from kvrelay.errors import PeerError
 
 _MODEL = "0123456789abcdef" * 2

@@ -9,8 +9,9 @@ import pytest
 
 from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockState
+from kvpool.holder import Holder
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestKey
 
 SIZE = 4

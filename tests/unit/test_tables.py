@@ -7,8 +7,9 @@ import random
 import pytest
 
 from kvpool.blocks import BlockState
+from kvpool.holder import Holder
 from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.tables import BlockTables, Holder
+from kvpool.tables import BlockTables
 from kvrelay.types import RequestKey
 
 _PLANE = (Plane(name="k", heads=1, dim=2),)

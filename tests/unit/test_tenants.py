@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvpool import tenants
-from kvpool.tables import BlockTables, Holder
+from kvpool.holder import Holder
+from kvpool.tables import BlockTables
 from kvpool.tenants import TenantRoots, tenant_label
 from kvrelay.types import RequestKey
 from tests.unit.worker_kit import BLOCK, LAYOUT

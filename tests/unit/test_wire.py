@@ -35,8 +35,8 @@ from kvpool.handoff import (
 from kvpool.layout import DTYPE_BYTES
 from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool_map import KvFacts
-from kvpool.transfer_plan import TokenSpan
 from kvpool.transport.base import MAX_MESSAGE_BYTES
+from kvpool.write import TokenSpan
 from kvrelay import from_worker_wire, report_wire, to_worker_wire
 from kvrelay.errors import PeerError
 from kvrelay.messages import (

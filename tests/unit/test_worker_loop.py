@@ -193,18 +193,6 @@ def test_a_repeated_key_is_refused_and_the_first_goes_on() -> None:
     assert one.about("a") == ["Reserved", "Tokens", "Released"]
 
 
-def test_pace_is_judged_where_several_routers_ask() -> None:
-    worker = Harness()
-    admission, seen = worker.loop.decode.admission, []
-    worker.router()
-    other = worker.router()
-    for event in (Call(lambda: None), RouterLost(other)):
-        worker.inbox.put(event)
-        worker.run()
-        seen.append(admission.several_routers)
-    assert seen == [True, False]
-
-
 def test_a_router_that_is_gone_takes_its_requests_along() -> None:
     worker = Harness()
     gone, stays = worker.router(), worker.router()

@@ -20,7 +20,8 @@ from kvpool.memory_triton import gather_planes, scatter_planes
 from kvpool.memory_views import plane_views, row_index
 from kvpool.reslice import End
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import Section, Side, TokenSpan, Write, cut
+from kvpool.transfer_plan import cut
+from kvpool.write import Section, Side, TokenSpan, Write
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"
 _DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])

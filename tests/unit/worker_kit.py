@@ -17,7 +17,7 @@ from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool_map import KvFacts
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
-from kvpool.transfer_plan import TokenSpan
+from kvpool.write import TokenSpan
 from kvrelay.messages import Lifetime, Prefill, Reserve, Tokens, WorkerEvent
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Sampling
