@@ -125,6 +125,8 @@ class HostTier:
             case FetchWanted() as wanted:
                 self._fetch_wanted((worker, wanted.request_no), wanted, now_s)
             case FetchDone(request_no=number, damaged=damaged):
+                if (worker, number) not in self._fetches:  # wrong since they were stored
+                    self._spoil_on_disk(damaged)
                 self._close_fetch((worker, number))
                 self._blocks.spoil(damaged)
             case LookupWanted(request_no=number, hashes=hashes):

@@ -11,21 +11,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 from kvpool.codec import Codec, WireFormat
 from kvpool.layout import Tables
 from kvpool.reslice import GroupSlice, reslice
 from kvpool.shard import ShardLayout
+from kvpool.token_pieces import WRITE_TOKENS, even_pieces, least_tokens, split, token_pieces
 from kvpool.write import Section, Side, TokenSpan, Write
 from kvrelay.errors import ConfigError
-
-WRITE_TOKENS = 128
-"""Fewer tokens in a write cost more per byte than they save in waiting."""
-
-_GRAIN_TOKENS = 16
-"""Sections begin and end at multiples of it where they can: so with blocks of as many tokens, or of
-a multiple, whole blocks are copied. No worker's block size may matter: both cut alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,17 +155,17 @@ def _parts(source: ShardLayout, target: ShardLayout, sent: Sequence[int]) -> lis
 def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
     """The layers that travel in even pieces, as ranges of the model's layers."""
     layers = sorted(layer for part in parts for layer in part.layers)
-    for piece in _split(range(len(layers)), min(count, len(layers))):
+    for piece in split(range(len(layers)), min(count, len(layers))):
         yield range(layers[piece[0]], layers[piece[-1]] + 1)
 
 
 def _sections(part: _Part, seen: range, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
     """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces."""
-    least = _least_tokens(seen)
+    least = least_tokens(seen)
     layers_fit = _most(len(part.layers), staging_bytes, lambda n: part.nbytes(wire, n, least))
     if not layers_fit:
         _check_fits(part, wire, staging_bytes)
-    for members in _even_pieces(range(len(part.layers)), max(1, layers_fit)):
+    for members in even_pieces(range(len(part.layers)), max(1, layers_fit)):
         yield from _token_sections(part.narrow(members), seen, wire, staging_bytes)
 
 
@@ -181,7 +174,7 @@ def _token_sections(
 ) -> Iterator[Section]:
     layers = len(part.layers)
     tokens_fit = _most(len(seen), staging_bytes, lambda n: part.nbytes(wire, layers, n))
-    for tokens in _token_pieces(seen, tokens_fit):
+    for tokens in token_pieces(seen, tokens_fit):
         yield Section(
             part=part.part,
             last_layer=part.layers[-1],
@@ -214,45 +207,8 @@ def _packed(sections: Iterable[Section], wire: WireFormat, staging_bytes: int) -
         yield Write(sections=tuple(placed), wire=wire)
 
 
-def _least_tokens(seen: range) -> int:
-    """The smallest piece size with which pieces of `seen` all have 128 tokens (or all of them)."""
-    lead, grains = _grains(seen)
-    count = max(1, (len(seen) - lead) // WRITE_TOKENS)
-    return min(len(seen), lead + -(-grains // count) * _GRAIN_TOKENS)
-
-
-def _token_pieces(seen: range, most: int) -> list[range]:
-    """The fewest of at most `most` that are of whole grains, but for the ends of `seen`, and even
-    otherwise; of any tokens where these would be small."""
-    lead, grains = _grains(seen)
-    fit = (most - lead) // _GRAIN_TOKENS
-    if len(seen) > most and fit > 0:
-        parts = _even_pieces(range(grains), fit)
-        ends = [0, *(min(lead + part.stop * _GRAIN_TOKENS, len(seen)) for part in parts)]
-        pieces = [seen[start:end] for start, end in pairwise(ends)]
-        if min(map(len, pieces)) >= WRITE_TOKENS:
-            return pieces
-    return list(_even_pieces(seen, most))
-
-
-def _grains(seen: range) -> tuple[int, int]:
-    """Tokens before the first grain, and how many grains there are from then on."""
-    lead = -seen.start % _GRAIN_TOKENS
-    return lead, max(1, -(-(len(seen) - lead) // _GRAIN_TOKENS))
-
-
 def _most(count: int, room_bytes: int, nbytes: Callable[[int], int]) -> int:
     """The largest of 1..count whose `nbytes`, which never falls, fits; 0 if none does."""
     if nbytes(count) <= room_bytes:
         return count
     return bisect_right(range(1, count + 1), room_bytes, key=nbytes)
-
-
-def _even_pieces(whole: range, most: int) -> Iterator[range]:
-    """The fewest pieces of at most `most`, their sizes within one of each other."""
-    return _split(whole, -(-len(whole) // most))
-
-
-def _split(whole: range, count: int) -> Iterator[range]:
-    for i in range(count):
-        yield whole[len(whole) * i // count : len(whole) * (i + 1) // count]

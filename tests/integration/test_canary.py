@@ -186,6 +186,7 @@ def test_right_kv_is_never_suspected(
     with pool_node(handoff, family, tmp_path), running_cluster(model, workers) as cluster:
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda prompt: ask(cluster, prompt), asked))
+        wait_until(lambda: sum(checks(cluster, "decode-0").values()) >= len(asked), "all are told")
         found = checks(cluster, "decode-0")
     assert found["mismatched"] == 0
     assert found["passed"] + found["skipped"] == len(asked)

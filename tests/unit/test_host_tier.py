@@ -200,6 +200,16 @@ def test_a_damaged_block_is_served_no_more_until_it_is_stored_anew() -> None:
     assert node.core.books.counts()["free"] == 1, "the damaged place"
 
 
+def test_blocks_that_proved_wrong_later_are_served_no_more() -> None:
+    """Of no fetch that is open; nor are what is on disk of them."""
+    node = Node(places=2, slots=4)
+    node.store(*CHAIN[:2])
+    node.handle(SlotsWritten(batch=1, outcomes=(SlotOutcome.WRITTEN,) * 2))
+    node.say(FetchDone(request_no=9, damaged=(A, B)), BOB)
+    lookup = LookupWanted(request_no=6, hashes=(A, B))
+    assert node.say(lookup) == [LookedUp(request_no=6, host_blocks=0, disk_blocks=0)]
+
+
 def test_blocks_go_to_disk_and_come_back() -> None:
     node = Node(places=2, slots=4)
     spills = (

@@ -14,7 +14,8 @@ from kvpool.codec import Codec, WireFormat
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.reslice import GroupSlice, PlaneSlice, reslice
 from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import WRITE_TOKENS, cut
+from kvpool.token_pieces import WRITE_TOKENS
+from kvpool.transfer_plan import cut
 from kvpool.write import Section, TokenSpan, Write
 from kvrelay.errors import ConfigError
 from tests.unit.transfer_kit import Case, carry_out, cases, holds, new_trial, stage_layers
