@@ -9,7 +9,9 @@ from typing import NamedTuple
 from engine.latency import NotCovered, StepTimes, StepWork
 
 _NEW_SHARE = 0.05
-"""Weight of the newest step: after 14 the older ones count for half."""
+"""Weight of the newest step: after 14 the older ones count for half. The first ones weigh more."""
+_PROFILE_STEPS = 3
+"""Before any step the profile counts for so many."""
 _MOST_SURPRISE = log(4)
 """One step that was held up says no more than this."""
 _MOST = log(32)
@@ -45,11 +47,13 @@ class Correction:
 
     log_factor: float = 0.0
     factor: float = 1.0
+    _steps: int = _PROFILE_STEPS
 
     def observe(self, surprise: float) -> None:
         """`surprise`: the logarithm of actual by corrected seconds."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
-        learnt = self.log_factor + _NEW_SHARE * bounded
+        self._steps += 1
+        learnt = self.log_factor + max(_NEW_SHARE, 1 / self._steps) * bounded
         self.log_factor = max(-_MOST, min(_MOST, learnt))
         self.factor = exp(self.log_factor)
 

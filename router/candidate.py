@@ -26,6 +26,10 @@ class Candidate:
         return Placement(decode=self.decode.incarnation, prefill=prefill)
 
     @property
+    def workers(self) -> tuple[WorkerView, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+    @property
     def is_local(self) -> bool:
         """A decode worker computes the prompt itself, though there are others for that."""
         return self.prefill is None and self.decode.hello.role is Role.DECODE

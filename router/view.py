@@ -8,6 +8,7 @@ from math import inf
 from engine.latency import NotCovered, StepWork
 from kvrelay.messages import Counters, LinkState, WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
+from router.doubt import Doubt
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
 from router.forecast.step_peaks import StepPeaks
@@ -40,6 +41,7 @@ class WorkerView:
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     peaks: StepPeaks = field(default_factory=StepPeaks)
+    doubt: Doubt = field(default_factory=Doubt)
     draining: bool = False
     incarnation: Incarnation = field(init=False)
     naming: Naming = field(init=False)
@@ -115,6 +117,11 @@ class WorkerView:
     @property
     def prefills(self) -> bool:
         return self.hello.role is Role.PREFILL
+
+    @property
+    def is_idle(self) -> bool:
+        sequences = self.outlook.sequences or self.counters.running
+        return not (sequences or self.queue or self.counters.prefill_waiting_tokens)
 
     @property
     def decode_load(self) -> float:

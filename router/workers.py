@@ -131,6 +131,9 @@ class Workers(dict[Incarnation, WorkerView]):
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
         self.book_decode(demand, admitted, now_s)
         self.book_prefill(demand, admitted.candidate.prefiller, admitted.prediction.prompt, now_s)
+        if admitted.doubted:
+            for worker in admitted.candidate.workers:
+                worker.doubt.tried(now_s)
 
     @staticmethod
     def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:

@@ -16,8 +16,11 @@ from router.view import WorkerView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
+    """`doubted`: against what its workers say of their speed."""
+
     candidate: Candidate
     prediction: Prediction
+    doubted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,8 @@ breaks nobody's, at the time when it gets to each worker. Pure.
 A worker that nobody uses takes what is predicted to keep its objectives there, whatever the margins
 of predictions say: else nothing more would be learnt of them, and all be refused for ever.
 
+So does one that says it is too slow, once in a while (`router.doubt`).
+
 Otherwise it is refused at once, with the reason and the time when the same would be taken: when the
 queue has become short enough, or enough sequences have ended, what is promised to others included.
 
@@ -20,6 +22,7 @@ from itertools import islice
 from router.admitting.policy import Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
+from router.doubt import BELIEVED
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import Forecast, blocks_of, step_with
 from router.refusal import Refusal
@@ -43,10 +46,11 @@ class Predictive:
         refusals: list[Refusal] = []
         for candidate in islice(candidates, LOOKED_AT):
             prediction = forecast.predict(demand, candidate, now_s)
-            look = _Look(demand, candidate.decode, prediction, forecast, now_s)
+            look = _Look(demand, candidate, prediction, forecast, now_s)
             refusal = look.place() or look.ttft() or look.tpot() or look.deadline() or look.blocks()
-            if refusal is None:
-                return Admitted(candidate=candidate, prediction=prediction)
+            doubted = refusal is not None and look.is_doubtful()
+            if refusal is None or doubted:
+                return Admitted(candidate=candidate, prediction=prediction, doubted=doubted)
             refusals.append(replace(refusal, work=prediction.work))
         return min(refusals, key=_retry_s, default=otherwise)
 
@@ -56,10 +60,32 @@ class _Look:
     """At one way to serve a request: what speaks against it, and until when."""
 
     demand: Demand
-    worker: WorkerView
+    candidate: Candidate
     prediction: Prediction
     forecast: Forecast
     now_s: float
+
+    @property
+    def worker(self) -> WorkerView:
+        return self.candidate.decode
+
+    def is_doubtful(self) -> bool:
+        """Nothing speaks against it but what idle workers say of their speed."""
+        workers, asked = self.candidate.workers, self.demand.objectives
+        if not all(worker.is_idle and worker.doubt.is_due(self.now_s) for worker in workers):
+            return False
+        times = (
+            (self._alone_s, asked.ttft_s),
+            (self.prediction.tpot_s, asked.tpot_s),
+            (self.demand.waited_s + self.prediction.completes_in_s, asked.deadline_s),
+        )
+        return all(s <= BELIEVED * most for s, most in times if most is not None)
+
+    @property
+    def _alone_s(self) -> float:
+        """To its first token, without a queue."""
+        prompt = self.prediction.prompt
+        return self.forecast.ttft.overhead_s + prompt.pull_s + prompt.prefill_s
 
     def place(self) -> Refusal | None:
         full = no_place(self.demand, self.worker)
@@ -71,7 +97,7 @@ class _Look:
     def ttft(self) -> Refusal | None:
         """A queue shrinks by a second each second; the prompt's own time does not."""
         objective_s, prompt = self.demand.objectives.ttft_s, self.prediction.prompt
-        alone_s = self.forecast.ttft.overhead_s + prompt.pull_s + prompt.prefill_s
+        alone_s = self._alone_s
         queued = prompt.queue_s > 0
         ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
         if objective_s is None or ttft_s <= objective_s:

@@ -49,8 +49,17 @@ def test_a_mixed_step_teaches_both_sides() -> None:
 
 def test_one_step_that_was_held_up_changes_little() -> None:
     pace = StepPace(TIMES)
+    run(pace, DECODE, 1.0, steps=20)
     run(pace, DECODE, 1000.0, steps=1)
     assert 1.0 < pace.decode.factor < 1.08
+
+
+def test_a_wrong_profile_is_soon_mended() -> None:
+    pace = StepPace(TIMES)
+    run(pace, DECODE, 0.25, steps=1)
+    assert 0.6 < pace.decode.factor < 0.8  # as if three steps had said 1
+    run(pace, DECODE, 0.25, steps=9)
+    assert pace.decode.factor < 0.36
 
 
 def test_a_correction_is_bounded() -> None:
