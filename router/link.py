@@ -26,12 +26,9 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
 REFUSAL_S = 5.0
 MESSAGE_BYTES = 64 * 1024 * 1024
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-]
+PING_MS, PATIENCE_MS = 5_000, 10_000
+"""A worker that answers no ping for so long is gone, with its host, or hangs: it is lost. (gRPC's
+keepalive_timeout_ms doesn't bound this wait, ping_timeout_ms does.)"""
 
 
 class LinkOwner(Protocol):
@@ -58,7 +55,7 @@ class WorkerLink:
         self._router = router
         self._owner = owner
         self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=_options())
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._task = asyncio.ensure_future(self._run())
 
@@ -144,3 +141,12 @@ class WorkerLink:
 async def _end_of(stream: AsyncIterator[pb.FromWorker]) -> None:
     async for _ in stream:
         pass
+
+
+def _options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.http2.ping_timeout_ms", PATIENCE_MS),
+    ]

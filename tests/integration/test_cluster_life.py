@@ -23,6 +23,7 @@ from engine.checkpoint import open_checkpoint
 from engine.model import Model, load_model
 from kvrelay.errors import ModelError
 from kvrelay.types import Role
+from router import link
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -249,16 +250,29 @@ def test_no_workers_is_no_capacity(llama: Path) -> None:
         assert response.json()["error"]["code"] == "no_capacity"
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_a_killed_worker_costs_no_token(llama: Path, role: Role) -> None:
-    """SIGKILL in mid-stream: the request goes on elsewhere, without a gap or a repeat."""
+@pytest.mark.parametrize(
+    ("role", "how"),
+    [
+        (Role.PREFILL, signal.SIGKILL),
+        (Role.DECODE, signal.SIGKILL),
+        (Role.DECODE, signal.SIGSTOP),
+    ],
+)
+def test_a_worker_that_dies_or_hangs_costs_no_token(
+    llama: Path, role: Role, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mid-stream: the request goes on elsewhere, without a gap or a repeat."""
+    if how is signal.SIGSTOP:
+        monkeypatch.setattr(link, "PING_MS", 300)
+        monkeypatch.setattr(link, "PATIENCE_MS", 1_000)
     prompt = prompts(1, 200)[0]
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     with WorkerHost() as steady, WorkerHost() as doomed, WorkerHost() as spare:
         with running_cluster(llama, [(steady, worker_settings("steady", other, llama))]) as cluster:
             cluster.add(doomed, worker_settings("doomed", role, llama))
-            found = stream_with_a_death(cluster, prompt, doomed, spare, role, llama)
+            found = stream_with_a_death(cluster, prompt, doomed, spare, role, llama, how)
             wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
+            doomed.process.kill()
             views = cluster.router.process.dispatcher.core.workers.values()
             drawn = sum(view.counters.generated_tokens for view in views)
         assert_same_tokens(generate_reference(load(llama), prompt, tokens=600), found)
@@ -296,18 +310,20 @@ def stream_with_a_death(
     spare: WorkerHost,
     role: Role,
     llama: Path,
+    how: signal.Signals = signal.SIGKILL,
     **fields: Any,
 ) -> list[int]:
     body = {"model": "test-model", "prompt": prompt, "max_tokens": 600, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **fields}
     found: list[int] = []
+    is_well = True
     with cluster.http.stream("POST", "/v1/completions", json=body) as response:
         for line in response.iter_lines():
             found += tokens_of(line)
-            if len(found) >= 5 and doomed.process.poll() is None:
+            if len(found) >= 5 and is_well:
+                is_well = False
                 cluster.add(spare, worker_settings("spare", role, llama))
-                os.kill(doomed.pid, signal.SIGKILL)
-                doomed.process.wait()
+                os.kill(doomed.pid, how)
     return found
 
 
