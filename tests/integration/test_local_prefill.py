@@ -75,7 +75,7 @@ def test_what_a_decode_worker_computes_is_exact_and_finds_what_it_has(
     ):
         prompt, found = _prompt(1, 150), []
         for turn in range(3):
-            others = [_prompt(100 * turn + i, 70 + 9 * i) for i in range(2)]
+            others = [_prompt(100 * (turn + 1) + i, 70 + 9 * i) for i in range(2)]
             beside = [pool.submit(_ask, cluster, other) for other in others]
             answer = _ask(cluster, prompt)
             check(prompt, _tokens(answer))
