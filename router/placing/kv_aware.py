@@ -26,7 +26,7 @@ from router.view import WorkerView
 _IDLE = (0.0, 0.0)
 LOOKED_AT = 4
 """Workers of each role."""
-LOOKED_AT_CLOSELY = 12
+LOOKED_AT_CLOSELY = 8
 """Of each role, from which these are taken: what a first look, by straight lines, finds best."""
 
 Rank = tuple[Against, bool, float]
