@@ -27,7 +27,7 @@ class Batch:
     """`chunk_tokens` bounds the prefill tokens mixed into a step; `times` are the
     worker's own, as corrected at the moment; None: nothing is known.
 
-    A sequence that grows to `rope_border_tokens` is shown to the engine whole (LongRoPE).
+    A sequence that outgrows `rope_border_tokens` is computed anew (LongRoPE).
     """
 
     openings: Openings
@@ -102,7 +102,13 @@ class Batch:
         assert not self.roster.on_device, "a step is on the device"
         if self.roster.is_empty:
             return None
-        step = Packing(roster=self.roster, now_s=now_s, budget=self.chunk_tokens, times=self.times)
+        step = Packing(
+            roster=self.roster,
+            now_s=now_s,
+            budget=self.chunk_tokens,
+            times=self.times,
+            rope_border_tokens=self.rope_border_tokens,
+        )
         step.pack()
         if not step.chosen:
             return None
@@ -141,6 +147,7 @@ class Batch:
         also behind its last full block, unless that is shared with other choices."""
         full = sequence.computed // self.tables.layout.block_size
         if sequence.spec.sampling.n == 1 and len(sequence.filled) == full:
+            self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
             rest = sequence[full * self.tables.layout.block_size : sequence.computed]
             self.tables.fill_partly(sequence.holder, sequence.names, rest)
         self.roster.drop(sequence)

@@ -6,7 +6,6 @@ Who steps back keeps its blocks, and goes on with a later step.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -46,17 +45,16 @@ class Pace:
 
     def bears(self, lent: Ordered[Sequence]) -> int:
         """How many of them may take their next token too, the first ones first."""
-        tokens = [0, *accumulate(sequence.length for sequence in lent)]
-
-        def step_s(count: int) -> float:
-            return self._step_s(self.work + decode_work(count, tokens[count]))
-
-        return bisect_right(range(1, len(tokens)), self.most_s, key=step_s)
+        tokens = accumulate(sequence.length for sequence in lent)
+        for count, kv_tokens in enumerate(tokens, start=1):
+            if self._step_s(self.work + decode_work(count, kv_tokens)) > self.most_s:
+                return count - 1
+        return len(lent)
 
     def bears_chunk(self, tokens: int, computed: int) -> int:
         """How many of so many tokens; 0: not worth it."""
         while tokens and self._step_s(self.work + prefill_work(tokens, computed)) > self.most_s:
-            tokens = tokens // 2 if tokens >= 2 * _FEWEST else 0
+            tokens = max(tokens // 2, _FEWEST) if tokens > _FEWEST else 0
         return tokens
 
     def _step_s(self, work: StepWork) -> float:

@@ -27,14 +27,17 @@ class Packing:
     now_s: float
     budget: int
     times: StepTimes | None = None
+    rope_border_tokens: int | None = None
     chosen: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[CopyPairs] = field(default_factory=list)
     _running: list[Sequence] = field(default_factory=list)  # who yields last first
+    _taken: set[Sequence] = field(default_factory=set)
     _lent: set[Sequence] = field(default_factory=set)
     _stepped_back: set[Sequence] = field(default_factory=set)
     _pace: Pace | None = None
 
     def pack(self) -> None:
+        self._park_outgrown()
         self._keep_seated()
         self._keep_pace()
         preempted_before = self.roster.preemptions
@@ -44,6 +47,16 @@ class Packing:
             self._choose(sequence)
         if self.roster.preemptions == preempted_before or not self.chosen:
             self._start_waiting(self._seated_waiting())
+
+    def _park_outgrown(self) -> None:
+        """With the short factors of LongRoPE their KV is of no use any more, but to others."""
+        for sequence in [s for s in self.roster.running if self._is_outgrown(s)]:
+            self.roster.park(sequence)
+
+    def _is_outgrown(self, sequence: Sequence) -> bool:
+        """Its names are those of short sequences."""
+        border = self.rope_border_tokens
+        return border is not None and border < sequence.length and sequence.names.limit is not None
 
     def _keep_seated(self) -> None:
         """Those whose places are asked back wait again."""
@@ -84,7 +97,11 @@ class Packing:
         if take and self._make_room(sequence, take):
             if prefills:
                 self._take_chunk(sequence, take)
-            self.chosen.append((sequence, take))
+            self._take(sequence, take)
+
+    def _take(self, sequence: Sequence, tokens: int) -> None:
+        self.chosen.append((sequence, tokens))
+        self._taken.add(sequence)
 
     def _chunk(self, sequence: Sequence) -> int:
         """Tokens of it that the step may take."""
@@ -101,11 +118,21 @@ class Packing:
     def _make_room(self, sequence: Sequence, take: int) -> bool:
         """Blocks for `take` more tokens, at the cost of those behind it; False if it had to go."""
         while not self._try_room(sequence, take):
-            last = next(s for s in reversed(self._running) if s.holder in self.roster.tables)
+            last = next(filter(self._may_go, reversed(self._by_standing())))
             self.roster.preempt(last)
             if last is sequence:
                 return False
         return True
+
+    def _by_standing(self) -> list[Sequence]:
+        """Also those that wait with blocks of their own, held back for the pace of others."""
+        roster = self.roster
+        return roster.standing.order((*roster.running, *roster.awaiting_prefill))
+
+    def _may_go(self, sequence: Sequence) -> bool:
+        if sequence.holder not in self.roster.tables or sequence in self._taken:
+            return False
+        return not self.roster.openings.waits(sequence.holder)
 
     def _try_room(self, sequence: Sequence, take: int) -> bool:
         tables, end = self.roster.tables, sequence.computed + take
@@ -143,7 +170,7 @@ class Packing:
             self._begin_like_another(sequence)
             take = min(take, sequence.needed)
             self._take_chunk(sequence, take)
-            self.chosen.append((sequence, take))
+            self._take(sequence, take)
 
     def _begin_like_another(self, sequence: Sequence) -> None:
         """What is cached of a block in part is copied."""
@@ -158,6 +185,8 @@ class Packing:
         """Blocks for all of it; one that was preempted finds again what is still cached."""
         tables = self.roster.tables
         if sequence.holder not in tables:
+            if self._is_outgrown(sequence):
+                sequence.names = tables.chain(sequence.spec.tenant, sequence.length)
             return self.roster.try_open(sequence, sequence.length, self._ahead_tokens, self.now_s)
         end = min(sequence.length, sequence.computed + self._ahead_tokens)
         return tables.try_grow(

@@ -19,7 +19,7 @@ Taken = Ordered[tuple[Sequence, int]]
 
 @dataclass(slots=True, kw_only=True)
 class RunAhead:
-    """The step at `rope_border_tokens` is a single one: it is shown the whole sequence."""
+    """No run goes over `rope_border_tokens`, where a sequence is computed anew."""
 
     roster: Roster
     rope_border_tokens: int | None = None

@@ -74,10 +74,10 @@ class ClientFetches:
         After the lease's end a place may have been another's while it was read.
         """
         fetch = self._open[done.request_no]
-        damaged = _after(fetch.wanted, done.sound_blocks) if done.damaged else ()
+        late = lease_ttl_s is None or now_s - fetch.asked_s >= lease_ttl_s
+        damaged = _after(fetch.wanted, done.sound_blocks) if done.damaged and not late else ()
         self.damaged_blocks += len(damaged)
-        if lease_ttl_s is None or now_s - fetch.asked_s >= lease_ttl_s:
-            fetch.void = True
+        fetch.void |= late
         if lease_ttl_s is not None:
             message = FetchDone(request_no=done.request_no, damaged=damaged)
             self.outbox.append(SendPool(message=message))

@@ -118,7 +118,8 @@ class RouterCore:
         self.forecast = Forecast(
             self.workers, queue, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
         )
-        self.ladders = Ladders(self.tiers)
+        judges = isinstance(admitting, Predictive)  # the others take no notice of objectives
+        self.ladders = Ladders(self.tiers if judges else ONE_TIER)
         self.refusing = Refusing(promises=self.promises)
         self.learning = Learning(
             workers=self.workers, lengths=self.lengths, ladders=self.ladders, forecast=self.forecast
@@ -246,6 +247,8 @@ class RouterCore:
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
         if isinstance(event, _LAST):
             view.forget(event.key, now_s)
+        if isinstance(event, ReserveRefused):
+            view.draining |= event.reason == DRAINING.reason
         if event.key in self.moving:
             return self._move_answered(event, now_s)
         request = self.requests.get(event.key.request_id)
@@ -257,7 +260,6 @@ class RouterCore:
             case Reserved(held_tokens=held_tokens):
                 return self._reserved(request, held_tokens, now_s)
             case ReserveRefused(reason=reason):
-                view.draining |= reason == DRAINING.reason
                 self._forget_legs(request, now_s)
                 return self._place(request, refused_by_worker(reason), now_s)
             case Lifetime():

@@ -8,7 +8,6 @@ shared_queue    to one that has less than about a chunk left to compute, in the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import NamedTuple
 
 from engine.latency import NotCovered, StepWork
@@ -27,7 +26,7 @@ from router.view import WorkerView
 from router.workers import Workers, fitting
 
 LOOKED_AT = 8
-"""Of the queue, in its order."""
+"""Of the queue, in its order, of those that a free worker could have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,8 @@ class Dispatching:
         """Its decode worker is asked."""
         request.place(admitted, now_s)
         candidate = admitted.candidate
+        for worker in candidate.workers if admitted.doubted else ():
+            worker.doubt.tried(now_s)
         if self.queue is None or candidate.prefill is None:
             self.deciding.workers.book(demand, admitted, now_s)
             return [orders.ask(request.spec, candidate, request.within_s(now_s))]
@@ -121,24 +122,26 @@ class Dispatching:
         """The first in order that one of the free workers is to have."""
         if not any(is_free(view) for view in self.deciding.workers.values()):
             return None
-        for queued in islice(queue.in_order(now_s), LOOKED_AT):
+        looked_at = 0
+        for queued in queue.in_order(now_s):
             request = self.deciding.requests[queued.key.request_id]
             demand = self.deciding.demand(request, request.spec, now_s)
-            way = self._way(queued, request, demand, now_s)
-            if way is not None:
+            workers = self._least_suspected(request, demand, now_s)
+            if not any(map(is_free, workers)):
+                continue
+            ways = [self._at(request, demand, worker, now_s) for worker in workers]
+            if (way := self._best(queued, ways, now_s)) is not None:
                 return queued, request, demand, way
+            looked_at += 1
+            if looked_at == LOOKED_AT:
+                return None
         return None
 
-    def _way(self, queued: Queued, request: Request, demand: Demand, now_s: float) -> Way | None:
+    @staticmethod
+    def _best(queued: Queued, ways: list[Way], now_s: float) -> Way | None:
         """The free worker that is done with it first; None: one that isn't free yet, but has more
         of it cached, is done sooner. For that it waits no longer than it saves."""
-        ways = [
-            self._at(request, demand, w, now_s)
-            for w in self._least_suspected(request, demand, now_s)
-        ]
-        free = min((way for way in ways if is_free(way.worker)), key=_done_s, default=None)
-        if free is None:
-            return None
+        free = min((way for way in ways if is_free(way.worker)), key=_done_s)
         saves_s = free.done_s - min(map(_done_s, ways))
         return free if now_s - queued.since_s >= saves_s else None
 

@@ -19,6 +19,7 @@ from router.candidate import Candidate, Prediction
 from router.deciding import Deciding
 from router.events import Command
 from router.hot_spots import Decoding, Load, suggest
+from router.placement import Pair
 from router.request import Request
 from router.view import WorkerView
 
@@ -133,6 +134,9 @@ class Moving:
     def _begin(
         self, request: Request, source: WorkerView, target: WorkerView, now_s: float
     ) -> list[Command]:
+        pair = Pair(source.incarnation, target.incarnation)
+        if self.deciding.quarantine.objection(pair, request.avoided, now_s)[0]:
+            return []
         spec = self._spec(request)
         demand = self.deciding.demand(request, spec, now_s)
         candidate = Candidate(decode=target, prefill=source)

@@ -29,6 +29,7 @@ class HeldPrefixes:
     directory: Directory
     _found: dict[Naming, Held] = field(default_factory=dict)
     _best: dict[Naming, PrefixSource | None] = field(default_factory=dict)
+    _tokens: dict[Incarnation, int] = field(default_factory=dict)
 
     def blocks(self, worker: WorkerView) -> Held:
         """By those whose blocks `worker` can use."""
@@ -54,10 +55,13 @@ class HeldPrefixes:
 
     def tokens(self, worker: WorkerView) -> int:
         """What the worker has itself, or its host's pool node."""
-        held = self._found.get(worker.naming)
-        if held is None:
-            held = self.blocks(worker)
-        own = held.get(worker.incarnation, 0)
+        found = self._tokens.get(worker.incarnation)
+        if found is None:
+            found = self._tokens[worker.incarnation] = self._count(worker)
+        return found
+
+    def _count(self, worker: WorkerView) -> int:
+        own = self.blocks(worker).get(worker.incarnation, 0)
         if self.directory.pool_nodes:
             own = max(own, self._near(worker))
         return own * worker.hello.block_size

@@ -16,11 +16,14 @@ from typing import Any
 
 from kvrelay import messages, qos, types
 from kvrelay.step_times import StepCoefficients
-from router import beginning, events, generation, placement, policies, refusal
+from router import beginning, events, generation, ladder, placement, policies, refusal
 from router.beginning import Beginning
 from router.events import Command, Event
 
-_MODULES = (messages, types, qos, beginning, events, generation, placement, policies, refusal)
+_MODULES = (
+    *(messages, types, qos, beginning, events, generation),
+    *(ladder, placement, policies, refusal),
+)
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 
 Json = Any

@@ -4,6 +4,7 @@ of a router's core."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 from router.promises import Promises, digest_of
 from router.refusal import Refusal
@@ -19,13 +20,14 @@ class Refusing:
     def told(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
         if request.promise is not None:
             self.promises.settle(kept=False)
-        if refusal.retry_after_s is None and not refusal.hopeless:
+        known = refusal.retry_after_s is not None and isfinite(refusal.retry_after_s)
+        if not known and not refusal.hopeless:
             refusal = replace(refusal, retry_after_s=self.releases.retry_after_s())
         return self._promise(request, refusal, now_s)
 
     def _promise(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
         soonest_s = refusal.retry_after_s
-        if refusal.work is None or soonest_s is None:
+        if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
             return refusal
         digest = digest_of(request.spec)
         retry_after_s = self.promises.make(

@@ -136,7 +136,9 @@ class WorkerView:
 
     @property
     def free_places(self) -> int:
-        return self.hello.max_running_requests - self.outlook.sequences
+        """As far as is known: other routers ask too."""
+        taken = max(self.outlook.sequences, self.counters.running)
+        return self.hello.max_running_requests - taken
 
     def held(self, tier: str) -> int:
         """Its sequences, here or on their way; those of other routers as the worker told."""

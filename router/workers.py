@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from math import isfinite
 
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
@@ -18,6 +19,8 @@ from router.placing.policy import Choice, least_against
 from router.promises import Promised
 from router.view import WorkerView
 
+MOST_ALIKE = 3.0
+"""A router that few ask must not take its few promises for those of many."""
 _ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
@@ -126,23 +129,21 @@ class Workers(dict[Incarnation, WorkerView]):
         decoding = [view for view in self.values() if view.hello.role is not Role.PREFILL]
         own = sum(view.outlook.sequences for view in decoding)
         told = sum(max(view.outlook.sequences, view.counters.running) for view in decoding)
-        return told / own if own else 1.0
+        return min(MOST_ALIKE, told / own) if own else 1.0
 
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
         self.book_decode(demand, admitted, now_s)
         self.book_prefill(demand, admitted.candidate.prefiller, admitted.prediction.prompt, now_s)
-        if admitted.doubted:
-            for worker in admitted.candidate.workers:
-                worker.doubt.tried(now_s)
 
     @staticmethod
     def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
         candidate, prediction = admitted.candidate, admitted.prediction
         key = demand.spec.key
-        joins_s = now_s + prediction.decode.joins_in_s
+        joins_in_s, step_s = map(_known, (prediction.decode.joins_in_s, prediction.decode.step_s))
+        joins_s = now_s + joins_in_s
         expected = Expected(
             joins_s=joins_s,
-            ends_s=joins_s + prediction.decode.step_s * max(1, demand.output_tokens - 1),
+            ends_s=joins_s + step_s * max(1, demand.output_tokens - 1),
             tokens=demand.mean_tokens,
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
@@ -150,7 +151,7 @@ class Workers(dict[Incarnation, WorkerView]):
             tier=demand.tier.name,
         )
         candidate.decode.outlook.add(key, expected)
-        candidate.decode.peaks.add(prediction.decode.step_s, now_s)
+        candidate.decode.peaks.add(step_s, now_s)
         if prediction.prompt.pause_s:
             candidate.decode.outlook.pauses.add(prediction.prompt.pause_s, now_s)
 
@@ -188,3 +189,8 @@ def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
         and choices <= view.hello.max_running_requests
         and not view.draining
     ]
+
+
+def _known(seconds: float) -> float:
+    """What no measured time covers is booked as nothing."""
+    return seconds if isfinite(seconds) else 0.0

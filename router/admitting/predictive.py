@@ -79,7 +79,8 @@ class _Look:
             (self.prediction.tpot_s, asked.tpot_s),
             (self.demand.waited_s + self.prediction.completes_in_s, asked.deadline_s),
         )
-        return all(s <= BELIEVED * most for s, most in times if most is not None)
+        slowest = max((s / most for s, most in times if most is not None), default=0.0)
+        return 1 < slowest <= BELIEVED
 
     @property
     def _alone_s(self) -> float:

@@ -99,8 +99,10 @@ class Forecast:
         """A decode worker's chunks share their steps with its batch."""
         if candidate.prefill is not None:
             return None
-        batch = candidate.decode.outlook.at(now_s, now_s)
-        return decode_work(batch.sequences, batch.kv_tokens) if batch.sequences else None
+        worker = candidate.decode
+        batch = worker.outlook.at(now_s, now_s)
+        sequences = min(batch.sequences, worker.hello.max_running_requests)
+        return decode_work(sequences, batch.kv_tokens) if sequences else None
 
     @staticmethod
     def waits_s(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from math import frexp
+from math import frexp, inf
 
 _KEPT = 256
 _FEWEST = 20
@@ -47,6 +47,8 @@ class Margin:
         off = self._offs.get(band)
         if off is None:
             off = self._off(band)
+        if predicted_s == inf:
+            return inf
         usual_s = self.usual_s
         off_s = off * (predicted_s if predicted_s > usual_s else usual_s)
         return self.overhead_s + predicted_s + off_s

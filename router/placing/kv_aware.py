@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -46,20 +47,22 @@ class KvAware:
     local_prefill: bool = False
 
     def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
+        rank = partial(self._rank, demand, choice, now_s)
         prompts = self._prompts(demand, choice, now_s)
         joins_in_s = prompts[0][0].first_token_s if prompts else 0.0
         decodes = self._decodes(demand, choice.decodes, choice, joins_in_s, now_s)
         ranked = [
-            (self._rank(demand, choice, way.prefill, decode, prompt, steps, now_s), way, decode)
+            (rank(way.prefill, decode, prompt, in_time, steps), way, decode)
             for prompt, way in prompts
+            for in_time in (_in_time(demand, choice, prompt),)
             for steps, decode in decodes
         ]
         alone = self._decodes(demand, choice.alone, choice, joins_in_s, now_s)
         for steps, worker in alone:
             way = choice.sourced(demand, worker, None)
             prompt = choice.forecast.prompt(demand, way, now_s)
-            rank = self._rank(demand, choice, None, worker, prompt, steps, now_s)
-            ranked.append((rank, way, worker))
+            in_time = _in_time(demand, choice, prompt)
+            ranked.append((rank(None, worker, prompt, in_time, steps), way, worker))
         ranked.sort(key=lambda one: one[0])
         if self.local_prefill:
             best = ranked[0][0] if ranked else None
@@ -68,7 +71,10 @@ class KvAware:
         yield from (replace(way, decode=decode) for _, way, decode in ranked)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
         rest = (w for w in choice.decoders if w.incarnation not in looked_at)
-        yield from paired(choice, rest, lambda: [w for _, way in prompts if (w := way.prefill)])
+        if self.local_prefill and not choice.prefills:
+            yield from (Candidate(decode=worker, prefill=None) for worker in rest)
+        else:
+            yield from paired(choice, rest, lambda: [w for _, way in prompts if (w := way.prefill)])
 
     @staticmethod
     def _prompts(
@@ -112,7 +118,7 @@ class KvAware:
     ) -> Iterator[tuple[Rank, Candidate, WorkerView]]:
         """Decode workers that compute the prompt themselves, where that is better than the `best`
         way without."""
-        near = decodes[:IDLEST]
+        near = decodes[:IDLEST] if choice.prefills else decodes
         more = [w for w in holders(demand, choice) if all(w is not one for _, one in near)]
         if more:
             near = [*near, *self._decodes(demand, more, choice, joins_in_s, now_s)]
@@ -120,7 +126,8 @@ class KvAware:
             local = local_way(demand, choice, worker, now_s)
             if local is None:
                 continue
-            rank = self._rank(demand, choice, None, worker, local.prompt, steps, now_s)
+            in_time = _in_time(demand, choice, local.prompt)
+            rank = self._rank(demand, choice, now_s, None, worker, local.prompt, in_time, steps)
             alike, missed, done_s = rank
             rank = (alike, missed, done_s + local_cost_s(local.prompt, worker))
             if best is not None and rank >= best:
@@ -132,23 +139,30 @@ class KvAware:
     def _rank(
         demand: Demand,
         choice: Choice,
+        now_s: float,
         prefill: WorkerView | None,
         decode: WorkerView,
         prompt: PromptPrediction,
+        in_time: bool,
         steps: Steps,
-        now_s: float,
     ) -> Rank:
         """As `Forecast.predict` has it, but for the moment at which the request joins."""
         gaps, first_s = max(1, demand.output_tokens - 1), prompt.first_token_s
-        objectives, forecast = demand.objectives, choice.forecast
-        ttft_s, tpot_s = objectives.ttft_s, objectives.tpot_s
+        forecast, tpot_s = choice.forecast, demand.objectives.tpot_s
         paused_s = forecast.handoff_s(demand, prefill, decode, prompt.prefill_s)
         paused_s += forecast.waits_s(prefill, decode, first_s + paused_s, now_s)
-        kept = (ttft_s is None or demand.waited_s + forecast.ttft.apply(first_s) <= ttft_s) and (
+        kept = in_time and (
             tpot_s is None or forecast.tpot.apply(steps.own_s + paused_s / gaps) <= tpot_s
         )
         completes_s = first_s + paused_s + steps.cost_s * gaps
         return choice.against(prefill, decode), not kept, completes_s
+
+
+def _in_time(demand: Demand, choice: Choice, prompt: PromptPrediction) -> bool:
+    ttft_s = demand.objectives.ttft_s
+    if ttft_s is None:
+        return True
+    return demand.waited_s + choice.forecast.ttft.apply(prompt.first_token_s) <= ttft_s
 
 
 def _when_first(one: tuple[PromptPrediction, Candidate]) -> tuple[float, int]:
@@ -169,8 +183,9 @@ def _steps(demand: Demand, batch: BatchThen, worker: WorkerView) -> Steps:
     own_s = step_with(demand, batch, worker)
     if not batch.sequences or own_s == inf:
         return Steps(own_s, own_s)
-    without_s = worker.decode_s(batch.sequences, batch.kv_tokens)
-    return Steps(own_s, own_s + batch.sequences * max(0.0, own_s - without_s))
+    sequences = min(batch.sequences, worker.hello.max_running_requests)
+    without_s = worker.decode_s(sequences, batch.kv_tokens)
+    return Steps(own_s, own_s + sequences * max(0.0, own_s - without_s))
 
 
 def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerView]:

@@ -100,7 +100,7 @@ def test_requests_through_each_are_those_of_one(llama: Path, hosts: Hosts) -> No
             cluster.assert_clean()
             assert metric(cluster, "kvrelay:request_success_total") == 3
             assert metric(cluster, "kvrelay:num_requests_running") == 0
-        kept = [[w["cached_blocks"] for w in cluster.kv()] for cluster in three]
+        kept = [{w["worker"]: w["cached_blocks"] for w in cluster.kv()} for cluster in three]
         assert kept[0] == kept[1] == kept[2]
     reference = load(llama)
     for number, prompt in enumerate(asked):

@@ -260,6 +260,8 @@ class TestDoubt:
             if isinstance(verdict, Admitted):
                 tried_s.append(now_s)
                 workers.book(self.SLOW, verdict, now_s)
+                for worker in verdict.candidate.workers:
+                    worker.doubt.tried(now_s)
                 workers.forget(self.SLOW.spec.key, workers, now_s)
         assert tried_s == [5, 10, 20, 40, 80]
 

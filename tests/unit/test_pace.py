@@ -13,7 +13,7 @@ from kvrelay.messages import Generate
 from kvrelay.types import RequestSpec
 from tests.unit.test_decode_scheduler import arrive, assert_idle
 from tests.unit.test_decode_shares import TIERS, of, running, scheduler
-from tests.unit.worker_kit import decode_scheduler, key, spec, the_step
+from tests.unit.worker_kit import decode_scheduler, done, key, spec, the_step
 
 PER_SEQUENCE = LinearTimes(decode_knots=((1, 0.010), (2, 0.020), (3, 0.030), (4, 0.040)))
 
@@ -127,3 +127,42 @@ def test_without_tiers_nobody_steps_back() -> None:
         arrive(one, replace(spec(f"r{i}", 3), tpot_s=0.012))
     one.batch.times = PER_SEQUENCE
     assert len(running(one)) == 4
+
+
+def test_what_is_not_covered_is_not_reached_over_what_breaks_the_pace() -> None:
+    """Two together break it; of three nothing is known."""
+    one = beside_free(0.012, times=LinearTimes(decode_knots=((1, 0.010), (2, 0.020))))
+    assert running(one) == ["p"]
+
+
+def with_a_prompt(tpot_s: float, tokens: int, *, blocks: int) -> DecodeScheduler:
+    """Premium's decoding, 10 ms a step, beside a free prompt of 1 ms a token."""
+    times = LinearTimes(decode_knots=((4, 0.010),), prefill_token_s=0.001)
+    one = decode_scheduler(blocks=blocks, slabs=4, chunk=64, qos=TIERS, times=times)
+    arrive(one, paced("premium", "p", tpot_s, max_tokens=60))
+    prompt = paced("free", "long", None, tokens=tokens, max_tokens=20)
+    ids = tuple(range(500, 500 + tokens))  # nothing is shared
+    one.handle(Generate(spec=replace(prompt, prompt_ids=ids)), 0)
+    return one
+
+
+def test_small_rests_of_a_prompt_go_on_too() -> None:
+    """17 tokens fit: of 64 it takes 16, and of what is left as many again."""
+    one, took = with_a_prompt(0.03, 64, blocks=60), 0
+    for _ in range(8):
+        batch = the_step(one.handle(StepWanted(), 0)).batch
+        took += sum(len(s.token_ids) for s in batch.slices if s.key.request_id == "long")
+        done(one, *[((7,) if s.samples else ()) for s in batch.slices])
+    assert took >= 64
+
+
+def test_a_prompt_that_is_held_back_gives_its_blocks_to_whom_it_waits_for() -> None:
+    one = with_a_prompt(0.012, 40, blocks=16)
+    premium = 0
+    while one.batch.roster.of(key("p")):
+        batch = the_step(one.handle(StepWanted(), 0)).batch
+        first = batch.slices[0]
+        assert (first.key, len(first.token_ids)) == (key("p"), 1)  # never preempted
+        premium += 1
+        done(one, *[((7,) if s.samples else ()) for s in batch.slices])
+    assert premium == 59

@@ -182,6 +182,19 @@ def test_a_damaged_block_is_named_and_ends_the_prefix() -> None:
     ]
 
 
+def test_what_was_read_too_late_says_nothing_of_the_block() -> None:
+    """The place may have been another's."""
+    worker = Worker()
+    worker.join()
+    worker.tell(WANT)
+    worker.hear(Fetched(request_no=1, places=PLACES, checksums=(8, 9)))
+    worker.now_s = TTL_S
+    assert worker.tell(done(sound_blocks=1, damaged=True)) == [
+        SendPool(message=FetchDone(request_no=1)),
+        PrefixFetched(key=KEY, blocks=0),
+    ]
+
+
 @pytest.mark.parametrize("how", ["lost", "lost and back", "dropped", "too late"])
 def test_what_was_read_is_void_when_it_was_not_held_to_the_end(how: str) -> None:
     worker = Worker()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -11,10 +14,10 @@ from kvrelay.errors import ConfigError
 from kvrelay.messages import BlockChanges, Counters, Reserved, ReserveRefused, Tokens
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, Sampling, Tier
 from router.beginning import Beginning, begin
-from router.events import Event, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
+from router.events import Command, Event, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
 from router.generation import GenerationRequest
 from router.policies import Policies
-from router.record import Entry, from_line, to_line
+from router.record import Entry, _known, from_line, to_line
 from router.recorder import Recorder
 from tests.unit.router_kit import hello
 
@@ -145,3 +148,18 @@ def test_a_broken_line_of_a_record_is_named(tmp_path: Path, line: str) -> None:
     path.write_text("\n".join([*lines[:2], line, *lines[2:]]))
     with pytest.raises(ConfigError, match=r"log:3: "):
         read_trace(path)
+
+
+def test_all_that_events_and_commands_may_hold_is_known() -> None:
+    seen: set[object] = set()
+    waiting: list[object] = [*get_args(Event), *get_args(Command), Beginning]
+    while waiting:
+        hint = waiting.pop()
+        waiting += get_args(hint)
+        if hint in seen or not isinstance(hint, type) or get_args(hint):
+            continue
+        seen.add(hint)
+        if issubclass(hint, Enum) or is_dataclass(hint) or hasattr(hint, "_fields"):
+            assert _known()[hint.__name__] is hint
+            waiting += get_type_hints(hint).values()
+    assert len(seen) > 50

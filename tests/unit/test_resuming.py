@@ -184,6 +184,38 @@ def test_across_the_border_of_longrope(
     assert ids_of(again) == ids_of(whole)[emitted:]
 
 
+def test_what_outgrows_the_border_of_longrope_leaves_short_ones_their_blocks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Its own are computed anew, and have other names."""
+    longrope = engine_of(tmp_path_factory, "phi3_longrope")
+    assert longrope.model.longrope is not None
+    grows = asked(SAMPLINGS["greedy"], prompt_tokens=longrope.model.longrope.border_tokens - 6)
+    short = replace(grows, key=RequestKey("s", 0), prompt_ids=grows.prompt_ids[:200])
+    alone = generate(longrope, short)
+    scheduler = decoder(longrope)
+    whole = run(longrope, scheduler, scheduler.handle(Generate(spec=grows), 0))
+    assert ids_of(whole) == ids_of(generate(longrope, grows))
+    after = run(longrope, scheduler, scheduler.handle(Generate(spec=short), 0))
+    assert ids_of(after) == ids_of(alone)
+
+
+def test_a_block_that_was_copied_whole_has_its_own_name(engine: Engine) -> None:
+    """Two equal prompts at once; what the second one ends with is found as what it is."""
+    scheduler = decoder(engine)
+    few = Sampling(max_tokens=6, seed=1)
+    first = replace(asked(few), prompt_ids=asked(few).prompt_ids[:20])
+    second, other = (replace(first, key=RequestKey(name, 0)) for name in "so")
+    other = replace(other, prompt_ids=tuple(range(2, 52)))
+    begun = [c for s in (first, other, second) for c in scheduler.handle(Generate(spec=s), 0)]
+    said = run(engine, scheduler, begun)
+    ended = ids_of([one for one in said if one.key == second.key])
+    asks = replace(first, key=RequestKey("t", 0), sampling=replace(few, max_tokens=20))
+    asks = replace(asks, prompt_ids=(*first.prompt_ids[16:], *ended[:5], 5, 6, 7))
+    found = run(engine, scheduler, scheduler.handle(Generate(spec=asks), 0))
+    assert ids_of(found) == ids_of(generate(engine, asks))
+
+
 def test_what_was_decoded_is_found_again(engine: Engine) -> None:
     """The blocks of the run that was cut have the names of those that the next one looks for."""
     scheduler = decoder(engine)
