@@ -28,7 +28,7 @@ def serve(
     config: ConfigFile = None,
     model: ModelOption = None,
     device: Annotated[
-        str | None, typer.Option(help="Of every worker: cpu, cuda or cuda:N [default: cpu]")
+        str | None, typer.Option(help="Of every worker: cpu (the default), cuda or cuda:N.")
     ] = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,

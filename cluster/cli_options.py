@@ -27,7 +27,7 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Any key, such as engine.block_size=32."),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="A folder or a hub id [default: the bundled model]")
+    str | None, typer.Option("--model", help="A folder or a hub id; without it the bundled model.")
 ]
 HttpPort = Annotated[int | None, typer.Option("--http-port", help="0: the system chooses.")]
 GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="0: the system chooses.")]

@@ -28,10 +28,11 @@ DevicesOption = Annotated[
 ]
 ContextOption = Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")]
 WeightsOption = Annotated[
-    str | None, typer.Option("--weights", help="Their format, such as float8 [default: as stored]")
+    str | None,
+    typer.Option("--weights", help="Their format, such as float8; without it as stored."),
 ]
 KvOption = Annotated[
-    str | None, typer.Option("--kv", help="The KV cache's format [default: float16]")
+    str | None, typer.Option("--kv", help="The KV cache's format; without it float16.")
 ]
 FractionOption = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0)]
 TraceOption = Annotated[
@@ -63,7 +64,9 @@ def plan(
     rate_scale: Annotated[float, typer.Option(min=0.001, help="Times the trace's rate.")] = 1.0,
     limit: Annotated[int | None, typer.Option(min=2, help="Only so many requests.")] = None,
     tries: Annotated[int, typer.Option(min=1, help="Fleets to simulate.")] = 12,
-    processes: Annotated[int | None, typer.Option(min=1, help="[default: one per CPU]")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="To simulate in; without it one per CPU.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the cheapest plan's cluster file.")
     ] = None,

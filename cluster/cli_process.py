@@ -143,8 +143,8 @@ def worker(
     role: Annotated[Role, typer.Option(help="What this worker does.")],
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     model: ModelOption = None,
-    name: Annotated[str | None, typer.Option(help="[default: the role and the pid]")] = None,
-    cpu_threads: Annotated[int | None, typer.Option(help="[default: all CPUs]")] = None,
+    name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
+    cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
     device_share: Annotated[int, typer.Option(min=1, help="Workers on this device.")] = 1,
     pool: Annotated[
         str | None,

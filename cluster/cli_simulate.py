@@ -27,7 +27,7 @@ ReplicasOption = Annotated[
 LimitOption = Annotated[
     int | None, typer.Option("--limit", min=1, help="Only so many of the trace's requests.")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="[default: simulation.seed]")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Without it simulation.seed.")]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and plots there.")
 ]

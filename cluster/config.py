@@ -37,13 +37,13 @@ class Model(Section):
     """Which checkpoint is served, and how."""
 
     path: str | None = None
-    """A folder or a hub id; none: the bundled model."""
+    """A folder or a hub id; null: the bundled model."""
     revision: str | None = None
     """The hub revision: a branch, a tag or a commit."""
     served_name: AutoText = None
     """What clients call it; auto: the hub id, or the folder's name."""
     dtype: Dtype = "auto"
-    """Auto: the checkpoint's own. A pool's dtype overrides it."""
+    """auto: the checkpoint's own. A pool's dtype overrides it."""
     max_model_len: AutoCount = None
     """Prompt plus output, in tokens; auto: what the model was made for."""
 
@@ -104,11 +104,11 @@ class WorkerPool(Section):
     """Threads of one worker; auto: the CPUs, shared out."""
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
-    """None: as model.dtype says."""
+    """null: as model.dtype says."""
 
 
 class Ucx(Section):
-    """What nixl and ucx tell UCX; none: UCX's own choice, or the UCX_ variables of the worker."""
+    """What nixl and ucx tell UCX; null: UCX's own choice, or the UCX_ variables of the worker."""
 
     tls: str | None = None
     """Transports that UCX may use, as in UCX_TLS, such as rc,cuda."""
@@ -183,7 +183,7 @@ class Pool(Section):
     host_memory: Bytes = 4 * 2**30
     """The host tier: shared memory, taken as it fills."""
     disk: str | None = None
-    """A folder for the disk tier, which survives restarts; none: no disk tier."""
+    """A folder for the disk tier, which survives restarts; null: no disk tier."""
     disk_size: Bytes = 32 * 2**30
     """The most that the disk tier takes."""
     policy: Literal["lru", "lfu", "reuse"] = "lru"
@@ -201,9 +201,9 @@ class Network(Section):
     host: AutoText = None
     """Address of workers and pool nodes; auto: loopback on a Ray of our own, else the node's."""
     port_range: tuple[Port, Port] | None = None
-    """First and last port that these may use; none: the system chooses."""
+    """First and last port that these may use; null: the system chooses."""
     secret: str | None = None
-    """KV links between hosts take only processes that know it; none: any that reach the port."""
+    """KV links between hosts take only processes that know it; null: any that reach the port."""
 
     @field_validator("port_range")
     @classmethod
@@ -216,12 +216,12 @@ class Network(Section):
 class Observability(Section):
     trace_dir: str | None = None
     """A folder in which each worker writes what it does when, as a Chrome trace; on CUDA it pushes
-    NVTX ranges too. None: nothing is traced."""
+    NVTX ranges too. null: nothing is traced."""
 
 
 class RaySection(Section):
     address: str | None = None
-    """HOST:PORT of a running Ray, or auto to find one; none: RAY_ADDRESS, else our own."""
+    """HOST:PORT of a running Ray, or auto to find one; null: RAY_ADDRESS, else our own."""
     startup_timeout: Seconds = 600.0
     """How long placement and loading may take, autoscaling included."""
     driver_timeout: Seconds = 15.0

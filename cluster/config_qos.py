@@ -15,9 +15,9 @@ class Degrade(Section):
     """What may be done before a request of the tier is refused."""
 
     max_tokens: Count | None = None
-    """Its output is cut to so many tokens; none: it isn't."""
+    """Its output is cut to so many tokens; null: it isn't."""
     defer: Seconds | None = None
-    """It may wait for so long until it can be served; none: not at all."""
+    """It may wait for so long until it can be served; null: not at all."""
 
 
 class Tier(Section):

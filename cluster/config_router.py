@@ -53,14 +53,15 @@ class Router(Section):
     """The largest HTTP body or gRPC message that is read."""
     record: str | None = None
     """A file for all that the router hears and decides, prompts included: a trace for `kvrelay
-    simulate`, and a log to replay; none: nothing is recorded. Of several routers each has its own,
+    simulate`, and a log to replay; null: nothing is recorded. Of several routers each has its own,
     with its number before the suffix."""
     record_size: Bytes = 2**30
     """The most that is recorded in one."""
     placement: Placement = Placement()
     dispatch: Literal["direct", "shared_queue"] = "direct"
     """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;
-    shared_queue: it waits at the router, for the next prefill worker that is about to be free."""
+    shared_queue: it waits at the router, for the next prefill worker that is about to be free; for
+one router only."""
     admission: Admission = Admission()
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each router."""
