@@ -69,6 +69,8 @@ def _describe_one(error: ErrorDetails, root: type[BaseModel], whole: str) -> str
             return f"{path}: unknown key, {_nearest(error['loc'], root)}"
         case "missing":
             return f"{path}: missing, it is required"
+        case "value_error" if isinstance(error["input"], dict):
+            return f"{path}: expected {_expected(error)}"  # of several keys together
         case _:
             return f"{path}: got {_shown(error['input'])}, expected {_expected(error)}"
 

@@ -39,10 +39,8 @@ def format_duration(seconds: float) -> str:
 
 def format_size(size_bytes: int) -> str:
     """The shortest spelling that reads back as the same size."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size_bytes and size_bytes % BYTES_PER_UNIT[unit] == 0:
-            return f"{size_bytes // BYTES_PER_UNIT[unit]}{unit}"
-    return f"{size_bytes}B"
+    whole = [(unit, n) for unit, n in BYTES_PER_UNIT.items() if size_bytes % n == 0]
+    return min((f"{size_bytes // n}{unit}" for unit, n in whole), key=len)
 
 
 def _scaled(given: object, units: dict[str, float] | dict[str, int], expected: str) -> float:

@@ -110,7 +110,7 @@ class _Look:
         return Refusal(
             reason="ttft_unreachable",
             message=f"its first token would take {ttft_s * 1e3:.0f} ms, "
-            f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:.0f} ms",
+            f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:g} ms",
             retry_after_s=None if hopeless else over_s + max(0.0, in_line_s),
             hopeless=hopeless,
         )

@@ -58,18 +58,18 @@ REFUSED = {
     "workers.0.parallel.tensor=2": "workers.0.parallel.tensor: got 2, "
     "expected 1: tensor parallelism isn't supported yet",
     "router.replicas=0": "router.replicas: got 0, expected greater than or equal to 1",
-    "router.http_port=50051": "router: got a mapping, expected different ports for http_port and "
+    "router.http_port=50051": "router: expected different ports for http_port and "
     "grpc_port: HTTP on 50051, gRPC on 50051 share 50051",
-    "router={http_port: 8000, grpc_port: 8002, replicas: 3}": "router: got a mapping, expected "
+    "router={http_port: 8000, grpc_port: 8002, replicas: 3}": "router: expected "
     "different ports for http_port and grpc_port: HTTP on 8000 to 8002, gRPC on 8002 to 8004 share "
     "8002",
-    "router={http_port: 8002, grpc_port: 8000, replicas: 3}": "router: got a mapping, expected "
+    "router={http_port: 8002, grpc_port: 8000, replicas: 3}": "router: expected "
     "different ports for http_port and grpc_port: HTTP on 8002 to 8004, gRPC on 8000 to 8002 share "
     "8002",
-    "router={replicas: 2, dispatch: shared_queue}": "router: got a mapping, expected one router "
+    "router={replicas: 2, dispatch: shared_queue}": "router: expected one router "
     "with dispatch: shared_queue: each would have a queue of its own, which the others know "
     "nothing of",
-    "router={grpc_port: 65534, replicas: 3}": "router: got a mapping, expected ports up to 65535: "
+    "router={grpc_port: 65534, replicas: 3}": "router: expected ports up to 65535: "
     "HTTP on 8000 to 8002, gRPC on 65534 to 65536 are beyond",
     "router.http_port=65536": "router.http_port: got 65536, expected less than or equal to 65535",
     "network.port_range=[9, 3]": "network.port_range: got a list of 2, "
@@ -85,17 +85,17 @@ REFUSED = {
     "expected a decode pool beside the prefill pool",
     "workers=[{role: decode}, {role: both}]": "workers: got a list of 2, "
     "expected a prefill pool beside the decode pool",
-    "qos.tiers={a: {share: 0.7}, b: {share: 0.4, default: true}}": "qos.tiers: got a mapping, "
+    "qos.tiers={a: {share: 0.7}, b: {share: 0.4, default: true}}": "qos.tiers: "
     "expected shares that sum to 1 at most, not 1.1",
     "qos.tiers={a: {share: 1.5, default: true}}": "qos.tiers.a.share: got 1.5, "
     "expected less than or equal to 1",
-    "qos.tiers={a: {default: true}, b: {default: true}}": "qos: got a mapping, "
+    "qos.tiers={a: {default: true}, b: {default: true}}": "qos: "
     "expected default: true in exactly one tier, not in a, b",
-    "qos.tiers={a: {priority: 1}, b: {}}": "qos: got a mapping, "
+    "qos.tiers={a: {priority: 1}, b: {}}": "qos: "
     "expected default: true in exactly one tier, not in none",
-    "qos.tiers={a: {match: [x], default: true}, b: {match: [x]}}": "qos: got a mapping, "
+    "qos.tiers={a: {match: [x], default: true}, b: {match: [x]}}": "qos: "
     "expected match: each value in one tier only",
-    "qos.tiers={a: {match: [b], default: true}, b: {}}": "qos: got a mapping, "
+    "qos.tiers={a: {match: [b], default: true}, b: {}}": "qos: "
     "expected match: each value in one tier only",
     "qos.tiers={a: {shar: 0.5, default: true}}": "qos.tiers.a.shar: unknown key, "
     "did you mean share?",
