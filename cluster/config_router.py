@@ -19,7 +19,7 @@ class Placement(Section):
     """kv_aware: prefill worker, decode worker and prefix source together, by predicted completion;
     local_cache: the prefill worker that is done first with what it has cached itself; least_loaded:
     the shortest queue and the emptiest batch; round_robin: in turn; random."""
-    local_prefill: AutoOrOff = "auto"
+    local_prefill: AutoOrOff = "off"
     """auto: with kv_aware, a decode worker computes a prompt itself where that is predicted to be
     done sooner, and all who decode there keep their objectives; off: prefill workers do."""
     move_hot_spots: bool = False

@@ -25,7 +25,7 @@ class Policies:
     admission: str = "predictive"
     queue_limit: int = 64
     move_hot_spots: bool = False
-    local_prefill: bool = True
+    local_prefill: bool = False
     shared_queue: bool = False
 
 

@@ -207,7 +207,7 @@ SAMPLES: dict[str, object] = {
     "router.record": "/log",
     "router.record_size": "1MiB",
     "router.placement.policy": "random",
-    "router.placement.local_prefill": "off",
+    "router.placement.local_prefill": "auto",
     "router.placement.move_hot_spots": True,
     "router.dispatch": "shared_queue",
     "router.admission.policy": "none",

@@ -358,7 +358,7 @@ CHANGES = {
     "router.record": "/log",
     "router.record_size": "5MiB",
     "router.placement.policy": "random",
-    "router.placement.local_prefill": "off",
+    "router.placement.local_prefill": "auto",
     "router.placement.move_hot_spots": True,
     "router.dispatch": "shared_queue",
     "router.admission.policy": "none",

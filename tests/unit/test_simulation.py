@@ -131,9 +131,10 @@ def test_who_was_on_workers_that_die_goes_on_elsewhere(dispatch: str, handoff: s
 
 def test_without_any_prefill_worker_decode_workers_do_it_all() -> None:
     dies = "simulation.failures=[{worker: prefill-0, at: 3s}]"
-    alone = run(trace(120), "workers.0.replicas=1", dies)
+    auto = "router.placement.local_prefill=auto"
+    alone = run(trace(120), "workers.0.replicas=1", dies, auto)
     assert all(done([*alone.outcomes])) and alone.report.local_prefills > 50
-    off = run(trace(120), "workers.0.replicas=1", dies, "router.placement.local_prefill=off")
+    off = run(trace(120), "workers.0.replicas=1", dies)
     assert off.report.refused["no_capacity"] > 50
 
 
@@ -253,8 +254,7 @@ def test_pools_tell_how_busy_they_were_and_what_that_cost(tmp_path: Path) -> Non
     priced = LINEAR | {"price_per_hour": 3.6, "power_w": {"idle": 100.0, "peak": 500.0}}
     profile = tmp_path / "priced.yaml"
     profile.write_text(yaml.safe_dump(priced))
-    settings = f"simulation.profile={profile}", "router.placement.local_prefill=off"
-    report = run(trace(50), *settings).report
+    report = run(trace(50), f"simulation.profile={profile}").report
     prefill, decode = report.pools
     assert (prefill.role, prefill.workers, decode.role) == ("prefill", 2, "decode")
     assert 0 < prefill.utilisation < 1 and decode.prefill_busy_s == 0
