@@ -118,8 +118,7 @@ class RouterCore:
         self.forecast = Forecast(
             self.workers, queue, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
         )
-        judges = isinstance(admitting, Predictive)  # the others take no notice of objectives
-        self.ladders = Ladders(self.tiers if judges else ONE_TIER)
+        self.ladders = Ladders(self.tiers)
         self.refusing = Refusing(promises=self.promises)
         self.learning = Learning(
             workers=self.workers, lengths=self.lengths, ladders=self.ladders, forecast=self.forecast
