@@ -1,0 +1,32 @@
+"""What a router makes of what it is told: other routers' requests, and times that nobody measured."""
+
+from __future__ import annotations
+
+from math import inf
+
+from kvrelay.messages import Counters
+from kvrelay.types import Role
+from router.forecast.decode_outlook import Expected
+from router.latency.margins import Margin
+from router.promises import Promised
+from router.workers import MOST_ALIKE
+from tests.unit.router_kit import key, view, workers_of
+
+
+def test_places_that_others_have_taken_are_not_free() -> None:
+    worker = view("d", Role.DECODE, places=4)
+    worker.said(Counters(running=3))
+    assert (worker.free_places, worker.is_idle) == (1, False)
+
+
+def test_a_router_that_few_ask_is_not_shut_out_by_its_own_promises() -> None:
+    """One sequence of its own beside fifty of others."""
+    worker = view("d", Role.DECODE, places=100)
+    worker.outlook.add(key("own"), Expected(joins_s=0, ends_s=1, tokens=4))
+    worker.said(Counters(running=51))
+    told = workers_of(worker).per_worker(Promised(sequences=1.0))
+    assert told.sequences == MOST_ALIKE
+
+
+def test_what_is_not_covered_stays_out_of_reach() -> None:
+    assert Margin(confidence=0.95).apply(inf) == inf
