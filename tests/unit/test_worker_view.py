@@ -1,4 +1,4 @@
-"""What a router makes of what it is told: other routers' requests, and times that nobody measured."""
+"""What a router makes of what it is told of others, and of times that nobody measured."""
 
 from __future__ import annotations
 
