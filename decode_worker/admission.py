@@ -12,8 +12,8 @@ step, and waits until one is free (`Standing`); and those on lent places step ba
     kv_exhausted           no blocks; within its share also none of those on lent places
 
 What is running, waiting, being checked, on its way and asking counts. Only requests that bring a
-TPOT of their own are refused for it. The margin is for those that end before it comes, of which
-routers know more.
+TPOT of their own are refused for it, and only where there are more than their router has counted:
+of those it knows how many will have ended by then. The margin is for them, too.
 """
 
 from __future__ import annotations
@@ -68,8 +68,11 @@ class Admission:
 
     # --- judging --------------------------------------------------------------------------------
 
-    def refusal(self, spec: RequestSpec, asking: Iterable[RequestSpec] = ()) -> str | None:
-        """Why not, blocks apart; the `asking` ones came before."""
+    def refusal(
+        self, spec: RequestSpec, asking: Iterable[RequestSpec] = (), counted: int | None = None
+    ) -> str | None:
+        """Why not, blocks apart; the `asking` ones came before. Beside `counted` sequences its
+        router has judged its pace."""
         held = self.held()
         for other in asking:
             held[self.standing.tier_of(other)] += other.sampling.n
@@ -79,6 +82,8 @@ class Admission:
             return self._all_taken(spec, held)
         if self.batch.roster.lacks_blocks:
             return "kv_exhausted"
+        if counted is not None and held.total() <= counted:
+            return None
         return "tpot_unreachable" if self._breaks_tpot(spec, held.total()) else None
 
     def _is_own(self, spec: RequestSpec, held: Counter[str]) -> bool:

@@ -92,7 +92,9 @@ class DecodeScheduler:
         return self.admission.sequences
 
     def _ask(self, message: Ask, now_s: float) -> list[Command]:
-        refusal = self.admission.refusal(message.spec, (ask.spec for ask in self.asking))
+        counted = message.counted if isinstance(message, Reserve) else None
+        asking = (ask.spec for ask in self.asking)
+        refusal = self.admission.refusal(message.spec, asking, counted)
         if refusal is not None:
             return [self._refused(message.spec.key, refusal, now_s)]
         if (taken := self._try_take(message, now_s)) is not None:

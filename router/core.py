@@ -51,6 +51,7 @@ from router.events import (
     WorkerSaid,
 )
 from router.forecast.forecast import Forecast
+from router.forecast.lifetimes import Lifetimes
 from router.generation import GenerationRequest
 from router.ladder import Ladders
 from router.latency.margins import Margin
@@ -116,7 +117,11 @@ class RouterCore:
         each = (1 + CONFIDENCE) / 2  # of two objectives
         queue = open_queue(self.tiers, self.workers) if shared_queue else None
         self.forecast = Forecast(
-            self.workers, queue, ttft=Margin(confidence=each), tpot=Margin(confidence=each)
+            self.workers,
+            queue,
+            ttft=Margin(confidence=each),
+            tpot=Margin(confidence=each),
+            lifetimes=Lifetimes(self.lengths),
         )
         self.ladders = Ladders(self.tiers)
         self.refusing = Refusing(promises=self.promises)
@@ -255,7 +260,7 @@ class RouterCore:
             return []
         match event:
             case Tokens():
-                return self._tokens(request, event, now_s)
+                return self._tokens(request, view, event, now_s)
             case Reserved(held_tokens=held_tokens):
                 return self._reserved(request, held_tokens, now_s)
             case ReserveRefused(reason=reason):
@@ -278,11 +283,14 @@ class RouterCore:
         if request.admitted:
             return begin
         request.admitted = True
+        self.forecast.prompts.saw(request.spec.context_tokens)
         if request.promise is not None:
             self.promises.settle(kept=True)
         return [Admit(request_id=request.request_id), *begin]
 
-    def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
+    def _tokens(
+        self, request: Request, view: WorkerView, event: Tokens, now_s: float
+    ) -> list[Command]:
         if event.first_index == len(request.resumed_ids):
             request.ledger.mark("first_token", event.at_s)
             request.ledger.mark("first_token_received", now_s)
@@ -290,6 +298,7 @@ class RouterCore:
             self.learning.begun(request, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
+        view.outlook.grown(request.key, event.first_index + len(event.token_ids))
         ready = request.choices[event.choice].take(event)
         if not ready:
             return []

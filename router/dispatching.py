@@ -73,13 +73,13 @@ class Dispatching:
             worker.doubt.tried(now_s)
         if self.queue is None or candidate.prefill is None:
             self.deciding.workers.book(demand, admitted, now_s)
-            return [orders.ask(request.spec, candidate, request.within_s(now_s))]
+            return [orders.ask(request.spec, admitted, request.within_s(now_s))]
         self.deciding.workers.book_decode(demand, admitted, now_s)
         prompt = admitted.prediction.prompt
         seconds = prompt.pull_s + prompt.prefill_s
         self.queue.expect(Queued(spec=demand.spec, seconds=seconds, priority=demand.priority))
         request.is_queued = True
-        return [orders.reserve(request.spec, candidate.decode, None)]
+        return [orders.reserve(request.spec, candidate.decode, None, admitted.counted)]
 
     def reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         """Its decode worker has taken it."""

@@ -33,7 +33,7 @@ class Learning:
         if predicted is not None and not request.disturbed:
             self.forecast.ttft.observe(
                 predicted.prompt.first_token_s,
-                now_s - request.placed_s,
+                _at_most_due_s(request, predicted.prompt.first_token_s, now_s),
                 undisturbed=predicted.prompt.queue_s <= 0,
             )
 
@@ -63,3 +63,13 @@ class Learning:
         worker = self.workers.get(placement.decode)
         worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
         return max(0.0, worst_s - predicted.decode.step_s) + predicted.tpot_s
+
+
+def _at_most_due_s(request: Request, predicted_s: float, now_s: float) -> float:
+    """From its placing to its first token. One that came too late went behind all that could still
+    be in time: how late it was then says nothing of the prediction."""
+    took_s, objective_s = now_s - request.placed_s, request.objectives.ttft_s
+    if objective_s is None:
+        return took_s
+    waited_s = request.ledger.age_s(now_s) - took_s
+    return min(took_s, max(objective_s - waited_s, predicted_s))

@@ -148,7 +148,7 @@ class Moving:
             left=request.key, source=source.incarnation, spec=spec, admitted=admitted
         )
         self.deciding.workers.book(demand, admitted, now_s)
-        return [orders.ask(spec, candidate, None)]
+        return [orders.ask(spec, admitted, None)]
 
     def _spec(self, request: Request) -> RequestSpec:
         """Of its next attempt, behind all that it has delivered."""

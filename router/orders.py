@@ -14,22 +14,27 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.types import Incarnation, RequestSpec, Role
+from router.admitting.policy import Admitted
 from router.candidate import Candidate
 from router.events import Command, Send
 from router.request import Request
 from router.view import WorkerView
 
 
-def ask(spec: RequestSpec, candidate: Candidate, within_s: float | None) -> Send:
+def ask(spec: RequestSpec, admitted: Admitted, within_s: float | None) -> Send:
     """Will the decode worker take it? If it prefills too, it begins at once."""
+    candidate = admitted.candidate
     decode = candidate.decode.incarnation
     if candidate.prefill is None:
         return Send(worker=decode, message=Generate(spec=spec, within_s=within_s))
-    return reserve(spec, candidate.decode, candidate.prefill.incarnation)
+    return reserve(spec, candidate.decode, candidate.prefill.incarnation, admitted.counted)
 
 
-def reserve(spec: RequestSpec, decode: WorkerView, source: Incarnation | None) -> Send:
-    return Send(worker=decode.incarnation, message=Reserve(spec=spec, source=source))
+def reserve(
+    spec: RequestSpec, decode: WorkerView, source: Incarnation | None, counted: int | None = None
+) -> Send:
+    message = Reserve(spec=spec, source=source, counted=counted)
+    return Send(worker=decode.incarnation, message=message)
 
 
 def begin(

@@ -22,6 +22,8 @@ GRACE_S = 1.25
 is held, it keeps others out."""
 MOST_PROMISES = 50_000
 _NEW_SHARE = 0.05
+_DOUBTED = 3
+"""As if so many had not come back, at first."""
 KEPT_SHARE = 0.92
 """Of the promises that clients come back for, so many are to be kept."""
 _STEP_S = 0.25
@@ -72,6 +74,7 @@ class Promises:
     kept: int = 0
     broken: int = 0
     expired: int = 0
+    _learnt: int = 0
     _open: dict[int, Promise] = field(default_factory=dict)  # digest |-> promise
     _by_due: list[tuple[float, int]] = field(default_factory=list)  # ascending
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of until_s and digest
@@ -145,7 +148,10 @@ class Promises:
                 self._all.clear()  # and with it what rounding left
 
     def _learn(self, claimed: float) -> None:
-        self.claimed_share += _NEW_SHARE * (claimed - self.claimed_share)
+        """The mean of the first ones, then of the latest."""
+        self._learnt += 1
+        share = max(_NEW_SHARE, 1 / (self._learnt + _DOUBTED))
+        self.claimed_share += share * (claimed - self.claimed_share)
 
 
 def digest_of(spec: RequestSpec) -> int:

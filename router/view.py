@@ -15,6 +15,8 @@ from router.forecast.step_peaks import StepPeaks
 from router.latency.worker_times import NoTimes, ToldTimes, WorkerTimes
 
 _KILO = 1024
+_NEW_SHARE = 0.05
+NOTHING_TOLD = Counters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,14 @@ class WorkerView:
     sequences on its decode side (`outlook`), with what was predicted of their steps (`peaks`)."""
 
     hello: WorkerHello
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters = NOTHING_TOLD
     times: ToldTimes = field(default_factory=NoTimes)
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     peaks: StepPeaks = field(default_factory=StepPeaks)
     doubt: Doubt = field(default_factory=Doubt)
+    own_usually: float = 0.0  # sequences here, lately: from this router
+    all_usually: float = 0.0  # and from all
     draining: bool = False
     incarnation: Incarnation = field(init=False)
     naming: Naming = field(init=False)
@@ -61,7 +65,11 @@ class WorkerView:
         return WorkerView(hello=hello, times=WorkerTimes.of(hello))
 
     def said(self, counters: Counters) -> None:
+        first = self.counters is NOTHING_TOLD
         self.counters = counters
+        own, share = self.outlook.sequences, 1.0 if first else _NEW_SHARE
+        self.own_usually += share * (own - self.own_usually)
+        self.all_usually += share * (max(own, counters.running) - self.all_usually)
         if isinstance(self.times, WorkerTimes):
             self.times = self.times.corrected(counters)
 

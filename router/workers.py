@@ -125,10 +125,10 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def _all_by_own(self) -> float:
-        """Sequences of all routers by those of this one; 1 before it has any."""
+        """Sequences of all routers by those of this one, lately; 1 before it has any."""
         decoding = [view for view in self.values() if view.hello.role is not Role.PREFILL]
-        own = sum(view.outlook.sequences for view in decoding)
-        told = sum(max(view.outlook.sequences, view.counters.running) for view in decoding)
+        own = sum(view.own_usually for view in decoding)
+        told = sum(view.all_usually for view in decoding)
         return min(MOST_ALIKE, told / own) if own else 1.0
 
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
@@ -145,6 +145,8 @@ class Workers(dict[Incarnation, WorkerView]):
             joins_s=joins_s,
             ends_s=joins_s + step_s * max(1, demand.output_tokens - 1),
             tokens=demand.mean_tokens,
+            prompt_tokens=len(demand.spec.prompt_ids),
+            most_tokens=demand.spec.sampling.max_tokens,
             choices=demand.choices,
             tpot_s=demand.objectives.tpot_s,
             gaps=max(1, demand.output_tokens - 1),

@@ -26,10 +26,12 @@ from kvrelay.values import value
 @value
 class Reserve:
     """To the decode worker: hold blocks until the KV arrives from `source`. None: from whoever
-    comes with it first, as long as the router that asks is here."""
+    comes with it first, as long as the router that asks is here. The router has judged its pace,
+    and what of so many sequences will be there by then (`counted`); None: it has not."""
 
     spec: RequestSpec
     source: Incarnation | None
+    counted: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

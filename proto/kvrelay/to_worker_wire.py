@@ -129,8 +129,10 @@ def _decode_source(message: pb.Prefill) -> PrefixSource | None:
 
 def encode_to_worker(message: ToWorker) -> pb.ToWorker:
     match message:
-        case Reserve(spec=spec, source=source):
-            reserve = pb.Reserve(spec=_encode_spec(spec), source_incarnation=source)
+        case Reserve(spec=spec, source=source, counted=counted):
+            reserve = pb.Reserve(
+                spec=_encode_spec(spec), source_incarnation=source, counted=counted
+            )
             return pb.ToWorker(reserve=reserve)
         case Prefill():
             prefill = pb.Prefill(
@@ -166,7 +168,8 @@ def decode_to_worker(message: pb.ToWorker) -> ToWorker:
             reserve = message.reserve
             named = reserve.HasField("source_incarnation")
             source = Incarnation(reserve.source_incarnation) if named else None
-            return Reserve(spec=_decode_spec(reserve.spec), source=source)
+            counted = reserve.counted if reserve.HasField("counted") else None
+            return Reserve(spec=_decode_spec(reserve.spec), source=source, counted=counted)
         case "prefill":
             return _decode_prefill(message.prefill)
         case "generate":

@@ -16,11 +16,13 @@ from router.view import WorkerView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """`doubted`: against what its workers say of their speed."""
+    """`doubted`: against what its workers say of their speed. `counted`: its pace was judged
+    beside so many sequences of its decode worker."""
 
     candidate: Candidate
     prediction: Prediction
     doubted: bool = False
+    counted: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

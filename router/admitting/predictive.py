@@ -29,6 +29,8 @@ from router.refusal import Refusal
 from router.reserve import is_own, own_batch
 from router.view import WorkerView
 
+MOST_ROOM = 0.75
+"""Of the pace of a worker that nobody uses: what a long prompt is to leave free at most."""
 LOOKED_AT = 16
 """Ways to serve a request; the first ones are the best."""
 
@@ -50,7 +52,12 @@ class Predictive:
             refusal = look.place() or look.ttft() or look.tpot() or look.deadline() or look.blocks()
             doubted = refusal is not None and look.is_doubtful()
             if refusal is None or doubted:
-                return Admitted(candidate=candidate, prediction=prediction, doubted=doubted)
+                return Admitted(
+                    candidate=candidate,
+                    prediction=prediction,
+                    doubted=doubted,
+                    counted=look.counted,
+                )
             refusals.append(replace(refusal, work=prediction.work))
         return min(refusals, key=_retry_s, default=otherwise)
 
@@ -68,6 +75,13 @@ class _Look:
     @property
     def worker(self) -> WorkerView:
         return self.candidate.decode
+
+    @property
+    def counted(self) -> int | None:
+        """What of these will be there then, the worker doesn't know: only what is more."""
+        if self.demand.objectives.tpot_s is None:
+            return None
+        return max(self.worker.outlook.sequences, self.worker.counters.running)
 
     def is_doubtful(self) -> bool:
         """Nothing speaks against it but what idle workers say of their speed."""
@@ -122,13 +136,12 @@ class _Look:
             return None
         if is_own(self.demand, self.worker):
             return self._own_tpot()
-        decode = self.prediction.decode
-        over = self._over(decode.batch, decode.step_s)
+        over = self._over(self.prediction.decode.batch)
         if over is None:
             return None
 
         def fits(batch: BatchThen) -> bool:
-            return self._over(batch, step_with(self.demand, batch, self.worker)) is None
+            return self._over(batch) is None
 
         tpot_s, bound_s = over
         own = bound_s == self.demand.objectives.tpot_s and not self.worker.queue
@@ -141,17 +154,30 @@ class _Look:
             hopeless=hopeless,
         )
 
-    def _over(self, batch: BatchThen, step_s: float) -> tuple[float, float] | None:
+    def _over(self, batch: BatchThen) -> tuple[float, float] | None:
         """What a token takes beside this batch, and the objective that is broken by that."""
+        step_s = step_with(self.demand, batch, self.worker)
         paused_s = self.prediction.tpot_s - self.prediction.decode.step_s  # for each token
         own_s, others_s = self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s
         for bound_s, more_s in ((own_s, paused_s), (others_s, 0.0)):
             tpot_s = step_s + more_s
             if batch.sequences:
                 tpot_s = self.forecast.tpot.apply(tpot_s)
-            if bound_s is not None and tpot_s > bound_s:
+            if bound_s is not None and tpot_s + self._room_s(batch, step_s, bound_s) > bound_s:
                 return tpot_s, bound_s
         return None
+
+    def _room_s(self, batch: BatchThen, step_s: float, bound_s: float) -> float:
+        """Of a step, what is to stay free beside one with a long prompt: several others would fit
+        where it is. A worker that has three quarters of its pace left takes it."""
+        factor = self.forecast.prompts.times_usual(self.demand) ** 2 - 1
+        if factor <= 0 or not batch.sequences:
+            return 0.0
+        own_s = step_s - self.worker.decode_s(
+            min(batch.sequences, self.worker.hello.max_running_requests), batch.kv_tokens
+        )
+        free_s = bound_s - step_with(self.demand, BatchThen(0, 0), self.worker)
+        return max(0.0, min(factor * own_s, MOST_ROOM * free_s))
 
     def _own_tpot(self) -> Refusal | None:
         objective_s = self.demand.objectives.tpot_s

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvrelay.types import RequestKey
 from router.forecast.pauses import Pauses
 from router.latency.margins import Margin
+from router.latency.survival import Survival
 
 OVERDUE_SHARE = 0.25
 """Of its expected length, is what a sequence that outlives it is taken to still have."""
@@ -24,11 +25,14 @@ OVERDUE_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """`tokens` is each choice's mean context while it decodes."""
+    """`tokens` is each choice's mean context while it decodes; behind its prompt it may yield
+    `most_tokens`."""
 
     joins_s: float
     ends_s: float
     tokens: int
+    prompt_tokens: int = 0
+    most_tokens: int = 0
     choices: int = 1
     tpot_s: float | None = None
     gaps: int = 1
@@ -43,6 +47,10 @@ class Expected:
         lasts_s, left_s = self.ends_s - self.joins_s, self.ends_s - max(now_s, self.joins_s)
         share = left_s / lasts_s if lasts_s > 0 else 1.0
         return max(1.0, self.gaps * max(OVERDUE_SHARE, share))
+
+
+Survivals = dict[str, Survival]
+"""# tier |-> how long its sequences decode; those of which nothing is known are missing"""
 
 
 class BatchThen(NamedTuple):
@@ -77,6 +85,7 @@ class DecodeOutlook:
     kv_tokens: int = 0
     of_tier: Counter[str] = field(default_factory=Counter)  # tier |-> its sequences
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
+    _emitted: dict[RequestKey, int] = field(default_factory=dict)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
     _lasting_s: float = 0.0  # how long they are expected to decode, all together
@@ -111,6 +120,7 @@ class DecodeOutlook:
         expected = self._expected.pop(key, None)
         if expected is None:
             return
+        self._emitted.pop(key, None)
         self.sequences -= expected.choices
         self.of_tier[expected.tier] -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
@@ -120,6 +130,37 @@ class DecodeOutlook:
             self._ends.discard(expected.ends_s, expected.tokens)
         if expected.tpot_s is not None:
             _discard(self._objectives_s, expected.tpot_s)
+
+    def grown(self, key: RequestKey, tokens: int) -> None:
+        """It has so many tokens now."""
+        if key in self._expected:
+            self._emitted[key] = tokens
+
+    def running(self) -> Iterator[tuple[str, int]]:
+        """# tier, tokens"""
+        for key, tokens in self._emitted.items():
+            yield self._expected[key].tier, tokens
+
+    def likely(self, then_s: float, now_s: float, step_s: float, survivals: Survivals) -> BatchThen:
+        """Of the sequences that are known now, as many as will probably decode `then_s`, with
+        steps of `step_s` until then."""
+        if not survivals:
+            return self.at(then_s, now_s)
+        sequences = kv_tokens = 0.0
+        for key, one in self._expected.items():
+            emitted = self._emitted.get(key, 0)
+            from_s = now_s if emitted else max(now_s, one.joins_s)
+            if from_s > then_s:
+                continue
+            more, survival = (then_s - from_s) / step_s, survivals.get(one.tier)
+            if survival is None:
+                share = 1.0 if then_s < one.ends_s else 0.0
+            else:
+                share = survival.goes_on(emitted, more) if emitted + more < one.most_tokens else 0.0
+            share *= one.choices
+            sequences += share
+            kv_tokens += share * (one.prompt_tokens + emitted + more)
+        return BatchThen(round(sequences), round(kv_tokens))
 
     def at(self, then_s: float, now_s: float) -> BatchThen:
         """Of the sequences that are known now, those that decode `then_s`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from engine.latency import StepWork, decode_work, prefill_work
@@ -15,12 +16,16 @@ from kvrelay.types import Incarnation, Role
 from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
+from router.forecast.lifetimes import Lifetimes
+from router.forecast.usual_prompts import UsualPrompts
 from router.latency.margins import Margin
 from router.shared_queue import SharedQueue
 from router.view import WorkerView
 
 UNMEASURED_BYTES_PER_S = 1e11
 """Of a worker's links as long as none has been measured: a guess, which should refuse nobody."""
+ALIKE = 0.05
+"""Steps that differ by no more are taken to last equally long."""
 LAST_LAYERS = 0.25
 """Of a chunk's KV, what leaves when all of it is computed."""
 
@@ -32,12 +37,15 @@ class _Link(NamedTuple):
 
 @dataclass(slots=True)
 class Forecast:
-    """`ttft` and `tpot` say how far to trust it. `queue`: where prompts wait for any worker."""
+    """`ttft` and `tpot` say how far to trust it. `queue`: where prompts wait for any worker.
+    `lifetimes` and `prompts`: how long outputs and inputs are."""
 
     workers: Mapping[Incarnation, WorkerView]
     queue: SharedQueue | None = None
     ttft: Margin = field(default_factory=lambda: Margin(confidence=0.5))
     tpot: Margin = field(default_factory=lambda: Margin(confidence=0.5))
+    lifetimes: Lifetimes = field(default_factory=Lifetimes)
+    prompts: UsualPrompts = field(default_factory=UsualPrompts)
 
     def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
         prompt = self.prompt(demand, candidate, now_s)
@@ -88,10 +96,10 @@ class Forecast:
     def _queue_s(self, demand: Demand, candidate: Candidate, now_s: float) -> float:
         """At the worker, and before it at the router where prompts wait there."""
         worker = candidate.prefiller
-        here_s = worker.queue.wait_s(demand.priority, now_s) + _others_s(worker)
+        here_s = _wait_s(worker, demand.priority, now_s)
         if self.queue is None or not worker.prefills:
             return here_s
-        busy_s = (w.queue.all_s(now_s) + _others_s(w) for w in self.workers.values() if w.prefills)
+        busy_s = (_wait_s(w, inf, now_s) for w in self.workers.values() if w.prefills)
         return max(here_s, self.queue.starts_in_s(demand.priority, busy_s, now_s))
 
     @staticmethod
@@ -148,7 +156,7 @@ class Forecast:
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
         then_s = now_s + joins_in_s
-        batch = self.batch_then(demand, worker, then_s, then_s, now_s)
+        batch = _with_others(demand, worker, self._own_then(worker, then_s, now_s))
         return DecodePrediction(
             joins_in_s=joins_in_s,
             batch=batch,
@@ -159,29 +167,50 @@ class Forecast:
             - batch.sequences,
         )
 
+    def _own_then(self, worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
+        """Steps take as long as now at first, and as with that batch at last."""
+        outlook, told = worker.outlook, worker.counters
+        if not outlook.sequences:
+            return BatchThen(0, 0)
+        step_s = worker.decode_s(max(1, told.decode_sequences), told.decode_kv_tokens)
+        if not 0 < step_s < inf:
+            return outlook.at(then_s, now_s)
+        outlooks = (one.outlook for one in self.workers.values())
+        survivals = self.lifetimes.by_tier(outlooks, now_s)
+        first = outlook.likely(then_s, now_s, step_s, survivals)
+        last_s = worker.decode_s(max(1, first.sequences), first.kv_tokens)
+        if last_s == inf or abs(last_s - step_s) < ALIKE * step_s:
+            return first
+        return outlook.likely(then_s, now_s, (step_s + last_s) / 2, survivals)
+
     @staticmethod
-    def batch_then(
+    def batch_met(
         demand: Demand, worker: WorkerView, joins_s: float, ends_s: float, now_s: float
     ) -> BatchThen:
-        """Those that it meets. Those of other routers, as far as the worker has told of them,
-        stay."""
-        outlook, promised = worker.outlook, demand.promised
-        own = outlook.met_by(joins_s, ends_s, now_s)
-        sequences, kv_tokens = promised.sequences, promised.kv_tokens
-        others = worker.counters.running - outlook.sequences
-        if others > 0:
-            sequences += others
-            used = worker.counters.active_blocks * worker.hello.block_size
-            kv_tokens += max(0, used - outlook.kv_tokens)
-        if not sequences:
-            return own
-        return BatchThen(own.sequences + round(sequences), own.kv_tokens + round(kv_tokens))
+        """All those that it meets."""
+        return _with_others(demand, worker, worker.outlook.met_by(joins_s, ends_s, now_s))
 
 
-def _others_s(worker: WorkerView) -> float:
-    """What other routers have sent there."""
-    tokens = worker.counters.prefill_waiting_tokens - worker.queue.tokens
-    return prompt_s(worker, tokens, 0) if tokens > 0 else 0.0
+def _with_others(demand: Demand, worker: WorkerView, own: BatchThen) -> BatchThen:
+    """Those of other routers, as far as the worker has told of them, stay."""
+    outlook, promised = worker.outlook, demand.promised
+    sequences, kv_tokens = promised.sequences, promised.kv_tokens
+    others = worker.counters.running - outlook.sequences
+    if others > 0:
+        sequences += others
+        used = worker.counters.active_blocks * worker.hello.block_size
+        kv_tokens += max(0, used - outlook.kv_tokens)
+    if not sequences:
+        return own
+    return BatchThen(own.sequences + round(sequences), own.kv_tokens + round(kv_tokens))
+
+
+def _wait_s(worker: WorkerView, priority: float, now_s: float) -> float:
+    """Behind this router's prompts, and what others have sent there."""
+    waiting, queue = worker.counters.prefill_waiting_tokens, worker.queue
+    if not queue.token_s:
+        return prompt_s(worker, waiting, 0) if waiting else 0.0
+    return queue.wait_s(priority, now_s, waiting)
 
 
 def step_with(demand: Demand, batch: BatchThen, worker: WorkerView) -> float:

@@ -10,6 +10,7 @@ from kvrelay.messages import Lifetime
 from kvrelay.types import RequestKey
 
 _LAST = inf
+_NEW_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +26,15 @@ class Ahead:
 
 @dataclass(slots=True)
 class PrefillQueue:
-    """The worker is taken to work on something whenever there is something."""
+    """The worker is taken to work on something whenever there is something. `token_s` is what a
+    token of these prompts usually takes, with those that are cached; 0 before there were any."""
 
     tokens: int = 0
+    token_s: float = 0.0
     _ahead: dict[RequestKey, Ahead] = field(default_factory=dict)  # in the order sent
     _left: dict[RequestKey, int] = field(default_factory=dict)  # tokens to be computed
     _seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    _told: set[RequestKey] = field(default_factory=set)  # those that the worker has begun
     _since_s: float = 0.0  # when the worker turned to what it works on
 
     def __len__(self) -> int:
@@ -48,6 +52,8 @@ class PrefillQueue:
         self._left[key] = ahead.tokens - ahead.cached
         self._seconds[ahead.priority] += ahead.seconds
         self.tokens += ahead.tokens
+        token_s = ahead.seconds / max(1, ahead.tokens)
+        self.token_s += (_NEW_SHARE if self.token_s else 1.0) * (token_s - self.token_s)
 
     def remove(self, key: RequestKey, now_s: float) -> None:
         """It is prefilled, or given up; removing what isn't there changes nothing."""
@@ -55,6 +61,7 @@ class PrefillQueue:
         if ahead is None:
             return
         del self._left[key]
+        self._told.discard(key)
         self._seconds[ahead.priority] -= ahead.seconds
         self.tokens -= ahead.tokens
         self._since_s = now_s
@@ -64,28 +71,50 @@ class PrefillQueue:
         """To be computed, as far as the worker has told."""
         return sum(self._left.values())
 
+    def others_tokens(self, waiting_tokens: int) -> int:
+        """Of all that waits there, as the worker counts: whole prompts before it has looked what
+        is cached, then what is left of them."""
+        begun = sum([self._ahead[key].tokens - self._left[key] for key in self._told])
+        return max(0, waiting_tokens - self.tokens + begun)
+
     def lived(self, moment: Lifetime) -> None:
         """The worker has found or computed some of a prompt."""
-        if moment.key not in self._ahead:
+        key = moment.key
+        if key not in self._ahead:
             return
         if moment.name == "prefill_started":
-            self._left[moment.key] = self._ahead[moment.key].tokens - moment.tokens
+            self._left[key] = self._ahead[key].tokens - moment.tokens
         elif moment.name == "prefill_chunk":
-            self._left[moment.key] = max(0, self._left[moment.key] - moment.tokens)
+            self._left[key] = max(0, self._left[key] - moment.tokens)
+        else:
+            return
+        self._told.add(key)
 
-    def all_s(self, now_s: float) -> float:
+    def all_s(self, now_s: float, waiting_tokens: int = 0) -> float:
         """Until all are computed."""
-        return self.wait_s(_LAST, now_s)
+        return self.wait_s(_LAST, now_s, waiting_tokens)
 
-    def wait_s(self, priority: float, now_s: float) -> float:
-        """Until a prompt of this priority would be next."""
+    def wait_s(self, priority: float, now_s: float, waiting_tokens: int = 0) -> float:
+        """Until a prompt of this priority would be next. `waiting_tokens`: those that the worker
+        has told, if more than this router's."""
+        others = self.others_tokens(waiting_tokens) if waiting_tokens else 0
         if not self._ahead:
-            return 0.0
+            return others * self.token_s
         before_s = 0.0
         for other, seconds in self._seconds.items():
             if other <= priority:
                 before_s += seconds
+        if others:
+            return max(0.0, before_s - self._told_s()) + others * self.token_s
         first = next(iter(self._ahead.values()))
         begun_s = min(now_s - self._since_s, first.seconds)
         left_s = before_s - begun_s if begun_s > 0 else before_s
         return left_s if left_s > 0 else 0.0
+
+    def _told_s(self) -> float:
+        """Of the prompts here, what the worker has told that it has computed."""
+        done_s = 0.0
+        for key in self._told:
+            ahead = self._ahead[key]
+            done_s += ahead.seconds * (1 - self._left[key] / max(1, ahead.tokens - ahead.cached))
+        return max(0.0, done_s)

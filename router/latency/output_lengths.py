@@ -6,8 +6,11 @@ are those of the Kaplan-Meier estimate (1958). Lengths are counted in bands of a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, log
+
+from router.latency.survival import STRIDE, Survival
 
 _EXACT = 16
 """Shorter lengths have bands of their own."""
@@ -17,6 +20,8 @@ _BANDS = 160
 _FADE = 0.998
 """What a request counts for less with each later one: the last 500 make up two thirds."""
 _LARGEST = 1e100
+_LAST_SHARED = 115
+"""The band of some 33,000 tokens: of those that are longer no more is told."""
 FIRST_GUESS = 256
 """Tokens of a request before any of its tier has ended: few use all that they may."""
 
@@ -46,6 +51,23 @@ class _Tier:
             self.cut = [count / self.weight for count in self.cut]
             self.weight = 1.0
 
+    def survival(self, running: Iterable[int]) -> Survival | None:
+        """What ends in a band ends in its middle."""
+        longest = max((band for band, count in enumerate(self.ended) if count), default=None)
+        if longest is None:
+            return None
+        cut = self.cut.copy()
+        for tokens in running:
+            cut[_band(tokens)] += self.weight
+        alive, longer, shares = sum(self.ended) + sum(cut), 1.0, list[float]()
+        for band in range(min(longest, _LAST_SHARED) + 1):
+            middle = (_end(band) + _end(max(0, band - 1)) + 1) // 2
+            shares += [longer] * (middle // STRIDE + 1 - len(shares))
+            if self.ended[band]:
+                longer *= 1 - self.ended[band] / alive
+            alive -= self.ended[band] + cut[band]
+        return Survival([*shares, longer])
+
     def quantile(self, share: float, emitted: int) -> int | None:
         """None: too few are known to end."""
         first = _band(emitted + 1)
@@ -72,6 +94,12 @@ class OutputLengths:
     def observe(self, tier: str, tokens: int, *, was_cut: bool) -> None:
         """A choice is over. `was_cut`: it would have gone on."""
         self._tiers.setdefault(tier, _Tier()).add(tokens, was_cut=was_cut)
+
+    def survival(self, tier: str, running: Iterable[int] = ()) -> Survival | None:
+        """Those that run have their tokens at least: who has ended first was short. None: of none
+        of the tier it is known how long it would have been."""
+        known = self._tiers.get(tier)
+        return None if known is None else known.survival(running)
 
     def quantile(self, tier: str, share: float, *, max_tokens: int, emitted: int = 0) -> int:
         """The length that `share` of the tier's requests don't exceed, among those with more than

@@ -103,7 +103,7 @@ class KvAware:
         having_room = [w for w in workers if has_place(demand, w)] or workers
         if len(having_room) > LOOKED_AT_CLOSELY:
             having_room = sorted(having_room, key=_step_s)[:LOOKED_AT_CLOSELY]
-        batches = ((w, forecast.batch_then(demand, w, joins_s, ends_s, now_s)) for w in having_room)
+        batches = ((w, forecast.batch_met(demand, w, joins_s, ends_s, now_s)) for w in having_room)
         timed = ((_steps(demand, batch, w), w) for w, batch in batches)
         return sorted(timed, key=lambda one: (one[0].cost_s, one[1].decode_load))[:LOOKED_AT]
 
@@ -196,7 +196,7 @@ def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerVie
     prompt_tokens, priority = demand.prompt_tokens, demand.priority
     held = demand.held.tokens_each(workers)
     first_s = [
-        worker.queue.wait_s(priority, now_s)
+        worker.queue.wait_s(priority, now_s, worker.counters.prefill_waiting_tokens)
         + (prompt_tokens - tokens) * worker.speed.prompt_token_s
         for worker, tokens in zip(workers, held, strict=True)
     ]

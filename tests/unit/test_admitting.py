@@ -166,6 +166,16 @@ class TestPredictive:
             judge(Predictive(), p, d, asked=demand(output_tokens=2, tpot_s=0.01))
         ).hopeless
 
+    def test_tells_beside_how_many_it_has_judged_a_pace(self) -> None:
+        p, d = pair()
+        fill(d, 10, 20)
+        for tpot_s, counted in ((None, None), (1.0, 2)):
+            verdict = judge(Predictive(), p, d, asked=demand(tpot_s=tpot_s))
+            assert isinstance(verdict, Admitted) and verdict.counted == counted
+        d.counters = Counters(running=3)
+        verdict = judge(Predictive(), p, d, asked=demand(tpot_s=1.0))
+        assert isinstance(verdict, Admitted) and verdict.counted == 3
+
     def test_comes_back_when_enough_have_ended(self) -> None:
         p, d = pair()
         fill(d, 10, 20, 30)
@@ -175,6 +185,29 @@ class TestPredictive:
         assert again_s is not None
         d.outlook.remove(key("0.0 0"))
         assert isinstance(judge(Predictive(), p, d, asked=asked, now_s=again_s), Admitted)
+
+    def test_one_with_a_long_prompt_leaves_room_for_several_others(self) -> None:
+        """0.1 s for each sequence and 0.01 s for each token; prompts have 5 tokens as a rule. Twice
+        as long, it needs its own 0.2 s four times over."""
+        p, d = pair()
+        d.times = PerToken(sequence_s=0.1, context_s=0.01)
+        forecast = Forecast(workers_of(p, d))
+        for _ in range(50):
+            forecast.prompts.saw(5)
+        fill(d, 50)
+
+        def taken(prompt_tokens: int, tpot_s: float) -> bool:
+            asked = demand(prompt_tokens=prompt_tokens, output_tokens=2, tpot_s=tpot_s)
+            way = [Candidate(decode=d, prefill=p)]
+            return isinstance(Predictive().judge(asked, way, NO_CAPACITY, forecast, 0), Admitted)
+
+        beside_s = 0.1 + 4 * 0.01
+        assert taken(5, beside_s + 0.17)
+        assert not taken(10, beside_s + 0.3)
+        assert taken(10, beside_s + 4 * 0.22)
+        assert taken(40, 4.0), "three quarters of the worker's pace are left"
+        d.outlook.remove(key("0.0 0"))
+        assert taken(40, 0.6), "nobody else is there"
 
     def test_blocks_are_counted_when_it_gets_there(self) -> None:
         p, d = pair()

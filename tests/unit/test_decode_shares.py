@@ -48,9 +48,9 @@ def of(tier: str, name: str, tokens: int = 3, **more: int) -> RequestSpec:
     return replace(spec(name, tokens, **more), qos_tier=tier)
 
 
-def asked(one: DecodeScheduler, request: RequestSpec) -> str:
+def asked(one: DecodeScheduler, request: RequestSpec, counted: int | None = None) -> str:
     """ "taken", or why not."""
-    (answer,) = one.handle(reserve(request), 0)
+    (answer,) = one.handle(replace(reserve(request), counted=counted), 0)
     assert isinstance(answer, Emit)
     (event,) = answer.events
     if isinstance(event, Reserved):
@@ -228,6 +228,14 @@ def test_context_counts_too() -> None:
     arrive(one, of("free", "f", 10))
     assert asked(one, replace(of("free", "a", 9), tpot_s=0.027)) == "tpot_unreachable"
     assert asked(one, replace(of("free", "a", 9), tpot_s=0.028)) == "taken"
+
+
+def test_a_pace_that_the_router_has_judged_is_judged_again_beside_those_it_did_not_count() -> None:
+    one = scheduler(times=LinearTimes(decode_knots=((4, 0.010),)))
+    arrive(one, of("free", "f"))
+    hurried = replace(of("free", "a"), tpot_s=0.001)
+    assert asked(one, hurried, counted=0) == "tpot_unreachable", "another router's came meanwhile"
+    assert asked(one, hurried, counted=1) == "taken"
 
 
 @pytest.mark.parametrize("times", [None, LinearTimes(), LinearTimes(decode_knots=((1, 9.0),))])

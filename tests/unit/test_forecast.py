@@ -6,14 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.messages import Counters, LinkState
+from kvrelay.messages import Counters, Lifetime, LinkState
 from kvrelay.types import Incarnation, Role
 from router.candidate import Candidate
 from router.directory import Directory
 from router.forecast.decode_outlook import BatchThen, DecodeOutlook, Expected
 from router.forecast.forecast import Forecast
+from router.forecast.lifetimes import FRESH_S, Lifetimes
 from router.forecast.prefill_queue import Ahead, PrefillQueue
 from router.forecast.step_peaks import StepPeaks
+from router.latency.output_lengths import OutputLengths
+from router.latency.survival import Survival
 from router.prefixes import HeldPrefixes
 from router.view import WorkerView
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
@@ -51,6 +54,20 @@ def test_what_has_a_later_priority_is_not_ahead() -> None:
     queue.add(key("low"), Ahead(seconds=2, tokens=20, priority=5), now_s=0)
     queue.add(key("high"), Ahead(seconds=3, tokens=30, priority=1), now_s=0)
     assert [queue.wait_s(priority, 0) for priority in (0, 1, 4, 5)] == [0, 3, 3, 5]
+
+
+def test_what_other_routers_have_sent_is_ahead_too() -> None:
+    """It may be theirs that the worker works on, until it says that it has begun one of these."""
+    queue = PrefillQueue()
+    queue.add(key("a"), Ahead(seconds=2, tokens=25, cached=5), now_s=0)
+    assert queue.wait_s(0, 1, waiting_tokens=25) == 1, "all that waits there is ours"
+    assert queue.wait_s(0, 1, waiting_tokens=50) == pytest.approx(4)
+    queue.lived(Lifetime(key=key("a"), at_s=1, name="prefill_started", tokens=5))
+    assert queue.wait_s(0, 1, waiting_tokens=45) == pytest.approx(4)
+    queue.lived(Lifetime(key=key("a"), at_s=1.5, name="prefill_chunk", tokens=10))
+    assert queue.wait_s(0, 1.5, waiting_tokens=35) == pytest.approx(3)
+    queue.remove(key("a"), 3)
+    assert queue.wait_s(0, 3, waiting_tokens=25) == pytest.approx(2)
 
 
 # --- the batch of a decode worker -----------------------------------------------------------------
@@ -95,6 +112,40 @@ def test_as_counted_one_by_one(
     there = [e for e in here.values() if e.joins_s <= then < e.ends_s]
     tokens = sum(e.tokens * e.choices for e in there)
     assert outlook.at(then, -1) == BatchThen(sum(e.choices for e in there), tokens)
+
+
+def test_as_many_stay_as_outputs_have_lasted() -> None:
+    """Half of all have 40 tokens, the others 400; a token takes 0.1 s."""
+    outlook, lives = DecodeOutlook(), {"t": Survival([1.0] * 6 + [0.5] * 45 + [0.0])}
+    one = Expected(joins_s=0, ends_s=9, tokens=9, prompt_tokens=1000, most_tokens=900, tier="t")
+    for i in range(8):
+        outlook.add(key(str(i)), replace(one, joins_s=0 if i < 4 else 5))
+    for i in range(4):
+        outlook.grown(key(str(i)), 100)
+    assert outlook.likely(4, 0, 0.1, lives) == BatchThen(4, 4 * 1140), "past 40, short of 400"
+    assert outlook.likely(8, 0, 0.1, lives) == BatchThen(8, 4 * 1180 + 4 * 1030)
+    assert outlook.likely(20, 0, 0.1, lives).sequences == 6, "half of those that join later"
+    assert outlook.likely(20, 0, 0.02, lives).sequences == 0
+    assert outlook.likely(4, 4, 0.1, {}) == outlook.at(4, 4), "nothing is known"
+    outlook.add(key("short"), replace(one, joins_s=1, most_tokens=20))
+    assert outlook.likely(2.5, 0, 0.1, lives).sequences == 5
+    assert outlook.likely(3.5, 0, 0.1, lives).sequences == 4, "it may yield no more"
+
+
+def test_who_runs_still_was_not_short() -> None:
+    """Of five that began together one has ended, at 40 tokens; the others have 200."""
+    lengths, outlook = OutputLengths(), DecodeOutlook()
+    lifetimes = Lifetimes(lengths)
+    for i in range(4):
+        outlook.add(key(str(i)), replace(expect(0, 9), tier="t"))
+        outlook.grown(key(str(i)), 200)
+    assert lifetimes.by_tier([outlook], 0) == {}, "nothing is known"
+    lengths.observe("t", 40, was_cut=False)
+    assert lifetimes.by_tier([outlook], FRESH_S / 2) == {}, "a moment ago"
+    found = lifetimes.by_tier([outlook], FRESH_S)["t"]
+    assert found.goes_on(0, 100) == pytest.approx(0.8, abs=0.01)
+    outlook.remove(key("0"))
+    assert [*outlook.running()] == [("t", 200)] * 3
 
 
 def test_the_strictest_objective_counts() -> None:
@@ -152,11 +203,11 @@ def test_a_handoff_goes_on_behind_the_computing() -> None:
 def test_what_other_routers_sent_counts_too() -> None:
     p, d = view("p", P), view("d", D)
     p.times, d.times = PerToken(prompt_s=0.01), PerToken(sequence_s=0.1)
-    p.queue.add(key("x"), Ahead(seconds=2, tokens=5), 0)
+    p.queue.add(key("x"), Ahead(seconds=0.1, tokens=5), 0)
     p.counters = Counters(prefill_waiting_tokens=25)
     d.counters = Counters(running=3, active_blocks=6)
     found = Forecast(workers_of(p, d)).predict(demand(), Candidate(decode=d, prefill=p), 0)
-    assert found.prompt.queue_s == pytest.approx(2 + 20 * 0.01)
+    assert found.prompt.queue_s == pytest.approx(0.1 + 20 * 0.02)
     assert found.decode.batch == BatchThen(3, 24)
 
 

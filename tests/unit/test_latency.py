@@ -85,10 +85,29 @@ def test_old_lengths_fade_and_memory_stays() -> None:
     assert lengths.quantile("free", 0.99, max_tokens=1000) == 12
 
 
+def test_how_many_of_those_that_decode_will_go_on() -> None:
+    lengths = learnt(*[40] * 50, *[400] * 50)
+    survival = lengths.survival("free")
+    assert survival is not None
+    found = [survival.goes_on(*one) for one in ((0, 24), (0, 100), (100, 200), (100, 400))]
+    assert found == pytest.approx([1, 0.5, 1, 0], abs=0.03)  # later ones weigh more
+    assert survival.goes_on(800, 800) == 0.5, "it has outlived all that are known"
+
+
+def test_those_that_were_cut_go_on_for_all_that_is_known() -> None:
+    assert OutputLengths().survival("free") is None
+    assert learnt(cut=(40, 40)).survival("free") is None
+    survival = learnt(40, 40, cut=(100, 100)).survival("free")
+    assert survival is not None
+    assert survival.goes_on(0, 90) == survival.goes_on(0, 10_000) == pytest.approx(0.5, abs=0.01)
+
+
 def test_very_long_outputs_have_a_band() -> None:
     lengths = learnt(10**7)
     assert lengths.quantile("free", 0.5, max_tokens=2000) == 2000
     assert lengths.quantile("free", 0.5, max_tokens=10**8) > 10**5
+    survival = lengths.survival("free")
+    assert survival is not None and survival.goes_on(0, 2000) == 1
 
 
 # --- errors --------------------------------------------------------------------------------------

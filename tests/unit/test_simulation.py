@@ -378,7 +378,10 @@ def overloaded(*settings: str) -> Report:
 
 @pytest.mark.parametrize(
     ("routers", "rounding", "share"),
-    [(1, "null", 0.5), (1, "1s", 0.5), (1, "null", 1.0), (1, "1s", 1.0), (3, "1s", 1.0)],
+    [
+        *((1, rounding, share) for share in (0.5, 1.0) for rounding in ("null", "1s")),
+        *((3, rounding, share) for share in (0.5, 1.0) for rounding in ("null", "1s")),
+    ],
 )
 def test_who_comes_back_when_told_to_is_admitted(routers: int, rounding: str, share: float) -> None:
     found = overloaded(
@@ -388,8 +391,7 @@ def test_who_comes_back_when_told_to_is_admitted(routers: int, rounding: str, sh
         f"simulation.retry_rounding={rounding}",
     )
     assert found.retries > 50
-    goal = 0.8 if routers == 1 else 0.7  # several: 0.74 with whole seconds
-    assert found.retried_admitted >= goal * found.retries
+    assert found.retried_admitted >= 0.8 * found.retries
 
 
 def test_routers_that_know_of_each_other_by_the_workers_admit_little_too_much() -> None:

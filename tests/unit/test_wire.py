@@ -110,7 +110,7 @@ specs = st.builds(
     emitted_ids=ids,
 )
 to_worker = st.one_of(
-    st.builds(Reserve, spec=specs, source=st.none() | text),
+    st.builds(Reserve, spec=specs, source=st.none() | text, counted=st.none() | small),
     st.builds(
         Prefill,
         spec=specs,

@@ -120,12 +120,14 @@ class RouterHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., router_incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("spec", "source_incarnation")
+    __slots__ = ("spec", "source_incarnation", "counted")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     source_incarnation: str
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source_incarnation: _Optional[str] = ...) -> None: ...
+    counted: int
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source_incarnation: _Optional[str] = ..., counted: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("spec", "target_addresses", "target_incarnation", "held_tokens", "prefix_source", "within_s")
