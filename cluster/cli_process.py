@@ -74,6 +74,7 @@ ROUTER_KEYS = (
     "router.admission.policy",
     "router.admission.queue_limit",
     "qos.header",
+    "qos.ladder.enabled",
     "qos.ladder.window",
     "qos.ladder.hold",
     "qos.ladder.calm",

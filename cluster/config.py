@@ -226,6 +226,9 @@ class RaySection(Section):
     """How long placement and loading may take, autoscaling included."""
     driver_timeout: Seconds = 15.0
     """A serve command that is silent for so long is gone; the cluster drains and stops."""
+    hang_timeout: Seconds = 60.0
+    """A router, worker or pool node that answers nothing for so long is killed, and started
+    again."""
 
 
 DEFAULT_POOLS = (WorkerPool(role=Role.PREFILL), WorkerPool(role=Role.DECODE))

@@ -16,7 +16,8 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.config import Config
-from cluster.controller import Controller, Report
+from cluster.controller import Controller
+from cluster.controller_report import Report
 from cluster.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
 from cluster.plan import ClusterPlan, plan_cluster, shortage
 from cluster.rays import Connected

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from cluster.config import Config
 from cluster.config_load import Override, load_config
-from cluster.plan import NODE_HOST, Placement, plan_cluster, shortage
+from cluster.plan import NODE_HOST, Placement, plan_cluster, router_settings, shortage
 from cluster.quantities import (
     format_duration,
     format_size,
@@ -289,6 +289,24 @@ def test_each_router_has_ports_and_a_record_of_its_own() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "enabled", "stands"),
+    [
+        ("predictive", "auto", True),
+        ("queue_limit", "auto", True),
+        ("none", "auto", False),
+        ("none", "true", True),
+        ("predictive", "false", False),
+    ],
+)
+def test_the_ladder_is_a_choice_of_its_own(policy: str, enabled: str, stands: bool) -> None:
+    tiers = "qos.tiers={only: {ttft: 1s, default: true}}"
+    texts = (f"router.admission.policy={policy}", f"qos.ladder.enabled={enabled}", tiers)
+    settings = router_settings(resolve(set_(*texts), SITE))
+    assert (settings.qos.ladder is not None) is stands
+    assert [tier.name for tier in settings.qos.tiers] == ["only"]
+
+
 def test_port_ranges_may_be_neighbours() -> None:
     set_("router={http_port: 8000, grpc_port: 8003, replicas: 3}")
     set_("router={http_port: 65533, grpc_port: 65530, replicas: 3}")
@@ -365,6 +383,7 @@ CHANGES = {
     "router.admission.queue_limit": 3,
     "router.resources": {"y": 1},
     "qos.header": "x-plan",
+    "qos.ladder.enabled": False,
     "qos.ladder.window": "9s",
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
@@ -399,6 +418,7 @@ CHANGES = {
     "observability.trace_dir": "/traces",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",
+    "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
 }
 ONE_VALUE_SO_FAR = {"workers.0.parallel.tensor"}
