@@ -47,7 +47,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     worker = WorkerProcess(settings)
     address = await worker.start()
     print(f"{settings.role} worker on {address}", flush=True)
-    request = worker_pb2.RegisterRequest(address=address)
+    request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = [stay_registered(router, request) for router in join]
     await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
 
@@ -59,7 +59,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     addresses = await node.start()
     for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
-    request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True)
+    request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = [stay_registered(router, request) for router in join]
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
 

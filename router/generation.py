@@ -141,7 +141,7 @@ class Dispatcher(Protocol):
         """Unknown ids are ignored."""
 
     def ready(self) -> bool:
-        """At least one prefill and one decode (or one both) worker can serve."""
+        """A pair of workers, or one alone, can serve."""
 
     def workers(self) -> tuple[WorkerStatus, ...]: ...
 

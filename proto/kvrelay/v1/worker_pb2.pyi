@@ -9,12 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("address", "is_pool_node")
+    __slots__ = ("address", "is_pool_node", "routers")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IS_POOL_NODE_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
     address: str
     is_pool_node: bool
-    def __init__(self, address: _Optional[str] = ..., is_pool_node: _Optional[bool] = ...) -> None: ...
+    routers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, address: _Optional[str] = ..., is_pool_node: _Optional[bool] = ..., routers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ()
@@ -298,20 +300,22 @@ class Lifetime(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("choice", "first_index", "token_ids", "logprobs", "finish_reason", "stop_token_id")
+    __slots__ = ("choice", "first_index", "token_ids", "logprobs", "finish_reason", "stop_token_id", "stood_back_s")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    STOOD_BACK_S_FIELD_NUMBER: _ClassVar[int]
     choice: int
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     finish_reason: str
     stop_token_id: int
-    def __init__(self, choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+    stood_back_s: float
+    def __init__(self, choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., stood_back_s: _Optional[float] = ...) -> None: ...
 
 class RequestFailed(_message.Message):
     __slots__ = ("reason", "message")
