@@ -24,10 +24,11 @@ from dataclasses import dataclass
 
 from decode_worker.batch import Batch
 from decode_worker.canary import Canary
+from decode_worker.pace import can_be_kept
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
-from engine.latency import NotCovered, decode_work
+from engine.latency import NotCovered, StepTimes, decode_work
 from kvrelay.types import RequestSpec
 
 TPOT_MARGIN = 1.1
@@ -93,8 +94,7 @@ class Admission:
         if spec.tpot_s is None or self.batch.times is None:
             return False
         coming = [spec, *self._coming()]
-        specs = (*coming, *(sequence.spec for sequence in self._here()))
-        strictest_s = min(s.tpot_s for s in specs if s.tpot_s is not None)
+        strictest_s = min((spec.tpot_s, *self._kept_tpots(self.batch.times)))
         kv_tokens = sum(s.context_tokens * s.sampling.n for s in coming)
         kv_tokens += sum(sequence.length for sequence in self._here())
         together = min(sequences + spec.sampling.n, self.standing.places)
@@ -103,6 +103,14 @@ class Admission:
         except NotCovered:
             return False
         return step_s > TPOT_MARGIN * strictest_s
+
+    def _kept_tpots(self, times: StepTimes) -> Iterator[float]:
+        """What others ask for, where it can be had at all."""
+        asked = [(s.tpot_s, s.context_tokens) for s in self._coming()]
+        asked += [(s.spec.tpot_s, s.length) for s in self._here()]
+        for tpot_s, tokens in asked:
+            if tpot_s is not None and can_be_kept(tpot_s, tokens, times):
+                yield tpot_s
 
     # --- blocks ---------------------------------------------------------------------------------
 

@@ -30,11 +30,14 @@ class Pace:
 
     @staticmethod
     def of(own: Iterable[Sequence], times: StepTimes | None) -> Pace | None:
-        """None where nobody has asked for a pace, or nothing is known of steps."""
-        asked = [s.spec.tpot_s for s in own if s.spec.tpot_s is not None]
-        if times is None or not asked:
+        """None where nobody has asked for a pace that can be kept, or nothing is known of
+        steps."""
+        if times is None:
             return None
-        return Pace(times=times, most_s=USED * min(asked))
+        asked = sorted((s.spec.tpot_s, s.length) for s in own if s.spec.tpot_s is not None)
+        kept = (tpot_s for tpot_s, tokens in asked if can_be_kept(tpot_s, tokens, times))
+        strictest_s = next(kept, None)
+        return None if strictest_s is None else Pace(times=times, most_s=USED * strictest_s)
 
     def take(self, decoding: Iterable[Sequence]) -> None:
         lengths = [sequence.length for sequence in decoding]
@@ -62,3 +65,11 @@ class Pace:
             return self.times.step_s(work)
         except NotCovered:
             return 0.0
+
+
+def can_be_kept(tpot_s: float, tokens: int, times: StepTimes) -> bool:
+    """By one with a context of so many, alone. For what can't, nobody else stands back."""
+    try:
+        return times.step_s(decode_work(1, tokens)) <= tpot_s
+    except NotCovered:
+        return True

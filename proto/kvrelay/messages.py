@@ -149,7 +149,8 @@ class Lifetime:
 
 @value
 class Tokens:
-    """Consecutive tokens of one choice. `finish_reason` only on the choice's last message."""
+    """Consecutive tokens of one choice. `finish_reason` only on the choice's last message, with for
+    how long it stood back for others while it decoded."""
 
     key: RequestKey
     at_s: float
@@ -159,6 +160,7 @@ class Tokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    stood_back_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
