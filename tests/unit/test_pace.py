@@ -96,6 +96,14 @@ def test_so_does_one_that_was_preempted() -> None:
     assert told["new"] == 4
 
 
+def test_until_it_has_all_computed_again() -> None:
+    """Its five tokens in chunks of two: of these the first two steps count too."""
+    one = decode_scheduler(blocks=2, chunk=2, caching=False)
+    for name in ("old", "new"):
+        arrive(one, spec(name, 3, max_tokens=6))
+    assert stood_back(one) == {"old": 0, "new": 4 + 2}
+
+
 def test_who_lost_its_place_tells_too() -> None:
     one = scheduler()
     for i in range(4):

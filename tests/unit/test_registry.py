@@ -54,7 +54,7 @@ def test_a_worker_is_there_while_any_of_its_calls_is_open() -> None:
     async def scene() -> None:
         dispatcher = Recorder()
         service = RegistryService(dispatcher)  # type: ignore[arg-type]
-        old = RegisterCall(service, "host:1")
+        old = RegisterCall(service, "host:1", routers=("a:1", "b:1"))
         await old.said.wait()
         new = RegisterCall(service, "host:1")  # its connection broke; the router has not noticed
         await new.said.wait()
