@@ -125,7 +125,9 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--rate", nargs="+", type=float, default=[*FACTORS], help="x capacity")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ladder", choices=(*LADDER,), default="auto", help="beside")
+    parser.add_argument(
+        "--ladder", choices=(*LADDER,), default="auto", help="auto: beside predictive only"
+    )
     parser.add_argument("--patience", type=float, default=8.0, help="of clients, after the last")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--own-ends", action="store_true", help="the model ends where it will")

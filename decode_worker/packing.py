@@ -113,7 +113,7 @@ class Packing:
     def _take(self, sequence: Sequence, tokens: int) -> None:
         self.chosen.append((sequence, tokens))
         self._taken.add(sequence)
-        if tokens == sequence.needed:
+        if sequence.back_since_s is not None and tokens == sequence.needed:
             sequence.goes_on(self.now_s)
 
     def _chunk(self, sequence: Sequence) -> int:

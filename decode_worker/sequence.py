@@ -74,9 +74,9 @@ class Sequence:
 
     def goes_on(self, now_s: float) -> None:
         """It is to yield its next token."""
-        if self.back_since_s is not None:
-            self.stood_back_s += now_s - self.back_since_s
-            self.back_since_s = None
+        assert self.back_since_s is not None
+        self.stood_back_s += now_s - self.back_since_s
+        self.back_since_s = None
 
     def part(self, choice: int, token_id: int) -> Sequence:
         """One choice of it, that goes on with `token_id`."""
