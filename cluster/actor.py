@@ -103,7 +103,8 @@ class PoolNodeHost:
         return self._address
 
     async def answer(self) -> None:
-        """Of its event loop."""
+        """For those that ask whether it hangs."""
+        await self._node.answer()
 
     async def wait_closed(self) -> None:
         await self._node.wait_closed()

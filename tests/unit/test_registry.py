@@ -39,6 +39,7 @@ class RegisterCall:
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         """As the context of a call."""
         self.refused = details
+        self.said.set()
 
     async def _requests(self, request: pb.RegisterRequest) -> AsyncIterator[pb.RegisterRequest]:
         yield request
