@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 from decode_worker.batch import Batch
 from decode_worker.canary import Canary
-from decode_worker.pace import can_be_kept
+from decode_worker.pace import strictest_kept_s
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
-from engine.latency import NotCovered, StepTimes, decode_work
+from engine.latency import NotCovered, decode_work
 from kvrelay.types import RequestSpec
 
 TPOT_MARGIN = 1.1
@@ -94,7 +94,8 @@ class Admission:
         if spec.tpot_s is None or self.batch.times is None:
             return False
         coming = [spec, *self._coming()]
-        strictest_s = min((spec.tpot_s, *self._kept_tpots(self.batch.times)))
+        others_s = strictest_kept_s(self._asked_by_others(), self.batch.times)
+        strictest_s = spec.tpot_s if others_s is None else min(spec.tpot_s, others_s)
         kv_tokens = sum(s.context_tokens * s.sampling.n for s in coming)
         kv_tokens += sum(sequence.length for sequence in self._here())
         together = min(sequences + spec.sampling.n, self.standing.places)
@@ -104,13 +105,10 @@ class Admission:
             return False
         return step_s > TPOT_MARGIN * strictest_s
 
-    def _kept_tpots(self, times: StepTimes) -> Iterator[float]:
-        """What others ask for, where it can be had at all."""
-        asked = [(s.tpot_s, s.context_tokens) for s in self._coming()]
-        asked += [(s.spec.tpot_s, s.length) for s in self._here()]
-        for tpot_s, tokens in asked:
-            if tpot_s is not None and can_be_kept(tpot_s, tokens, times):
-                yield tpot_s
+    def _asked_by_others(self) -> Iterator[tuple[float | None, int]]:
+        """(time per token, context)"""
+        yield from ((spec.tpot_s, spec.context_tokens) for spec in self._coming())
+        yield from ((sequence.spec.tpot_s, sequence.length) for sequence in self._here())
 
     # --- blocks ---------------------------------------------------------------------------------
 

@@ -34,9 +34,7 @@ class Pace:
         steps."""
         if times is None:
             return None
-        asked = sorted((s.spec.tpot_s, s.length) for s in own if s.spec.tpot_s is not None)
-        kept = (tpot_s for tpot_s, tokens in asked if can_be_kept(tpot_s, tokens, times))
-        strictest_s = next(kept, None)
+        strictest_s = strictest_kept_s(((s.spec.tpot_s, s.length) for s in own), times)
         return None if strictest_s is None else Pace(times=times, most_s=USED * strictest_s)
 
     def take(self, decoding: Iterable[Sequence]) -> None:
@@ -67,8 +65,14 @@ class Pace:
             return 0.0
 
 
-def can_be_kept(tpot_s: float, tokens: int, times: StepTimes) -> bool:
-    """By one with a context of so many, alone. For what can't, nobody else stands back."""
+def strictest_kept_s(asked: Iterable[tuple[float | None, int]], times: StepTimes) -> float | None:
+    """Of times per token, each with the context of who asks for it, the shortest that it could have
+    at least alone: for what can't be kept nobody stands back, and nobody is refused."""
+    given = sorted((tpot_s, tokens) for tpot_s, tokens in asked if tpot_s is not None)
+    return next((tpot_s for tpot_s, tokens in given if _can_be_kept(tpot_s, tokens, times)), None)
+
+
+def _can_be_kept(tpot_s: float, tokens: int, times: StepTimes) -> bool:
     try:
         return times.step_s(decode_work(1, tokens)) <= tpot_s
     except NotCovered:
