@@ -272,7 +272,7 @@ def test_a_worker_that_dies_or_hangs_costs_no_token(
             cluster.add(doomed, worker_settings("doomed", role, llama))
             found = stream_with_a_death(cluster, prompt, doomed, spare, role, llama, how)
             wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
-            doomed.process.kill()
+            doomed.kill()
             views = cluster.router.process.dispatcher.core.workers.values()
             drawn = sum(view.counters.generated_tokens for view in views)
         assert_same_tokens(generate_reference(load(llama), prompt, tokens=600), found)
