@@ -8,6 +8,8 @@ from multiprocessing.context import ForkServerContext
 
 _PRELOADED = [
     "cluster.plain",
+    "cluster.pool_node",
+    "cluster.worker",
     "cluster.config_load",
     "transformers.models.llama.modeling_llama",
     "kvpool.transport.registry",

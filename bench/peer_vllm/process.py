@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -50,6 +51,7 @@ class Peer:
 @contextmanager
 def peer(arguments: Sequence[str], cores: Sequence[int], **environment: str) -> Iterator[Peer]:
     """`python ARGUMENTS` there, on these cores, with a thread on each; its log goes to stderr."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else its processes would stay, halted
     if not PYTHON.exists():
         raise SystemExit(f"no {PYTHON}: run make bench-peers")
     process = subprocess.Popen(

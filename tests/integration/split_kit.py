@@ -168,12 +168,15 @@ class Cluster:
 
     def add(self, host: WorkerHost, settings: WorkerSettings) -> str:
         """One more worker; it is the caller's to stop, by its address."""
+        address = host.start(settings)
+        self.join(address, settings.name)
+        return address
+
+    def join(self, address: str, name: str) -> None:
         dispatcher = self.router.process.dispatcher
         before = len(dispatcher.workers())
-        address = host.start(settings)
         self.router.call(self.router.process.add_worker(address))
-        wait_until(lambda: len(dispatcher.workers()) > before, f"{settings.name} joined")
-        return address
+        wait_until(lambda: len(dispatcher.workers()) > before, f"{name} joined")
 
     def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}
