@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from pathlib import Path
 import torch
 
 from bench.engine import EngineRun, Load, load_bench_engine
-from bench.models import SMOLLM_135M, write_random_llama
-from bench.peer_vllm.process import Peer, peer
+from bench.peer_vllm.process import Peer, peer, peer_model
 from bench.report import Reading, Row, interleave
 from engine.runner import Engine
 
@@ -39,18 +37,17 @@ Generate = Callable[[Load], Done]
 
 def versus_vllm(threads: int, repeats: int) -> list[Row]:
     torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = write_random_llama(Path(name), SMOLLM_135M)
-        engine = load_bench_engine(folder, LARGEST, "cpu")
-        with _offline(folder, threads) as vllm:
-            runs: tuple[Generate, Generate] = (partial(_ours, engine), partial(_its, vllm))
-            first = [run(BATCH).ids for run in runs]
-            candidates = {
-                f"{figure.name} {number}": partial(figure.measure, run)
-                for figure in FIGURES
-                for number, run in enumerate(runs)
-            }
-            found = interleave(candidates, repeats=repeats)
+    folder = peer_model()
+    engine = load_bench_engine(folder, LARGEST, "cpu")
+    with _offline(folder, threads) as vllm:
+        runs: tuple[Generate, Generate] = (partial(_ours, engine), partial(_its, vllm))
+        first = [run(BATCH).ids for run in runs]
+        candidates = {
+            f"{figure.name} {number}": partial(figure.measure, run)
+            for figure in FIGURES
+            for number, run in enumerate(runs)
+        }
+        found = interleave(candidates, repeats=repeats)
     method = (
         f"random Llama of SmolLM-135M's shape, untied, bf16, {threads} threads, a process each, "
         f"at work in turn; the batch's tokens are the same in {_agreement(*first):.0%} of places"

@@ -9,14 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
+from bench.models import SMOLLM_135M, write_random_llama
 from bench.peers import PEERS
 
 PYTHON = PEERS / "vllm" / "bin" / "python"
 CACHE = PEERS / "vllm-cache"
-"""Of what it compiles: the first load takes a minute and a half, the next ones less."""
+"""Of what it compiles, a minute and a half the first time, for a model at one path."""
 PATIENCE_S = 60.0
 
 
@@ -67,6 +69,12 @@ def peer(arguments: Sequence[str], cores: Sequence[int], **environment: str) -> 
         yield started
     finally:
         _end(started)
+
+
+def peer_model() -> Path:
+    """A random Llama of SmolLM-135M's shape, always the same."""
+    folder = CACHE.resolve() / "smollm-135m"
+    return folder if folder.exists() else write_random_llama(folder, SMOLLM_135M)
 
 
 def _environment(cores: Sequence[int]) -> dict[str, str]:

@@ -4,18 +4,17 @@ prompts and arrivals, one of both at work at a time."""
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from bench.http_load import SendOne, Sent, all_at_once, arriving, send
-from bench.models import SMOLLM_135M, write_random_llama
+from bench.models import SMOLLM_135M
+from bench.peer_vllm.process import peer_model
 from bench.peer_vllm.split import PREFILLED, vllm_split
 from bench.plain_cluster import HANDED_OVER, plain_cluster
 from bench.report import Reading, Row
@@ -85,19 +84,18 @@ def versus_vllm(repeats: int, rate_per_s: float) -> list[Row]:
     generator = torch.Generator().manual_seed(1)
     long = torch.randint(2, SMOLLM_135M.vocab_size, (2048,), generator=generator).tolist()
     prompts = LOAD.prompts().tolist()
-    with tempfile.TemporaryDirectory() as name:
-        folder = write_random_llama(Path(name), SMOLLM_135M)
-        with (
-            vllm_split(folder, MAX_MODEL_LEN, REQUESTS) as theirs,
-            plain_cluster(folder, SPLIT, SETTINGS, router_settings=HANDED_OVER) as ours,
-        ):
-            own = Arm(send_one=partial(send, ours.http_port))
-            its = Arm(send_one=theirs.send, turn=theirs.at_work)
-            own.warm_up(prompts[:3])
-            alone = its.warm_up(prompts[:3])
-            for _ in range(repeats):
-                for arm in (own, its):
-                    arm.measure(prompts, long, rate_per_s)
+    folder = peer_model()
+    with (
+        vllm_split(folder, MAX_MODEL_LEN, REQUESTS) as theirs,
+        plain_cluster(folder, SPLIT, SETTINGS, router_settings=HANDED_OVER) as ours,
+    ):
+        own = Arm(send_one=partial(send, ours.http_port))
+        its = Arm(send_one=theirs.send, turn=theirs.at_work)
+        own.warm_up(prompts[:3])
+        alone = its.warm_up(prompts[:3])
+        for _ in range(repeats):
+            for arm in (own, its):
+                arm.measure(prompts, long, rate_per_s)
     objectives = Objectives(ttft_s=TTFT_TIMES * alone.ttft_s, tpot_s=TPOT_TIMES * alone.tpot_s)
     return [*_load_rows(own, its, objectives, rate_per_s), *_gap_rows(own, its)]
 
