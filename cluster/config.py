@@ -17,6 +17,7 @@ from cluster.config_types import (
     AutoBytes,
     AutoCount,
     AutoFarTransports,
+    AutoOrOff,
     AutoText,
     Count,
     Device,
@@ -102,6 +103,9 @@ class WorkerPool(Section):
     """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
     cpu_threads: AutoCount = None
     """Threads of one worker; auto: the CPUs, shared out."""
+    cpu_pinning: AutoOrOff = "auto"
+    """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
+    the host uses, where there are enough; off: wherever the system puts it."""
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
     """null: as model.dtype says."""

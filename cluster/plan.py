@@ -158,6 +158,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         pool_address=host_pool_address(config.name) if config.pool.enabled else None,
         secret=config.network.secret or "",
         trace_dir=config.observability.trace_dir,
+        cpu_pinning=pool.cpu_pinning,
         qos=qos_tiers(config.qos),
         tenant_weights=tuple(config.qos.tenant_weights.items()),
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,

@@ -24,7 +24,7 @@ class WorkerSettings:
     "off" or a file of step times, `handoff` a HandoffMode, `codec` a Codec or "auto", `ucx` are
     fields of UcxOptions. Links between hosts take only peers that know the same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
-    `trace_dir` None: nothing is traced.
+    `trace_dir` None: nothing is traced. `cpu_pinning` auto: it gets CPUs of its own if it can.
     """
 
     name: str
@@ -59,6 +59,7 @@ class WorkerSettings:
     pool_address: str | None
     secret: str = field(default="", repr=False)
     trace_dir: str | None = None
+    cpu_pinning: str = "off"
     qos: QosTiers = ONE_TIER
     tenant_weights: tuple[tuple[str, float], ...] = ()
     mixed_chunk_tokens: int = 512

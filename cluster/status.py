@@ -27,6 +27,7 @@ WORKER_COLUMNS = (
     "name",
     "role",
     "device",
+    "cpus",
     "transport",
     "free_blocks",
     "cached_blocks",

@@ -90,6 +90,7 @@ class WorkerStatus:
     counters: Counters
     step_times: StepCoefficients
     links: tuple[LinkStatus, ...] = ()
+    cpus: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

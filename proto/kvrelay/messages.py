@@ -96,7 +96,7 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
     """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
-    `kv_token_bytes` is the KV of one token."""
+    `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any."""
 
     name: str
     incarnation: Incarnation
@@ -116,6 +116,7 @@ class WorkerHello:
     physical_format: str = ""
     rope_border_tokens: int | None = None
     kv_token_bytes: int = 0
+    cpus: str = ""
 
 
 @value

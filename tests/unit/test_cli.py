@@ -339,6 +339,18 @@ def test_help_and_config_import_nothing_heavy() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_a_plain_router_imports_no_torch() -> None:
+    done = python(
+        "import asyncio, sys, cluster.router\nfrom cluster.plain import run_router\n"
+        "class Stop(Exception): pass\n"
+        "def stop(settings): raise Stop\n"
+        "cluster.router.RouterProcess = stop\n"
+        "try: asyncio.run(run_router(None, drain_s=0))\n"
+        "except Stop: print([n for n in ('torch', 'transformers', 'ray') if n in sys.modules])"
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
 WITHOUT_RAY = """
 import sys
 class Hidden:

@@ -224,6 +224,26 @@ def test_more_workers_than_cpus_still_fit() -> None:
     assert sum(pool.resources["CPU"] for pool in config.workers) <= 1
 
 
+@pytest.mark.parametrize(
+    ("given", "pinning"),
+    [
+        ([], ["auto", "auto"]),
+        (["workers.0.cpu_threads=7"], ["auto", "auto"]),
+        (["workers.0.cpu_threads=8"], ["off", "off"]),
+        (["workers.0.cpu_threads=8", "workers.1.cpu_pinning=off"], ["auto", "off"]),
+        (["workers.0.cpu_threads=8", "workers.1.device=cuda"], ["auto", "auto"]),
+        (["workers.0.replicas=9"], ["off", "off"]),
+    ],
+)
+def test_workers_are_pinned_where_each_can_have_its_own_cpus(
+    given: list[str], pinning: list[str]
+) -> None:
+    config = resolve(set_(*given), SITE)
+    assert [pool.cpu_pinning for pool in config.workers] == pinning
+    settings = [worker.settings for worker in plan_cluster(config).workers]
+    assert {one.cpu_pinning for one in settings} == {*pinning}
+
+
 def test_two_roles_share_one_gpu() -> None:
     plan = plan_cluster(resolve(load_config(CONFIGS / "one-gpu.yaml"), SITE))
     for worker in plan.workers:
@@ -367,6 +387,7 @@ CHANGES = {
     "workers.0.resources": {"x": 1},
     "workers.0.accelerator_type": "A100",
     "workers.0.cpu_threads": 3,
+    "workers.0.cpu_pinning": "off",
     "workers.0.dtype": "float32",
     "router.host": "0.0.0.0",
     "router.replicas": 3,
