@@ -1,0 +1,104 @@
+"""Finds rotary embeddings and gated activations in a captured graph."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from engine.compiled.library import Fused
+from engine.compiled.matching import is_call, only_user, other_operand, value
+
+aten = torch.ops.aten
+
+
+def fuse_rotary(made: GraphModule, fused: Fused) -> int:
+    """One call for each rotated query or key; how many were found."""
+    count = sum(_rotary(made, node, fused) for node in list(made.graph.nodes))
+    made.graph.eliminate_dead_code()
+    return count
+
+
+def _rotary(made: GraphModule, turned: Node, fused: Fused) -> bool:
+    """x * cos + cat(-far, near) * sin, where x = cat(near, far)."""
+    source = _halves(turned)
+    by_sin = only_user(turned) if source is not None else None
+    if source is None or by_sin is None or not is_call(by_sin, aten.mul.Tensor, 1):
+        return False
+    result = only_user(by_sin)
+    if result is None or not is_call(result, aten.add.Tensor):
+        return False
+    by_cos = other_operand(result, by_sin)
+    if not is_call(by_cos, aten.mul.Tensor, 1) or source not in by_cos.args:  # type: ignore[union-attr]
+        return False
+    cos, sin = other_operand(by_cos, source), other_operand(by_sin, turned)  # type: ignore[arg-type]
+    if not (_are_angles(cos, source) and _are_angles(sin, source)):
+        return False
+    with made.graph.inserting_before(result):
+        new = made.graph.call_function(fused.rotate, (source, cos, sin))  # type: ignore[arg-type]
+    new.meta["val"] = value(result)
+    result.replace_all_uses_with(new)
+    return True
+
+
+def _halves(turned: Node) -> Node | None:
+    """The x of cat(-x[half:], x[:half])."""
+    if not is_call(turned, aten.cat.default) or len(turned.args[0]) != 2:  # type: ignore[arg-type]
+        return None
+    minus, near = turned.args[0]  # type: ignore[misc]
+    far = minus.args[0] if is_call(minus, aten.neg.default) else None
+    slices = aten.slice.Tensor
+    if not (is_call(near, slices) and is_call(far, slices) and near.args[0] is far.args[0]):
+        return None
+    source: Node = near.args[0]
+    width = value(source).shape[-1]
+    if value(source).dim() != 4 or near.args[1:] != (3, 0, width // 2):
+        return None
+    return source if far.args[1:3] == (3, width // 2) else None
+
+
+def _are_angles(node: object, source: Node) -> bool:
+    """`[1, 1, tokens, dim]`, as wide as `source`."""
+    if not isinstance(node, Node):
+        return False
+    shape, own = value(node).shape, value(source)
+    return (
+        len(shape) == 4
+        and shape[1] == 1
+        and shape[2:] == own.shape[2:]
+        and value(node).dtype == own.dtype
+        and value(node).stride(-1) == 1
+    )
+
+
+def fuse_gates(made: GraphModule, fused: Fused) -> int:
+    """One call for each activation of a gate and its product with the rest."""
+    count = sum(_gate(made, node, fused) for node in list(made.graph.nodes))
+    made.graph.eliminate_dead_code()
+    return count
+
+
+def _gate(made: GraphModule, activated: Node, fused: Fused) -> bool:
+    function = None
+    if is_call(activated, aten.silu.default, 1):
+        function = fused.silu_mul
+    elif is_call(activated, aten.gelu.default, 1) and activated.kwargs == {"approximate": "tanh"}:
+        function = fused.gelu_tanh_mul
+    product = only_user(activated) if function is not None else None
+    if function is None or product is None or not is_call(product, aten.mul.Tensor):
+        return False
+    gate, up = activated.args[0], other_operand(product, activated)
+    if not (isinstance(gate, Node) and isinstance(up, Node) and _are_alike(gate, up)):
+        return False
+    with made.graph.inserting_before(product):
+        new = made.graph.call_function(function, (gate, up))
+    new.meta["val"] = value(product)
+    product.replace_all_uses_with(new)
+    return True
+
+
+def _are_alike(gate: Node, up: Node) -> bool:
+    a, b = value(gate), value(up)
+    return (
+        a.dim() == 3 and a.shape == b.shape and a.dtype == b.dtype
+        and a.stride(-1) == b.stride(-1) == 1
+    )  # fmt: skip
