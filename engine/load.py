@@ -30,7 +30,7 @@ def load_engine(
     blocks: int | None,
     limits: EngineLimits,
     allocate: Allocate | None = None,
-    compiled: bool = False,
+    compiled: bool = True,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `compiled`: take

@@ -10,17 +10,18 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from torch.fx import GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import Scores, attention_state
-from engine.compiled.capture import Forward, NotCaptured, capture
+from engine.compiled.capture import Forward, NotCaptured
 from engine.compiled.folding import fold_constants
+from engine.compiled.graph import Captured
 from engine.compiled.layers import fuse_gates, fuse_rotary
 from engine.compiled.library import DTYPES, Fused, open_fused
 from engine.compiled.merging import pack_graph, pack_modules
 from engine.compiled.native import NoCompiler
 from engine.compiled.norms import fuse_norms
+from engine.compiled.recordings import recorded
 from engine.compiled.source import write_forward
 from engine.model import Model
 from kvrelay.errors import ModelError
@@ -57,19 +58,19 @@ def compile_model(model: Model) -> Model:
         _check(model, expected)
         log.warning("compile: the graph's logits are off by %.2g; the model's own is used", worst)
         return model
-    log.info("compile: %d operations, %s, in %.1f s", _calls(made), said, _since(started_s))
+    log.info("compile: %d operations, %s, in %.1f s", made.calls, said, _since(started_s))
     return compiled
 
 
-def _captured(model: Model) -> GraphModule:
+def _captured(model: Model) -> Captured:
     if model.longrope is not None:
         raise NotCaptured("LongRoPE picks its factors while it runs")
-    made = capture(model.whole)
+    made = recorded(model)
     fold_constants(made)
     return made
 
 
-def _fuse(made: GraphModule, dtype: torch.dtype) -> str:
+def _fuse(made: Captured, dtype: torch.dtype) -> str:
     """What was fused, in words."""
     fused = _open(dtype)
     if fused is None:
@@ -86,10 +87,6 @@ def _open(dtype: torch.dtype) -> Fused | None:
     except NoCompiler as error:
         log.warning("compile: operations stay apart: %s", error)
         return None
-
-
-def _calls(made: GraphModule) -> int:
-    return sum(node.op.startswith("call") for node in made.graph.nodes)
 
 
 def _since(started_s: float) -> float:
@@ -120,7 +117,7 @@ class _OwnTokens:
         out = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=True
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2).contiguous()
 
 
 def _logits(forward: Forward) -> list[torch.Tensor]:

@@ -19,6 +19,9 @@ _TOKENS, _ROWS = 24, 3
 _LIBRARY = torch.library.Library("kvrelay", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 LINEAR = torch.ops.kvrelay.linear.default
+_LIBRARY.define("grouped_mm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
+_GROUPED_MM = torch.ops.kvrelay.grouped_mm.default
+"""Without the checks of torch's own, which holds that only bfloat16 will do."""
 
 
 class NotCaptured(Exception):
@@ -39,17 +42,36 @@ def _linear_shape(
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-class _WholeLinears(TorchFunctionMode):
+@torch.library.impl(_LIBRARY, "grouped_mm", "CompositeExplicitAutograd")
+def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
+
+
+@torch.library.register_fake("kvrelay::grouped_mm", lib=_LIBRARY)
+def _grouped_shape(rows: torch.Tensor, weights: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+class _WholeProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.nn.functional.linear:
             return _call_linear(*args, **(kwargs or {}))
+        if func is torch._grouped_mm:
+            return _call_grouped_mm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _call_linear(input: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     product: torch.Tensor = LINEAR(input, weight, bias)
+    return product
+
+
+def _call_grouped_mm(
+    rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, bias: None = None, **_: object
+) -> torch.Tensor:
+    product: torch.Tensor = _GROUPED_MM(rows, weights, offs)
     return product
 
 
@@ -61,7 +83,7 @@ def capture(forward: Forward) -> GraphModule:
     """Raises NotCaptured."""
 
     def traced(ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        with _WholeLinears():
+        with _WholeProducts():
             return forward(ids, positions, rows)
 
     positions = torch.arange(_TOKENS)[None]

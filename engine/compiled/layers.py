@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
+from engine.compiled.graph import Captured, is_call, kind, only_user, other_operand
 from engine.compiled.library import Fused
-from engine.compiled.matching import is_call, only_user, other_operand, value
 
 aten = torch.ops.aten
 
 
-def fuse_rotary(made: GraphModule, fused: Fused) -> int:
+def fuse_rotary(made: Captured, fused: Fused) -> int:
     """One call for each rotated query or key; how many were found."""
     count = sum(_rotary(made, node, fused) for node in list(made.graph.nodes))
     made.graph.eliminate_dead_code()
     return count
 
 
-def _rotary(made: GraphModule, turned: Node, fused: Fused) -> bool:
+def _rotary(made: Captured, turned: Node, fused: Fused) -> bool:
     """x * cos + cat(-far, near) * sin, where x = cat(near, far)."""
     source = _halves(turned)
     by_sin = only_user(turned) if source is not None else None
@@ -35,7 +35,7 @@ def _rotary(made: GraphModule, turned: Node, fused: Fused) -> bool:
         return False
     with made.graph.inserting_before(result):
         new = made.graph.call_function(fused.rotate, (source, cos, sin))  # type: ignore[arg-type]
-    new.meta["val"] = value(result)
+    new.meta["kind"] = kind(result)
     result.replace_all_uses_with(new)
     return True
 
@@ -50,34 +50,32 @@ def _halves(turned: Node) -> Node | None:
     if not (is_call(near, slices) and is_call(far, slices) and near.args[0] is far.args[0]):
         return None
     source: Node = near.args[0]
-    width = value(source).shape[-1]
-    if value(source).dim() != 4 or near.args[1:] != (3, 0, width // 2):
+    shape = kind(source).shape
+    if len(shape) != 4 or not isinstance(shape[3], int) or not kind(source).is_dense:
         return None
-    return source if far.args[1:3] == (3, width // 2) else None
+    half = shape[3] // 2
+    is_whole = near.args[1:] == (3, 0, half) and far.args[1:3] == (3, half)
+    return source if is_whole else None
 
 
 def _are_angles(node: object, source: Node) -> bool:
     """`[1, 1, tokens, dim]`, as wide as `source`."""
     if not isinstance(node, Node):
         return False
-    shape, own = value(node).shape, value(source)
-    return (
-        len(shape) == 4
-        and shape[1] == 1
-        and shape[2:] == own.shape[2:]
-        and value(node).dtype == own.dtype
-        and value(node).stride(-1) == 1
-    )
+    found, own = kind(node), kind(source)
+    is_shared = len(found.shape) == 4 and found.shape[:2] == (1, 1)
+    fits = found.shape[2:] == own.shape[2:] and found.dtype == own.dtype
+    return is_shared and fits and found.is_dense
 
 
-def fuse_gates(made: GraphModule, fused: Fused) -> int:
+def fuse_gates(made: Captured, fused: Fused) -> int:
     """One call for each activation of a gate and its product with the rest."""
     count = sum(_gate(made, node, fused) for node in list(made.graph.nodes))
     made.graph.eliminate_dead_code()
     return count
 
 
-def _gate(made: GraphModule, activated: Node, fused: Fused) -> bool:
+def _gate(made: Captured, activated: Node, fused: Fused) -> bool:
     function = None
     if is_call(activated, aten.silu.default, 1):
         function = fused.silu_mul
@@ -91,14 +89,12 @@ def _gate(made: GraphModule, activated: Node, fused: Fused) -> bool:
         return False
     with made.graph.inserting_before(product):
         new = made.graph.call_function(function, (gate, up))
-    new.meta["val"] = value(product)
+    new.meta["kind"] = kind(product)
     product.replace_all_uses_with(new)
     return True
 
 
 def _are_alike(gate: Node, up: Node) -> bool:
-    a, b = value(gate), value(up)
-    return (
-        a.dim() == 3 and a.shape == b.shape and a.dtype == b.dtype
-        and a.stride(-1) == b.stride(-1) == 1
-    )  # fmt: skip
+    a, b = kind(gate), kind(up)
+    is_same = len(a.shape) == 3 and a.shape == b.shape and a.dtype == b.dtype
+    return is_same and a.is_dense and b.is_dense

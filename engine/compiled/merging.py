@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from engine.compiled.capture import LINEAR
+from engine.compiled.graph import Captured, kind
 from engine.compiled.linear import Packed, PackedLinear, can_pack, pack
-from engine.compiled.matching import add_constant, constant, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +28,25 @@ class _Place:
     module: torch.nn.Linear
 
 
-def pack_graph(made: GraphModule, model: torch.nn.Module) -> None:
+def pack_graph(made: Captured, model: torch.nn.Module) -> None:
     """In graph and model alike. What can't be packed, or is used twice, stays as it is."""
     owners = {id(place.module.weight): place for place in _linears(model)}
     for nodes in _by_input(made, owners):
-        _merge(made, nodes, [owners.pop(id(constant(made, node.args[1]))) for node in nodes])
+        _merge(made, nodes, [owners.pop(id(made.constant(node.args[1]))) for node in nodes])
         _release(made, nodes)
 
 
-def _by_input(made: GraphModule, owners: dict[int, _Place]) -> list[list[Node]]:
-    uses = Counter(id(constant(made, node.args[1])) for node in _linear_nodes(made))
+def _by_input(made: Captured, owners: dict[int, _Place]) -> list[list[Node]]:
+    uses = Counter(id(made.constant(node.args[1])) for node in _linear_nodes(made))
     groups: dict[Node, list[Node]] = defaultdict(list)
     for node in _linear_nodes(made):
-        weight = id(constant(made, node.args[1]))
+        weight = id(made.constant(node.args[1]))
         if weight in owners and uses[weight] == 1:
             groups[node.args[0]].append(node)
     return list(groups.values())
 
 
-def _linear_nodes(made: GraphModule) -> list[Node]:
+def _linear_nodes(made: Captured) -> list[Node]:
     return made.graph.find_nodes(op="call_function", target=LINEAR)
 
 
@@ -69,7 +69,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _merge(made: GraphModule, nodes: Sequence[Node], places: Sequence[_Place]) -> None:
+def _merge(made: Captured, nodes: Sequence[Node], places: Sequence[_Place]) -> None:
     """The nodes have one input, and become one product."""
     linears = [place.module for place in places]
     packed = pack([one.weight for one in linears], [one.bias for one in linears])
@@ -84,29 +84,26 @@ def _merge(made: GraphModule, nodes: Sequence[Node], places: Sequence[_Place]) -
         node.replace_all_uses_with(part)
 
 
-def _product(made: GraphModule, first: Node, packed: Packed) -> Node:
-    weight = add_constant(made, "packed", packed, first)
+def _product(made: Captured, first: Node, packed: Packed) -> Node:
+    weight = made.add_constant(packed, first)
     with made.graph.inserting_before(first):
         product = made.graph.call_function(operator.call, (weight, first.args[0]))
-    inputs = value(first.args[0])  # type: ignore[arg-type]
-    product.meta["val"] = inputs.new_empty(*inputs.shape[:-1], packed.width)
+    product.meta["kind"] = kind(first).wide(packed.width)
     return product
 
 
-def _part(made: GraphModule, product: Node, start: int, stop: int) -> Node:
-    cut = (-1, start, stop - start)
+def _part(made: Captured, product: Node, start: int, stop: int) -> Node:
     with made.graph.inserting_after(product):
-        part = made.graph.call_method("narrow", (product, *cut))
-    part.meta["val"] = value(product).narrow(*cut)
+        part = made.graph.call_method("narrow", (product, -1, start, stop - start))
+    part.meta["kind"] = kind(product).wide(stop - start)
     return part
 
 
-def _release(made: GraphModule, nodes: Sequence[Node]) -> None:
+def _release(made: Captured, nodes: Sequence[Node]) -> None:
     """The graph's own hold on weights that are packed now."""
     for node in nodes:
         constants = [one for one in node.all_input_nodes if one.op == "get_attr"]
         made.graph.erase_node(node)
         for one in constants:
             if not one.users:
-                delattr(made, str(one.target))
-                made.graph.erase_node(one)
+                made.forget(one)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from engine.compiled.folder import cache_folder
 
 _SOURCE = Path(__file__).with_name("fused.c")
 _FLAGS = (
@@ -25,11 +26,6 @@ _BUILD_S = 120
 
 class NoCompiler(Exception):
     """There is none, or it can't build this; the message says which."""
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "kvrelay"
 
 
 def load_library() -> ctypes.CDLL:

@@ -6,17 +6,10 @@ import operator
 from dataclasses import dataclass
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
+from engine.compiled.graph import Captured, is_call, kind, only_user, other_operand
 from engine.compiled.library import Fused
-from engine.compiled.matching import (
-    add_constant,
-    constant,
-    is_call,
-    only_user,
-    other_operand,
-    value,
-)
 
 aten = torch.ops.aten
 
@@ -29,12 +22,12 @@ class _Norm:
     result: Node
 
 
-def fuse_norms(made: GraphModule, fused: Fused) -> int:
+def fuse_norms(made: Captured, fused: Fused) -> int:
     """One call for each norm, and for a sum with the norm of it; how many norms were found."""
     found = [_match(made, node) for node in list(made.graph.nodes)]
     norms = [norm for norm in found if norm is not None]
     for norm in norms:
-        weight = add_constant(made, "norm", norm.weight, norm.source.next)
+        weight = made.add_constant(norm.weight, norm.source.next)
         if _is_sum(norm.source):
             _replace_both(made, norm, weight, fused)
         else:
@@ -43,7 +36,7 @@ def fuse_norms(made: GraphModule, fused: Fused) -> int:
     return len(norms)
 
 
-def _match(made: GraphModule, rsqrt: Node) -> _Norm | None:
+def _match(made: Captured, rsqrt: Node) -> _Norm | None:
     """x * rsqrt(mean(x^2) + eps), in fp32, times a weight, in whatever order it is rounded."""
     if not is_call(rsqrt, aten.rsqrt.default, 1):
         return None
@@ -66,51 +59,51 @@ def _match(made: GraphModule, rsqrt: Node) -> _Norm | None:
     return _finish(made, source, scaled, eps)
 
 
-def _finish(made: GraphModule, source: Node, scaled: Node, eps: float) -> _Norm | None:
+def _finish(made: Captured, source: Node, scaled: Node, eps: float) -> _Norm | None:
     """Follows the weight and the roundings behind `scaled`."""
-    dtype, width = value(source).dtype, value(source).shape[-1]
+    dtype, width = kind(source).dtype, kind(source).shape[-1]
     node, weight, result = scaled, None, None
     while (user := only_user(node)) is not None:
         if is_call(user, aten.mul.Tensor) and weight is None:
-            weight = constant(made, other_operand(user, node))
+            weight = made.constant(other_operand(user, node))
             if weight is None or weight.shape != (width,):
                 break
         elif not is_call(user, aten._to_copy.default):
             break
         node = user
-        if weight is not None and value(node).dtype == dtype:
+        if weight is not None and kind(node).dtype == dtype:
             result = node
             break
-    if weight is None or result is None or value(source).dim() not in (3, 4):
+    if weight is None or result is None or not _is_ranked(source):
         return None
     return _Norm(source, weight.detach().float(), eps, result)
 
 
+def _is_ranked(source: Node) -> bool:
+    """`[1, tokens, width]` or `[1, tokens, heads, width]`."""
+    return len(kind(source).shape) in (3, 4) and kind(source).is_dense
+
+
 def _is_sum(node: Node) -> bool:
-    if not (is_call(node, aten.add.Tensor) and value(node).dim() == 3 and not node.kwargs):
+    if not is_call(node, aten.add.Tensor) or node.kwargs or len(kind(node).shape) != 3:
         return False
-    return all(
-        isinstance(part, Node)
-        and value(part).shape == value(node).shape
-        and value(part).dtype == value(node).dtype
-        for part in node.args
-    )
+    return all(isinstance(part, Node) and kind(part) == kind(node) for part in node.args)
 
 
-def _replace(made: GraphModule, norm: _Norm, weight: Node, fused: Fused) -> None:
+def _replace(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
     with made.graph.inserting_before(norm.result):
         new = made.graph.call_function(fused.rms_norm, (norm.source, weight, norm.eps))
-    new.meta["val"] = value(norm.result)
+    new.meta["kind"] = kind(norm.result)
     norm.result.replace_all_uses_with(new)
 
 
-def _replace_both(made: GraphModule, norm: _Norm, weight: Node, fused: Fused) -> None:
+def _replace_both(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
     source = norm.source
     with made.graph.inserting_after(weight):
         both = made.graph.call_function(fused.add_rms_norm, (*source.args, weight, norm.eps))
     with made.graph.inserting_after(both):
         new = made.graph.call_function(operator.getitem, (both, 1))
         total = made.graph.call_function(operator.getitem, (both, 0))
-    new.meta["val"], total.meta["val"] = value(norm.result), value(source)
+    new.meta["kind"], total.meta["kind"] = kind(norm.result), kind(source)
     norm.result.replace_all_uses_with(new)
     source.replace_all_uses_with(total)

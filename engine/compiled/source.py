@@ -6,15 +6,16 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from engine.attention import OPERATOR, Scores, current_state
 from engine.compiled.capture import Forward
+from engine.compiled.graph import Captured
 
 aten = torch.ops.aten
 
-_METHODS = {
-    aten.view.default: "view",
+_METHODS = {  # a view in the capture may need a copy here: strides differ
+    aten.view.default: "reshape",
     aten.reshape.default: "reshape",
     aten.transpose.int: "transpose",
     aten.unsqueeze.default: "unsqueeze",
@@ -24,7 +25,7 @@ _METHODS = {
 _SIGNS = {aten.add.Tensor: "+", aten.mul.Tensor: "*", aten.sub.Tensor: "-"}
 
 
-def write_forward(made: GraphModule) -> Forward:
+def write_forward(made: Captured) -> Forward:
     """A function of token ids, positions and rows."""
     writer = _Writer(made)
     text = writer.text()
@@ -34,7 +35,7 @@ def write_forward(made: GraphModule) -> Forward:
 
 
 class _Writer:
-    def __init__(self, made: GraphModule) -> None:
+    def __init__(self, made: Captured) -> None:
         self._made = made
         self._lasts = _last_uses(made)
         self.known: dict[str, Any] = {"current_state": current_state}
@@ -51,7 +52,7 @@ class _Writer:
         if node.op == "placeholder":
             return []
         if node.op == "get_attr":
-            self.known[node.name] = getattr(self._made, str(node.target))
+            self.known[node.name] = self._made.constants[str(node.target)]
             return []
         if node.op == "output":
             return [f"return {self._word(node.args[0])}"]
@@ -72,7 +73,7 @@ class _Writer:
         query, key, new_value, layer = args[:4]
         scaling, window, softcap, sinks = node.args[4:8]
         if isinstance(sinks, Node):
-            sinks = getattr(self._made, str(sinks.target))
+            sinks = self._made.constant(sinks)
         scores = Scores(scaling=scaling, window=window, softcap=softcap, sinks=sinks)  # type: ignore[arg-type]
         return f"attend({layer}, {query}, {key}, {new_value}, {self._name(scores)})"
 
@@ -106,7 +107,7 @@ def _plain(node: Node, args: list[str]) -> str | None:
     return None
 
 
-def _last_uses(made: GraphModule) -> dict[Node, list[str]]:
+def _last_uses(made: Captured) -> dict[Node, list[str]]:
     """# node |-> the names that nobody needs after it"""
     found: dict[Node, list[str]] = {}
     seen: set[Node] = set()

@@ -1,0 +1,54 @@
+"""Keeps recordings of captured graphs in the user's cache folder, by what decides their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import torch
+import transformers
+
+from engine import attention
+from engine.compiled import capture as capturing
+from engine.compiled import recording
+from engine.compiled.capture import capture
+from engine.compiled.folder import cache_folder, write_whole
+from engine.compiled.graph import Captured
+from engine.compiled.recording import NotRecorded, record, replay
+from engine.model import Model
+
+log = logging.getLogger(__name__)
+
+
+def recorded(model: Model) -> Captured:
+    """From its recording, else captured and recorded. Raises NotCaptured."""
+    path = cache_folder() / f"graph-{_key(model)}.json"
+    try:
+        return replay(path.read_text(), model.module)
+    except FileNotFoundError:
+        pass
+    except (OSError, NotRecorded) as error:
+        log.info("compile: %s is made anew: %s", path, error)
+    return _record(model, path)
+
+
+def _record(model: Model, path: Path) -> Captured:
+    try:
+        text = record(capture(model.whole), model.module)
+    except NotRecorded as error:
+        raise capturing.NotCaptured(str(error)) from error
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        log.warning("compile: the next start takes as long: %s", error)
+    return replay(text, model.module)
+
+
+def _key(model: Model) -> str:
+    config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_"}
+    sources = [Path(str(part.__file__)).read_text() for part in (attention, capturing, recording)]
+    versions = (torch.__version__, transformers.__version__, model.dtype_name)
+    text = json.dumps([config, versions, sources], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
