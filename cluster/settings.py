@@ -21,8 +21,9 @@ class WorkerSettings:
 
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
     fixes the size of the pool, else `memory_fraction` of the device decides. `compile` is
-    "auto" or "off", `profile` "auto", "off" or a file of step times, `handoff` a HandoffMode, `codec` a Codec or "auto", `ucx` are
-    fields of UcxOptions. Links between hosts take only peers that know the same `secret`.
+    "auto" or "off", `profile` too or a file of step times, `handoff` a HandoffMode, `codec` a Codec
+    or "auto", `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
+    same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
     `trace_dir` None: nothing is traced.
     """

@@ -27,7 +27,11 @@ def _constant_node(made: Captured, node: Node, found: torch.Tensor) -> Node:
 
 def _computed(made: Captured, node: Node) -> torch.Tensor | None:
     inputs = node.all_input_nodes
-    if node.op != "call_function" or not inputs or not isinstance(node.target, torch._ops.OpOverload):
+    if (
+        node.op != "call_function"
+        or not inputs
+        or not isinstance(node.target, torch._ops.OpOverload)
+    ):
         return None
     known = {one: made.constant(one) for one in inputs}
     if any(tensor is None or tensor.numel() > _MOST_VALUES for tensor in known.values()):

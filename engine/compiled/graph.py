@@ -18,9 +18,9 @@ class Kind:
     strides: tuple[int | str, ...]
 
     @property
-    def is_dense(self) -> bool:
-        """Values of the last dimension are adjacent."""
-        return bool(self.strides) and self.strides[-1] == 1
+    def is_step(self) -> bool:
+        """`[1, ...]`, and values of the last dimension are adjacent."""
+        return bool(self.strides) and self.strides[-1] == 1 and self.shape[0] == 1
 
     def wide(self, width: int) -> Kind:
         return replace(self, shape=(*self.shape[:-1], width))
@@ -49,9 +49,10 @@ class Captured:
             return self.graph.create_node("get_attr", name)
 
     def forget(self, node: Node) -> None:
-        """A constant that nobody uses."""
-        self.constants.pop(str(node.target), None)
+        """A constant's node that nobody uses."""
         self.graph.erase_node(node)
+        if all(node.target != other.target for other in self.graph.find_nodes(op="get_attr")):
+            del self.constants[str(node.target)]
 
     @property
     def calls(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -27,14 +29,14 @@ def _rotary(made: Captured, turned: Node, fused: Fused) -> bool:
     result = only_user(by_sin)
     if result is None or not is_call(result, aten.add.Tensor):
         return False
-    by_cos = other_operand(result, by_sin)
-    if not is_call(by_cos, aten.mul.Tensor, 1) or source not in by_cos.args:  # type: ignore[union-attr]
+    by_cos: Any = other_operand(result, by_sin)
+    if not is_call(by_cos, aten.mul.Tensor, 1) or source not in by_cos.args:
         return False
-    cos, sin = other_operand(by_cos, source), other_operand(by_sin, turned)  # type: ignore[arg-type]
+    cos, sin = other_operand(by_cos, source), other_operand(by_sin, turned)
     if not (_are_angles(cos, source) and _are_angles(sin, source)):
         return False
     with made.graph.inserting_before(result):
-        new = made.graph.call_function(fused.rotate, (source, cos, sin))  # type: ignore[arg-type]
+        new = made.graph.call_function(fused.rotate, (source, cos, sin))
     new.meta["kind"] = kind(result)
     result.replace_all_uses_with(new)
     return True
@@ -42,16 +44,17 @@ def _rotary(made: Captured, turned: Node, fused: Fused) -> bool:
 
 def _halves(turned: Node) -> Node | None:
     """The x of cat(-x[half:], x[:half])."""
-    if not is_call(turned, aten.cat.default) or len(turned.args[0]) != 2:  # type: ignore[arg-type]
+    parts: Any = turned.args[0] if is_call(turned, aten.cat.default) else ()
+    if len(parts) != 2:
         return None
-    minus, near = turned.args[0]  # type: ignore[misc]
-    far = minus.args[0] if is_call(minus, aten.neg.default) else None
+    minus, near = parts
+    far: Any = minus.args[0] if is_call(minus, aten.neg.default) else None
     slices = aten.slice.Tensor
     if not (is_call(near, slices) and is_call(far, slices) and near.args[0] is far.args[0]):
         return None
     source: Node = near.args[0]
     shape = kind(source).shape
-    if len(shape) != 4 or not isinstance(shape[3], int) or not kind(source).is_dense:
+    if len(shape) != 4 or not isinstance(shape[3], int) or not kind(source).is_step:
         return None
     half = shape[3] // 2
     is_whole = near.args[1:] == (3, 0, half) and far.args[1:3] == (3, half)
@@ -65,7 +68,7 @@ def _are_angles(node: object, source: Node) -> bool:
     found, own = kind(node), kind(source)
     is_shared = len(found.shape) == 4 and found.shape[:2] == (1, 1)
     fits = found.shape[2:] == own.shape[2:] and found.dtype == own.dtype
-    return is_shared and fits and found.is_dense
+    return is_shared and fits and found.is_step
 
 
 def fuse_gates(made: Captured, fused: Fused) -> int:
@@ -97,4 +100,4 @@ def _gate(made: Captured, activated: Node, fused: Fused) -> bool:
 def _are_alike(gate: Node, up: Node) -> bool:
     a, b = kind(gate), kind(up)
     is_same = len(a.shape) == 3 and a.shape == b.shape and a.dtype == b.dtype
-    return is_same and a.is_dense and b.is_dense
+    return is_same and a.is_step and b.is_step

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
 from engine.compiled.native import load_library
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES = {
+_SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 3 + [_COUNT] * 5 + [_FLOAT],
     "add_rms_norm": [_POINTER] * 5 + [_COUNT] * 2 + [_FLOAT],
     "rotate": [_POINTER] * 4 + [_COUNT] * 6,

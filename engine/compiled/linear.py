@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-_NO_MORE = ("none", [], "")  # what to do with the product: nothing
+_NO_MORE: tuple[str, list[float], str] = ("none", [], "")  # what to do with the product: nothing
 
 
 @dataclass(frozen=True, slots=True)

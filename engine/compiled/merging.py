@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -42,7 +43,8 @@ def _by_input(made: Captured, owners: dict[int, _Place]) -> list[list[Node]]:
     for node in _linear_nodes(made):
         weight = id(made.constant(node.args[1]))
         if weight in owners and uses[weight] == 1:
-            groups[node.args[0]].append(node)
+            source: Any = node.args[0]
+            groups[source].append(node)
     return list(groups.values())
 
 
@@ -61,7 +63,11 @@ def _linears(model: torch.nn.Module) -> Iterator[_Place]:
     """Those that nothing but themselves is known to look at."""
     for parent in model.modules():
         for name, module in parent.named_children():
-            if type(module) is torch.nn.Linear and can_pack(module.weight) and not _has_hooks(module):
+            if (
+                type(module) is torch.nn.Linear
+                and can_pack(module.weight)
+                and not _has_hooks(module)
+            ):
                 yield _Place(parent, name, module)
 
 

@@ -1,4 +1,4 @@
-"""Builds and loads the shared library of `fused.c`, for this machine's processor. Runs in the worker.
+"""Builds and loads the library of `fused.c`, for this machine's processor. Runs in the worker.
 
 The library is kept in the user's cache folder. Workers that start at once may each build it; the
 file appears whole, so none loads half of another's.
@@ -18,9 +18,10 @@ from engine.compiled.folder import cache_folder
 
 _SOURCE = Path(__file__).with_name("fused.c")
 _FLAGS = (
-    "-O3 -march=native -fopenmp -fPIC -shared -std=c11 -fno-math-errno -fno-trapping-math "
-    "-fassociative-math -fno-signed-zeros -freciprocal-math"
-).split()
+    *("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-std=c11"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math"),
+    *("-fno-signed-zeros", "-freciprocal-math"),
+)
 _BUILD_S = 120
 
 

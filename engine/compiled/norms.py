@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -40,22 +41,22 @@ def _match(made: Captured, rsqrt: Node) -> _Norm | None:
     """x * rsqrt(mean(x^2) + eps), in fp32, times a weight, in whatever order it is rounded."""
     if not is_call(rsqrt, aten.rsqrt.default, 1):
         return None
-    total = rsqrt.args[0]
-    if not (is_call(total, aten.add.Tensor, 1) and isinstance(total.args[1], float)):  # type: ignore[union-attr]
+    total: Any = rsqrt.args[0]
+    if not (is_call(total, aten.add.Tensor, 1) and isinstance(total.args[1], float)):
         return None
-    mean = total.args[0]  # type: ignore[union-attr]
+    mean: Any = total.args[0]
     if not (is_call(mean, aten.mean.dim, 1) and mean.args[1:] == ([-1], True)):
         return None
-    power = mean.args[0]
+    power: Any = mean.args[0]
     if not (is_call(power, aten.pow.Tensor_Scalar, 1) and power.args[1] == 2):
         return None
-    wide = power.args[0]
-    source = wide.args[0] if is_call(wide, aten._to_copy.default) else wide
+    wide: Any = power.args[0]
+    source: Any = wide.args[0] if is_call(wide, aten._to_copy.default) else wide
     scaled = only_user(rsqrt)
     assert scaled is not None
     if not is_call(scaled, aten.mul.Tensor) or other_operand(scaled, rsqrt) is not wide:
         return None
-    eps: float = total.args[1]  # type: ignore[union-attr]
+    eps: float = total.args[1]
     return _finish(made, source, scaled, eps)
 
 
@@ -81,11 +82,13 @@ def _finish(made: Captured, source: Node, scaled: Node, eps: float) -> _Norm | N
 
 def _is_ranked(source: Node) -> bool:
     """`[1, tokens, width]` or `[1, tokens, heads, width]`."""
-    return len(kind(source).shape) in (3, 4) and kind(source).is_dense
+    return len(kind(source).shape) in (3, 4) and kind(source).is_step
 
 
 def _is_sum(node: Node) -> bool:
     if not is_call(node, aten.add.Tensor) or node.kwargs or len(kind(node).shape) != 3:
+        return False
+    if not kind(node).is_step:
         return False
     return all(isinstance(part, Node) and kind(part) == kind(node) for part in node.args)
 

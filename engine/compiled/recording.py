@@ -19,7 +19,6 @@ from engine.compiled.graph import Captured, Kind
 _MOST_VALUES = 4096
 
 
-
 class NotRecorded(Exception):
     """The graph holds something that can't be written down, or read again."""
 

@@ -117,5 +117,3 @@ def _last_uses(made: Captured) -> dict[Node, list[str]]:
                 found.setdefault(node, []).append(used.name)
             seen.add(used)
     return found
-
-
