@@ -14,7 +14,8 @@ from engine import attention
 from engine.attention import AttentionState, attention_state
 from engine.checkpoint import Checkpoint
 from engine.compiled.capture import Forward
-from engine.compiled.linear import packed_bytes
+from engine.compiled.linear import packed_bytes, prepare
+from engine.compiled.padding import rounded
 from engine.families import check_family, longrope_border_tokens
 from engine.longrope import LongRope
 from kvrelay.errors import ModelError
@@ -54,6 +55,11 @@ class Model:
         """One ragged call. `token_ids`, `positions` `[1, tokens]`; logits `[rows, vocab]`."""
         with attention_state(state):
             return self.whole(token_ids, positions, logit_rows)
+
+    def prepare(self, tokens: int) -> None:
+        """What the first step of so many tokens would do besides. The head's part is small: few
+        steps want the logits of many tokens."""
+        prepare(getattr(self.module, self.module.base_model_prefix), rounded(tokens))
 
     def whole(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor

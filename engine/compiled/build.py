@@ -21,6 +21,7 @@ from engine.compiled.library import DTYPES, Fused, open_fused
 from engine.compiled.merging import pack_graph, pack_modules
 from engine.compiled.native import NoCompiler
 from engine.compiled.norms import fuse_norms
+from engine.compiled.padding import padded
 from engine.compiled.recordings import recorded
 from engine.compiled.source import write_forward
 from engine.families import has_experts
@@ -53,13 +54,13 @@ def compile_model(model: Model) -> Model:
         return model
     pack_graph(made, model.module)
     said = _fuse(made, model.dtype)
-    compiled = replace(model, flat=write_forward(made))
+    compiled = replace(model, flat=padded(write_forward(made)))
     worst = _worst(compiled, expected)
     if not worst <= _TOLERANCE[model.dtype]:
         _check(model, expected)
         log.warning("compile: the graph's logits are off by %.2g; the model's own is used", worst)
         return model
-    log.info("compile: %d operations, %s, in %.1f s", made.calls, said, _since(started_s))
+    log.info("compiled in %.1f s: %d operations, %s", _since(started_s), made.calls, said)
     return compiled
 
 

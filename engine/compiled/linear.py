@@ -19,6 +19,11 @@ class Packed:
     width: int
     nbytes: int
 
+    @property
+    def kind(self) -> tuple[torch.Size, bool]:
+        """Of one kind, one piece of code computes."""
+        return self.weight.shape, self.bias is None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x, self.weight, self.bias, *_NO_MORE
@@ -74,6 +79,19 @@ class PackedLinear(torch.nn.Module):
 
 
 def packed_bytes(module: torch.nn.Module) -> int:
-    """Of all packed weights in `module`, shared ones once."""
+    return sum(packed.nbytes for packed in _packed(module))
+
+
+@torch.inference_mode()
+def prepare(module: torch.nn.Module, tokens: int) -> None:
+    """Has oneDNN make its code for so many tokens, once for layers that are alike."""
+    alike = {packed.kind: packed for packed in _packed(module)}
+    for packed in alike.values():
+        x = torch.zeros(1, tokens, packed.weight.shape[1], dtype=packed.weight.dtype)
+        packed(x)
+
+
+def _packed(module: torch.nn.Module) -> list[Packed]:
+    """Of all in `module`, shared ones once."""
     parts = {id(m.packed): m.packed for m in module.modules() if isinstance(m, PackedLinear)}
-    return sum(packed.nbytes for packed in parts.values())
+    return list(parts.values())

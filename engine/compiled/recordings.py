@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from pathlib import Path
 
 import torch
@@ -35,12 +36,14 @@ def recorded(model: Model) -> Captured:
 
 
 def _record(model: Model, path: Path) -> Captured:
+    started_s = time.monotonic()
     try:
         text = record(capture(model.whole), model.module)
     except NotRecorded as error:
         raise capturing.NotCaptured(str(error)) from error
     try:
         write_whole(path, text)
+        log.info("compile: captured in %.1f s, once: %s", time.monotonic() - started_s, path)
     except OSError as error:
         log.warning("compile: the next start takes as long: %s", error)
     return replay(text, model.module)

@@ -15,7 +15,8 @@ from engine.checkpoint import open_checkpoint
 from engine.compiled import build, library, native, recordings
 from engine.compiled.build import compile_model
 from engine.compiled.library import Fused
-from engine.compiled.linear import PackedLinear
+from engine.compiled.linear import Packed, PackedLinear
+from engine.compiled.padding import rounded
 from engine.families import has_experts
 from engine.load import load_engine
 from engine.model import Model, load_model
@@ -227,3 +228,61 @@ def test_a_model_that_is_no_graph_is_packed(
     assert compiled.flat is None
     assert_near(all_logits(compiled), expected, FAR["float32"])
     assert "weights packed, but the forward pass is no graph" in caplog.text
+
+
+def test_steps_of_any_size_have_few_sizes() -> None:
+    sizes = {tokens: rounded(tokens) for tokens in range(1, 2049)}
+    assert all(tokens <= size <= 1.25 * tokens for tokens, size in sizes.items())
+    assert all(rounded(size) == size for size in sizes.values())
+    assert len(set(sizes.values())) < 90
+    assert [sizes[tokens] for tokens in (1, 16, 17, 65, 512, 513)] == [1, 16, 20, 80, 512, 576]
+
+
+@torch.inference_mode()
+def test_tokens_that_are_added_are_not_seen(tmp_path: Path) -> None:
+    """Attention gets the step's own, and logits are those of the rows that were asked for."""
+    compiled = compile_model(plain_model(tmp_path))
+    tokens, seen = 37, set()
+
+    class Watching(build._OwnTokens):
+        def attend(self, layer: int, query: torch.Tensor, *more: object) -> torch.Tensor:
+            seen.add((layer, query.shape[2]))
+            return super().attend(layer, query, *more)
+
+    positions = torch.arange(tokens)[None]
+    rows = torch.tensor([36, 2, 2, 0, 30] * 4)
+    with attention_state(Watching()):
+        found = compiled.whole(positions, positions, rows)
+        every = compiled.whole(positions, positions, positions[0])
+    assert seen == {(0, tokens), (1, tokens)}
+    torch.testing.assert_close(found, every[rows])
+
+
+def test_a_graph_is_made_once_for_all_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    write = build.write_forward
+    monkeypatch.setattr(build, "write_forward", lambda graph: made.append(graph) or write(graph))
+    compiled = compile_model(plain_model(tmp_path))
+    all_logits(compiled)
+    assert len(made) == 1
+
+
+def test_preparing_covers_what_steps_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_model(plain_model(tmp_path, "qwen2"))
+    sizes: list[tuple[object, int]] = []
+    call = Packed.__call__
+
+    def counted(self: Packed, x: torch.Tensor) -> torch.Tensor:
+        sizes.append((self.kind, x.shape[-2]))
+        return call(self, x)
+
+    monkeypatch.setattr(Packed, "__call__", counted)
+    compiled.prepare(37)
+    prepared = set(sizes)
+    sizes.clear()
+    logits(compiled, 37)
+    assert len(prepared) == 4
+    assert prepared <= set(sizes)
+    assert {size for _, size in sizes} == {40}
