@@ -23,6 +23,7 @@ from engine.compiled.native import NoCompiler
 from engine.compiled.norms import fuse_norms
 from engine.compiled.padding import padded
 from engine.compiled.recordings import recorded
+from engine.compiled.rotaries import call_rotaries
 from engine.compiled.source import write_forward
 from engine.families import has_experts
 from engine.model import Model
@@ -65,9 +66,8 @@ def compile_model(model: Model) -> Model:
 
 
 def _captured(model: Model) -> Captured:
-    if model.longrope is not None:
-        raise NotCaptured("LongRoPE picks its factors while it runs")
     made = recorded(model)
+    call_rotaries(made, model.module)
     fold_constants(made)
     return made
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch.fx import GraphModule
 
 from engine import attention
 from engine.compiled import capture as capturing
@@ -18,6 +19,7 @@ from engine.compiled.capture import capture
 from engine.compiled.folder import cache_folder, write_whole
 from engine.compiled.graph import Captured
 from engine.compiled.recording import NotRecorded, record, replay
+from engine.compiled.rotaries import whole_rotaries
 from engine.model import Model
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ def recorded(model: Model) -> Captured:
 def _record(model: Model, path: Path) -> Captured:
     started_s = time.monotonic()
     try:
-        text = record(capture(model.whole), model.module)
+        text = record(_captured(model), model.module)
     except NotRecorded as error:
         raise capturing.NotCaptured(str(error)) from error
     try:
@@ -47,6 +49,13 @@ def _record(model: Model, path: Path) -> Captured:
     except OSError as error:
         log.warning("compile: the next start takes as long: %s", error)
     return replay(text, model.module)
+
+
+def _captured(model: Model) -> GraphModule:
+    if model.longrope is None:
+        return capture(model.whole)
+    with whole_rotaries(model.module, model.dtype):
+        return capture(model.whole)
 
 
 def _key(model: Model) -> str:
