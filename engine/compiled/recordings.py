@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -40,7 +41,8 @@ def recorded(model: Model) -> Captured:
 def _record(model: Model, path: Path) -> Captured:
     started_s = time.monotonic()
     try:
-        text = record(_captured(model), model.module)
+        made = _captured(model)
+        text = record(made, model.module)
     except NotRecorded as error:
         raise capturing.NotCaptured(str(error)) from error
     try:
@@ -48,6 +50,8 @@ def _record(model: Model, path: Path) -> Captured:
         log.info("compile: captured in %.1f s, once: %s", time.monotonic() - started_s, path)
     except OSError as error:
         log.warning("compile: the next start takes as long: %s", error)
+    del made
+    gc.collect()  # it is held in circles, and the weights with it
     return replay(text, model.module)
 
 
