@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+import cluster
 from cluster import cli, launch
 from cluster.cli_options import devices, only
 from cluster.cli_process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
@@ -346,9 +348,8 @@ def test_serve_without_ray_says_what_to_do() -> None:
 
 
 def test_everything_but_the_launcher_imports_without_ray() -> None:
-    left_out = {"__init__", "__main__", "launch", "fleet", "controller"}
-    folder = Path(cli.__file__).parent
-    names = sorted(path.stem for path in folder.glob("*.py") if path.stem not in left_out)
-    imports = "".join(f"import cluster.{name}\n" for name in names)
+    left_out = {f"cluster.{name}" for name in ("__main__", "launch", "fleet", "controller")}
+    found = (module.name for module in pkgutil.walk_packages(cluster.__path__, "cluster."))
+    imports = "".join(f"import {name}\n" for name in found if name not in left_out)
     done = python(WITHOUT_RAY + imports + "print('imported')")
     assert done.stdout == "imported\n", done.stderr
