@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from bench import step_overhead
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.checkpoint import open_checkpoint
@@ -160,10 +161,12 @@ def measure(device: str, threads: int, repeats: int, peers: bool) -> list[Row]:
         if device != "cpu":
             for run in runs.values():
                 run()
+        overhead = step_overhead.measure(engine.layout, engine.model.dtype)
         rates = {key: _rate(run, load, device) for key, run in runs.items()}
         readings = interleave(rates, repeats=repeats)
     where = f"{threads} threads" if device == "cpu" else device
-    return _rows(readings, f"random Llama of SmolLM-135M's shape, untied, bf16, {where}")
+    method = f"random Llama of SmolLM-135M's shape, untied, bf16, {where}"
+    return [*_rows(readings, method), overhead]
 
 
 def load_bench_engine(folder: Path, load: Load, device: str) -> Engine:

@@ -30,6 +30,7 @@ WORKER_KEYS = (
     "engine.kv_memory",
     "engine.prefix_caching",
     "engine.eviction",
+    "engine.compile",
     "engine.profile",
     "scheduler.prefill_chunk_tokens",
     "scheduler.mixed_chunk_tokens",

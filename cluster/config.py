@@ -63,6 +63,9 @@ class Engine(Section):
     eviction: Literal["lru", "lfu", "reuse"] = "lru"
     """Which cached block goes first: the longest unused, the least used, or the one least likely
     to be used again as learnt from the pool's history. Never one that others continue."""
+    compile: AutoOrOff = "auto"
+    """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
+    time; off: the model runs as transformers has it."""
     profile: Profile = "auto"
     """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
     some; else a YAML file of step times, on the worker's machine."""

@@ -140,6 +140,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         kv_memory_bytes=config.engine.kv_memory,
         prefix_caching=config.engine.prefix_caching,
         eviction=config.engine.eviction,
+        compile=config.engine.compile,
         profile=config.engine.profile,
         device_share=device_share(pool, config.workers),
         cpu_threads=pool.cpu_threads,

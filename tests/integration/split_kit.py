@@ -49,6 +49,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         kv_memory_bytes=64 * 2**20,
         prefix_caching=True,
         eviction="lru",
+        compile="auto",
         profile="off",
         device_share=2,
         cpu_threads=1,

@@ -209,6 +209,7 @@ SAMPLES: dict[str, object] = {
     "preload": [{"text": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "lfu",
+    "engine.compile": "off",
     "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 99,
     "scheduler.mixed_chunk_tokens": 65,

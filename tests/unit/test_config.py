@@ -377,6 +377,7 @@ CHANGES = {
     "preload": [{"system": "You are kind.", "tenant": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "reuse",
+    "engine.compile": "off",
     "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.mixed_chunk_tokens": 34,
