@@ -170,14 +170,17 @@ class _Look:
     def _room_s(self, batch: BatchThen, step_s: float, bound_s: float) -> float:
         """Of a step, what is to stay free beside one with a long prompt: several others would fit
         where it is. A worker that has three quarters of its pace left takes it."""
-        factor = self.forecast.prompts.times_usual(self.demand) ** 2 - 1
-        if factor <= 0 or not batch.sequences:
+        longer_tokens = self.forecast.prompts.longer_by(self.demand)
+        if longer_tokens <= 0 or not batch.sequences:
             return 0.0
-        own_s = step_s - self.worker.decode_s(
-            min(batch.sequences, self.worker.hello.max_running_requests), batch.kv_tokens
-        )
+        n = min(batch.sequences, self.worker.hello.max_running_requests)
+        without_s = self.worker.decode_s(n, batch.kv_tokens)
+        usual = BatchThen(batch.sequences, batch.kv_tokens - longer_tokens)
+        usual_s = step_with(self.demand, usual, self.worker) - without_s
+        own_s = step_s - without_s
+        factor = own_s / usual_s if usual_s > 0 else 1.0
         free_s = bound_s - step_with(self.demand, BatchThen(0, 0), self.worker)
-        return max(0.0, min(factor * own_s, MOST_ROOM * free_s))
+        return max(0.0, min((factor**2 - 1) * own_s, MOST_ROOM * free_s))
 
     def _own_tpot(self) -> Refusal | None:
         objective_s = self.demand.objectives.tpot_s

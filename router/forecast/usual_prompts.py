@@ -21,6 +21,7 @@ class UsualPrompts:
         share = max(_NEW_SHARE, 1 / self._seen)
         self.tokens += share * (prompt_tokens - self.tokens)
 
-    def times_usual(self, demand: Demand) -> float:
-        """How many times as long as usual its prompt is; 1 as long as none has been seen."""
-        return demand.prompt_tokens / self.tokens if self.tokens else 1.0
+    def longer_by(self, demand: Demand) -> int:
+        """By how many tokens, of all its choices; 0 before any was seen."""
+        longer = demand.prompt_tokens - self.tokens if self.tokens else 0
+        return demand.choices * round(longer)

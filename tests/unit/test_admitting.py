@@ -187,8 +187,8 @@ class TestPredictive:
         assert isinstance(judge(Predictive(), p, d, asked=asked, now_s=again_s), Admitted)
 
     def test_one_with_a_long_prompt_leaves_room_for_several_others(self) -> None:
-        """0.1 s for each sequence and 0.01 s for each token; prompts have 5 tokens as a rule. Twice
-        as long, it needs its own 0.2 s four times over."""
+        """0.1 s for each sequence and 0.01 s for each token; prompts have 5 tokens usually. One of
+        10 takes 0.21 s, a usual one 0.16, so there is to be room for 0.21 s (21 / 16)² times."""
         p, d = pair()
         d.times = PerToken(sequence_s=0.1, context_s=0.01)
         forecast = Forecast(workers_of(p, d))
@@ -203,11 +203,14 @@ class TestPredictive:
 
         beside_s = 0.1 + 4 * 0.01
         assert taken(5, beside_s + 0.17)
-        assert not taken(10, beside_s + 0.3)
-        assert taken(10, beside_s + 4 * 0.22)
+        assert not taken(10, beside_s + 0.36)
+        assert taken(10, beside_s + 0.37)
         assert taken(40, 4.0), "three quarters of the worker's pace are left"
         d.outlook.remove(key("0.0 0"))
         assert taken(40, 0.6), "nobody else is there"
+        fill(d, 50)
+        d.times = PerToken(sequence_s=0.1)
+        assert taken(40, 0.21), "it takes no more of a step than any"
 
     def test_blocks_are_counted_when_it_gets_there(self) -> None:
         p, d = pair()
