@@ -56,8 +56,9 @@ class PromptPrediction:
 
 @value
 class DecodePrediction:
-    """Of a decode worker when the request joins, `joins_in_s` from now: `batch` is without it,
-    `step_s` a step with it. Free blocks are those that are left without it."""
+    """Of a decode worker when the request joins, `joins_in_s` from now: `batch` are all that may be
+    there without it, `step_s` a step with those that will be there on average, and it. Free blocks
+    are those that are left without it."""
 
     joins_in_s: float
     batch: BatchThen

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, sqrt
 from typing import NamedTuple
 
 from kvrelay.types import RequestKey
@@ -19,6 +19,7 @@ from router.forecast.pauses import Pauses
 from router.latency.margins import Margin
 from router.latency.survival import Survival
 
+SIGMAS = 2.0
 OVERDUE_SHARE = 0.25
 """Of its expected length, is what a sequence that outlives it is taken to still have."""
 
@@ -56,6 +57,13 @@ Survivals = dict[str, Survival]
 class BatchThen(NamedTuple):
     sequences: int
     kv_tokens: int
+
+
+class Likely(NamedTuple):
+    """`at_most`: as far as lengths are known, with a chance of 97.7 %."""
+
+    mean: BatchThen
+    at_most: BatchThen
 
 
 @dataclass(slots=True)
@@ -141,12 +149,12 @@ class DecodeOutlook:
         for key, tokens in self._emitted.items():
             yield self._expected[key].tier, tokens
 
-    def likely(self, then_s: float, now_s: float, step_s: float, survivals: Survivals) -> BatchThen:
+    def likely(self, then_s: float, now_s: float, step_s: float, survivals: Survivals) -> Likely:
         """Of the sequences that are known now, as many as will probably decode `then_s`, with
         steps of `step_s` until then."""
         if not survivals:
-            return self.at(then_s, now_s)
-        sequences = kv_tokens = 0.0
+            return Likely(*[self.at(then_s, now_s)] * 2)
+        sequences = kv_tokens = variance = kv_variance = 0.0
         for key, one in self._expected.items():
             emitted = self._emitted.get(key, 0)
             from_s = now_s if emitted else max(now_s, one.joins_s)
@@ -157,10 +165,14 @@ class DecodeOutlook:
                 share = 1.0 if then_s < one.ends_s else 0.0
             else:
                 share = survival.goes_on(emitted, more) if emitted + more < one.most_tokens else 0.0
-            share *= one.choices
-            sequences += share
-            kv_tokens += share * (one.prompt_tokens + emitted + more)
-        return BatchThen(round(sequences), round(kv_tokens))
+            n, tokens = share * one.choices, one.prompt_tokens + emitted + more
+            sequences += n
+            kv_tokens += n * tokens
+            variance += n * (1 - share)
+            kv_variance += n * (1 - share) * tokens * tokens
+        most = sequences + SIGMAS * sqrt(variance), kv_tokens + SIGMAS * sqrt(kv_variance)
+        mean = BatchThen(round(sequences), round(kv_tokens))
+        return Likely(mean, BatchThen(round(most[0]), round(most[1])))
 
     def at(self, then_s: float, now_s: float) -> BatchThen:
         """Of the sequences that are known now, those that decode `then_s`."""

@@ -15,7 +15,7 @@ from engine.latency import StepWork, decode_work, prefill_work
 from kvrelay.types import Incarnation, Role
 from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
 from router.demand import Demand
-from router.forecast.decode_outlook import BatchThen
+from router.forecast.decode_outlook import BatchThen, Likely
 from router.forecast.lifetimes import Lifetimes
 from router.forecast.usual_prompts import UsualPrompts
 from router.latency.margins import Margin
@@ -156,29 +156,30 @@ class Forecast:
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
         then_s = now_s + joins_in_s
-        batch = _with_others(demand, worker, self._own_then(worker, then_s, now_s))
+        own = self._own_then(worker, then_s, now_s)
+        mean, at_most = (_with_others(demand, worker, batch) for batch in own)
         return DecodePrediction(
             joins_in_s=joins_in_s,
-            batch=batch,
-            step_s=step_with(demand, batch, worker),
+            batch=at_most,
+            step_s=step_with(demand, mean, worker),
             needed_blocks=needed_blocks(demand, worker),
             free_blocks=worker.hello.total_blocks
-            - blocks_of(worker, batch.kv_tokens)
-            - batch.sequences,
+            - blocks_of(worker, mean.kv_tokens)
+            - mean.sequences,
         )
 
-    def _own_then(self, worker: WorkerView, then_s: float, now_s: float) -> BatchThen:
+    def _own_then(self, worker: WorkerView, then_s: float, now_s: float) -> Likely:
         """Steps take as long as now at first, and as with that batch at last."""
         outlook, told = worker.outlook, worker.counters
         if not outlook.sequences:
-            return BatchThen(0, 0)
+            return Likely(BatchThen(0, 0), BatchThen(0, 0))
         step_s = worker.decode_s(max(1, told.decode_sequences), told.decode_kv_tokens)
         if not 0 < step_s < inf:
-            return outlook.at(then_s, now_s)
+            return Likely(*[outlook.at(then_s, now_s)] * 2)
         outlooks = (one.outlook for one in self.workers.values())
         survivals = self.lifetimes.by_tier(outlooks, now_s)
         first = outlook.likely(then_s, now_s, step_s, survivals)
-        last_s = worker.decode_s(max(1, first.sequences), first.kv_tokens)
+        last_s = worker.decode_s(max(1, first.mean.sequences), first.mean.kv_tokens)
         if last_s == inf or abs(last_s - step_s) < ALIKE * step_s:
             return first
         return outlook.likely(then_s, now_s, (step_s + last_s) / 2, survivals)

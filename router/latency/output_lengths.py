@@ -64,7 +64,7 @@ class _Tier:
             middle = (_end(band) + _end(max(0, band - 1)) + 1) // 2
             shares += [longer] * (middle // STRIDE + 1 - len(shares))
             if self.ended[band]:
-                longer *= 1 - self.ended[band] / alive
+                longer *= max(0.0, 1 - self.ended[band] / alive)  # but for rounding
             alive -= self.ended[band] + cut[band]
         return Survival([*shares, longer])
 

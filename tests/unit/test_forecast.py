@@ -123,14 +123,16 @@ def test_as_many_stay_as_outputs_have_lasted() -> None:
         outlook.add(key(str(i)), replace(one, joins_s=0 if i < 4 else 5))
     for i in range(4):
         outlook.grown(key(str(i)), 100)
-    assert outlook.likely(4, 0, 0.1, lives) == BatchThen(4, 4 * 1140), "past 40, short of 400"
-    assert outlook.likely(8, 0, 0.1, lives) == BatchThen(8, 4 * 1180 + 4 * 1030)
-    assert outlook.likely(20, 0, 0.1, lives).sequences == 6, "half of those that join later"
-    assert outlook.likely(20, 0, 0.02, lives).sequences == 0
-    assert outlook.likely(4, 4, 0.1, {}) == outlook.at(4, 4), "nothing is known"
+    assert outlook.likely(4, 0, 0.1, lives).mean == BatchThen(4, 4 * 1140), "past 40, short of 400"
+    assert outlook.likely(8, 0, 0.1, lives).mean == BatchThen(8, 4 * 1180 + 4 * 1030)
+    assert outlook.likely(20, 0, 0.1, lives).mean.sequences == 6, "half of those that join later"
+    assert outlook.likely(20, 0, 0.1, lives).at_most.sequences == 8, "two sigmas: 6 + 2 * 1"
+    assert outlook.likely(4, 0, 0.1, lives).at_most == BatchThen(4, 4 * 1140), "all are certain"
+    assert outlook.likely(20, 0, 0.02, lives).mean.sequences == 0
+    assert outlook.likely(4, 4, 0.1, {}).mean == outlook.at(4, 4), "nothing is known"
     outlook.add(key("short"), replace(one, joins_s=1, most_tokens=20))
-    assert outlook.likely(2.5, 0, 0.1, lives).sequences == 5
-    assert outlook.likely(3.5, 0, 0.1, lives).sequences == 4, "it may yield no more"
+    assert outlook.likely(2.5, 0, 0.1, lives).mean.sequences == 5
+    assert outlook.likely(3.5, 0, 0.1, lives).mean.sequences == 4, "it may yield no more"
 
 
 def test_who_runs_still_was_not_short() -> None:
