@@ -19,7 +19,9 @@ from router.forecast.pauses import Pauses
 from router.latency.margins import Margin
 from router.latency.survival import Survival
 
-SIGMAS = 2.0
+SIGMAS = 3.0
+"""Of lengths, which are all that is known to be uncertain. With 2, a tenth of those taken missed
+their pace where prompts waited for 20 s."""
 OVERDUE_SHARE = 0.25
 """Of its expected length, is what a sequence that outlives it is taken to still have."""
 
@@ -60,7 +62,7 @@ class BatchThen(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """`at_most`: as far as lengths are known, with a chance of 97.7 %."""
+    """`at_most`: `SIGMAS` standard deviations more."""
 
     mean: BatchThen
     at_most: BatchThen
