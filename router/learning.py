@@ -13,6 +13,9 @@ from router.latency.output_lengths import OutputLengths
 from router.request import Request
 from router.workers import Workers
 
+TOO_LATE = 1.1
+"""Of its time, is what a first token that came too late is taken to have needed at most."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
@@ -73,4 +76,4 @@ def _at_most_due_s(request: Request, predicted_s: float, now_s: float) -> float:
     if objective_s is None:
         return took_s
     waited_s = request.ledger.age_s(now_s) - took_s
-    return min(took_s, max(objective_s - waited_s, predicted_s))
+    return min(took_s, TOO_LATE * max(objective_s - waited_s, predicted_s))

@@ -9,12 +9,14 @@ import pytest
 
 from engine.latency import decode_work, prefill_work
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, Role
+from kvrelay.types import FinishReason, Objectives, Role
 from router.core import RouterCore
+from router.events import Submitted
 from router.latency.output_lengths import OutputLengths
 from router.latency.worker_times import WorkerTimes
+from router.learning import TOO_LATE
 from router.request import Request
-from tests.unit.router_kit import hello, reserved, says, split, submit, tokens
+from tests.unit.router_kit import hello, request, reserved, says, split, submit, tokens
 
 
 def times(prefill: float = 1.0, decode: float = 1.0) -> WorkerTimes:
@@ -178,3 +180,23 @@ def margin_of(ended_s: float, stood_back_s: float) -> list[tuple[int, float]]:
 
 def test_to_have_stood_back_for_others_is_no_want_of_speed() -> None:
     assert margin_of(5.0, 2.0) == margin_of(3.0, 0.0) != margin_of(5.0, 0.0)
+
+
+def learnt_ttft_s(first_s: float, objective_s: float | None) -> float:
+    """What is learnt beyond the prediction of a request that came at 1 s; its first token is there
+    `first_s` later. All of it counts as overhead, a twentieth at a time."""
+    core = split()
+    asked = replace(request("r"), objectives=Objectives(ttft_s=objective_s))
+    core.handle(Submitted(request=asked), 1.0)
+    predicted = core.requests["r"].predicted
+    assert predicted is not None
+    says(core, "d", reserved())
+    says(core, "p", tokens(0, 5), now_s=1.0 + first_s)
+    return core.forecast.ttft.overhead_s * 20 + predicted.prompt.first_token_s
+
+
+def test_who_came_too_late_counts_as_a_tenth_too_late() -> None:
+    """It went behind all that could be in time: that is no error of the prediction."""
+    assert learnt_ttft_s(0.9, 1.0) == pytest.approx(0.9)
+    assert learnt_ttft_s(3.0, 1.0) == pytest.approx(1.0 * TOO_LATE)
+    assert learnt_ttft_s(3.0, None) == pytest.approx(3.0), "nothing was to be kept"
