@@ -75,18 +75,19 @@ struct Block {
   void attend(const TileRows<Number, Route>& tile, int64_t position, int begin, int end,
               const Call& call, float* scores, Unit* weights) {
     const Curve curve(call.scaling, call.softcap);
-    score<Route, kCount>(tile.keys, begin, end, query, call.key_dim / Route::kNumbers, scores);
+    const int place = head - tile.first_head, units = call.key_dim / Route::kNumbers;
+    score<Route, kCount>(tile.keys, place * units, begin, end, query, units, scores);
     if (call.softcap > 0) cap<kCount>(scores, begin, end, curve);
     const bool open = position + begin >= all_from && position + end - 1 <= all_to;
     (open ? soften<Route, kCount, false> : soften<Route, kCount, true>)(
         scores, begin, end, int32_t(position), curve, run, weights);
-    weigh<Route, kCount>(tile.values, value_dim, begin / Route::kNumbers,
+    weigh<Route, kCount>(tile.values, place * value_dim, value_dim, begin / Route::kNumbers,
                          (end + Route::kNumbers - 1) / Route::kNumbers, weights, run.shrink,
                          run.out);
   }
 
-  void attend_tile(const TileRows<Number, Route>& tile, int64_t position, const Call& call,
-                   float* scores, Unit* weights) {
+  void attend(const TileRows<Number, Route>& tile, int64_t position, const Call& call,
+              float* scores, Unit* weights) {
     const int begin = this->begin(position), end = this->end(position, tile.end);
     if (begin >= end) return;
     switch (count) {
@@ -97,6 +98,16 @@ struct Block {
       case 4: return attend<4>(tile, position, begin, end, call, scores, weights);
 #endif
     }
+  }
+
+  static size_t buffer_floats(int) {
+    return size_t(kTileKeys + TileRows<Number, Route>::kSpare) * kBlockRows;
+  }
+
+  static void attend_tile(std::vector<Block>& blocks, TileRows<Number, Route>& tile,
+                          int64_t position, const Call& call, float* scores, Unit* weights) {
+    tile.read_keys(call), tile.read_values(call);
+    for (Block& block : blocks) block.attend(tile, position, call, scores, weights);
   }
 
   // take(row, top, total, out): each row's results.
