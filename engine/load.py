@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.checkpoint import Checkpoint
+from engine.compiled.build import compile_model
 from engine.model import Model, load_model
 from engine.native.backend import NativeBackend
 from engine.native.kernel import kernel_for
@@ -32,14 +33,18 @@ def load_engine(
     limits: EngineLimits,
     allocate: Allocate | None = None,
     attention: str = "auto",
+    compiled: bool = True,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` "sdpa"
     leaves it to torch's operations; "auto" takes our kernel where the device and the host can.
+    `compiled`: take seconds to make steps faster.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
     model = load_model(checkpoint, device=device, dtype=dtype)
+    if compiled:
+        model = compile_model(model)
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
     needs_masks = not all(shape.is_plain for shape in shapes.values())
