@@ -12,6 +12,8 @@ import time
 from hashlib import blake2b
 from pathlib import Path
 
+from engine.compiled.folder import cache_folder
+
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "source"
@@ -41,7 +43,7 @@ def built_kernel(folder: Path | None = None, processor: str = "native") -> Path:
     the file appears whole, under its own name.
     """
     compiler = find_compiler()
-    folder = folder or Path.home() / ".cache" / "kvrelay" / "native"
+    folder = folder or cache_folder() / "native"
     flags = (*FLAGS, f"-march={processor}")
     target = folder / f"attention-{_key(compiler, flags)}.so"
     if not target.exists():
