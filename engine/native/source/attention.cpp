@@ -68,11 +68,12 @@ void attend_item(const Shape& shape, const Item& item, Parts& parts) {
   const size_t score_floats = Rows::buffer_floats(heads);
   scratch.need(per_head * heads * Rows::bytes(call.key_dim, call.value_dim) + Tile::bytes(call, heads) +
                2 * Scratch::bytes_of<float>(score_floats) +
-               Scratch::bytes_of<float>(call.value_dim));
+               Scratch::bytes_of<float>(kLanes * std::max(call.key_dim, call.value_dim)));
+  float* buffer = scratch.take<float>(kLanes * std::max(call.key_dim, call.value_dim));
   all_rows.resize(per_head * heads);
   for (int i = 0; i < per_head * heads; ++i)
     all_rows[i].open(shape, item, item.head_begin + i / per_head,
-                     item.row_begin + i % per_head * Rows::kRows, scratch);
+                     item.row_begin + i % per_head * Rows::kRows, scratch, buffer);
   Tile tile(call, item, scratch);
   float* scores = scratch.take<float>(score_floats);
   Unit* weights = scratch.take<Unit>(score_floats);
@@ -81,7 +82,6 @@ void attend_item(const Shape& shape, const Item& item, Parts& parts) {
     tile.find(call, item, at);
     Rows::attend_tile(all_rows, tile, at, call, scores, weights);
   }
-  float* buffer = scratch.take<float>(call.value_dim);
   for (const Rows& rows : all_rows)
     rows.each_row(buffer, [&](int row, float top, float total, const float* out) {
       if (item.parts > 1)

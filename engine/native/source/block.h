@@ -3,6 +3,7 @@
 
 #include "softmax.h"
 #include "tile_rows.h"
+#include "transpose.h"
 
 template <class Number, class Route>
 struct Block {
@@ -22,7 +23,8 @@ struct Block {
            5 * Scratch::bytes_of<float>(kBlockRows);
   }
 
-  void open(const Shape& shape, const Item& item, int kv_head, int begin, Scratch& scratch) {
+  void open(const Shape& shape, const Item& item, int kv_head, int begin, Scratch& scratch,
+            float* buffer) {
     head = kv_head, row_begin = begin;
     rows = std::min(kBlockRows, item.row_end - begin);
     count = (rows + kLanes - 1) / kLanes;
@@ -34,7 +36,7 @@ struct Block {
     run.out = scratch.take<float>(size_t(value_dim) * lanes());
     std::memset(run.out, 0, sizeof(float) * value_dim * lanes());
     see(shape, item);
-    pack(shape, item);
+    pack(shape, item, reinterpret_cast<Unit*>(buffer));
   }
 
   // Lanes behind the last row see what it sees.
@@ -50,17 +52,21 @@ struct Block {
     all_to = run.last[0], last_key = run.last[lanes() - 1];
   }
 
-  void pack(const Shape& shape, const Item& item) {
-    const int units = shape.call.key_dim / Route::kNumbers, width = lanes();
-    if (rows < width) std::memset(query, 0, sizeof(Unit) * units * width);
-    for (int lane = 0; lane < rows; ++lane) {
-      const Number* from = shape.query<Number>(item.slice, head, row_begin + lane);
-      for (int u = 0; u < units; ++u) put(from + u * Route::kNumbers, query + u * width + lane);
+  void pack(const Shape& shape, const Item& item, Unit* buffer) {
+    const int units = shape.call.key_dim / Route::kNumbers;
+    for (int lane = 0; lane < lanes(); lane += kLanes) {
+      const int held = std::min(kLanes, rows - lane);
+      std::memset(buffer + held * units, 0, sizeof(Unit) * (kLanes - held) * units);
+      for (int i = 0; i < held; ++i) {
+        const Number* from = shape.query<Number>(item.slice, head, row_begin + lane + i);
+        if constexpr (Route::kNumbers == 2)
+          std::memcpy(buffer + i * units, from, sizeof(Unit) * units);
+        else
+          widen(from, units, buffer + i * units);
+      }
+      to_lanes(buffer, units, query + lane, lanes());
     }
   }
-
-  static void put(const Number* from, float* to) { *to = to_float(*from); }
-  static void put(const BFloat16* from, int32_t* to) { std::memcpy(to, from, sizeof *to); }
 
   // The first and the last key of the tile at `position` that some row sees, as [begin, end).
   int begin(int64_t position) const {
@@ -114,8 +120,9 @@ struct Block {
   template <class Take>
   void each_row(float* buffer, Take take) const {
     for (int lane = 0; lane < rows; ++lane) {
-      for (int d = 0; d < value_dim; ++d) buffer[d] = run.out[d * lanes() + lane];
-      take(row_begin + lane, run.top[lane], run.total[lane], buffer);
+      const int place = lane % kLanes;
+      if (place == 0) from_lanes(run.out + lane, lanes(), value_dim, buffer);
+      take(row_begin + lane, run.top[lane], run.total[lane], buffer + place * value_dim);
     }
   }
 };

@@ -24,7 +24,7 @@ struct Few {
            Scratch::bytes_of<float>(size_t(value_dim) * kFewRows);
   }
 
-  void open(const Shape& shape, const Item& item, int kv_head, int, Scratch& scratch) {
+  void open(const Shape& shape, const Item& item, int kv_head, int, Scratch& scratch, float*) {
     const Call& call = shape.call;
     head = kv_head, rows = item.row_end, units = call.key_dim / Route::kNumbers;
     value_dim = call.value_dim;
