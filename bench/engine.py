@@ -192,9 +192,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-peers", action="store_true", help="measure kvrelay alone")
+    parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = measure(args.device, args.threads, args.repeats, not args.no_peers)
+    if args.peer == "vllm":
+        from bench.peer_vllm.engines import versus_vllm
+
+        rows = versus_vllm(args.threads, args.repeats)
+    else:
+        rows = measure(args.device, args.threads, args.repeats, not args.no_peers)
     print_table("Engine", rows)
     if args.json:
         write_json(args.json, rows)

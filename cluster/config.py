@@ -106,6 +106,9 @@ class WorkerPool(Section):
     """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
     cpu_threads: AutoCount = None
     """Threads of one worker; auto: the CPUs, shared out."""
+    cpu_pinning: AutoOrOff = "auto"
+    """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
+    the host uses, where there are enough; off: wherever the system puts it."""
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
     """null: as model.dtype says."""
@@ -230,6 +233,9 @@ class RaySection(Section):
     """How long placement and loading may take, autoscaling included."""
     driver_timeout: Seconds = 15.0
     """A serve command that is silent for so long is gone; the cluster drains and stops."""
+    hang_timeout: Seconds = 60.0
+    """A router, worker or pool node that answers nothing for so long is killed, and started
+    again."""
 
 
 DEFAULT_POOLS = (WorkerPool(role=Role.PREFILL), WorkerPool(role=Role.DECODE))

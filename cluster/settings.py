@@ -25,7 +25,7 @@ class WorkerSettings:
     or "auto", `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
     same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
-    `trace_dir` None: nothing is traced.
+    `trace_dir` None: nothing is traced. `cpu_pinning` auto: it gets CPUs of its own if it can.
     """
 
     name: str
@@ -61,6 +61,7 @@ class WorkerSettings:
     pool_address: str | None
     secret: str = field(default="", repr=False)
     trace_dir: str | None = None
+    cpu_pinning: str = "off"
     qos: QosTiers = ONE_TIER
     tenant_weights: tuple[tuple[str, float], ...] = ()
     mixed_chunk_tokens: int = 512

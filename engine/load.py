@@ -10,6 +10,8 @@ import torch
 from engine.checkpoint import Checkpoint
 from engine.compiled.build import compile_model
 from engine.model import Model, load_model
+from engine.native.backend import NativeBackend
+from engine.native.kernel import kernel_for
 from engine.probe import derive_layout, probe
 from engine.profile import profile_memory
 from engine.runner import Engine, EngineFacts
@@ -30,11 +32,13 @@ def load_engine(
     blocks: int | None,
     limits: EngineLimits,
     allocate: Allocate | None = None,
+    attention: str = "auto",
     compiled: bool = True,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
-    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `compiled`: take
-    seconds to make steps faster.
+    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` "sdpa"
+    leaves it to torch's operations; "auto" takes our kernel where the device and the host can.
+    `compiled`: take seconds to make steps faster.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
@@ -44,11 +48,13 @@ def load_engine(
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
     needs_masks = not all(shape.is_plain for shape in shapes.values())
+    kernel = None if attention == "sdpa" else kernel_for(layout, model.device)
     wanted = _max_model_len(checkpoint, limits)
 
     def build(memory: KvMemory, sizing: KvSizing) -> Engine:
         facts = _facts(checkpoint, layout, model, sizing.max_model_len)
-        return Engine(model, memory, facts, sizing, needs_masks=needs_masks)
+        backend = None if kernel is None else NativeBackend(kernel, memory)
+        return Engine(model, memory, facts, sizing, needs_masks=needs_masks, backend=backend)
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
     with _memory_errors(device):

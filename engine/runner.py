@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.backends.backend import Backend, Prepared
 from engine.layer_marks import LayerMarks, LayerWatch
+from engine.layer_places import layer_places
 from engine.longrope import LongRope
 from engine.model import Model
 from engine.paged import PagedAttention
@@ -44,7 +46,9 @@ class Engine:
         sizing: KvSizing,
         *,
         needs_masks: bool = False,
+        backend: Backend | None = None,
     ) -> None:
+        """`backend` None: attention in plain torch operations."""
         self.model = model
         self.memory = memory
         self.facts = facts
@@ -53,11 +57,8 @@ class Engine:
         """What sketches tell of this worker's own noise; 0: not measured."""
         self._planner = Planner(memory.layout, model.device, model.dtype, needs_masks)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
-        self._places = {
-            layer: (g, i)
-            for g, group in enumerate(memory.layout.groups)
-            for i, layer in enumerate(group.layers)
-        }
+        self._places = layer_places(memory.layout)
+        self._backend = backend
 
     @property
     def layout(self) -> KvLayout:
@@ -99,7 +100,7 @@ class Engine:
             if not picked:
                 continue
             with rope.long(is_long):
-                parts.append(self._forward([rope.whole(slices[i]) for i in picked]))
+                parts.append(self._forward([slices[i] for i in picked]))
             places += [i for i in picked if slices[i].samples]
         order = sorted(range(len(places)), key=places.__getitem__)
         return torch.cat(parts)[order]
@@ -107,6 +108,12 @@ class Engine:
     def _forward(
         self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None
     ) -> torch.Tensor:
+        if self._backend is not None:
+            return self._run_prepared(self._backend.prepare(slices, marks))
         plan = self._planner.plan(slices)
         state = PagedAttention(self.memory, plan, self._places, marks)
         return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
+
+    def _run_prepared(self, step: Prepared) -> torch.Tensor:
+        inputs = (step.token_ids, step.positions, step.logit_rows)
+        return self.model.forward(*inputs, step.state).float()

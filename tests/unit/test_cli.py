@@ -103,6 +103,20 @@ def test_errors_are_one_line_and_exit_2(run, line: str, message: str) -> None:  
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["status", "status --kv", "stop"])
+def test_without_a_cluster_it_says_what_to_do(  # type: ignore[no-untyped-def]
+    run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_runs(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify the one")
+
+    monkeypatch.setattr("ray.init", none_runs)
+    code, out, err = run(*command.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("kvrelay: no Ray runs on this machine: kvrelay serve starts a cluster, ")
+    assert err.count("\n") == 1
+
+
 def test_prefill_needs_one_pool_of_the_role(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "c.yaml"
     path.write_text("workers: [{role: both}, {role: both}]")
@@ -217,6 +231,7 @@ SAMPLES: dict[str, object] = {
     "router.admission.queue_limit": 9,
     "router.resources": {"x": 1},
     "qos.header": "x-tier",
+    "qos.ladder.enabled": False,
     "qos.ladder.window": "9s",
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
@@ -252,6 +267,7 @@ SAMPLES: dict[str, object] = {
     "ray.address": "auto",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",
+    "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
 }
 
@@ -320,6 +336,18 @@ def test_help_and_config_import_nothing_heavy() -> None:
         "import sys\nfrom cluster.cli import main\nfrom cluster.site import local_site\n"
         "import cluster.plan, cluster.config_load\nlocal_site()\n"
         f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_plain_router_imports_no_torch() -> None:
+    done = python(
+        "import asyncio, sys, cluster.router\nfrom cluster.plain import run_router\n"
+        "class Stop(Exception): pass\n"
+        "def stop(settings): raise Stop\n"
+        "cluster.router.RouterProcess = stop\n"
+        "try: asyncio.run(run_router(None, drain_s=0))\n"
+        "except Stop: print([n for n in ('torch', 'transformers', 'ray') if n in sys.modules])"
     )
     assert done.stdout == "[]\n", done.stderr
 
