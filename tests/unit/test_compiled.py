@@ -31,8 +31,13 @@ FAR = {"float32": 1e-5, "bfloat16": 0.05}
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for each test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(library, "_library", native.load_library)
     return tmp_path / "cache" / "kvrelay"
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not loaded the fused operations yet."""
+    monkeypatch.setattr(library, "_library", native.load_library)
 
 
 def plain_model(
@@ -62,8 +67,13 @@ def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torc
     return build.row_differences(torch.cat(found), torch.cat(expected))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, "float32") for family in sorted(FAMILIES)),
+        *((family, "bfloat16") for family in ("llama", "gemma2", "gpt_oss", "qwen3_moe")),
+    ],
+)
 def test_logits_stay(family: str, dtype: str, tmp_path: Path) -> None:
     model = plain_model(tmp_path, family, dtype)
     expected, nbytes = all_logits(model), model.weight_bytes
@@ -131,6 +141,7 @@ def test_off_leaves_the_model_alone(tmp_path: Path) -> None:
     assert not any(isinstance(m, PackedLinear) for m in engine.model.module.modules())
 
 
+@pytest.mark.usefixtures("new_process")
 def test_without_a_compiler_operations_stay_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +163,7 @@ def test_a_compiler_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.Mo
         native.load_library()
 
 
+@pytest.mark.usefixtures("new_process")
 def test_the_next_start_captures_nothing(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +198,7 @@ def test_a_damaged_recording_is_made_anew(tmp_path: Path, cache: Path, damage: s
     assert path.read_text() == whole
 
 
+@pytest.mark.usefixtures("new_process")
 def test_a_cache_that_can_not_be_written_costs_only_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
