@@ -16,7 +16,7 @@ from engine.compiled import build, library, native, recordings
 from engine.compiled.build import compile_model
 from engine.compiled.library import Fused
 from engine.compiled.linear import Packed, PackedLinear
-from engine.compiled.padding import rounded
+from engine.compiled.padding import rounded, sizes
 from engine.families import has_experts
 from engine.load import load_engine
 from engine.model import Model, load_model
@@ -254,6 +254,10 @@ def test_steps_of_any_size_have_few_sizes() -> None:
 
 
 @torch.inference_mode()
+def test_decode_steps_of_all_sizes_are_prepared() -> None:
+    assert sizes(18) == [*range(1, 17), 20]
+
+
 def test_tokens_that_are_added_are_not_seen(tmp_path: Path) -> None:
     """Attention gets the step's own, and logits are those of the rows that were asked for."""
     compiled = compile_model(plain_model(tmp_path))
@@ -294,10 +298,11 @@ def test_preparing_covers_what_steps_need(tmp_path: Path, monkeypatch: pytest.Mo
         return call(self, x)
 
     monkeypatch.setattr(Packed, "__call__", counted)
-    compiled.prepare(37)
+    compiled.prepare(37, 5)
     prepared = set(sizes)
     sizes.clear()
     logits(compiled, 37)
-    assert len(prepared) == 4
-    assert prepared <= set(sizes)
+    assert len(prepared) == 5
+    assert set(sizes) - prepared == {(compiled.module.lm_head.packed.kind, 40)}
+    assert prepared - set(sizes) == {(compiled.module.lm_head.packed.kind, 5)}
     assert {size for _, size in sizes} == {40}
