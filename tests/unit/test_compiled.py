@@ -261,6 +261,7 @@ def test_decode_steps_of_all_sizes_are_prepared() -> None:
 def test_tokens_that_are_added_are_not_seen(tmp_path: Path) -> None:
     """Attention gets the step's own, and logits are those of the rows that were asked for."""
     compiled = compile_model(plain_model(tmp_path))
+    assert compiled.flat is not None
     tokens, seen = 37, set()
 
     class Watching(build._OwnTokens):
