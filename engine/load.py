@@ -9,6 +9,7 @@ import torch
 
 from engine.checkpoint import Checkpoint
 from engine.compiled.build import compile_model
+from engine.compiled.padding import sizes
 from engine.model import Model, load_model
 from engine.native.backend import NativeBackend
 from engine.native.kernel import kernel_for
@@ -45,6 +46,8 @@ def load_engine(
     model = load_model(checkpoint, device=device, dtype=dtype)
     if compiled:
         model = compile_model(model)
+        for rows in sizes(limits.max_running_requests):
+            model.prepare(rows, rows)  # else the first decode step of each size takes longer
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
     needs_masks = not all(shape.is_plain for shape in shapes.values())
