@@ -188,10 +188,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attention", default="auto", help="attention.backend, on CUDA")
+    parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-peers", action="store_true", help="measure kvrelay alone")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = measure(args.device, args.threads, args.repeats, not args.no_peers)
+    rows = []
+    if args.device.startswith("cuda"):
+        from bench.engine_cuda import measure_engine
+
+        rows += measure_engine(args.device, args.attention, graphs=not args.no_graphs)
+    rows += measure(args.device, args.threads, args.repeats, not args.no_peers)
     print_table("Engine", rows)
     if args.json:
         write_json(args.json, rows)

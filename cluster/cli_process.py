@@ -31,6 +31,8 @@ WORKER_KEYS = (
     "engine.prefix_caching",
     "engine.eviction",
     "engine.profile",
+    "engine.cuda_graphs",
+    "attention.backend",
     "scheduler.prefill_chunk_tokens",
     "scheduler.mixed_chunk_tokens",
     "scheduler.max_running_requests",

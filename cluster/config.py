@@ -14,9 +14,11 @@ from pydantic import Field, field_validator, model_validator
 from cluster.config_qos import Qos
 from cluster.config_router import Router
 from cluster.config_types import (
+    AttentionBackend,
     AutoBytes,
     AutoCount,
     AutoFarTransports,
+    AutoOrOff,
     AutoText,
     Count,
     Device,
@@ -62,9 +64,21 @@ class Engine(Section):
     eviction: Literal["lru", "lfu", "reuse"] = "lru"
     """Which cached block goes first: the longest unused, the least used, or the one least likely
     to be used again as learnt from the pool's history. Never one that others continue."""
+    cuda_graphs: AutoOrOff = "auto"
+    """auto: on CUDA decode steps are recorded when a worker starts, for each of some batch sizes;
+    off: they are launched kernel by kernel."""
     profile: Profile = "auto"
     """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
     some; else a YAML file of step times, on the worker's machine."""
+
+
+class Attention(Section):
+    """How attention over the paged KV is computed."""
+
+    backend: AttentionBackend = "auto"
+    """auto: on CUDA the fastest of what is installed and fits, measured when a worker starts, else
+    sdpa. triton: our own kernels; flashinfer and flash (FlashAttention-3): where installed; flex:
+    PyTorch's FlexAttention; sdpa: plain torch operations."""
 
 
 class Scheduler(Section):
@@ -238,6 +252,7 @@ class Config(Section):
     """Several clusters share one Ray by name."""
     model: Model = Model()
     engine: Engine = Engine()
+    attention: Attention = Attention()
     scheduler: Scheduler = Scheduler()
     workers: tuple[WorkerPool, ...] = DEFAULT_POOLS
     router: Router = Router()

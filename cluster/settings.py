@@ -24,7 +24,7 @@ class WorkerSettings:
     "off" or a file of step times, `handoff` a HandoffMode, `codec` a Codec or "auto", `ucx` are
     fields of UcxOptions. Links between hosts take only peers that know the same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
-    `trace_dir` None: nothing is traced.
+    `trace_dir` None: nothing is traced. `attention` is a backend or "auto".
     """
 
     name: str
@@ -62,6 +62,8 @@ class WorkerSettings:
     qos: QosTiers = ONE_TIER
     tenant_weights: tuple[tuple[str, float], ...] = ()
     mixed_chunk_tokens: int = 512
+    attention: str = "auto"
+    cuda_graphs: bool = True
 
     @property
     def own_chunk_tokens(self) -> int:

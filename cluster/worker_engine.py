@@ -41,6 +41,8 @@ def open_engine(settings: WorkerSettings) -> Engine:
         blocks=None,
         limits=limits,
         allocate=memfd.allocate if _shares_memory(settings) else None,
+        attention=settings.attention,
+        cuda_graphs=settings.cuda_graphs,
     )
 
 

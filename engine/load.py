@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.backends.choice import backend_maker
+from engine.backends.recording import record_decode
 from engine.checkpoint import Checkpoint
 from engine.model import Model, load_model
 from engine.probe import derive_layout, probe
@@ -29,9 +31,12 @@ def load_engine(
     blocks: int | None,
     limits: EngineLimits,
     allocate: Allocate | None = None,
+    attention: str = "auto",
+    cuda_graphs: bool = True,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
-    `allocate` gives the KV pool's memory, on `device`; None takes plain memory.
+    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
+    backend of `engine.backends` or "auto". `cuda_graphs`: record decode steps, on CUDA.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
@@ -40,10 +45,12 @@ def load_engine(
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
     needs_masks = not all(shape.is_plain for shape in shapes.values())
     wanted = _max_model_len(checkpoint, limits)
+    backend = backend_maker(attention, model.device, layout, shapes)
 
     def build(memory: KvMemory, sizing: KvSizing) -> Engine:
         facts = _facts(checkpoint, layout, model, sizing.max_model_len)
-        return Engine(model, memory, facts, sizing, needs_masks=needs_masks)
+        made = backend(memory)
+        return Engine(model, memory, facts, sizing, needs_masks=needs_masks, backend=made)
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
     with _memory_errors(device):
@@ -59,7 +66,10 @@ def load_engine(
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )
         sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
-        return build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
+        engine = build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
+        if cuda_graphs:
+            record_decode(engine, limits.max_running_requests)
+        return engine
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.backends.backend import Backend, Prepared, Replays
 from engine.layer_marks import LayerMarks, LayerWatch
+from engine.layer_places import layer_places
 from engine.longrope import LongRope
 from engine.model import Model
 from engine.paged import PagedAttention
@@ -44,7 +46,9 @@ class Engine:
         sizing: KvSizing,
         *,
         needs_masks: bool = False,
+        backend: Backend | None = None,
     ) -> None:
+        """`backend` None: attention in plain torch operations."""
         self.model = model
         self.memory = memory
         self.facts = facts
@@ -53,11 +57,10 @@ class Engine:
         """What sketches tell of this worker's own noise; 0: not measured."""
         self._planner = Planner(memory.layout, model.device, model.dtype, needs_masks)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
-        self._places = {
-            layer: (g, i)
-            for g, group in enumerate(memory.layout.groups)
-            for i, layer in enumerate(group.layers)
-        }
+        self._places = layer_places(memory.layout)
+        self.backend = backend
+        self.graphs: Replays | None = None
+        """What runs the steps that it has recorded, instead of the model."""
 
     @property
     def layout(self) -> KvLayout:
@@ -83,6 +86,10 @@ class Engine:
 
     def logits(self, batch: StepBatch, marks: LayerMarks | None = None) -> torch.Tensor:
         """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order."""
+        if self.graphs is not None and marks is None:
+            found = self.graphs.logits(batch.slices)
+            if found is not None:
+                return found.to(torch.float32, copy=True)
         if self.model.longrope is None:
             return self._forward(batch.slices, marks)
         return self._forward_apart(self.model.longrope, batch.slices)
@@ -107,6 +114,12 @@ class Engine:
     def _forward(
         self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None
     ) -> torch.Tensor:
+        if self.backend is not None:
+            return self._run_prepared(self.backend.prepare(slices, marks))
         plan = self._planner.plan(slices)
         state = PagedAttention(self.memory, plan, self._places, marks)
         return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
+
+    def _run_prepared(self, step: Prepared) -> torch.Tensor:
+        inputs = (step.token_ids, step.positions, step.logit_rows)
+        return self.model.forward(*inputs, step.state).float()

@@ -1,6 +1,9 @@
-"""The same exactness on a CUDA device."""
+"""The same exactness on a CUDA device, by each backend that serves fp32, and with decode steps that
+are recorded."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 
@@ -10,11 +13,16 @@ from tests.reference import assert_same_tokens
 from tests.unit.test_engine_exact import CHUNK_TOKENS, TOKENS, Case, check_alone, load_case
 
 pytestmark = pytest.mark.gpu
+_CASES = [
+    *product(sorted(FAMILIES), ("triton", "sdpa")),
+    *product(("llama", "gemma2", "gpt_oss"), ("flex",)),
+]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=_CASES, ids="-".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return load_case(tmp_path_factory, request.param, device="cuda")
+    family, attention = request.param
+    return load_case(tmp_path_factory, family, "cuda", attention)
 
 
 def test_logits_of_sequences_alone(case: Case) -> None:
@@ -22,8 +30,23 @@ def test_logits_of_sequences_alone(case: Case) -> None:
         check_alone(case.engine, reference)
 
 
-def test_tokens_in_mixed_batches(case: Case) -> None:
+def _check_mixed(case: Case) -> None:
     sequences = start(case.engine, [r.prompt for r in case.references], max_tokens=TOKENS)
     run_mixed(case.engine, sequences, chunk_tokens=CHUNK_TOKENS)
     for reference, one in zip(case.references, sequences, strict=True):
         assert_same_tokens(reference, one.emitted)
+
+
+def test_tokens_in_mixed_batches(case: Case) -> None:
+    _check_mixed(case)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_recorded_steps_change_no_token(
+    family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = load_case(tmp_path_factory, family, "cuda", "triton")
+    assert case.engine.graphs is not None
+    _check_mixed(case)
+    monkeypatch.setattr(case.engine, "graphs", None)
+    _check_mixed(case)

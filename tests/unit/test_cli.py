@@ -194,6 +194,8 @@ SAMPLES: dict[str, object] = {
     "engine.prefix_caching": False,
     "engine.eviction": "lfu",
     "engine.profile": "off",
+    "engine.cuda_graphs": "off",
+    "attention.backend": "flex",
     "scheduler.prefill_chunk_tokens": 99,
     "scheduler.mixed_chunk_tokens": 65,
     "scheduler.max_running_requests": 9,

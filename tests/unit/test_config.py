@@ -340,6 +340,8 @@ CHANGES = {
     "engine.prefix_caching": False,
     "engine.eviction": "reuse",
     "engine.profile": "off",
+    "engine.cuda_graphs": "off",
+    "attention.backend": "triton",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.mixed_chunk_tokens": 34,
     "scheduler.max_running_requests": 5,

@@ -33,7 +33,12 @@ class Case:
     references: tuple[Reference, ...]
 
 
-def load_case(tmp_path_factory: pytest.TempPathFactory, family: str, device: str = "cpu") -> Case:
+def load_case(
+    tmp_path_factory: pytest.TempPathFactory,
+    family: str,
+    device: str = "cpu",
+    attention: str = "auto",
+) -> Case:
     folder = random_checkpoint(tmp_path_factory.mktemp(family), family)
     limits = EngineLimits(
         max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8
@@ -45,6 +50,7 @@ def load_case(tmp_path_factory: pytest.TempPathFactory, family: str, device: str
         block_size=BLOCK_SIZE,
         blocks=128,
         limits=limits,
+        attention=attention,
     )
     letters = random.Random(5)
     prompts = [[letters.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
