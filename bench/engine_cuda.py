@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from bench.engine_shared import shared_row
 from bench.report import Reading, Row
 from engine import attention
-from engine.backends.backend import GroupShape
-from engine.backends.choice import backend_maker, group_shapes, opener, usable
+from engine.backends.choice import choose_backend, group_shapes, opener, usable
 from engine.backends.measure import GRID, measure, time_device, time_layer
 from engine.backends.needs import Wanted
 from engine.backends.recording import record_decode
@@ -77,7 +77,7 @@ def random_engine(device: str, *, tokens: int, batch: int, backend: str, graphs:
     model = Model(module, LLAMA_8B, torch.device(device), torch.bfloat16)
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=_BLOCK_SIZE)
-    make = backend_maker(backend, model.device, layout, shapes)
+    chosen = choose_backend(backend, model, layout, shapes)
     memory = KvMemory(layout, layout.blocks_for(tokens) + batch, device)
     for plane in memory.planes[0]:
         plane.normal_()  # zeros take less power, and so less time
@@ -93,7 +93,7 @@ def random_engine(device: str, *, tokens: int, batch: int, backend: str, graphs:
         device=device,
         dtype=model.dtype_name,
     )
-    engine = Engine(model, memory, facts, sizing, backend=make(memory))
+    engine = Engine(model, memory, facts, sizing, backend=chosen.open(memory), goes_first=True)
     if graphs:
         record_decode(engine, batch)
     return engine
@@ -212,10 +212,11 @@ def prefill_flops(engine: Engine, tokens: int) -> float:
 
 def attention_rows(engine: Engine, name: str, device: Device, method: str) -> list[Row]:
     """One layer's decode attention by itself."""
+    wanted = _wanted(engine)
     layout = replace(engine.layout, groups=(replace(engine.layout.groups[0], layers=(0,)),))
-    (shape,) = group_shapes(engine.layout, probe(engine.model))
+    wanted = replace(wanted, layout=layout)
     count, context = 64, 8192
-    seconds = _time_attention(layout, shape, name, (context,) * count)
+    seconds = _time_attention(wanted, name, (context,) * count)
     bandwidth = Row(
         name=f"decode attention of a layer, {count} x {context:,} tokens",
         value=count * context * layout.bytes_per_token / seconds / 1e9,
@@ -226,8 +227,8 @@ def attention_rows(engine: Engine, name: str, device: Device, method: str) -> li
         method=method,
         spread=f"{1e6 * seconds:.0f} us",
     )
-    uneven = _time_attention(layout, shape, name, THUNDER_MLA)
-    even = _time_attention(layout, shape, name, (sum(THUNDER_MLA) // 4,) * 4)
+    uneven = _time_attention(wanted, name, THUNDER_MLA)
+    even = _time_attention(wanted, name, (sum(THUNDER_MLA) // 4,) * 4)
     balance = Row(
         name=f"decode attention of a layer, contexts {THUNDER_MLA}",
         value=1e6 * uneven,
@@ -241,22 +242,29 @@ def attention_rows(engine: Engine, name: str, device: Device, method: str) -> li
     return [bandwidth, balance]
 
 
-def _time_attention(
-    layout: KvLayout, shape: GroupShape, name: str, contexts: Sequence[int]
-) -> float:
-    blocks = [layout.blocks_for(context) for context in contexts]
-    memory = KvMemory(layout, sum(blocks), "cuda")
+def _wanted(engine: Engine) -> Wanted:
+    return Wanted(
+        device=engine.model.device,
+        dtype=engine.model.dtype,
+        layout=engine.layout,
+        groups=group_shapes(engine.layout, probe(engine.model)),
+    )
+
+
+def _time_attention(wanted: Wanted, name: str, contexts: Sequence[int]) -> float:
+    """`wanted` has one layer."""
+    layout = wanted.layout
+    memory = KvMemory(layout, sum(map(layout.blocks_for, contexts)), wanted.device)
     for plane in memory.planes[0]:
         plane.normal_()
-    backend = opener(name)(memory, (shape,), {0: (0, 0)})
+    backend = opener(name)(memory, wanted.groups, {0: (0, 0)})
     state = backend.prepare(decode_batch(layout, contexts).slices).state
-    return time_layer(state, shape, memory, len(contexts))
+    return time_layer(state, wanted.groups[0], wanted, len(contexts))
 
 
 def backend_rows(engine: Engine, method: str) -> list[Row]:
     """What "auto" measures, for all that works here."""
-    shapes = group_shapes(engine.layout, probe(engine.model))
-    wanted = Wanted(device=engine.model.device, layout=engine.layout, groups=shapes)
+    wanted = _wanted(engine)
     found = {name: measure(opener(name), wanted) for name in usable(wanted)}
     return [
         Row(
@@ -289,6 +297,7 @@ def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Ro
         lambda: [python_row(engine, method)],
         lambda: [prefill_row(engine, limits, method)],
         lambda: attention_rows(engine, chosen, limits, method),
+        lambda: [shared_row(engine, decode_batch(engine.layout, (2048,) * 64), method)],
         lambda: backend_rows(engine, method),
     )
     return [row for part in parts for row in part()]

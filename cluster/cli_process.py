@@ -32,6 +32,7 @@ WORKER_KEYS = (
     "engine.eviction",
     "engine.profile",
     "engine.cuda_graphs",
+    "engine.kv_dtype",
     "attention.backend",
     "scheduler.prefill_chunk_tokens",
     "scheduler.mixed_chunk_tokens",

@@ -55,6 +55,9 @@ class Engine(Section):
 
     block_size: Annotated[int, Field(ge=8, le=128)] = 16
     """Tokens in a KV block."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: KV is kept in the model's dtype; fp8: as e4m3, half of what bfloat16 takes, at a loss
+    (CUDA, attention.backend triton)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the device's memory for weights, staging and KV together."""
     kv_memory: AutoBytes = None
@@ -273,6 +276,12 @@ class Config(Section):
     def _has_its_pool(self) -> Config:
         if self.transfer.handoff == "pool" and not self.pool.enabled:
             raise ValueError("pool.enabled: true for transfer.handoff: pool")
+        return self
+
+    @model_validator(mode="after")
+    def _encodes_once(self) -> Config:
+        if self.engine.kv_dtype == "fp8" and self.transfer.codec != "none":
+            raise ValueError("transfer.codec: none for engine.kv_dtype: fp8")
         return self
 
     @model_validator(mode="after")

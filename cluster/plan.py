@@ -161,6 +161,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
         attention=config.attention.backend,
         cuda_graphs=config.engine.cuda_graphs == "auto",
+        fp8_kv=config.engine.kv_dtype == "fp8",
     )
 
 

@@ -64,6 +64,7 @@ class WorkerSettings:
     mixed_chunk_tokens: int = 512
     attention: str = "auto"
     cuda_graphs: bool = True
+    fp8_kv: bool = False
 
     @property
     def own_chunk_tokens(self) -> int:

@@ -13,6 +13,7 @@ from engine.runner import Engine
 from engine.sizing import EngineLimits
 from kvpool.tables import BlockTables
 from kvpool.transport import memfd
+from kvrelay.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ def open_engine(settings: WorkerSettings) -> Engine:
         allocate=memfd.allocate if _shares_memory(settings) else None,
         attention=settings.attention,
         cuda_graphs=settings.cuda_graphs,
+        fp8_kv=settings.fp8_kv,
+        goes_first=settings.role is not Role.PREFILL,
     )
 
 

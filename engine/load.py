@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.backends.choice import backend_maker
+from engine.backends.choice import choose_backend
 from engine.backends.recording import record_decode
 from engine.checkpoint import Checkpoint
 from engine.model import Model, load_model
@@ -33,24 +33,36 @@ def load_engine(
     allocate: Allocate | None = None,
     attention: str = "auto",
     cuda_graphs: bool = True,
+    fp8_kv: bool = False,
+    goes_first: bool = False,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
     backend of `engine.backends` or "auto". `cuda_graphs`: record decode steps, on CUDA.
+    `fp8_kv`: keep KV as e4m3. `goes_first`: before other workers on a CUDA device.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
     model = load_model(checkpoint, device=device, dtype=dtype)
     shapes = probe(model)
-    layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
+    kept = "float8_e4m3fn" if fp8_kv else model.dtype_name
+    layout = derive_layout(shapes, dtype=kept, block_size=block_size)
     needs_masks = not all(shape.is_plain for shape in shapes.values())
     wanted = _max_model_len(checkpoint, limits)
-    backend = backend_maker(attention, model.device, layout, shapes)
+    backend = choose_backend(attention, model, layout, shapes)
 
     def build(memory: KvMemory, sizing: KvSizing) -> Engine:
         facts = _facts(checkpoint, layout, model, sizing.max_model_len)
-        made = backend(memory)
-        return Engine(model, memory, facts, sizing, needs_masks=needs_masks, backend=made)
+        made = backend.open(memory)
+        return Engine(
+            model,
+            memory,
+            facts,
+            sizing,
+            needs_masks=needs_masks,
+            backend=made,
+            goes_first=goes_first,
+        )
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
     with _memory_errors(device):
@@ -61,7 +73,7 @@ def load_engine(
 
     with _memory_errors(device):
         profile = (
-            profile_memory(model, layout, limits, wanted, run)
+            profile_memory(model, layout, limits, wanted, run, copies_kv=backend.copies_kv)
             if blocks is None
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )

@@ -18,6 +18,7 @@ from engine.sampler import sample
 from engine.sizing import KvSizing
 from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
+from engine.streams import StepStream
 from kvpool.copies import CopyPairs
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
@@ -47,8 +48,10 @@ class Engine:
         *,
         needs_masks: bool = False,
         backend: Backend | None = None,
+        goes_first: bool = False,
     ) -> None:
-        """`backend` None: attention in plain torch operations."""
+        """`backend` None: attention in plain torch operations. `goes_first`: before the steps of
+        other workers on the device."""
         self.model = model
         self.memory = memory
         self.facts = facts
@@ -56,6 +59,7 @@ class Engine:
         self.canary_bound = 0.0
         """What sketches tell of this worker's own noise; 0: not measured."""
         self._planner = Planner(memory.layout, model.device, model.dtype, needs_masks)
+        self._stream = StepStream(model.device, goes_first=goes_first)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
         self._places = layer_places(memory.layout)
         self.backend = backend
@@ -71,6 +75,10 @@ class Engine:
 
         A layer of `marks` is told once it has all slices' KV, and before this returns.
         """
+        with self._stream.within():
+            return self._run(batch, marks)
+
+    def _run(self, batch: StepBatch, marks: LayerMarks | None) -> StepOutcome:
         wanted = [piece.samples for piece in batch.slices]
         if marks is not None and self._watch is not None:
             marks = self._watch.behind(marks)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-
-import torch
 
 from engine.backends.backend import Backend, GroupShape
 from engine.backends.needs import NEEDS, Wanted
 from engine.layer_places import layer_places
+from engine.model import Model
 from engine.probe import LayerShape
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
@@ -58,18 +58,19 @@ def group_shapes(layout: KvLayout, layers: Mapping[int, LayerShape]) -> tuple[Gr
 
 
 def choose(
-    name: str, device: torch.device, layout: KvLayout, shapes: tuple[GroupShape, ...]
+    name: str,
+    wanted: Wanted,
 ) -> str:
     """`name` is a key of the openers or "auto". Raises ModelError, naming the YAML key."""
-    wanted = Wanted(device=device, layout=layout, groups=shapes)
     if name != "auto":
         reason = NEEDS[name](wanted)
         if reason is not None:
             raise ModelError(f"attention.backend: {name} can't be used: {reason}, or use auto")
         return name
-    if device.type != "cuda":
-        return TORCH
-    return _fastest(usable(wanted), wanted)
+    if not wanted.on_cuda:
+        return choose(TORCH, wanted)
+    names = usable(wanted)
+    return names[0] if len(names) == 1 else _fastest(names, wanted)
 
 
 def usable(wanted: Wanted) -> list[str]:
@@ -77,17 +78,30 @@ def usable(wanted: Wanted) -> list[str]:
     return [candidate for candidate in _MEASURED if NEEDS[candidate](wanted) is None]
 
 
-def backend_maker(
-    name: str, device: torch.device, layout: KvLayout, layers: Mapping[int, LayerShape]
-) -> Callable[[KvMemory], Backend | None]:
-    """Opens the chosen backend over a memory; None where it is the engine's own. Raises
-    ModelError."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """`open` gives the backend over a memory; None: torch operations are the engine's own."""
+
+    name: str
+    open: Callable[[KvMemory], Backend | None]
+
+    @property
+    def copies_kv(self) -> bool:
+        """Whether each layer's KV is gathered before it is used."""
+        return self.name in (TORCH, "flex")
+
+
+def choose_backend(
+    name: str, model: Model, layout: KvLayout, layers: Mapping[int, LayerShape]
+) -> Chosen:
+    """Raises ModelError."""
     shapes = group_shapes(layout, layers)
-    chosen = choose(name, device, layout, shapes)
+    wanted = Wanted(device=model.device, dtype=model.dtype, layout=layout, groups=shapes)
+    chosen = choose(name, wanted)
     if chosen == TORCH:
-        return lambda memory: None
+        return Chosen(chosen, lambda memory: None)
     places = layer_places(layout)
-    return lambda memory: opener(chosen)(memory, shapes, places)
+    return Chosen(chosen, lambda memory: opener(chosen)(memory, shapes, places))
 
 
 def opener(name: str) -> OpenBackend:

@@ -60,7 +60,8 @@ class _State:
         scores: Scores,
     ) -> torch.Tensor:
         group, index = self.places[layer]
-        store(key[0], value[0], *self.memory.layer(group, index), self.inputs.slots(group))
+        keys, values = self.memory.layer(group, index)
+        store(key[0], value[0], keys, values, self.inputs.slots(group))
         if self.marks is not None:
             self.marks.wrote(layer)
         keys, values = layer_blocks(self.memory, group, index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,9 @@ class FlexBackend:
         self._memory, self._places = memory, places
         self._tables = TableCache()
         on_cuda = memory.device.type == "cuda"
-        self._run = torch.compile(flex_attention, dynamic=True) if on_cuda else flex_attention
+        self._run: Callable[..., Any] = flex_attention
+        if on_cuda:
+            self._run = torch.compile(flex_attention, dynamic=True)
 
     def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
         layout = self._memory.layout
@@ -116,7 +119,7 @@ def _mask_mod(
 class _State:
     memory: KvMemory
     places: Mapping[int, tuple[int, int]]
-    run: Callable[..., tuple[torch.Tensor, object]]
+    run: Callable[..., Any]
     inputs: Inputs
     masks: list[BlockMask]
     marks: LayerMarks | None
@@ -147,8 +150,9 @@ class _State:
             return_aux=AuxRequest(lse=True),
         )
         if scores.sinks is not None:
-            out = out * _kept(aux.lse, scores.sinks)[..., None].to(out.dtype)  # type: ignore[attr-defined]
-        return out.transpose(1, 2)
+            out = out * _kept(aux.lse, scores.sinks)[..., None].to(out.dtype)
+        joined: torch.Tensor = out.transpose(1, 2)
+        return joined
 
     def _gather(self, blocks: torch.Tensor, group: int) -> torch.Tensor:
         """`[1, heads, slots, dim]`"""

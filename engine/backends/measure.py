@@ -27,20 +27,25 @@ GRID = {
 _WARM, _RUNS = 3, 15
 
 
-@torch.inference_mode()
 def measure(open_backend: Open, wanted: Wanted) -> dict[str, float]:
     """# work |-> seconds of one layer of the group that has most layers, the median"""
+    return {name: measure_work(open_backend, wanted, *work) for name, work in GRID.items()}
+
+
+@torch.inference_mode()
+def measure_work(
+    open_backend: Open, wanted: Wanted, sequences: int, tokens: int, cached: int
+) -> float:
+    """Of so many sequences with so many new tokens each, after `cached` others."""
     group = max(range(len(wanted.groups)), key=lambda g: len(wanted.layout.groups[g].layers))
-    shape = wanted.groups[group]
-    found = {}
-    for name, (sequences, tokens, cached) in GRID.items():
-        layout = _one_layer(wanted.layout, group)
-        blocks = layout.blocks_for(tokens + cached)
-        memory = KvMemory(layout, sequences * blocks, wanted.device)
-        backend = open_backend(memory, (shape,), {0: (0, 0)})
-        state = backend.prepare([piece(i, tokens, cached, blocks) for i in range(sequences)]).state
-        found[name] = time_layer(state, shape, memory, sequences * tokens)
-    return found
+    shape, layout = wanted.groups[group], _one_layer(wanted.layout, group)
+    blocks = layout.blocks_for(tokens + cached)
+    memory = KvMemory(layout, sequences * blocks, wanted.device)
+    for plane in memory.planes[0]:
+        plane.copy_(torch.randn_like(plane, dtype=wanted.dtype))
+    backend = open_backend(memory, (shape,), {0: (0, 0)})
+    state = backend.prepare([piece(i, tokens, cached, blocks) for i in range(sequences)]).state
+    return time_layer(state, shape, wanted, sequences * tokens)
 
 
 def piece(number: int, tokens: int, cached: int, blocks: int) -> SequenceSlice:
@@ -50,12 +55,12 @@ def piece(number: int, tokens: int, cached: int, blocks: int) -> SequenceSlice:
     return SequenceSlice(key=key, choice=0, token_ids=(0,) * tokens, start=cached, tables=(table,))
 
 
-def time_layer(state: AttentionState, shape: GroupShape, memory: KvMemory, tokens: int) -> float:
+def time_layer(state: AttentionState, shape: GroupShape, wanted: Wanted, tokens: int) -> float:
     """Seconds of one layer's call, the median."""
-    dtype, device = getattr(torch, memory.layout.dtype), memory.device
 
     def random(heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(1, tokens, heads, dim, dtype=dtype, device=device).transpose(1, 2)
+        made = torch.randn(1, tokens, heads, dim, dtype=wanted.dtype, device=wanted.device)
+        return made.transpose(1, 2)
 
     query = random(shape.query_heads, shape.dim)
     key, value = random(shape.kv_heads, shape.dim), random(shape.kv_heads, shape.value_dim)

@@ -14,15 +14,21 @@ from kvpool.layout import KvLayout
 _HALF = ("bfloat16", "float16")
 _FLASHINFER_DIMS = (64, 128, 256)
 _FLASH_MOST_DIM = 256
+_ONLY_TRITON = "only triton, on CUDA, serves engine.kv_dtype: fp8: use auto there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be served."""
+    """What is to be served. `dtype` is the model's; the layout's is that of its KV."""
 
     device: torch.device
+    dtype: torch.dtype
     layout: KvLayout
     groups: tuple[GroupShape, ...]
+
+    @property
+    def has_own_kv_dtype(self) -> bool:
+        return getattr(torch, self.layout.dtype) != self.dtype
 
     @property
     def on_cuda(self) -> bool:
@@ -34,6 +40,10 @@ def _triton(wanted: Wanted) -> str | None:
         return "triton isn't installed: pip install triton"
     if not wanted.on_cuda and not _is_interpreted():
         return f"it needs a CUDA device and this worker runs on {wanted.device}: use sdpa"
+    if not (wanted.on_cuda and wanted.has_own_kv_dtype):
+        return None
+    if torch.cuda.get_device_capability(wanted.device) < (8, 9):
+        return "engine.kv_dtype: fp8 needs a device of compute capability 8.9: use auto there"
     return None
 
 
@@ -47,6 +57,8 @@ def _is_interpreted() -> bool:
 def _flex(wanted: Wanted) -> str | None:
     if not wanted.on_cuda:
         return f"it needs a CUDA device and this worker runs on {wanted.device}: use sdpa"
+    if wanted.has_own_kv_dtype:
+        return _ONLY_TRITON
     if any(min(group.dim, group.value_dim) < 16 for group in wanted.groups):
         return "it takes heads of 16 dims or more: use triton"
     return None
@@ -83,7 +95,7 @@ def _half_on_cuda(wanted: Wanted) -> str | None:
     if not wanted.on_cuda:
         return f"it needs a CUDA device and this worker runs on {wanted.device}: use sdpa"
     if wanted.layout.dtype not in _HALF:
-        return f"it takes {' or '.join(_HALF)}, not {wanted.layout.dtype}: use triton"
+        return f"it takes KV in {' or '.join(_HALF)}, not {wanted.layout.dtype}: use triton"
     return None
 
 
@@ -91,8 +103,8 @@ def _installed(module: str, how: str) -> str | None:
     return None if find_spec(module) is not None else f"{module} isn't installed: {how}"
 
 
-def _anything(_: Wanted) -> str | None:
-    return None
+def _sdpa(wanted: Wanted) -> str | None:
+    return _ONLY_TRITON if wanted.has_own_kv_dtype else None
 
 
 NEEDS: dict[str, Callable[[Wanted], str | None]] = {
@@ -100,6 +112,6 @@ NEEDS: dict[str, Callable[[Wanted], str | None]] = {
     "flex": _flex,
     "flashinfer": _flashinfer,
     "flash": _flash,
-    "sdpa": _anything,
+    "sdpa": _sdpa,
 }
 """# backend |-> why it can't serve, and what to do; None: it can"""

@@ -10,7 +10,7 @@ import torch
 from engine.backends.backend import GroupShape, Prepared
 from engine.backends.inputs import Inputs, Named
 from engine.backends.step_arrays import Ints, StepArrays, TableCache, step_arrays
-from engine.backends.tilings import CHUNK, Tiling, chunk_tiling, decode_tiling
+from engine.backends.tilings import CHUNK, DECODE, Tiling, chunk_tiling, decode_tiling
 from engine.backends.triton_launch import DeviceWork, Parts, part_elements
 from engine.backends.triton_state import GroupTensors, Launch, TritonState
 from engine.backends.work import divide, most_parts, query_tiles
@@ -31,8 +31,12 @@ class TritonBackend:
         memory: KvMemory,
         shapes: tuple[GroupShape, ...],
         places: Mapping[int, tuple[int, int]],
+        *,
+        decode: Tiling = DECODE,
+        chunk: Tiling = CHUNK,
     ) -> None:
         self.memory, self.shapes, self.places = memory, shapes, places
+        self._decode, self._chunk = decode, chunk
         self._processors = _processors(memory.device)
         self._tables = TableCache()
         self.parts = self._new_parts()
@@ -86,8 +90,8 @@ class TritonBackend:
         shape = self.shapes[group]
         dim, size = max(shape.dim, shape.value_dim), self.memory.layout.element_bytes
         if tokens == 1:
-            return decode_tiling(shape.group, dim, size)
-        return chunk_tiling(tokens, shape.group, dim, size)
+            return decode_tiling(shape.group, dim, size, self._decode)
+        return chunk_tiling(tokens, shape.group, dim, size, self._chunk)
 
     def _work(
         self, group: int, step: StepArrays, chosen: slice, table_starts: Ints, tiling: Tiling
@@ -128,7 +132,7 @@ class TritonBackend:
         """Enough for any launch."""
         values, sizes = 0, 0
         for group, shape in enumerate(self.shapes):
-            for tokens in (1, CHUNK.rows):
+            for tokens in (1, self._chunk.rows):
                 tiling = self.tiling(group, tokens)
                 slots = most_parts(self.programs(tiling))
                 found = part_elements(tiling.rows, shape.value_dim, slots)

@@ -30,6 +30,7 @@ def store_rows(
     V_DIM: tl.constexpr,
     K_ROW: tl.constexpr,
     V_ROW: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """The new KV `[tokens, heads, dim]` into its slots; a slot of -1 is of a padded row."""
     token = tl.program_id(0).to(tl.int64)
@@ -39,12 +40,20 @@ def store_rows(
         source = fresh_keys + token * key_token + (k // K_DIM) * key_head + k % K_DIM
         held = tl.load(source, mask=k < HEADS * K_DIM, other=0.0)
         target = keys + slot * (HEADS * K_DIM) + k
-        tl.store(target, held.to(keys.dtype.element_ty), mask=k < HEADS * K_DIM)
+        tl.store(target, _kept(held, keys.dtype.element_ty, LIMIT), mask=k < HEADS * K_DIM)
         v = tl.arange(0, V_ROW)
         source = fresh_values + token * value_token + (v // V_DIM) * value_head + v % V_DIM
         held = tl.load(source, mask=v < HEADS * V_DIM, other=0.0)
         target = values + slot * (HEADS * V_DIM) + v
-        tl.store(target, held.to(values.dtype.element_ty), mask=v < HEADS * V_DIM)
+        tl.store(target, _kept(held, values.dtype.element_ty, LIMIT), mask=v < HEADS * V_DIM)
+
+
+@triton.jit
+def _kept(numbers, kind: tl.constexpr, LIMIT: tl.constexpr):
+    """As the plane keeps them: at most LIMIT, if that isn't 0."""
+    if LIMIT > 0:
+        numbers = tl.minimum(tl.maximum(numbers.to(tl.float32), -LIMIT), LIMIT)
+    return numbers.to(kind)
 
 
 @triton.jit
@@ -109,13 +118,13 @@ def attend_pieces(
                 best, mass, held = _meet(
                     asked, best, mass, held, keys, values, tables + table, start, end, head,
                     seen_by, k, v, scaling, softcap, KV_HEADS, K_DIM, V_DIM, K_TILE, V_TILE, KEYS,
-                    BLOCK, WINDOW, HAS_CAP, UPCAST, PRECISION, False,
+                    BLOCK, WINDOW, HAS_CAP, PRECISION, False,
                 )  # fmt: skip
         for start in range(open_end, end, KEYS):
             best, mass, held = _meet(
                 asked, best, mass, held, keys, values, tables + table, start, end, head,
                 seen_by, k, v, scaling, softcap, KV_HEADS, K_DIM, V_DIM, K_TILE, V_TILE, KEYS,
-                BLOCK, WINDOW, HAS_CAP, UPCAST, PRECISION, True,
+                BLOCK, WINDOW, HAS_CAP, PRECISION, True,
             )  # fmt: skip
         if slot < 0:
             if HAS_SINKS:
@@ -136,7 +145,7 @@ def _meet(
     asked, best, mass, held, keys, values, table, start, end, head, seen_by, k, v, scaling, softcap,
     KV_HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_TILE: tl.constexpr,
     V_TILE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys. Not MASKED: every row sees all of it."""
     position = start + tl.arange(0, KEYS)
@@ -156,8 +165,7 @@ def _meet(
         value = tl.load(at, mask=known[:, None] & (v < V_DIM)[None, :], other=0.0)
     else:
         value = tl.load(at)
-    if UPCAST:
-        key, value = key.to(tl.float32), value.to(tl.float32)
+    key, value = key.to(asked.dtype), value.to(asked.dtype)
     scores = tl.dot(asked, tl.trans(key), input_precision=PRECISION) * scaling
     if HAS_CAP:
         scores = softcap * _tanh(scores / softcap)

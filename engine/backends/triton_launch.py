@@ -72,6 +72,7 @@ def store(
         V_DIM=v_dim,
         K_ROW=triton.next_power_of_2(heads * k_dim),
         V_ROW=triton.next_power_of_2(heads * v_dim),
+        LIMIT=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
         num_warps=4,
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.integer]
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
@@ -42,10 +43,10 @@ class Work:
 
 def query_tiles(
     *,
-    rows: Int64s,
-    counts: Int64s,
-    positions: Int64s,
-    tables: Int64s,
+    rows: Ints,
+    counts: Ints,
+    positions: Ints,
+    tables: Ints,
     tile_tokens: int,
     window: int | None,
 ) -> QueryTiles:
@@ -70,7 +71,7 @@ def divide(
     lengths = np.repeat(lengths, kv_heads)
     begins = np.cumsum(lengths) - lengths
     bounds = _bounds(int(lengths.sum()), programs, least_tiles)
-    cuts = np.union1d(begins, bounds[bounds < bounds[-1]])
+    cuts = _distinct(np.concatenate([begins, bounds[bounds < bounds[-1]]]))
     sizes = np.diff(cuts, append=bounds[-1])
     owner = np.searchsorted(begins, cuts, side="right") - 1
     tile, head = np.divmod(owner, kv_heads)
@@ -94,6 +95,11 @@ def _bounds(total: int, programs: int, least: int) -> Int64s:
     """Where each program's stretch begins, and the last one's end: `[programs + 1]`."""
     used = max(1, min(programs, total // least))
     return total * np.minimum(np.arange(programs + 1), used) // used
+
+
+def _distinct(values: Int64s) -> Int64s:
+    values = np.sort(values)
+    return values[np.concatenate([[True], values[1:] != values[:-1]])]
 
 
 def most_pieces(tiles: int, kv_heads: int, programs: int) -> int:

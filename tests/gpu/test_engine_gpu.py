@@ -7,10 +7,20 @@ from itertools import product
 
 import pytest
 
+from engine.checkpoint import open_checkpoint
+from engine.load import load_engine
+from engine.sizing import EngineLimits
 from tests.drive import run_mixed, start
-from tests.models import FAMILIES
+from tests.models import FAMILIES, random_checkpoint
 from tests.reference import assert_same_tokens
-from tests.unit.test_engine_exact import CHUNK_TOKENS, TOKENS, Case, check_alone, load_case
+from tests.unit.test_engine_exact import (
+    BLOCK_SIZE,
+    CHUNK_TOKENS,
+    TOKENS,
+    Case,
+    check_alone,
+    load_case,
+)
 
 pytestmark = pytest.mark.gpu
 _CASES = [
@@ -28,6 +38,28 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_logits_of_sequences_alone(case: Case) -> None:
     for reference in case.references:
         check_alone(case.engine, reference)
+
+
+def test_kv_kept_in_fp8_takes_half(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Loading compares the logits with the model's own."""
+    folder = random_checkpoint(tmp_path_factory.mktemp("fp8"), "llama")
+    engines = [
+        load_engine(
+            open_checkpoint(str(folder)),
+            device="cuda",
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            blocks=32,
+            limits=EngineLimits(
+                max_model_len=256, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=2
+            ),
+            attention="triton",
+            fp8_kv=fp8_kv,
+        )
+        for fp8_kv in (False, True)
+    ]
+    whole, half = (engine.layout.bytes_per_token for engine in engines)
+    assert whole == 2 * half
 
 
 def _check_mixed(case: Case) -> None:

@@ -15,7 +15,7 @@ from engine.backends.tilings import Tiling, chunk_tiling, decode_tiling
 from engine.backends.triton_kernels import attend_pieces, join_parts, store_rows
 
 _POINTERS = {
-    "query": "16", "keys": "16", "values": "16", "out": "16", "fresh_keys": "16",
+    "query": "16", "keys": "kv", "values": "kv", "out": "16", "fresh_keys": "16",
     "fresh_values": "16", "parts": "*fp32", "part_sizes": "*fp32", "queries": "*i32",
     "pieces": "*i32", "starts": "*i32", "joins": "*i32", "tables": "*i32", "slots": "*i32",
     "sinks": "16",
@@ -33,10 +33,14 @@ def _ptx(  # type: ignore[no-untyped-def]
     dtype: str,
     constants: Mapping[str, object],
     capability: int,
+    *,
+    kept: str | None = None,
     **options: int,
 ) -> str:
+    """`kept`: the planes' dtype, if another."""
     names = kernel.arg_names
-    kinds = {n: f"*{dtype}" if k == "16" else k for n, k in _POINTERS.items()} | _NUMBERS
+    pointers = {"16": f"*{dtype}", "kv": f"*{kept or dtype}"}
+    kinds = {n: pointers.get(k, k) for n, k in _POINTERS.items()} | _NUMBERS
     source = ASTSource(
         fn=kernel,
         signature={n: "constexpr" if n in constants else kinds[n] for n in names},
@@ -65,11 +69,19 @@ def _tilings(dim: int, element_bytes: int) -> tuple[Tiling, Tiling]:
     return decode_tiling(4, dim, element_bytes), chunk_tiling(512, 4, dim, element_bytes)
 
 
-def _attend(dtype: str, dim: int, capability: int, tiling: Tiling, **changes: object) -> str:
+def _attend(
+    dtype: str,
+    dim: int,
+    capability: int,
+    tiling: Tiling,
+    *,
+    kept: str | None = None,
+    **changes: object,
+) -> str:
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
     shape = _shape(dim, tiling, **changes)
     used = {n: v for n, v in shape.items() if n in attend_pieces.arg_names}
-    return _ptx(attend_pieces, dtype, used, capability, **options)
+    return _ptx(attend_pieces, dtype, used, capability, kept=kept, **options)
 
 
 def _check_attend(capability: int) -> None:
@@ -91,14 +103,17 @@ def _check_shapes() -> None:
     for tiling in _tilings(64, 4):
         _attend("fp32", 64, 90, tiling)
     _attend("bf16", 256, 90, _tilings(256, 2)[1], **options)
+    for tiling in _tilings(128, 1):
+        _attend("bf16", 128, 90, tiling, kept="fp8e4nv")
     shape = {**_shape(80, _tilings(80, 2)[0]), "HAS_SINKS": True}
     joined = {n: v for n, v in shape.items() if n in join_parts.arg_names}
     _ptx(join_parts, "bf16", joined, 90, num_warps=4)
 
 
 def _check_store() -> None:
-    constants = {"HEADS": 8, "K_DIM": 128, "V_DIM": 128, "K_ROW": 1024, "V_ROW": 1024}
-    ptx = _ptx(store_rows, "bf16", constants, 90, num_warps=4)
+    shape = {"HEADS": 8, "K_DIM": 128, "V_DIM": 128, "K_ROW": 1024, "V_ROW": 1024}
+    ptx = _ptx(store_rows, "bf16", {**shape, "LIMIT": 0.0}, 90, num_warps=4)
+    _ptx(store_rows, "bf16", {**shape, "LIMIT": 448.0}, 90, kept="fp8e4nv", num_warps=4)
     widths = set(re.findall(r"st\.global\.((?:v\d\.)?b\d+)", ptx))
     assert widths <= {"v4.b32", "v2.b64"}, widths
 

@@ -40,6 +40,7 @@ def batches(draw: st.DrawFn) -> Batch:
             sinks=draw(st.none() | st.just(torch.linspace(-3, 2, kv_heads * group))),
         ),
         dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        kv_dtype=draw(st.none() | st.just(torch.float8_e4m3fn)),
         block_size=draw(st.sampled_from([8, 11, 16])),
         seed=draw(st.integers(0, 1000)),
     )
@@ -100,6 +101,16 @@ def test_parts_in_which_a_query_sees_nothing() -> None:
 def test_large_scores_don_t_overflow() -> None:
     _run(_one(scores=Scores(scaling=300.0)), programs=3)
     _run(_one(scores=Scores(scaling=300.0, softcap=30.0)), programs=3)
+
+
+def test_fp8_planes_keep_what_is_too_large_as_their_largest() -> None:
+    numbers = torch.tensor([0.4, 1.0, -3.25, 440.0, 1000.0, -float("inf")]).view(1, 1, 6)
+    keys, values = (torch.zeros(2, 1, 6).to(torch.float8_e4m3fn) for _ in range(2))
+    store(numbers, -numbers, keys, values, torch.tensor([1], dtype=torch.int32))
+    expected = torch.tensor([0.40625, 1.0, -3.25, 448.0, 448.0, -448.0])
+    for plane, sign in ((keys, 1), (values, -1)):
+        assert torch.equal(plane[1, 0].float(), sign * expected)
+        assert (plane[0].float() == 0).all()
 
 
 @pytest.mark.parametrize("dim", [16, 5])

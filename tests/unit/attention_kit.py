@@ -23,6 +23,7 @@ class Batch:
     value_dim: int
     scores: Scores
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
     block_size: int = 16
     seed: int = 0
     device: str = "cpu"
@@ -57,7 +58,8 @@ class Batch:
             unused[self.slots(slice_, self.first(slice_), self.cached[slice_] + count)] = False
         for plane in planes:
             plane[unused.to(self.device)] = float("nan")
-        return planes[0], planes[1]
+        keys, values = (plane.to(self.kv_dtype or self.dtype) for plane in planes)
+        return keys, values
 
     def first(self, slice_: int) -> int:
         window = self.scores.window
@@ -109,7 +111,7 @@ def _attend(
     first, start = batch.first(slice_), batch.cached[slice_]
     slots = batch.slots(slice_, first, start + batch.counts[slice_])
     group = batch.heads // batch.kv_heads
-    key, value = (p.double().cpu()[slots].repeat_interleave(group, 1) for p in (keys, values))
+    key, value = (p.cpu().double()[slots].repeat_interleave(group, 1) for p in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query, key) * batch.scores.scaling
     if batch.scores.softcap is not None:
         scores = batch.scores.softcap * torch.tanh(scores / batch.scores.softcap)

@@ -17,6 +17,7 @@ from engine.backends import choice, needs
 from engine.backends.backend import GroupShape
 from engine.backends.flex import sparse_blocks
 from engine.backends.graphs import bucket_sizes
+from engine.backends.needs import Wanted
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.sizing import EngineLimits
@@ -34,11 +35,15 @@ _LAYOUT = KvLayout(
 )
 
 
+def _wanted(device: torch.device, shape: GroupShape = _SHAPE, layout: KvLayout = _LAYOUT) -> Wanted:
+    return Wanted(device=device, dtype=torch.bfloat16, layout=layout, groups=(shape,))
+
+
 def _refusal(
     name: str, device: torch.device, shape: GroupShape = _SHAPE, layout: KvLayout = _LAYOUT
 ) -> str:
     with pytest.raises(ModelError) as found:
-        choice.choose(name, device, layout, (shape,))
+        choice.choose(name, _wanted(device, shape, layout))
     text = str(found.value)
     assert text.startswith(f"attention.backend: {name} can't be used: ")
     return text
@@ -83,7 +88,20 @@ def test_flash_attention_3_asks_for_hopper(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_auto_on_a_cpu_measures_nothing() -> None:
-    assert choice.choose("auto", _CPU, _LAYOUT, (_SHAPE,)) == "sdpa"
+    assert choice.choose("auto", _wanted(_CPU)) == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex", "flashinfer", "flash"])
+def test_fp8_kv_is_served_by_triton_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "find_spec", lambda module: ModuleSpec(module, None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kept = replace(_LAYOUT, dtype="float8_e4m3fn")
+    assert "use triton" in _refusal(name, _CUDA, layout=kept) or name in ("sdpa", "flex")
+    assert choice.choose("auto", _wanted(_CUDA, layout=kept)) == "triton"
+    with pytest.raises(ModelError, match=r"only triton, on CUDA, serves engine\.kv_dtype: fp8"):
+        choice.choose("auto", _wanted(_CPU, layout=kept))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "capability 8.9" in _refusal("triton", _CUDA, layout=kept)
 
 
 def test_auto_takes_the_fastest_overall_and_says_what_it_measured(
@@ -99,7 +117,7 @@ def test_auto_takes_the_fastest_overall_and_says_what_it_measured(
     monkeypatch.setattr(choice, "opener", lambda name: name)
     monkeypatch.setitem(sys.modules, "engine.backends.measure", _Measured(times))
     with caplog.at_level("INFO"):
-        assert choice.choose("auto", _CUDA, _LAYOUT, (_SHAPE,)) == "triton"
+        assert choice.choose("auto", _wanted(_CUDA)) == "triton"
     assert "flash: decode 10 us, prefill 300 us" in caplog.text
     assert "triton is used" in caplog.text
 

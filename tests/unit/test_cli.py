@@ -195,6 +195,7 @@ SAMPLES: dict[str, object] = {
     "engine.eviction": "lfu",
     "engine.profile": "off",
     "engine.cuda_graphs": "off",
+    "engine.kv_dtype": "fp8",
     "attention.backend": "flex",
     "scheduler.prefill_chunk_tokens": 99,
     "scheduler.mixed_chunk_tokens": 65,

@@ -341,6 +341,7 @@ CHANGES = {
     "engine.eviction": "reuse",
     "engine.profile": "off",
     "engine.cuda_graphs": "off",
+    "engine.kv_dtype": "fp8",
     "attention.backend": "triton",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.mixed_chunk_tokens": 34,

@@ -29,8 +29,9 @@ def _memory_of(pool: Pool, layout: ShardLayout) -> KvMemory:
 
 
 def _bits(plane: torch.Tensor) -> NDArray[np.signedinteger]:
-    """The plane's own memory, as integers: numpy knows no bfloat16."""
-    return plane.view(torch.int16 if plane.element_size() == 2 else torch.int32).numpy()
+    """The plane's own memory, as integers: numpy knows neither bfloat16 nor fp8."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32}[plane.element_size()]
+    return plane.view(whole).numpy()
 
 
 def _gathered(move: Move) -> list[torch.Tensor]:

@@ -32,7 +32,9 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton
 _CHUNK_TOKENS, _TOKENS = 32, 4
 
 
-def _engine(folder: Path, family: str, attention: str = "triton") -> Engine:
+def _engine(
+    folder: Path, family: str, attention: str = "triton", *, fp8_kv: bool = False
+) -> Engine:
     limits = EngineLimits(
         max_model_len=128, prefill_chunk_tokens=_CHUNK_TOKENS, max_running_requests=4
     )
@@ -44,6 +46,7 @@ def _engine(folder: Path, family: str, attention: str = "triton") -> Engine:
         blocks=24,
         limits=limits,
         attention=attention,
+        fp8_kv=fp8_kv,
     )
 
 
@@ -65,6 +68,14 @@ def _check(engine: Engine) -> None:
 def test_tokens_in_mixed_batches(family: str, tmp_path: Path) -> None:
     """Loading has compared the logits with the model's own already."""
     _check(_engine(tmp_path, family))
+
+
+def test_kv_kept_in_fp8_takes_a_quarter_and_passes_the_check_at_loading(tmp_path: Path) -> None:
+    """It compares the logits with the model's own."""
+    engine = _engine(tmp_path, "llama", fp8_kv=True)
+    elements = 2 * 2 * 2 * 16  # layers, planes, heads, dims
+    assert engine.layout.bytes_per_token == elements
+    assert engine.memory.planes[0][0].dtype is torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
