@@ -33,6 +33,7 @@ WORKER_KEYS = (
     "engine.profile",
     "engine.cuda_graphs",
     "engine.kv_dtype",
+    "engine.matmul_precision",
     "attention.backend",
     "scheduler.prefill_chunk_tokens",
     "scheduler.mixed_chunk_tokens",

@@ -58,6 +58,9 @@ class Engine(Section):
     kv_dtype: Literal["auto", "fp8"] = "auto"
     """auto: KV is kept in the model's dtype; fp8: as e4m3, half of what bfloat16 takes, at a loss
     (CUDA, attention.backend triton)."""
+    matmul_precision: Literal["highest", "high"] = "highest"
+    """How fp32 is multiplied on CUDA. highest: as fp32; high: as TF32, faster, with ten bits of
+    fraction instead of 23."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the device's memory for weights, staging and KV together."""
     kv_memory: AutoBytes = None

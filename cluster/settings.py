@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
 from router.policies import DEFAULT_POLICIES, Policies
@@ -63,8 +64,7 @@ class WorkerSettings:
     tenant_weights: tuple[tuple[str, float], ...] = ()
     mixed_chunk_tokens: int = 512
     attention: str = "auto"
-    cuda_graphs: bool = True
-    fp8_kv: bool = False
+    cuda: CudaOptions = DEFAULT_OPTIONS
 
     @property
     def own_chunk_tokens(self) -> int:

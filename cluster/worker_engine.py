@@ -13,7 +13,6 @@ from engine.runner import Engine
 from engine.sizing import EngineLimits
 from kvpool.tables import BlockTables
 from kvpool.transport import memfd
-from kvrelay.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +42,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
         limits=limits,
         allocate=memfd.allocate if _shares_memory(settings) else None,
         attention=settings.attention,
-        cuda_graphs=settings.cuda_graphs,
-        fp8_kv=settings.fp8_kv,
-        goes_first=settings.role is not Role.PREFILL,
+        cuda=settings.cuda,
     )
 
 

@@ -11,6 +11,7 @@ from engine.backends.choice import choose_backend
 from engine.backends.recording import record_decode
 from engine.checkpoint import Checkpoint
 from engine.model import Model, load_model
+from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.probe import derive_layout, probe
 from engine.profile import profile_memory
 from engine.runner import Engine, EngineFacts
@@ -32,20 +33,19 @@ def load_engine(
     limits: EngineLimits,
     allocate: Allocate | None = None,
     attention: str = "auto",
-    cuda_graphs: bool = True,
-    fp8_kv: bool = False,
-    goes_first: bool = False,
+    cuda: CudaOptions = DEFAULT_OPTIONS,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
-    backend of `engine.backends` or "auto". `cuda_graphs`: record decode steps, on CUDA.
-    `fp8_kv`: keep KV as e4m3. `goes_first`: before other workers on a CUDA device.
+    backend of `engine.backends` or "auto".
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
+    if torch.device(device).type == "cuda":
+        torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     model = load_model(checkpoint, device=device, dtype=dtype)
     shapes = probe(model)
-    kept = "float8_e4m3fn" if fp8_kv else model.dtype_name
+    kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
     layout = derive_layout(shapes, dtype=kept, block_size=block_size)
     needs_masks = not all(shape.is_plain for shape in shapes.values())
     wanted = _max_model_len(checkpoint, limits)
@@ -61,7 +61,7 @@ def load_engine(
             sizing,
             needs_masks=needs_masks,
             backend=made,
-            goes_first=goes_first,
+            goes_first=cuda.goes_first,
         )
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
@@ -79,7 +79,7 @@ def load_engine(
         )
         sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
         engine = build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
-        if cuda_graphs:
+        if cuda.graphs:
             record_decode(engine, limits.max_running_requests)
         return engine
 

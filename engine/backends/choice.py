@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 
+import torch
+
 from engine.backends.backend import Backend, GroupShape
 from engine.backends.needs import NEEDS, Wanted
 from engine.layer_places import layer_places
@@ -57,10 +59,7 @@ def group_shapes(layout: KvLayout, layers: Mapping[int, LayerShape]) -> tuple[Gr
     return tuple(shapes)
 
 
-def choose(
-    name: str,
-    wanted: Wanted,
-) -> str:
+def choose(name: str, wanted: Wanted) -> str:
     """`name` is a key of the openers or "auto". Raises ModelError, naming the YAML key."""
     if name != "auto":
         reason = NEEDS[name](wanted)
@@ -114,6 +113,7 @@ def _fastest(names: list[str], wanted: Wanted) -> str:
     from engine.backends.measure import measure
 
     times = {name: measure(opener(name), wanted) for name in names}
+    torch.cuda.empty_cache()  # what is free is measured next
     best = {
         work: min(found[work] for found in times.values()) for work in next(iter(times.values()))
     }

@@ -33,11 +33,11 @@ def decode_tiling(group: int, dim: int, element_bytes: int, base: Tiling = DECOD
 def chunk_tiling(
     tokens: int, group: int, dim: int, element_bytes: int, base: Tiling = CHUNK
 ) -> Tiling:
-    """For slices of up to `tokens` tokens: no more rows than they have."""
-    most = base.rows if dim <= 128 else base.rows // 2
-    rows = _power_of_two(max(group, min(most, tokens * group)), 16)
-    warps = base.warps if rows >= base.rows else 4
-    return _fitted(replace(base, rows=rows, warps=warps), dim, element_bytes)
+    """For slices of up to `tokens` tokens. Few kinds, since each is compiled when it first runs."""
+    if tokens * group <= DECODE.rows:
+        return decode_tiling(group, dim, element_bytes)
+    rows = _power_of_two(group, base.rows if dim <= 128 else base.rows // 2)
+    return _fitted(replace(base, rows=rows), dim, element_bytes)
 
 
 def _fitted(tiling: Tiling, dim: int, element_bytes: int) -> Tiling:

@@ -6,9 +6,11 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
+from engine.options import CudaOptions
 from engine.sizing import EngineLimits
 from tests.drive import run_mixed, start
 from tests.models import FAMILIES, random_checkpoint
@@ -54,12 +56,26 @@ def test_kv_kept_in_fp8_takes_half(tmp_path_factory: pytest.TempPathFactory) -> 
                 max_model_len=256, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=2
             ),
             attention="triton",
-            fp8_kv=fp8_kv,
+            cuda=CudaOptions(fp8_kv=fp8_kv),
         )
         for fp8_kv in (False, True)
     ]
     whole, half = (engine.layout.bytes_per_token for engine in engines)
     assert whole == 2 * half
+
+
+def test_tf32_is_taken_only_where_it_is_asked_for(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    case = load_case(tmp_path_factory, "llama", "cuda", "triton")
+    reference = case.references[3]
+    check_alone(case.engine, reference)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(AssertionError, match="logits differ"):
+            check_alone(case.engine, reference)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def _check_mixed(case: Case) -> None:

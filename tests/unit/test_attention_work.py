@@ -113,8 +113,8 @@ def test_decode_tilings(group: int, dim: int, size: int, rows: int, keys: int) -
     assert (tiling.rows, tiling.keys) == (rows, keys)
 
 
-def test_chunk_tilings_have_no_more_rows_than_tokens_need() -> None:
-    assert chunk_tiling(512, 4, 128, 2).rows == 128
+def test_chunk_tilings_are_of_few_kinds() -> None:
+    assert chunk_tiling(512, 4, 128, 2).rows == chunk_tiling(5, 4, 128, 2).rows == 128
     assert chunk_tiling(512, 4, 256, 2).rows == 64
-    assert chunk_tiling(3, 4, 128, 2).rows == 16
-    assert chunk_tiling(20, 1, 128, 2).rows == 32
+    assert chunk_tiling(512, 71, 256, 2).rows == 128
+    assert chunk_tiling(4, 4, 128, 2) == decode_tiling(4, 128, 2)

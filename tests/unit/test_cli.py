@@ -196,6 +196,7 @@ SAMPLES: dict[str, object] = {
     "engine.profile": "off",
     "engine.cuda_graphs": "off",
     "engine.kv_dtype": "fp8",
+    "engine.matmul_precision": "high",
     "attention.backend": "flex",
     "scheduler.prefill_chunk_tokens": 99,
     "scheduler.mixed_chunk_tokens": 65,

@@ -342,6 +342,7 @@ CHANGES = {
     "engine.profile": "off",
     "engine.cuda_graphs": "off",
     "engine.kv_dtype": "fp8",
+    "engine.matmul_precision": "high",
     "attention.backend": "triton",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.mixed_chunk_tokens": 34,

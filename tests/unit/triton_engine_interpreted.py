@@ -19,6 +19,7 @@ from engine.backends.triton import TritonBackend
 from engine.checkpoint import open_checkpoint
 from engine.layer_places import layer_places
 from engine.load import load_engine
+from engine.options import CudaOptions
 from engine.probe import probe
 from engine.runner import Engine
 from engine.sizing import EngineLimits
@@ -46,7 +47,7 @@ def _engine(
         blocks=24,
         limits=limits,
         attention=attention,
-        fp8_kv=fp8_kv,
+        cuda=CudaOptions(fp8_kv=fp8_kv),
     )
 
 
