@@ -6,45 +6,27 @@ device can do is measured in the same run: a large copy, read and written, and a
 
 from __future__ import annotations
 
-import random
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
+from bench.engine_batch import batch_row
 from bench.engine_shared import shared_row
+from bench.random_engine import LLAMA_8B, decode_batch, random_engine, whole_slice
 from bench.report import Reading, Row
-from engine import attention
-from engine.backends.choice import choose_backend, group_shapes, opener, usable
+from engine.backends.choice import group_shapes, opener, usable
 from engine.backends.measure import GRID, measure, time_device, time_layer
 from engine.backends.needs import Wanted
-from engine.backends.recording import record_decode
-from engine.model import Model
-from engine.probe import derive_layout, probe
-from engine.runner import Engine, EngineFacts
-from engine.sizing import KvSizing
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId, KvLayout
+from engine.probe import probe
+from engine.runner import Engine
+from engine.step import StepBatch
 from kvpool.memory import KvMemory
-from kvrelay.types import RequestKey, Sampling
 
-LLAMA_8B = LlamaConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131_072,
-    rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-    tie_word_embeddings=False,
-)
 THUNDER_MLA = (4641, 45118, 1730, 1696)
-_BLOCK_SIZE = 16
 _REPEATS = 20
-_SAMPLING = Sampling(max_tokens=1, seed=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,66 +45,6 @@ def measure_device(device: str) -> Device:
     left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
     multiplied = time_device(lambda: left @ right)
     return Device(copy_bytes_per_s=2 * nbytes / copied, matmul_flops=2 * 8192**3 / multiplied)
-
-
-def random_engine(device: str, *, tokens: int, batch: int, backend: str, graphs: bool) -> Engine:
-    """Room for `tokens` tokens of KV together; decode steps of up to `batch` are recorded."""
-    attention.register()
-    torch.manual_seed(0)
-    with torch.device(device):
-        module = AutoModelForCausalLM.from_config(
-            LLAMA_8B, dtype=torch.bfloat16, attn_implementation=attention.NAME
-        )
-    module = module.eval().requires_grad_(False)
-    model = Model(module, LLAMA_8B, torch.device(device), torch.bfloat16)
-    shapes = probe(model)
-    layout = derive_layout(shapes, dtype=model.dtype_name, block_size=_BLOCK_SIZE)
-    chosen = choose_backend(backend, model, layout, shapes)
-    memory = KvMemory(layout, layout.blocks_for(tokens) + batch, device)
-    for plane in memory.planes[0]:
-        plane.normal_()  # zeros take less power, and so less time
-    longest = LLAMA_8B.max_position_embeddings
-    sizing = KvSizing(
-        blocks=memory.blocks, tokens=tokens, max_model_len=longest, kv_bytes=0, reason=""
-    )
-    facts = EngineFacts(
-        architecture="LlamaForCausalLM",
-        vocab_size=LLAMA_8B.vocab_size,
-        max_model_len=longest,
-        fingerprint="",
-        device=device,
-        dtype=model.dtype_name,
-    )
-    engine = Engine(model, memory, facts, sizing, backend=chosen.open(memory), goes_first=True)
-    if graphs:
-        record_decode(engine, batch)
-    return engine
-
-
-def decode_batch(layout: KvLayout, contexts: Sequence[int]) -> StepBatch:
-    """One token for each of sequences with so many tokens, the new one counted; their blocks lie
-    in no order."""
-    free = list(range(sum(map(layout.blocks_for, contexts))))
-    random.Random(0).shuffle(free)
-    slices = []
-    for i, context in enumerate(contexts):
-        blocks = [free.pop() for _ in range(layout.blocks_for(context))]
-        slices.append(_slice(i, (7,), context - 1, blocks))
-    return StepBatch(slices=tuple(slices))
-
-
-def _slice(
-    number: int, token_ids: tuple[int, ...], start: int, blocks: Sequence[int]
-) -> SequenceSlice:
-    wanted = SampleRequest(sampling=_SAMPLING, choice=0, index=0, prompt_ids=(), emitted_ids=())
-    return SequenceSlice(
-        key=RequestKey(str(number), 0),
-        choice=0,
-        token_ids=token_ids,
-        start=start,
-        tables=(tuple(map(BlockId, blocks)),),
-        samples=(wanted,),
-    )
 
 
 def _time_steps(engine: Engine, batch: StepBatch) -> Reading:
@@ -187,7 +109,7 @@ def python_row(engine: Engine, method: str) -> Row:
 def prefill_row(engine: Engine, device: Device, method: str) -> Row:
     tokens = 8192
     ids = torch.randint(2, LLAMA_8B.vocab_size, (tokens,)).tolist()
-    whole = _slice(0, tuple(ids), 0, range(engine.layout.blocks_for(tokens)))
+    whole = whole_slice(0, tuple(ids), 0, range(engine.layout.blocks_for(tokens)))
     found = _time_steps(engine, StepBatch(slices=(whole,)))
     return Row(
         name="prefill of 8,192 tokens",
@@ -283,13 +205,12 @@ def backend_rows(engine: Engine, method: str) -> list[Row]:
 
 def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Row]:
     limits = measure_device(device)
-    engine = random_engine(
+    engine, chosen = random_engine(
         device, tokens=64 * 2048 + 256, batch=256, backend=backend, graphs=graphs
     )
-    name = torch.cuda.get_device_name(device)
-    chosen = "triton" if engine.backend is not None else "sdpa"
     method = (
-        f"random Llama-3.1-8B, bf16, {name}, torch {torch.__version__}, attention {chosen}, "
+        f"random Llama-3.1-8B, bf16, {torch.cuda.get_device_name(device)}, "
+        f"torch {torch.__version__}, attention {chosen}, "
         f"CUDA graphs {'on' if engine.graphs is not None else 'off'}"
     )
     parts: tuple[Callable[[], list[Row]], ...] = (
@@ -299,5 +220,15 @@ def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Ro
         lambda: attention_rows(engine, chosen, limits, method),
         lambda: [shared_row(engine, decode_batch(engine.layout, (2048,) * 64), method)],
         lambda: backend_rows(engine, method),
+        lambda: [batch_row(engine, method)],
     )
-    return [row for part in parts for row in part()]
+    return [row for part in parts for row in _tried(part)]
+
+
+def _tried(part: Callable[[], list[Row]]) -> list[Row]:
+    """What fails is printed and left out: time on a device is dear."""
+    try:
+        return part()
+    except Exception:
+        traceback.print_exc()
+        return []
