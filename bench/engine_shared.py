@@ -86,12 +86,14 @@ class _Prompts:
         whole = SequenceSlice(
             key=RequestKey("prompt", 0),
             choice=0,
-            token_ids=tuple(torch.randint(2, 1000, (_PROMPT_TOKENS,)).tolist()),
+            token_ids=tuple(
+                torch.randint(2, self._engine.facts.vocab_size, (_PROMPT_TOKENS,)).tolist()
+            ),
             start=0,
             tables=(tuple(map(BlockId, range(blocks))),),
         )
         begin = time.perf_counter()
         while not self._stopped.is_set():
             self._engine.run(StepBatch(slices=(whole,)))
-            self.done += 1
             self.seconds = time.perf_counter() - begin
+            self.done += 1

@@ -47,11 +47,14 @@ class DecodeGraphs:
         if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 for s in slices):
             return None
         self._inputs.load(slices)
-        size = self._sizes[bisect_left(self._sizes, len(slices))]
-        rows = self._replays[size]()[: len(slices)]
+        rows = self.replay(len(slices))[: len(slices)]
         if all(s.samples for s in slices):
             return rows
         return rows[[i for i, s in enumerate(slices) if s.samples]]
+
+    def replay(self, sequences: int) -> torch.Tensor:
+        """The step loaded last, of so many; logits `[rows, vocab]`, of padding too."""
+        return self._replays[self._sizes[bisect_left(self._sizes, sequences)]]()
 
     def _forward(self, model: Model, size: int) -> Run:
         def run() -> torch.Tensor:
