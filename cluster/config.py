@@ -70,6 +70,9 @@ class Engine(Section):
     eviction: Literal["lru", "lfu", "reuse"] = "lru"
     """Which cached block goes first: the longest unused, the least used, or the one least likely
     to be used again as learnt from the pool's history. Never one that others continue."""
+    compile: AutoOrOff = "auto"
+    """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
+    time; off: the model runs as transformers has it."""
     cuda_graphs: AutoOrOff = "auto"
     """auto: on CUDA decode steps are recorded when a worker starts, for each of some batch sizes;
     off: they are launched kernel by kernel."""
@@ -82,9 +85,10 @@ class Attention(Section):
     """How attention over the paged KV is computed."""
 
     backend: AttentionBackend = "auto"
-    """auto: on CUDA the fastest of what is installed and fits, measured when a worker starts, else
-    sdpa. triton: our own kernels; flashinfer and flash (FlashAttention-3): where installed; flex:
-    PyTorch's FlexAttention; sdpa: plain torch operations."""
+    """auto: on CUDA the fastest of what is installed and fits, measured when a worker starts; on a
+    CPU native, else sdpa. native and triton: our own kernels for CPUs and CUDA; flashinfer and
+    flash (FlashAttention-3): where installed; flex: PyTorch's FlexAttention; sdpa: plain torch
+    operations."""
 
 
 class Scheduler(Section):
@@ -122,6 +126,9 @@ class WorkerPool(Section):
     """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
     cpu_threads: AutoCount = None
     """Threads of one worker; auto: the CPUs, shared out."""
+    cpu_pinning: AutoOrOff = "auto"
+    """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
+    the host uses, where there are enough; off: wherever the system puts it."""
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
     """null: as model.dtype says."""
@@ -246,6 +253,9 @@ class RaySection(Section):
     """How long placement and loading may take, autoscaling included."""
     driver_timeout: Seconds = 15.0
     """A serve command that is silent for so long is gone; the cluster drains and stops."""
+    hang_timeout: Seconds = 60.0
+    """A router, worker or pool node that answers nothing for so long is killed, and started
+    again."""
 
 
 DEFAULT_POOLS = (WorkerPool(role=Role.PREFILL), WorkerPool(role=Role.DECODE))

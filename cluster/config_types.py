@@ -63,11 +63,12 @@ _AUTO = (BeforeValidator(_none_if_auto), WrapSerializer(_auto_if_none), _AutoInS
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+AutoBool = Annotated[bool | None, *_AUTO]
 AutoCount = Annotated[Count | None, *_AUTO]
 AutoBytes = Annotated[Bytes | None, *_AUTO]
 AutoText = Annotated[str | None, *_AUTO]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-AttentionBackend = Literal["auto", "triton", "flex", "flashinfer", "flash", "sdpa"]
+AttentionBackend = Literal["auto", "native", "triton", "flex", "flashinfer", "flash", "sdpa"]
 Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
 Transport = Literal["shm", "nixl", "ucx", "cuda_ipc"]
 FarTransport = Literal["nixl", "ucx"]

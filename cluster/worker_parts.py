@@ -7,8 +7,10 @@ import queue
 from dataclasses import dataclass
 
 from cluster.device import Device
+from cluster.host_cpus import ranges
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
+from cluster.pinning import Pinned, pin
 from cluster.pool_side import PoolSide
 from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
@@ -50,6 +52,7 @@ class WorkerParts:
     tables: BlockTables
     pool: PoolTurns | None
     trace: Trace
+    pinned: Pinned
 
     def close(self) -> None:
         self.device.close()
@@ -58,10 +61,12 @@ class WorkerParts:
         self.mover.close()
         self.links.close()
         self.trace.close()
+        self.pinned.release()
 
 
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
     """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
+    pinned = _pinned(settings)
     if settings.cpu_threads is not None:
         use_threads(settings.cpu_threads)
     trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
@@ -107,11 +112,18 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
         device=device,
         links=links,
         mover=mover,
-        hello=_hello(settings, engine, links, tables.names, times),
+        hello=_hello(settings, engine, links, tables.names, times, pinned),
         tables=tables,
         pool=pool,
         trace=trace,
+        pinned=pinned,
     )
+
+
+def _pinned(settings: WorkerSettings) -> Pinned:
+    if settings.cpu_pinning == "off" or settings.device != "cpu" or settings.cpu_threads is None:
+        return Pinned({})
+    return pin(settings.cpu_threads)
 
 
 def _pool(
@@ -146,6 +158,7 @@ def _hello(
     links: PeerLinks,
     names: BlockNames,
     times: LinearTimes,
+    pinned: Pinned,
 ) -> WorkerHello:
     facts = engine.facts
     return WorkerHello(
@@ -153,6 +166,7 @@ def _hello(
         incarnation=links.incarnation,
         role=settings.role,
         device=facts.device,
+        cpus=ranges(pinned.cpus),
         transport=",".join(links.endpoints.schemes),
         transfer_addresses=links.endpoints.addresses,
         fingerprint=facts.fingerprint,

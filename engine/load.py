@@ -10,6 +10,7 @@ import torch
 from engine.backends.choice import choose_backend
 from engine.backends.recording import record_decode
 from engine.checkpoint import Checkpoint
+from engine.compiled.build import compile_model
 from engine.model import Model, load_model
 from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.probe import derive_layout, probe
@@ -34,16 +35,19 @@ def load_engine(
     allocate: Allocate | None = None,
     attention: str = "auto",
     cuda: CudaOptions = DEFAULT_OPTIONS,
+    compiled: bool = True,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
-    backend of `engine.backends` or "auto".
+    backend of `engine.backends` or "auto". `compiled`: take seconds to make steps faster.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     model = load_model(checkpoint, device=device, dtype=dtype)
+    if compiled:
+        model = compile_model(model)
     shapes = probe(model)
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
     layout = derive_layout(shapes, dtype=kept, block_size=block_size)

@@ -114,7 +114,7 @@ class Engine:
             if not picked:
                 continue
             with rope.long(is_long):
-                parts.append(self._forward([rope.whole(slices[i]) for i in picked]))
+                parts.append(self._forward([slices[i] for i in picked]))
             places += [i for i in picked if slices[i].samples]
         order = sorted(range(len(places)), key=places.__getitem__)
         return torch.cat(parts)[order]

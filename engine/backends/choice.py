@@ -28,13 +28,14 @@ OpenBackend = Callable[[KvMemory, tuple[GroupShape, ...], Places], Backend]
 
 TORCH = "sdpa"
 _OPENERS = {
+    "native": ("engine.native.backend", "NativeBackend"),
     "triton": ("engine.backends.triton", "TritonBackend"),
     "flashinfer": ("engine.backends.flashinfer", "FlashInferBackend"),
     "flash": ("engine.backends.flash", "FlashBackend"),
     "flex": ("engine.backends.flex", "FlexBackend"),
     TORCH: ("engine.backends.sdpa", "SdpaBackend"),
 }
-"""# name |-> (module, class), by preference; the module is imported when it is used"""
+"""# name |-> (module, class); the module is imported when it is used"""
 _MEASURED = ("triton", "flashinfer", "flash", TORCH)
 """What "auto" chooses from on CUDA. flex is left out: it copies the KV that it reads."""
 
@@ -67,7 +68,7 @@ def choose(name: str, wanted: Wanted) -> str:
             raise ModelError(f"attention.backend: {name} can't be used: {reason}, or use auto")
         return name
     if not wanted.on_cuda:
-        return choose(TORCH, wanted)
+        return "native" if NEEDS["native"](wanted) is None else choose(TORCH, wanted)
     names = usable(wanted)
     return names[0] if len(names) == 1 else _fastest(names, wanted)
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from engine.backends.backend import GroupShape
+from engine.native.kernel import kernel_for
 from kvpool.layout import KvLayout
 
 _HALF = ("bfloat16", "float16")
@@ -33,6 +34,16 @@ class Wanted:
     @property
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+
+def _native(wanted: Wanted) -> str | None:
+    if wanted.device.type != "cpu":
+        return f"it is for CPUs and this worker runs on {wanted.device}: use triton"
+    if wanted.has_own_kv_dtype:
+        return _ONLY_TRITON
+    if kernel_for(wanted.layout, wanted.device) is None:
+        return "the log says why it wasn't built, or it doesn't take these heads: use sdpa"
+    return None
 
 
 def _triton(wanted: Wanted) -> str | None:
@@ -108,6 +119,7 @@ def _sdpa(wanted: Wanted) -> str | None:
 
 
 NEEDS: dict[str, Callable[[Wanted], str | None]] = {
+    "native": _native,
     "triton": _triton,
     "flex": _flex,
     "flashinfer": _flashinfer,

@@ -34,7 +34,7 @@ _CASES = [
 @pytest.fixture(scope="module", params=_CASES, ids="-".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family, attention = request.param
-    return load_case(tmp_path_factory, family, "cuda", attention)
+    return load_case(tmp_path_factory, family, "cuda", attention=attention)
 
 
 def test_logits_of_sequences_alone(case: Case) -> None:
@@ -67,7 +67,7 @@ def test_kv_kept_in_fp8_takes_half(tmp_path_factory: pytest.TempPathFactory) -> 
 def test_tf32_is_taken_only_where_it_is_asked_for(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    case = load_case(tmp_path_factory, "llama", "cuda", "triton")
+    case = load_case(tmp_path_factory, "llama", "cuda", attention="triton")
     reference = case.references[3]
     check_alone(case.engine, reference)
     torch.set_float32_matmul_precision("high")
@@ -93,7 +93,7 @@ def test_tokens_in_mixed_batches(case: Case) -> None:
 def test_recorded_steps_change_no_token(
     family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = load_case(tmp_path_factory, family, "cuda", "triton")
+    case = load_case(tmp_path_factory, family, "cuda", attention="triton")
     assert case.engine.graphs is not None
     _check_mixed(case)
     monkeypatch.setattr(case.engine, "graphs", None)

@@ -87,8 +87,20 @@ def test_flash_attention_3_asks_for_hopper(monkeypatch: pytest.MonkeyPatch) -> N
     assert "Hopper" in _refusal("flash", _CUDA)
 
 
-def test_auto_on_a_cpu_measures_nothing() -> None:
-    assert choice.choose("auto", _wanted(_CPU)) == "sdpa"
+@pytest.mark.parametrize(("reason", "taken"), [(None, "native"), ("no compiler", "sdpa")])
+def test_auto_on_a_cpu_takes_our_kernel_if_it_can(
+    reason: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(needs.NEEDS, "native", lambda wanted: reason)
+    assert choice.choose("auto", _wanted(_CPU)) == taken
+
+
+def test_the_cpus_kernel_is_refused_on_cuda_and_where_it_isnt_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "runs on cuda: use triton" in _refusal("native", _CUDA)
+    monkeypatch.setattr(needs, "kernel_for", lambda layout, device: None)
+    assert "use sdpa" in _refusal("native", _CPU)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flex", "flashinfer", "flash"])
