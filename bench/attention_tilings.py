@@ -36,12 +36,12 @@ def _wanted(dtype: str) -> Wanted:
 
 
 def _decode_tilings() -> Iterator[Tiling]:
-    for keys, stages, warps, programs in product((32, 64, 128), (2, 3, 4), (2, 4), (1, 2, 3, 4)):
+    for keys, stages, warps, programs in product((32, 64, 128), (3, 4, 5), (2, 4), (1, 2, 3, 4)):
         yield replace(DECODE, keys=keys, stages=stages, warps=warps, per_processor=programs)
 
 
 def _chunk_tilings() -> Iterator[Tiling]:
-    for rows, keys, stages, warps in product((64, 128), (32, 64, 128), (2, 3), (4, 8)):
+    for rows, keys, stages, warps in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8)):
         for programs in (1, 2):
             yield replace(
                 CHUNK, rows=rows, keys=keys, stages=stages, warps=warps, per_processor=programs

@@ -17,9 +17,10 @@ class Tiling:
     per_processor: int
 
 
-DECODE = Tiling(rows=16, keys=64, warps=4, stages=3, per_processor=2)
-"""Memory bound: 96 KiB of keys and values on their way in each of two programs."""
-CHUNK = Tiling(rows=128, keys=64, warps=8, stages=2, per_processor=1)
+DECODE = Tiling(rows=16, keys=64, warps=4, stages=4, per_processor=2)
+"""Memory bound: two tiles of keys and of values on their way in each of two programs; a stage is
+taken by the block tables, which are loaded before."""
+CHUNK = Tiling(rows=128, keys=64, warps=8, stages=3, per_processor=1)
 """Compute bound: a row of matrix units for each of two warp groups."""
 _TILE_BYTES = 16 << 10
 """Of keys, for the tilings as they stand: 64 of 128 dims in 16 bits."""

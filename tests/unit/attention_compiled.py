@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -25,10 +26,14 @@ _NUMBERS = {
     "out_row": "i32", "key_token": "i32", "key_head": "i32", "value_token": "i32",
     "value_head": "i32",
 }  # fmt: skip
+_SHARED = {80: 164 << 10, 90: 228 << 10}
+"""Bytes of a multiprocessor's shared memory."""
+_RESERVED = 1 << 10
+"""Of them for each program."""
 _NOT_ALIGNED = {"scaling", "softcap"}
 
 
-def _ptx(  # type: ignore[no-untyped-def]
+def _compiled(  # type: ignore[no-untyped-def]
     kernel,
     dtype: str,
     constants: Mapping[str, object],
@@ -36,7 +41,7 @@ def _ptx(  # type: ignore[no-untyped-def]
     *,
     kept: str | None = None,
     **options: int,
-) -> str:
+) -> Any:
     """`kept`: the planes' dtype, if another."""
     names = kernel.arg_names
     pointers = {"16": f"*{dtype}", "kv": f"*{kept or dtype}"}
@@ -52,7 +57,7 @@ def _ptx(  # type: ignore[no-untyped-def]
         },
     )
     target = GPUTarget("cuda", capability, 32)
-    return str(triton.compile(source, target=target, options=options).asm["ptx"])
+    return triton.compile(source, target=target, options=options)
 
 
 def _shape(dim: int, tiling: Tiling, **changes: object) -> dict[str, object]:
@@ -81,7 +86,10 @@ def _attend(
     options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
     shape = _shape(dim, tiling, **changes)
     used = {n: v for n, v in shape.items() if n in attend_pieces.arg_names}
-    return _ptx(attend_pieces, dtype, used, capability, kept=kept, **options)
+    found = _compiled(attend_pieces, dtype, used, capability, kept=kept, **options)
+    shared = tiling.per_processor * (found.metadata.shared + _RESERVED)
+    assert shared <= _SHARED[capability], (tiling, shared)
+    return str(found.asm["ptx"])
 
 
 def _check_attend(capability: int) -> None:
@@ -107,13 +115,13 @@ def _check_shapes() -> None:
         _attend("bf16", 128, 90, tiling, kept="fp8e4nv")
     shape = {**_shape(80, _tilings(80, 2)[0]), "HAS_SINKS": True}
     joined = {n: v for n, v in shape.items() if n in join_parts.arg_names}
-    _ptx(join_parts, "bf16", joined, 90, num_warps=4)
+    _compiled(join_parts, "bf16", joined, 90, num_warps=4)
 
 
 def _check_store() -> None:
     shape = {"HEADS": 8, "K_DIM": 128, "V_DIM": 128, "K_ROW": 1024, "V_ROW": 1024}
-    ptx = _ptx(store_rows, "bf16", {**shape, "LIMIT": 0.0}, 90, num_warps=4)
-    _ptx(store_rows, "bf16", {**shape, "LIMIT": 448.0}, 90, kept="fp8e4nv", num_warps=4)
+    ptx = str(_compiled(store_rows, "bf16", {**shape, "LIMIT": 0.0}, 90, num_warps=4).asm["ptx"])
+    _compiled(store_rows, "bf16", {**shape, "LIMIT": 448.0}, 90, kept="fp8e4nv", num_warps=4)
     widths = set(re.findall(r"st\.global\.((?:v\d\.)?b\d+)", ptx))
     assert widths <= {"v4.b32", "v2.b64"}, widths
 

@@ -177,6 +177,7 @@ def test_flex_serves_windows_soft_caps_and_sinks(
         blocks=24,
         limits=limits,
         attention="flex",
+        compiled=False,
     )
     prompts = [[3 + i % 89 for i in range(n)] for n in (60, 5)]
     references = [generate_reference(engine.model, p, tokens=4) for p in prompts]

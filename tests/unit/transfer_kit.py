@@ -16,7 +16,7 @@ from kvpool.write import Section, Side, TokenSpan, Write
 
 _ROW_BYTES_MOST = 2 * 12 * 8 * 4
 """One token of one layer: two planes of 12 heads of 8 elements."""
-_DTYPES = {"bfloat16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8}
+_DTYPES = {"bfloat16": np.uint16, "float32": np.uint32}
 Pool = list[list[np.ndarray]]
 """# layer group |-> plane |-> `[layers, slots, heads, dim]`"""
 

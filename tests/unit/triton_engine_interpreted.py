@@ -47,6 +47,7 @@ def _engine(
         blocks=24,
         limits=limits,
         attention=attention,
+        compiled=False,
         cuda=CudaOptions(fp8_kv=fp8_kv),
     )
 
