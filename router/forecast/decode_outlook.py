@@ -19,9 +19,9 @@ from router.forecast.pauses import Pauses
 from router.latency.margins import Margin
 from router.latency.survival import Survival
 
-SIGMAS = 3.0
-"""Of lengths, which are all that is known to be uncertain. With 2, a tenth of those taken missed
-their pace where prompts waited for 20 s."""
+SIGMAS, FAR_S = 3.0, 15.0
+"""Of what lengths leave open so far ahead, fewer sooner: what else is unknown, as who joins before
+one that is here already, grows with time. At 2 s none were enough, at 20 s two weren't."""
 OVERDUE_SHARE = 0.25
 """Of its expected length, is what a sequence that outlives it is taken to still have."""
 
@@ -62,7 +62,7 @@ class BatchThen(NamedTuple):
 
 
 class Likely(NamedTuple):
-    """`at_most`: `SIGMAS` standard deviations more."""
+    """`at_most`: some standard deviations more."""
 
     mean: BatchThen
     at_most: BatchThen
@@ -172,7 +172,8 @@ class DecodeOutlook:
             kv_tokens += n * tokens
             variance += n * (1 - share)
             kv_variance += n * (1 - share) * tokens * tokens
-        most = sequences + SIGMAS * sqrt(variance), kv_tokens + SIGMAS * sqrt(kv_variance)
+        sigmas = SIGMAS * min(1.0, (then_s - now_s) / FAR_S)
+        most = sequences + sigmas * sqrt(variance), kv_tokens + sigmas * sqrt(kv_variance)
         mean = BatchThen(round(sequences), round(kv_tokens))
         return Likely(mean, BatchThen(round(most[0]), round(most[1])))
 

@@ -127,6 +127,7 @@ def test_as_many_stay_as_outputs_have_lasted() -> None:
     assert outlook.likely(8, 0, 0.1, lives).mean == BatchThen(8, 4 * 1180 + 4 * 1030)
     assert outlook.likely(20, 0, 0.1, lives).mean.sequences == 6, "half of those that join later"
     assert outlook.likely(20, 0, 0.1, lives).at_most.sequences == 9, "6 and 3 times 1"
+    assert outlook.likely(10, 0, 0.1, lives).at_most.sequences == 8, "6 and 2 times 1"
     assert outlook.likely(4, 0, 0.1, lives).at_most == BatchThen(4, 4 * 1140), "all are certain"
     assert outlook.likely(20, 0, 0.02, lives).mean.sequences == 0
     assert outlook.likely(4, 4, 0.1, {}).mean == outlook.at(4, 4), "nothing is known"
