@@ -42,6 +42,8 @@ def open_engine(settings: WorkerSettings) -> Engine:
         limits=limits,
         allocate=memfd.allocate if _shares_memory(settings) else None,
         compiled=settings.compile == "auto",
+        attention=settings.attention,
+        cuda=settings.cuda,
     )
 
 

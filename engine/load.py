@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.backends.choice import choose_backend
+from engine.backends.recording import record_decode
 from engine.checkpoint import Checkpoint
 from engine.compiled.build import compile_model
 from engine.compiled.padding import sizes
 from engine.model import Model, load_model
-from engine.native.backend import NativeBackend
-from engine.native.kernel import kernel_for
+from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.probe import derive_layout, probe
 from engine.profile import profile_memory
 from engine.runner import Engine, EngineFacts
@@ -34,30 +35,41 @@ def load_engine(
     limits: EngineLimits,
     allocate: Allocate | None = None,
     attention: str = "auto",
+    cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
-    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` "sdpa"
-    leaves it to torch's operations; "auto" takes our kernel where the device and the host can.
-    `compiled`: take seconds to make steps faster.
+    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
+    backend of `engine.backends` or "auto". `compiled`: take seconds to make steps faster.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
+    if torch.device(device).type == "cuda":
+        torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     model = load_model(checkpoint, device=device, dtype=dtype)
     if compiled:
         model = compile_model(model)
         for rows in sizes(limits.max_running_requests):
             model.prepare(rows, rows)  # else the first decode step of each size takes longer
     shapes = probe(model)
-    layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
+    kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
+    layout = derive_layout(shapes, dtype=kept, block_size=block_size)
     needs_masks = not all(shape.is_plain for shape in shapes.values())
-    kernel = None if attention == "sdpa" else kernel_for(layout, model.device)
     wanted = _max_model_len(checkpoint, limits)
+    backend = choose_backend(attention, model, layout, shapes)
 
     def build(memory: KvMemory, sizing: KvSizing) -> Engine:
         facts = _facts(checkpoint, layout, model, sizing.max_model_len)
-        backend = None if kernel is None else NativeBackend(kernel, memory)
-        return Engine(model, memory, facts, sizing, needs_masks=needs_masks, backend=backend)
+        made = backend.open(memory)
+        return Engine(
+            model,
+            memory,
+            facts,
+            sizing,
+            needs_masks=needs_masks,
+            backend=made,
+            goes_first=cuda.goes_first,
+        )
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
     with _memory_errors(device):
@@ -68,12 +80,15 @@ def load_engine(
 
     with _memory_errors(device):
         profile = (
-            profile_memory(model, layout, limits, wanted, run)
+            profile_memory(model, layout, limits, wanted, run, copies_kv=backend.copies_kv)
             if blocks is None
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )
         sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
-        return build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
+        engine = build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
+        if cuda.graphs:
+            record_decode(engine, limits.max_running_requests)
+        return engine
 
 
 @contextmanager

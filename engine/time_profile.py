@@ -33,7 +33,7 @@ def guess_times(engine: Engine, *, most_sequences: int) -> LinearTimes:
     model, layout = engine.model, engine.layout
     size = ModelSize(
         weight_bytes=model.weight_bytes,
-        parameters=model.weight_bytes // layout.element_bytes,
+        parameters=model.weight_bytes // model.dtype.itemsize,
         layers=sum(len(group.layers) for group in layout.groups),
         kv_elements=layout.bytes_per_token // layout.element_bytes,
         kv_token_bytes=layout.bytes_per_token,
