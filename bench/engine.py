@@ -161,7 +161,7 @@ def measure(device: str, threads: int, repeats: int, peers: bool) -> list[Row]:
         if device != "cpu":
             for run in runs.values():
                 run()
-        overhead = step_overhead.measure(engine.layout, engine.model.dtype)
+        overhead = step_overhead.measure(engine)
         rates = {key: _rate(run, load, device) for key, run in runs.items()}
         readings = interleave(rates, repeats=repeats)
     where = f"{threads} threads" if device == "cpu" else device

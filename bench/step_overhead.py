@@ -9,7 +9,7 @@ from statistics import median
 import torch
 
 from bench.report import Row
-from engine.plan import Planner
+from engine.runner import Engine
 from engine.sampler import sample
 from engine.sketch import sketches
 from engine.step import SampleRequest, SequenceSlice, StepBatch
@@ -22,12 +22,12 @@ _VOCAB = 64
 _REPEATS = 15
 
 
-def measure(layout: KvLayout, dtype: torch.dtype) -> Row:
-    """CPU time of the calling thread, with one thread."""
+def measure(engine: Engine) -> Row:
+    """CPU time of the calling thread, with one thread. Tables are those of the step before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        parts = _parts(layout, dtype)
+        parts = _parts(engine)
         seconds = {name: _thread_s(run) for name, run in parts.items()}
     finally:
         torch.set_num_threads(threads)
@@ -44,13 +44,13 @@ def measure(layout: KvLayout, dtype: torch.dtype) -> Row:
     )
 
 
-def _parts(layout: KvLayout, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
-    planner = Planner(layout, torch.device("cpu"), dtype)
-    batch = StepBatch(slices=tuple(_slice(layout, row) for row in range(SEQUENCES)))
+def _parts(engine: Engine) -> dict[str, Callable[[], object]]:
+    prepare = engine._planner.plan if engine._backend is None else engine._backend.prepare
+    batch = StepBatch(slices=tuple(_slice(engine.layout, row) for row in range(SEQUENCES)))
     logits = torch.randn(SEQUENCES, _VOCAB)
     wanted = [piece.samples for piece in batch.slices]
     return {
-        "planning": lambda: planner.plan(batch.slices),
+        "planning": lambda: prepare(batch.slices),
         "sampling": lambda: (sample(logits, wanted), sketches(logits, batch.slices, 0.0)),
         "prediction": lambda: batch.work,
     }

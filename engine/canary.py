@@ -1,15 +1,16 @@
 """Sketches of logits, and how far apart two workers' sketches of one position may be.
 
-The bound is measured when a worker starts: the same tokens in one chunk and one by one. There all
-KV is computed in two shapes, in a canary only the last position's, so the noise of the format stays
-below it; wrong KV is far above. Where KV may travel encoded, the calibration's KV is encoded and
-decoded too, and the last position run over that.
+The bound is measured when a worker starts: the same tokens in one chunk, and one by one as
+transformers has the model. There all KV is computed in two shapes and two orders, in a canary only
+the last position's, so the noise of the format stays below it; wrong KV is far above. Where KV may
+travel encoded, the calibration's KV is encoded and decoded too, and the last position run over
+that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +52,16 @@ def canary_bound(
     return max(_SAFETY * worst, _ROUNDINGS * torch.finfo(dtype).eps, _NEGLIGIBLE)
 
 
+def _otherwise(engine: Engine, slices: Sequence[SequenceSlice]) -> list[LogitSketch]:
+    """As transformers has the model: a peer may round in that order."""
+    model = engine.model
+    engine.model = replace(model, flat=None)
+    try:
+        return _run(engine, slices)
+    finally:
+        engine.model = model
+
+
 def _worst(engine: Engine) -> float:
     """The largest distance seen."""
     sequences = _sequences(engine)
@@ -58,7 +69,9 @@ def _worst(engine: Engine) -> float:
     worst = 0.0
     for start in range(len(sequences[-1].token_ids)):
         left = [i for i, one in enumerate(sequences) if len(one.token_ids) > start]
-        found = _run(engine, [sequences[i].piece(start, 1, in_one[i].token_ids) for i in left])
+        found = _otherwise(
+            engine, [sequences[i].piece(start, 1, in_one[i].token_ids) for i in left]
+        )
         for i, sketch in zip(left, found, strict=True):
             if len(sequences[i].token_ids) == start + 1:
                 worst = max(worst, in_one[i].distance(sketch))
