@@ -145,6 +145,7 @@ def worker(
     model: ModelOption = None,
     name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
     cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
+    tensor: Annotated[int, typer.Option(min=1, help="Processes that share the model.")] = 1,
     device_share: Annotated[int, typer.Option(min=1, help="Workers on this device.")] = 1,
     pool: Annotated[
         str | None,
@@ -158,7 +159,7 @@ def worker(
     overrides = [
         *given(model__path=model),
         *only(parsed(set_), WORKER_KEYS),
-        *given(workers=[_pool(device, cpu_threads)]),
+        *given(workers=[_pool(device, cpu_threads, tensor)]),
         *given(name=pool, pool__enabled=None if pool is None else True),
     ]
 
@@ -242,6 +243,12 @@ def _host(given: str | None, join: list[str]) -> str:
     return given or host_towards(join)
 
 
-def _pool(device: str, cpu_threads: int | None) -> dict[str, object]:
+def _pool(device: str, cpu_threads: int | None, tensor: int) -> dict[str, object]:
     """Role both stands in for the worker's own: a cluster file needs both sides."""
-    return {"role": Role.BOTH, "device": device, "cpu_threads": cpu_threads}
+    parallel = {"tensor": tensor}
+    return {
+        "role": Role.BOTH,
+        "device": device,
+        "cpu_threads": cpu_threads,
+        "parallel": parallel,
+    }

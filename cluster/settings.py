@@ -24,7 +24,7 @@ class WorkerSettings:
     "off" or a file of step times, `handoff` a HandoffMode, `codec` a Codec or "auto", `ucx` are
     fields of UcxOptions. Links between hosts take only peers that know the same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
-    `trace_dir` None: nothing is traced.
+    `trace_dir` None: nothing is traced. `tensor` processes share the model, and `cpu_threads`.
     """
 
     name: str
@@ -62,6 +62,11 @@ class WorkerSettings:
     qos: QosTiers = ONE_TIER
     tenant_weights: tuple[tuple[str, float], ...] = ()
     mixed_chunk_tokens: int = 512
+    tensor: int = 1
+
+    @property
+    def threads_per_rank(self) -> int | None:
+        return None if self.cpu_threads is None else max(1, self.cpu_threads // self.tensor)
 
     @property
     def own_chunk_tokens(self) -> int:

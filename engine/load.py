@@ -9,7 +9,9 @@ import torch
 
 from engine.checkpoint import Checkpoint
 from engine.model import Model, load_model
-from engine.probe import derive_layout, probe
+from engine.parallel.ranks import ALONE, Ranks, own_layout
+from engine.parallel.share import check_shares, profile_of_all, share_out
+from engine.probe import derive_layout
 from engine.profile import profile_memory
 from engine.runner import Engine, EngineFacts
 from engine.self_check import check_against_eager
@@ -29,37 +31,48 @@ def load_engine(
     blocks: int | None,
     limits: EngineLimits,
     allocate: Allocate | None = None,
+    ranks: Ranks = ALONE,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
-    `allocate` gives the KV pool's memory, on `device`; None takes plain memory.
+    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. All of `ranks` call
+    this, for an engine with their share of the model; only rank 0's is used directly.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
-    model = load_model(checkpoint, device=device, dtype=dtype)
-    shapes = probe(model)
-    layout = derive_layout(shapes, dtype=model.dtype_name, block_size=block_size)
-    needs_masks = not all(shape.is_plain for shape in shapes.values())
     wanted = _max_model_len(checkpoint, limits)
+    with _memory_errors(device):
+        loaded = ranks.in_turn(
+            lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
+        )
+    check_shares(loaded, ranks.group)
+    model = loaded.model
+    layout = derive_layout(loaded.shapes, dtype=model.dtype_name, block_size=block_size)
+    own = own_layout(layout, ranks.group)
 
-    def build(memory: KvMemory, sizing: KvSizing) -> Engine:
+    def build(memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
         facts = _facts(checkpoint, layout, model, sizing.max_model_len)
-        return Engine(model, memory, facts, sizing, needs_masks=needs_masks)
+        return Engine(model, memory, facts, sizing, needs_masks=loaded.needs_masks, ranks=ranks)
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
     with _memory_errors(device):
-        check_against_eager(model, layout, lambda memory, batch: build(memory, draft).logits(batch))
+        check_against_eager(
+            model, own, loaded.reference, lambda memory, batch: build(memory, draft).logits(batch)
+        )
 
     def run(memory: KvMemory, batch: StepBatch) -> object:
         return build(memory, draft).run(batch)
 
     with _memory_errors(device):
         profile = (
-            profile_memory(model, layout, limits, wanted, run)
+            profile_of_all(profile_memory(model, own, limits, wanted, run), ranks.group)
             if blocks is None
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )
-        sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
-        return build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
+        sizing = draft
+        if ranks.group is None or ranks.group.rank == 0:
+            sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
+        memory = ranks.memory(layout, sizing.blocks, torch.device(device), allocate)
+        return build(memory, sizing, ranks)
 
 
 @contextmanager

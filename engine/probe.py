@@ -14,8 +14,9 @@ from kvrelay.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer keeps per token, and how far it looks back."""
+    """What one attention layer keeps per token, and how far it looks back; `heads` ask for it."""
 
+    heads: int
     planes: tuple[Plane, ...]
     window: int | None
     is_plain: bool
@@ -38,7 +39,10 @@ class _Recorder:
             Plane(name="v", heads=value.shape[1], dim=value.shape[3]),
         )
         self.shapes[layer] = LayerShape(
-            planes=planes, window=scores.window, is_plain=scores.is_plain
+            heads=query.shape[1],
+            planes=planes,
+            window=scores.window,
+            is_plain=scores.is_plain,
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 

@@ -12,7 +12,7 @@ from kvpool.codec import Codec, WireFormat
 from kvpool.memory import KvMemory
 from kvpool.memory_codec import gather_changed, scatter_changed
 from kvpool.memory_rows import plane_rows, section_rows
-from kvpool.memory_views import plane_views, row_index
+from kvpool.memory_views import plane_views, row_index, slab_views
 from kvpool.reslice import End
 from kvpool.write import Section, Side, Write
 
@@ -35,7 +35,7 @@ def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Ten
 
 def _device(memory: KvMemory) -> torch.device:
     """With its number, which `memory.device` may lack."""
-    return memory.planes[0][0].device
+    return memory.flat.device
 
 
 def _gather(
@@ -50,10 +50,11 @@ def _gather(
         payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]
         section_rows(memory, section, side, End.SOURCE).gather(payload)
     else:
-        views = plane_views(memory, section, wire, slab, End.SOURCE)
+        dtype = getattr(torch, memory.layout.dtype)
+        views = slab_views(section, wire, slab)
         for plane, seen in zip(section.part.planes, views, strict=True):
             rows = plane_rows(memory, section, side, End.SOURCE, plane)
-            gather_changed(seen, rows, wire.codec)
+            gather_changed(seen, rows, dtype, wire.codec)
 
 
 def _scatter(
@@ -68,10 +69,11 @@ def _scatter(
         payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]
         section_rows(memory, section, side, End.TARGET).scatter(payload)
     else:
-        views = plane_views(memory, section, wire, slab, End.TARGET)
+        dtype = getattr(torch, memory.layout.dtype)
+        views = slab_views(section, wire, slab)
         for plane, seen in zip(section.part.planes, views, strict=True):
             rows = plane_rows(memory, section, side, End.TARGET, plane)
-            scatter_changed(seen, rows, wire.codec)
+            scatter_changed(seen, rows, dtype, wire.codec)
 
 
 def _is_verbatim(memory: KvMemory, wire: WireFormat) -> bool:
