@@ -9,6 +9,7 @@ import torch
 
 from engine.checkpoint import Checkpoint
 from engine.model import Model, load_model
+from engine.parallel.group import Group
 from engine.parallel.ranks import ALONE, Ranks, own_layout
 from engine.parallel.share import check_shares, profile_of_all, share_out
 from engine.probe import derive_layout
@@ -50,7 +51,7 @@ def load_engine(
     own = own_layout(layout, ranks.group)
 
     def build(memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
-        facts = _facts(checkpoint, layout, model, sizing.max_model_len)
+        facts = _facts(checkpoint, layout, model, sizing.max_model_len, ranks.group)
         return Engine(model, memory, facts, sizing, needs_masks=loaded.needs_masks, ranks=ranks)
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
@@ -104,13 +105,15 @@ def _max_model_len(checkpoint: Checkpoint, limits: EngineLimits) -> int:
     return found
 
 
-def _facts(checkpoint: Checkpoint, layout: KvLayout, model: Model, limit: int) -> EngineFacts:
+def _facts(
+    checkpoint: Checkpoint, layout: KvLayout, model: Model, limit: int, group: Group | None
+) -> EngineFacts:
     return EngineFacts(
         architecture=checkpoint.architecture,
         vocab_size=checkpoint.vocab_size,
         max_model_len=limit,
         fingerprint=layout.logical_fingerprint(checkpoint.fingerprint_source),
-        device=_device_name(model.device),
+        device=_device_name(model.device) + (f", {group.size} ranks" if group else ""),
         dtype=model.dtype_name,
     )
 

@@ -51,8 +51,8 @@ def _gather(
         section_rows(memory, section, side, End.SOURCE).gather(payload)
     else:
         dtype = getattr(torch, memory.layout.dtype)
-        views = slab_views(section, wire, slab)
-        for plane, seen in zip(section.part.planes, views, strict=True):
+        parts = slab_views(section, wire, slab)
+        for plane, seen in zip(section.part.planes, parts, strict=True):
             rows = plane_rows(memory, section, side, End.SOURCE, plane)
             gather_changed(seen, rows, dtype, wire.codec)
 
@@ -70,8 +70,8 @@ def _scatter(
         section_rows(memory, section, side, End.TARGET).scatter(payload)
     else:
         dtype = getattr(torch, memory.layout.dtype)
-        views = slab_views(section, wire, slab)
-        for plane, seen in zip(section.part.planes, views, strict=True):
+        parts = slab_views(section, wire, slab)
+        for plane, seen in zip(section.part.planes, parts, strict=True):
             rows = plane_rows(memory, section, side, End.TARGET, plane)
             scatter_changed(seen, rows, dtype, wire.codec)
 

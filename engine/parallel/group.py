@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import distributed
+from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from engine.parallel.board import PLACE_BYTES, Board
 from kvrelay.errors import PeerError
@@ -31,16 +32,16 @@ class Group:
         self.size = size
         self._meeting = meeting
         self._board: Board | None = None
-        self._gloo: distributed.ProcessGroupGloo | None = None
+        self._gloo: Any = None  # a ProcessGroupGloo, most of which has no types
 
     def connect(self, memory: torch.Tensor) -> None:
         """Returns once all ranks have called it; `memory` is the board's."""
-        options = distributed.ProcessGroupGloo._Options()
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=TIMEOUT_S)
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
-        store = distributed.FileStore(str(self._meeting), self.size)
+        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        store = FileStore(str(self._meeting), self.size)
         with _peer_errors():
-            self._gloo = distributed.ProcessGroupGloo(store, self.rank, self.size, options)
+            self._gloo = ProcessGroupGloo(store, self.rank, self.size, options)
         self._board = Board(memory, self.rank, self.size, TIMEOUT_S)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:

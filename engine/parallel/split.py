@@ -112,7 +112,8 @@ class _Cutter:
         outputs = inner.out_features
         match style:
             case "rowwise":
-                bias, inner.bias = inner.bias, None
+                bias = inner.bias
+                inner.register_parameter("bias", None)
                 self._set(inner, self._share(name, inner.weight, 1))
                 return Summed(inner, self._group, bias)
             case "packed_colwise":

@@ -15,6 +15,8 @@ from engine.parallel.board import PLACE_BYTES, Board, board_bytes
 from engine.parallel.degree import check_degree
 from engine.parallel.group import Group
 from engine.parallel.message import decode_step, encode_step
+from engine.parallel.share import profile_of_all
+from engine.sizing import MemoryProfile
 from engine.step import SampleRequest, SequenceSlice
 from kvpool.layout import NO_BLOCK, BlockId
 from kvrelay.errors import ModelError, PeerError
@@ -119,6 +121,16 @@ def test_a_step_is_told_as_it_is(is_long: bool) -> None:
         assert theirs.token_ids == ours.token_ids
         assert (theirs.start, theirs.tables) == (ours.start, ours.tables)
         assert bool(theirs.samples) == bool(ours.samples)
+
+
+def test_a_host_holds_all_ranks(groups: list[Group]) -> None:
+    measured = MemoryProfile(
+        total_bytes=1000, weight_bytes=100, activation_bytes=10, staging_bytes=5
+    )
+    assert profile_of_all(measured, None) == measured
+    assert profile_of_all(measured, groups[0]) == MemoryProfile(
+        total_bytes=1200, weight_bytes=300, activation_bytes=30, staging_bytes=15
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "degrees"), [(32, 8, 8), (9, 3, 3), (8, 8, 4)])
