@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TESTS_AT_ONCE ?= 2
 
 .PHONY: help install demo check test test-gpu bench bench-peers bench-gpu proto format clean
 
@@ -24,8 +25,8 @@ check: $(STAMP)  ## ruff, mypy, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: $(STAMP)   ## every test that needs no GPU
-	$(BIN)/pytest -m "not gpu"
+test: $(STAMP)   ## every test that needs no GPU, two files at a time; TESTS_AT_ONCE=0: one
+	$(BIN)/pytest -m "not gpu" --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

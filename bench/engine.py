@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from bench import step_overhead
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.checkpoint import open_checkpoint
@@ -160,10 +161,12 @@ def measure(device: str, threads: int, repeats: int, peers: bool) -> list[Row]:
         if device != "cpu":
             for run in runs.values():
                 run()
+        overhead = step_overhead.measure(engine.layout, engine.model.dtype)
         rates = {key: _rate(run, load, device) for key, run in runs.items()}
         readings = interleave(rates, repeats=repeats)
     where = f"{threads} threads" if device == "cpu" else device
-    return _rows(readings, f"random Llama of SmolLM-135M's shape, untied, bf16, {where}")
+    method = f"random Llama of SmolLM-135M's shape, untied, bf16, {where}"
+    return [*_rows(readings, method), overhead]
 
 
 def load_bench_engine(folder: Path, load: Load, device: str) -> Engine:
@@ -189,9 +192,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-peers", action="store_true", help="measure kvrelay alone")
+    parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = measure(args.device, args.threads, args.repeats, not args.no_peers)
+    if args.peer == "vllm":
+        from bench.peer_vllm.engines import versus_vllm
+
+        rows = versus_vllm(args.threads, args.repeats)
+    else:
+        rows = measure(args.device, args.threads, args.repeats, not args.no_peers)
     print_table("Engine", rows)
     if args.json:
         write_json(args.json, rows)

@@ -6,8 +6,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,11 @@ class Sent:
         return [b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
 
 
-async def send(port: int, prompt: Sequence[int], output_tokens: int) -> Sent:
+SendOne = Callable[[Sequence[int], int], Awaitable[Sent]]
+"""(prompt, output tokens)"""
+
+
+async def send(port: int, prompt: Sequence[int], output_tokens: int, **more: object) -> Sent:
     """POST /v1/completions, streaming, greedy, exactly `output_tokens` tokens."""
     body = {
         "prompt": list(prompt),
@@ -39,10 +44,12 @@ async def send(port: int, prompt: Sequence[int], output_tokens: int) -> Sent:
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
+        **more,
     }
     payload = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n"
+        "Content-Type: application/json\r\n"
         f"x-kvrelay-ledger: 1\r\nContent-Length: {len(payload)}\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -76,9 +83,14 @@ def _parse(arrived: Sequence[tuple[float, bytes]], output_tokens: int) -> Sent:
 
 def closed_loop(port: int, prompts: Sequence[Sequence[int]], output_tokens: int) -> list[Sent]:
     """All at once."""
+    return all_at_once(partial(send, port), prompts, output_tokens)
 
+
+def all_at_once(
+    send_one: SendOne, prompts: Sequence[Sequence[int]], output_tokens: int
+) -> list[Sent]:
     async def run() -> list[Sent]:
-        return await asyncio.gather(*(send(port, prompt, output_tokens) for prompt in prompts))
+        return await asyncio.gather(*(send_one(prompt, output_tokens) for prompt in prompts))
 
     return asyncio.run(run())
 
@@ -87,11 +99,20 @@ def open_loop(
     port: int, prompts: Sequence[Sequence[int]], output_tokens: int, *, rate_per_s: float
 ) -> list[Sent]:
     """Poisson arrivals of a fixed seed, whatever the server does."""
+    return arriving(partial(send, port), prompts, output_tokens, rate_per_s=rate_per_s)
 
+
+def arriving(
+    send_one: SendOne,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    *,
+    rate_per_s: float,
+) -> list[Sent]:
     async def run() -> list[Sent]:
         rng, tasks = random.Random(0), []
         for prompt in prompts:
-            tasks.append(asyncio.ensure_future(send(port, prompt, output_tokens)))
+            tasks.append(asyncio.ensure_future(send_one(prompt, output_tokens)))
             await asyncio.sleep(rng.expovariate(rate_per_s))
         return await asyncio.gather(*tasks)
 

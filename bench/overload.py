@@ -2,14 +2,17 @@
 then the same arrivals in the simulator.
 
 The bundled model; one prefill and one decode worker; Poisson arrivals, whatever the server does.
-Objectives are multiples of the latencies without load. `--append FILE` keeps results, so that
-policies and rates can be measured one by one. With `--routers N` as many share the workers, and
-take the arrivals in turn.
+Objectives are multiples of the latencies without load. The ladder (docs/qos.md) stands beside
+`predictive` only: the baselines are without it, unless `--ladder` says otherwise. `--append FILE`
+keeps results, so that policies and rates can be measured one by one. With `--routers N` as many
+share the workers, and take the arrivals in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 from bench.live.calibrate import TPOT_FACTOR, TTFT_FACTOR, Calibration, calibrate
@@ -26,6 +29,11 @@ from router.tokenizer import TextTokenizer
 
 POLICIES = ("none", "queue_limit", "early_rejection", "predictive")
 FACTORS = (0.5, 1.0, 2.0, 4.0)
+LADDER: dict[str, Callable[[str], bool]] = {
+    "auto": lambda policy: policy == "predictive",
+    "on": lambda _: True,
+    "off": lambda _: False,
+}
 KEPT_GOAL, GOODPUT_GOAL, REFUSAL_GOAL_S, SIMULATED_GOAL = 0.95, 0.9, 0.01, 0.15
 
 
@@ -44,12 +52,12 @@ def rows(results: Results, mix: Mix) -> list[Row]:
         "median without load"
     )
     found: list[Row] = []
-    for policy in POLICIES:
-        points = [
-            p for p in results.points if p.policy == policy and not p.own_ends and p.routers == 1
-        ]
+    for policy, ladder in product(POLICIES, (False, True)):
+        points = [p for p in results.points if (p.policy, p.ladder) == (policy, ladder)]
+        points = [p for p in points if not p.own_ends and p.routers == 1]
         if points:
-            found += _goodput_rows(policy, points, method)
+            beside = "with" if ladder else "without"
+            found += _goodput_rows(policy, points, f"{method}; {beside} the ladder")
     return found
 
 
@@ -117,6 +125,9 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--rate", nargs="+", type=float, default=[*FACTORS], help="x capacity")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--ladder", choices=(*LADDER,), default="auto", help="auto: beside predictive only"
+    )
     parser.add_argument("--patience", type=float, default=8.0, help="of clients, after the last")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--own-ends", action="store_true", help="the model ends where it will")
@@ -133,7 +144,7 @@ def main() -> None:
     calibration = _calibration(results, args.append, mix, text)
     for name in args.policy:
         plan = Plan(
-            policy=Policy(admission=name),
+            policy=Policy(admission=name, ladder=LADDER[args.ladder](name)),
             factors=tuple(args.rate),
             seconds=args.seconds,
             mix=mix,

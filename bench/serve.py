@@ -7,11 +7,7 @@ is this one.
 from __future__ import annotations
 
 import argparse
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -27,10 +23,10 @@ from bench.plain_cluster import (
     HANDED_OVER,
     PlainCluster,
     WorkerPlan,
-    is_ready,
     plain_cluster,
 )
 from bench.report import Reading, Row, print_table, write_json
+from bench.start_up import start_up
 
 LOAD = Load(requests=16, prompt_tokens=512, output_tokens=64, chunk_tokens=512)
 MODEL = "random Llama of SmolLM-135M's shape, untied, bf16"
@@ -41,7 +37,6 @@ SETTINGS = (
     "scheduler.prefill_chunk_tokens=512",
     "engine.prefix_caching=false",  # prompts are repeated: each is to be computed
 )
-START_GOAL_S = 20.0
 
 
 def _quantile(values: Iterable[float], q: float) -> float:
@@ -221,52 +216,17 @@ def _memory_rows(split: Arm) -> list[Row]:
     ]
 
 
-# --- start-up -----------------------------------------------------------------------------------
-
-
-def start_up(repeats: int) -> list[Row]:
-    """`kvrelay serve` without arguments, from the command to 200 on /ready."""
-    values = [_start_once() for _ in range(repeats)]
-    reading = Reading(values=tuple(values))
-    return [
-        Row(
-            name="kvrelay serve, command to /ready",
-            value=reading.median,
-            unit="s",
-            against="aim",
-            against_value=START_GOAL_S,
-            goal=1.0,
-            lower_is_better=True,
-            method="bundled model, Ray started too, 2 cores",
-            spread=reading.spread(),
-        )
-    ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _start_once() -> float:
-    port = _free_port()
-    command = [sys.executable, "-m", "cluster", "serve", f"--http-port={port}", "--grpc-port=0"]
-    started_s = time.perf_counter()
-    process = subprocess.Popen(
-        [*command, "--name", f"bench-{os.getpid()}"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        while not is_ready(port):
-            if process.poll() is not None:
-                raise RuntimeError("kvrelay serve stopped by itself")
-            time.sleep(0.05)
-        return time.perf_counter() - started_s
-    finally:
-        process.terminate()
-        process.wait(timeout=120)
+def measure(only: str | None, repeats: int, rate_per_s: float) -> list[Row]:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_random_llama(Path(name), SMOLLM_135M)
+        if only in (None, "path"):
+            rows += path_cost(folder, repeats)
+        if only in (None, "split"):
+            rows += split_rows(folder, repeats, rate_per_s)
+    if only in (None, "start"):
+        rows += start_up(repeats)
+    return rows
 
 
 def main() -> None:
@@ -277,16 +237,14 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=["path", "split", "start"], help="measure this part alone"
     )
+    parser.add_argument("--peer", choices=["vllm"], help="its split beside ours, nothing else")
     args = parser.parse_args()
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = write_random_llama(Path(name), SMOLLM_135M)
-        if args.only in (None, "path"):
-            rows += path_cost(folder, args.repeats)
-        if args.only in (None, "split"):
-            rows += split_rows(folder, args.repeats, args.rate)
-    if args.only in (None, "start"):
-        rows += start_up(args.repeats)
+    if args.peer == "vllm":
+        from bench.peer_vllm.serving import versus_vllm
+
+        rows = versus_vllm(args.repeats, args.rate)
+    else:
+        rows = measure(args.only, args.repeats, args.rate)
     print_table("Serving", rows)
     if args.json:
         write_json(args.json, rows)

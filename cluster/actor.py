@@ -71,6 +71,11 @@ class WorkerHost:
             return StartFailed(str(error))
         return self._address
 
+    async def answer(self) -> None:
+        """For those that ask whether it hangs."""
+        assert self._worker is not None, "started"
+        await self._worker.answer()
+
     async def wait_closed(self) -> None:
         assert self._worker is not None, "started"
         await self._worker.wait_closed()
@@ -96,6 +101,10 @@ class PoolNodeHost:
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
+
+    async def answer(self) -> None:
+        """For those that ask whether it hangs."""
+        await self._node.answer()
 
     async def wait_closed(self) -> None:
         await self._node.wait_closed()
@@ -145,6 +154,9 @@ class RouterHost:
 
     def _is_attached(self, address: str) -> bool:
         return any(worker.address == address for worker in self._router.dispatcher.workers())
+
+    async def answer(self) -> None:
+        """Of its event loop, which all of it runs in."""
 
     async def wait_closed(self) -> None:
         await self._closed.wait()

@@ -58,7 +58,7 @@ app.add_typer(cli_config.app, name="config")
 def main() -> None:
     """Run one command: exit 0 when it did its work, 2 with one line on stderr when it can't."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="kvrelay", standalone_mode=False)
     except typer.Abort:
         sys.exit(130)
     except KvrelayError as error:

@@ -30,6 +30,7 @@ WORKER_KEYS = (
     "engine.kv_memory",
     "engine.prefix_caching",
     "engine.eviction",
+    "engine.compile",
     "engine.profile",
     "scheduler.prefill_chunk_tokens",
     "scheduler.mixed_chunk_tokens",
@@ -74,6 +75,7 @@ ROUTER_KEYS = (
     "router.admission.policy",
     "router.admission.queue_limit",
     "qos.header",
+    "qos.ladder.enabled",
     "qos.ladder.window",
     "qos.ladder.hold",
     "qos.ladder.calm",
@@ -146,6 +148,9 @@ def worker(
     name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
     cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
     tensor: Annotated[int, typer.Option(min=1, help="Processes that share the model.")] = 1,
+    cpu_pinning: Annotated[
+        str | None, typer.Option(metavar="auto|off", help="CPUs of its own, on device cpu.")
+    ] = None,
     device_share: Annotated[int, typer.Option(min=1, help="Workers on this device.")] = 1,
     pool: Annotated[
         str | None,
@@ -159,7 +164,7 @@ def worker(
     overrides = [
         *given(model__path=model),
         *only(parsed(set_), WORKER_KEYS),
-        *given(workers=[_pool(device, cpu_threads, tensor)]),
+        *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor)]),
         *given(name=pool, pool__enabled=None if pool is None else True),
     ]
 
@@ -243,12 +248,14 @@ def _host(given: str | None, join: list[str]) -> str:
     return given or host_towards(join)
 
 
-def _pool(device: str, cpu_threads: int | None, tensor: int) -> dict[str, object]:
+def _pool(
+    device: str, cpu_threads: int | None, cpu_pinning: str | None, tensor: int
+) -> dict[str, object]:
     """Role both stands in for the worker's own: a cluster file needs both sides."""
-    parallel = {"tensor": tensor}
-    return {
+    pool: dict[str, object] = {
         "role": Role.BOTH,
         "device": device,
         "cpu_threads": cpu_threads,
-        "parallel": parallel,
+        "parallel": {"tensor": tensor},
     }
+    return pool if cpu_pinning is None else pool | {"cpu_pinning": cpu_pinning}

@@ -17,6 +17,7 @@ from cluster.config_types import (
     AutoBytes,
     AutoCount,
     AutoFarTransports,
+    AutoOrOff,
     AutoText,
     Count,
     Device,
@@ -62,6 +63,9 @@ class Engine(Section):
     eviction: Literal["lru", "lfu", "reuse"] = "lru"
     """Which cached block goes first: the longest unused, the least used, or the one least likely
     to be used again as learnt from the pool's history. Never one that others continue."""
+    compile: AutoOrOff = "auto"
+    """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
+    time; off: the model runs as transformers has it."""
     profile: Profile = "auto"
     """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
     some; else a YAML file of step times, on the worker's machine."""
@@ -96,6 +100,9 @@ class WorkerPool(Section):
     """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
     cpu_threads: AutoCount = None
     """Threads of one worker, of all its processes together; auto: the CPUs, shared out."""
+    cpu_pinning: AutoOrOff = "auto"
+    """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
+    the host uses, where there are enough; off: wherever the system puts it."""
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
     """null: as model.dtype says."""
@@ -236,6 +243,9 @@ class RaySection(Section):
     """How long placement and loading may take, autoscaling included."""
     driver_timeout: Seconds = 15.0
     """A serve command that is silent for so long is gone; the cluster drains and stops."""
+    hang_timeout: Seconds = 60.0
+    """A router, worker or pool node that answers nothing for so long is killed, and started
+    again."""
 
 
 DEFAULT_POOLS = (WorkerPool(role=Role.PREFILL), WorkerPool(role=Role.DECODE))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.config_types import Count, Name, Section
+from cluster.config_types import AutoBool, Count, Name, Section
 from cluster.quantities import Seconds
 
 
@@ -49,6 +49,8 @@ class Ladder(Section):
     is stricter, then output is cut where `degrade.max_tokens` allows it, then only the tier's
     reserve is served. For tiers with objectives."""
 
+    enabled: AutoBool = None
+    """auto: with every router.admission.policy but none, which then takes all."""
     window: Seconds = 60.0
     """Latencies that count are so young at most."""
     hold: Seconds = 10.0

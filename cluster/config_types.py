@@ -63,6 +63,7 @@ _AUTO = (BeforeValidator(_none_if_auto), WrapSerializer(_auto_if_none), _AutoInS
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+AutoBool = Annotated[bool | None, *_AUTO]
 AutoCount = Annotated[Count | None, *_AUTO]
 AutoBytes = Annotated[Bytes | None, *_AUTO]
 AutoText = Annotated[str | None, *_AUTO]

@@ -12,18 +12,20 @@ import time
 from collections import defaultdict
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import assert_never
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.actor import RouterAt, StartFailed
+from cluster.controller_report import ClusterStatus, ProcessStatus, Report
 from cluster.fleet import Fleet
 from cluster.logs import configure_logging
 from cluster.plan import ClusterPlan, placements
+from cluster.supervised import Limits
 from cluster.supervision import (
     Announce,
+    Answered,
     Command,
     DriverSeen,
     Event,
@@ -33,6 +35,7 @@ from cluster.supervision import (
     Lost,
     Note,
     Phase,
+    Ping,
     Placed,
     Remove,
     Serving,
@@ -43,7 +46,7 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
-from cluster.supervisor import Limits, Supervisor
+from cluster.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -53,34 +56,6 @@ STOP_GRACE_S = 10.0
 LAST_REPORT_S = 3.0
 """How long a stopped controller waits for its driver to read so."""
 ROUTER_GONE = StartFailed("the router is gone")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all."""
-
-    phase: Phase
-    error: str | None
-    notes: tuple[str, ...]
-    noted: int
-    model: str
-    routers: tuple[RouterAt, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessStatus:
-    name: str
-    state: str
-    address: str | None
-    starts: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterStatus:
-    name: str
-    phase: str
-    routers: tuple[RouterAt, ...]
-    processes: tuple[ProcessStatus, ...]
 
 
 class Controller:
@@ -136,6 +111,7 @@ class Controller:
         limits = Limits(
             startup_timeout_s=self._plan.startup_timeout_s,
             driver_timeout_s=None if detach else self._plan.driver_timeout_s,
+            hang_timeout_s=self._plan.hang_timeout_s,
         )
         needs = {name: str(place) for name, place in placements(self._plan).items()}
         pool = self._plan.pool
@@ -186,6 +162,8 @@ class Controller:
                 self._spawn(self._announce(command))
             case Withdraw():
                 self._spawn(self._withdraw(command))
+            case Ping():
+                self._spawn(self._ping(command))
             case Note(text=text):
                 log.debug(text)
                 self._notes.append(text)
@@ -229,6 +207,11 @@ class Controller:
         with suppress(RayError):  # `_start` hears of it too
             home = await asked
             self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
+
+    async def _ping(self, command: Ping) -> None:
+        with suppress(RayError):  # one that is dead has been heard of, by `_start`
+            await self._fleet.find(command.name).answer.remote()
+            self._events.put_nowait(Answered(name=command.name, life=command.life))
 
     def _adopt(self, started: str | RouterAt) -> str:
         if isinstance(started, str):

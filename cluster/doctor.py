@@ -6,6 +6,7 @@ Each transport is tried for real: its endpoint is opened and registers memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import shutil
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ import psutil
 
 from cluster.config import Config, WorkerPool
 from cluster.plan import ucx_options
-from kvpool.transport import fabric, ucx_info
+from kvpool.transport import cma, fabric, ucx_info
 from kvpool.transport.base import Callbacks
 from kvpool.transport.fabric import LinkKind
 from kvpool.transport.gpus import GpuFacts, gpu_facts
@@ -145,11 +146,13 @@ def _ucx_facts(library: Path | None, ucx: UcxOptions) -> dict[str, str]:
     if isinstance(info, str):
         return {"UCX": info}
     obstacle = fabric.obstacle_of(info)
+    no_cma = cma.obstacle(info, ucx.tls or os.environ.get("UCX_TLS"))
     return {
         "UCX": f"{info.version}, built with {', '.join(info.components)}",
         "build flags": info.configured,
         "transports": ", ".join(info.resources),
         "RDMA": f"no: {obstacle}" if obstacle else "yes",
+        "CMA (process_vm_writev) within a host": f"no, TCP instead: {no_cma}" if no_cma else "yes",
         "memlock limit": _memlock(),
         "/dev/shm": _shm_size(),
         **_port_facts(),

@@ -16,11 +16,12 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.config import Config
-from cluster.controller import Controller, Report
+from cluster.controller import Controller
+from cluster.controller_report import Report
 from cluster.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
 from cluster.plan import ClusterPlan, plan_cluster, shortage
 from cluster.rays import Connected
-from cluster.resolve import resolve
+from cluster.resolve import pinned, resolve
 from cluster.supervision import Phase
 from kvrelay.errors import ConfigError, KvrelayError
 
@@ -98,7 +99,10 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
     """Ask for the cluster; it starts from now on. Raises ConfigError when it can't be had."""
     if detach and here.own:
         raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
-    plan = plan_cluster(resolve(config, here.site))
+    resolved = resolve(config, here.site)
+    if pinned(config.workers) and not pinned(resolved.workers):
+        say("workers aren't pinned: they have more threads than there are CPUs")
+    plan = plan_cluster(resolved)
     if here.own and (missing := shortage(plan, ray.cluster_resources())):
         raise ConfigError(missing)
     controller = _create_controller(plan, detach)

@@ -1,7 +1,8 @@
 """`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
 
 A worker or pool node makes itself known to each router by a call that stays open; when a router
-goes away it tries again. SIGTERM or SIGINT drains and exits.
+goes away it tries again. SIGTERM or SIGINT drains and exits. Each imports what it needs alone: a
+router doesn't wait for torch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ from typing import Protocol
 
 import grpc
 
-from cluster.pool_node import PoolNode
-from cluster.router import RouterProcess
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
-from cluster.worker import WorkerProcess
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -32,6 +30,8 @@ class Stoppable(Protocol):
 
 async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
+    from cluster.router import RouterProcess
+
     stopping = _stop_signals()
     router = RouterProcess(settings)
     address = await router.start()
@@ -43,23 +43,27 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
 
 async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT; raises what made the worker stop by itself."""
+    from cluster.worker import WorkerProcess
+
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
     address = await worker.start()
     print(f"{settings.role} worker on {address}", flush=True)
-    request = worker_pb2.RegisterRequest(address=address)
+    request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = [stay_registered(router, request) for router in join]
     await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
 
 
 async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT; raises what made the node stop by itself."""
+    from cluster.pool_node import PoolNode
+
     stopping = _stop_signals()
     node = PoolNode(settings)
     addresses = await node.start()
     for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
-    request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True)
+    request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = [stay_registered(router, request) for router in join]
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
 

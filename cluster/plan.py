@@ -78,6 +78,7 @@ class ClusterPlan:
     pool: PoolNodePlan | None
     startup_timeout_s: float
     driver_timeout_s: float
+    hang_timeout_s: float
     drain_s: float
 
 
@@ -96,6 +97,7 @@ def plan_cluster(config: Config) -> ClusterPlan:
         pool=_pool_node_plan(config) if config.pool.enabled else None,
         startup_timeout_s=config.ray.startup_timeout,
         driver_timeout_s=config.ray.driver_timeout,
+        hang_timeout_s=config.ray.hang_timeout,
         drain_s=config.drain_timeout,
     )
 
@@ -138,6 +140,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         kv_memory_bytes=config.engine.kv_memory,
         prefix_caching=config.engine.prefix_caching,
         eviction=config.engine.eviction,
+        compile=config.engine.compile,
         profile=config.engine.profile,
         device_share=device_share(pool, config.workers),
         cpu_threads=pool.cpu_threads,
@@ -156,6 +159,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         pool_address=host_pool_address(config.name) if config.pool.enabled else None,
         secret=config.network.secret or "",
         trace_dir=config.observability.trace_dir,
+        cpu_pinning=pool.cpu_pinning,
         qos=qos_tiers(config.qos),
         tenant_weights=tuple(config.qos.tenant_weights.items()),
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
@@ -194,7 +198,7 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
             local_prefill=config.router.placement.local_prefill == "auto",
             shared_queue=config.router.dispatch == "shared_queue",
         ),
-        qos=router_tiers(config.qos),
+        qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
     )
 

@@ -60,7 +60,14 @@ class ReportAsked:
     answer: Future[PoolReport]
 
 
-Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ReportAsked | Crashed
+@dataclass(frozen=True, slots=True)
+class LifeAsked:
+    """For a sign of life."""
+
+    answer: Future[None]
+
+
+Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ReportAsked | LifeAsked | Crashed
 PoolInbox = queue.SimpleQueue[Incoming]
 
 
@@ -147,6 +154,8 @@ class PoolLoop:
             case ReportAsked(answer=answer):
                 if answer.set_running_or_notify_cancel():
                     answer.set_result(self._report())
+            case LifeAsked(answer=life):
+                life.set_result(None)
             case Crashed(error=error):
                 raise error
             case _:

@@ -21,7 +21,7 @@ from uuid import uuid4
 import psutil
 
 from cluster.grpc_server import bind_port, grpc_server
-from cluster.pool_loop import Drain, PoolInbox, PoolLoop, ReportAsked, open_files
+from cluster.pool_loop import Drain, LifeAsked, PoolInbox, PoolLoop, ReportAsked, open_files
 from cluster.pool_service import PoolNodeService
 from cluster.pool_workers import PoolWorkers
 from cluster.quantities import format_size
@@ -83,6 +83,12 @@ class PoolNode:
             self._inbox.put(Drain(drain_s=drain_s))
             await asyncio.to_thread(thread.join)
             await self._server.stop(grace=None)
+
+    async def answer(self) -> None:
+        """Returns once the loop has come round: nothing hangs."""
+        answer: Future[None] = Future()
+        self._inbox.put(LifeAsked(answer))
+        await asyncio.wrap_future(answer)
 
     async def wait_closed(self) -> None:
         """Returns once stopped; raises what the node died of."""

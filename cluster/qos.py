@@ -18,9 +18,11 @@ def qos_tiers(qos: Qos) -> QosTiers:
     return QosTiers(tiers=tiers, default=default)
 
 
-def router_tiers(qos: Qos) -> QosTiers:
-    """With what only a router needs to know."""
+def router_tiers(qos: Qos, admission: str) -> QosTiers:
+    """With what only a router needs to know; `admission` names its policy."""
     ladder = qos.ladder
+    if not (admission != "none" if ladder.enabled is None else ladder.enabled):
+        return replace(qos_tiers(qos), ladder=None)
     rules = LadderRules(
         window_s=ladder.window,
         hold_s=ladder.hold,

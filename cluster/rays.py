@@ -16,6 +16,10 @@ from cluster.site import local_site
 from kvrelay.errors import ConfigError
 
 CONNECT_S = 5.0
+NO_RAY = (
+    "no Ray runs on this machine: kvrelay serve starts a cluster, --ray-address or RAY_ADDRESS "
+    "names that of another machine, kvrelay status --address HOST:PORT asks a router without Ray"
+)
 OBJECT_STORE_BYTES = 80 * 2**20
 """The least that Ray takes: no KV and no token goes through its object store."""
 
@@ -80,12 +84,15 @@ def _join(address: str, *, log_to_driver: bool) -> None:
     ray = _import_ray()
     if ray_address(None) is None:
         os.environ.pop("RAY_ADDRESS", None)  # "" and "local" name no Ray; Ray would look there
-    _check_answers(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+    named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    _check_answers(named)
     try:
         ray.init(
             address=address, log_to_driver=log_to_driver, logging_level="ERROR", namespace="kvrelay"
         )
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        if named == "auto" and isinstance(error, ConnectionError):
+            raise ConfigError(NO_RAY) from None
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"Ray at {address}: can't connect: {reason}") from None
 

@@ -29,6 +29,8 @@ def resolve(config: Config, site: Site) -> Config:
     """The same cluster with nothing left to the machine's choice; idempotent."""
     share = threads_per_rank(config.workers, site)
     pools = tuple(_resolve_pool(pool, config.workers, share, site) for pool in config.workers)
+    if sum(pool.replicas * (pool.cpu_threads or 0) for pool in pinned(pools)) > site.total_cpus:
+        pools = tuple(pool.model_copy(update={"cpu_pinning": "off"}) for pool in pools)
     network = config.network.model_copy(update={"host": config.network.host or site.host})
     update = {"model": _resolve_model(config.model, site), "workers": pools, "network": network}
     return config.model_copy(update=update)
@@ -67,6 +69,11 @@ def threads_per_rank(pools: tuple[WorkerPool, ...], site: Site) -> int:
     sharing = sum(_ranks(p) for p in pools if p.device == "cpu" and p.cpu_threads is None)
     spare = floor((site.total_cpus - asked - on_gpus) / max(1, sharing))
     return max(1, min(spare, site.node_cpus))
+
+
+def pinned(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
+    """Those whose workers are to get CPUs of their own."""
+    return tuple(pool for pool in pools if pool.device == "cpu" and pool.cpu_pinning == "auto")
 
 
 def _resolve_pool(

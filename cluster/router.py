@@ -40,10 +40,14 @@ class RouterAddress:
 
 
 class RegistryService(worker_pb2_grpc.RegistryServicer):
-    """A worker or pool node started with --join keeps this call open for as long as it lives."""
+    """A worker or pool node started with --join keeps this call open for as long as it lives.
 
-    def __init__(self, dispatcher: WorkerDispatcher) -> None:
+    `only_router`: workers that join others too are refused.
+    """
+
+    def __init__(self, dispatcher: WorkerDispatcher, *, only_router: bool = False) -> None:
         self._dispatcher = dispatcher
+        self._only_router = only_router
         self._closed = asyncio.Event()
         self._calls: Counter[str] = Counter()  # one may call again before its old call ends
 
@@ -55,7 +59,8 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
         self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext
     ) -> pb.RegisterResponse:
         joined: list[pb.RegisterRequest] = []
-        calls = (self._join(requests, joined), self._closed.wait())
+        refused: list[str] = []
+        calls = (self._join(requests, joined, refused), self._closed.wait())
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -64,18 +69,36 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
                 task.cancel()
             for request in joined:
                 await self._leave(request)
+        for reason in refused:
+            log.error("%s", reason)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         return pb.RegisterResponse()
 
     async def _join(
-        self, requests: AsyncIterator[pb.RegisterRequest], joined: list[pb.RegisterRequest]
+        self,
+        requests: AsyncIterator[pb.RegisterRequest],
+        joined: list[pb.RegisterRequest],
+        refused: list[str],
     ) -> None:
         async for request in requests:
+            if (reason := self._refusal(request)) is not None:
+                refused.append(reason)
+                return
             self._calls[request.address] += 1
             joined.append(request)
             if request.is_pool_node:
                 self._dispatcher.pools.add(request.address)
             else:
                 self._dispatcher.add_worker(request.address)
+
+    def _refusal(self, request: pb.RegisterRequest) -> str | None:
+        routers = sorted({*request.routers})
+        if not self._only_router or request.is_pool_node or len(routers) < 2:
+            return None
+        return (
+            f"router.dispatch: shared_queue is for one router, and the worker at {request.address} "
+            f"joins {', '.join(routers)}: give it one --join, or set router.dispatch: direct"
+        )
 
     async def _leave(self, request: pb.RegisterRequest) -> None:
         self._calls[request.address] -= 1
@@ -105,7 +128,9 @@ class RouterProcess:
             settings.qos,
             record=_recording(settings),
         )
-        self._registry = RegistryService(self.dispatcher)
+        self._registry = RegistryService(
+            self.dispatcher, only_router=settings.policies.shared_queue
+        )
         options = FaceOptions(
             host=settings.host,
             http_port=settings.http_port,

@@ -20,11 +20,13 @@ class WorkerSettings:
     """`host` is the address to listen on and to publish; `dtype` "auto" is the checkpoint's own.
 
     `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
-    fixes the size of the pool, else `memory_fraction` of the device decides. `profile` is "auto",
-    "off" or a file of step times, `handoff` a HandoffMode, `codec` a Codec or "auto", `ucx` are
-    fields of UcxOptions. Links between hosts take only peers that know the same `secret`.
+    fixes the size of the pool, else `memory_fraction` of the device decides. `compile` is
+    "auto" or "off", `profile` too or a file of step times, `handoff` a HandoffMode, `codec` a Codec
+    or "auto", `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
+    same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
-    `trace_dir` None: nothing is traced. `tensor` processes share the model, and `cpu_threads`.
+    `trace_dir` None: nothing is traced. `cpu_pinning` auto: it gets CPUs of its own if it can.
+    `tensor` processes share the model, and `cpu_threads`.
     """
 
     name: str
@@ -41,6 +43,7 @@ class WorkerSettings:
     kv_memory_bytes: int | None
     prefix_caching: bool
     eviction: str
+    compile: str
     profile: str
     device_share: int
     cpu_threads: int | None
@@ -59,6 +62,7 @@ class WorkerSettings:
     pool_address: str | None
     secret: str = field(default="", repr=False)
     trace_dir: str | None = None
+    cpu_pinning: str = "off"
     qos: QosTiers = ONE_TIER
     tenant_weights: tuple[tuple[str, float], ...] = ()
     mixed_chunk_tokens: int = 512

@@ -16,7 +16,7 @@ from kvrelay.client import Client
 from kvrelay.errors import ConfigError, KvrelayError
 
 if TYPE_CHECKING:
-    from cluster.controller import ClusterStatus
+    from cluster.controller_report import ClusterStatus
 
 ANSWER_S = 10.0
 
@@ -27,6 +27,7 @@ WORKER_COLUMNS = (
     "name",
     "role",
     "device",
+    "cpus",
     "transport",
     "free_blocks",
     "cached_blocks",

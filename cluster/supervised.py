@@ -10,6 +10,17 @@ FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
 STABLE_S = 60.0
 """A process that served for so long starts its back-off anew."""
+STARTS_BEFORE_FATAL = 3
+"""A process that never served is given up after so many starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    startup_timeout_s: float
+    driver_timeout_s: float | None
+    """None: the cluster outlives its driver."""
+    hang_timeout_s: float
+    """A process that answers nothing for so long is killed and started again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,9 +38,14 @@ class Process:
     address: str | None = None
     start_at_s: float = 0.0
     home: Home | None = None
+    asked_s: float | None = None  # for a sign of life, not answered yet
+    heard_s: float = 0.0  # when there was the last one
 
     def is_due(self, now_s: float) -> bool:
         return self.state is State.BACKING_OFF and self.start_at_s <= now_s
+
+    def hears(self, now_s: float) -> None:
+        self.asked_s, self.heard_s = None, now_s
 
     def back_off(self, now_s: float) -> float:
         """It failed once more; the seconds until it is due."""

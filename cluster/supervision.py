@@ -77,6 +77,14 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """To a `Ping`: the process does not hang."""
+
+    name: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
     name: str
 
@@ -96,7 +104,7 @@ class Tick:
     pass
 
 
-Event = Placed | Serving | Lost | Joined | Stopped | DriverSeen | StopAsked | Tick
+Event = Placed | Serving | Lost | Joined | Answered | Stopped | DriverSeen | StopAsked | Tick
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -147,10 +155,18 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """Ask a process that serves for a sign of life; answered by `Answered`."""
+
+    name: str
+    life: int
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One line for the people who watch."""
 
     text: str
 
 
-Command = Start | Announce | Withdraw | Stop | Remove | Note
+Command = Start | Announce | Withdraw | Stop | Remove | Ping | Note

@@ -8,13 +8,13 @@ processes and what happens to them into the next event. Every start of a process
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import assert_never
 
 from cluster.pool_homes import PoolHomes
-from cluster.supervised import Process
+from cluster.supervised import STARTS_BEFORE_FATAL, Limits, Process
 from cluster.supervision import (
     Announce,
+    Answered,
     Command,
     DriverSeen,
     Event,
@@ -34,17 +34,9 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
+from cluster.watching import Watching
 
 REMIND_S = 10.0
-STARTS_BEFORE_FATAL = 3
-"""A process that never served is given up after so many starts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    startup_timeout_s: float
-    driver_timeout_s: float | None
-    """None: the cluster outlives its driver."""
 
 
 class Supervisor:
@@ -74,6 +66,7 @@ class Supervisor:
         self._limits = limits
         self._started_s = now_s
         self._driver_seen_s = now_s
+        self._watching = Watching(timeout_s=limits.hang_timeout_s, looked_s=now_s)
         for process in self.processes():
             process.state = State.BACKING_OFF
 
@@ -92,6 +85,10 @@ class Supervisor:
                 return self._lost(event, now_s)
             case Joined():
                 return self._joined(event)
+            case Answered(name=name, life=life):
+                if (process := self._current(name, life)) is not None:
+                    process.hears(now_s)
+                return []
             case Stopped(name=name):
                 return self._stopped(name, now_s)
             case DriverSeen():
@@ -125,7 +122,8 @@ class Supervisor:
         if self.phase is Phase.STARTING and late:
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
         due = [p for p in self.processes() if p.is_due(now_s)]
-        return [command for p in due for command in self._start(p)] + self._reminder(now_s)
+        started = [command for p in due for command in self._start(p)]
+        return [*started, *self._watch(now_s), *self._reminder(now_s)]
 
     def _reminder(self, now_s: float) -> list[Command]:
         """Every so often what a start still waits for."""
@@ -152,6 +150,14 @@ class Supervisor:
         start = Start(process.name, process.life, home.node if home else None)
         return [Note(f"starting {process.name} ..."), start]
 
+    def _watch(self, now_s: float) -> list[Command]:
+        """Those that don't answer are lost."""
+        serving = [p for p in self.processes() if p.state is State.SERVING]
+        asked, silent = self._watching.look(serving, now_s)
+        reason = f"it has answered nothing for {self._watching.timeout_s:g} s"
+        lost = (Lost(name=p.name, life=p.life, reason=reason) for p in silent)
+        return [*asked, *(command for one in lost for command in self._lost(one, now_s))]
+
     def _placed(self, event: Placed, now_s: float) -> list[Command]:
         worker = self._current(event.name, event.life)
         if worker is None or worker.state not in (State.STARTING, State.SERVING):
@@ -175,6 +181,7 @@ class Supervisor:
             return []
         process.state, process.address = State.SERVING, event.address
         process.served_s = now_s
+        process.hears(now_s)
         note = Note(f"{process.name} serves on {event.address}")
         return [note, *self._announcements(process)]
 

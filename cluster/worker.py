@@ -69,6 +69,12 @@ class WorkerProcess:
         self._inbox.put(Close())
         await asyncio.to_thread(self._thread.join)
 
+    async def answer(self) -> None:
+        """Returns once the loop has come round: nothing hangs."""
+        turned: Future[None] = Future()
+        self._inbox.put(Call(lambda: turned.set_result(None)))
+        await asyncio.wrap_future(turned)
+
     async def wait_closed(self) -> None:
         """Returns once stopped; raises what the worker died of."""
         await asyncio.shield(asyncio.wrap_future(self._closed))

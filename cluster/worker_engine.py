@@ -54,6 +54,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
         blocks=None,
         limits=limits,
         allocate=memfd.allocate if _shares_memory(settings) else None,
+        compiled=settings.compile == "auto",
     )
 
 

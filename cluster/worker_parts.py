@@ -7,8 +7,10 @@ import queue
 from dataclasses import dataclass
 
 from cluster.device import Device
+from cluster.host_cpus import ranges
 from cluster.mover import Mover
 from cluster.peers import PeerLinks
+from cluster.pinning import Pinned, pin
 from cluster.pool_side import PoolSide
 from cluster.pool_turns import PoolTurns
 from cluster.settings import WorkerSettings
@@ -51,6 +53,7 @@ class WorkerParts:
     tables: BlockTables
     pool: PoolTurns | None
     trace: Trace
+    pinned: Pinned
 
     def close(self) -> None:
         self.device.close()
@@ -60,23 +63,29 @@ class WorkerParts:
         self.mover.close()
         self.links.close()
         self.trace.close()
+        self.pinned.release()
 
 
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
     """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
+    pinned = _pinned(settings)
     if settings.threads_per_rank is not None:
         use_threads(settings.threads_per_rank)
     trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
     engine = open_engine(settings)
     try:
-        return _build_around(engine, settings, inbox, trace)
+        return _build_around(engine, settings, inbox, trace, pinned)
     except BaseException:
         engine.close()
         raise
 
 
 def _build_around(
-    engine: Engine, settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming], trace: Trace
+    engine: Engine,
+    settings: WorkerSettings,
+    inbox: queue.SimpleQueue[Incoming],
+    trace: Trace,
+    pinned: Pinned,
 ) -> WorkerParts:
     engine.watch(lambda error: inbox.put(Crashed(error)))
     tables = open_tables(settings, engine)
@@ -121,11 +130,18 @@ def _build_around(
         device=device,
         links=links,
         mover=mover,
-        hello=_hello(settings, engine, links, tables.names, times),
+        hello=_hello(settings, engine, links, tables.names, times, pinned),
         tables=tables,
         pool=pool,
         trace=trace,
+        pinned=pinned,
     )
+
+
+def _pinned(settings: WorkerSettings) -> Pinned:
+    if settings.cpu_pinning == "off" or settings.device != "cpu" or settings.cpu_threads is None:
+        return Pinned({})
+    return pin(settings.cpu_threads)
 
 
 def _pool(
@@ -160,6 +176,7 @@ def _hello(
     links: PeerLinks,
     names: BlockNames,
     times: LinearTimes,
+    pinned: Pinned,
 ) -> WorkerHello:
     facts = engine.facts
     return WorkerHello(
@@ -167,6 +184,7 @@ def _hello(
         incarnation=links.incarnation,
         role=settings.role,
         device=facts.device,
+        cpus=ranges(pinned.cpus),
         transport=",".join(links.endpoints.schemes),
         transfer_addresses=links.endpoints.addresses,
         fingerprint=facts.fingerprint,

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from decode_worker.batch import Batch
 from decode_worker.canary import Canary
+from decode_worker.pace import strictest_kept_s
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
@@ -93,8 +94,8 @@ class Admission:
         if spec.tpot_s is None or self.batch.times is None:
             return False
         coming = [spec, *self._coming()]
-        specs = (*coming, *(sequence.spec for sequence in self._here()))
-        strictest_s = min(s.tpot_s for s in specs if s.tpot_s is not None)
+        others_s = strictest_kept_s(self._asked_by_others(), self.batch.times)
+        strictest_s = spec.tpot_s if others_s is None else min(spec.tpot_s, others_s)
         kv_tokens = sum(s.context_tokens * s.sampling.n for s in coming)
         kv_tokens += sum(sequence.length for sequence in self._here())
         together = min(sequences + spec.sampling.n, self.standing.places)
@@ -103,6 +104,11 @@ class Admission:
         except NotCovered:
             return False
         return step_s > TPOT_MARGIN * strictest_s
+
+    def _asked_by_others(self) -> Iterator[tuple[float | None, int]]:
+        """(time per token, context)"""
+        yield from ((spec.tpot_s, spec.context_tokens) for spec in self._coming())
+        yield from ((sequence.spec.tpot_s, sequence.length) for sequence in self._here())
 
     # --- blocks ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from decode_worker.run_ahead import RunAhead
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
 from engine.latency import StepTimes
-from engine.step import RunStep, SampleRequest, SequenceSlice, StepBatch
+from engine.step import RunStep, SequenceSlice, StepBatch
 from kvpool.canary import LogitSketch
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
@@ -124,13 +124,10 @@ class Batch:
             token_ids=sequence[sequence.computed : sequence.computed + take],
             start=sequence.computed,
             tables=self.tables.tables(sequence.holder),
-            samples=self._samples(sequence) if take == sequence.needed else (),
+            samples=sequence.samples() if take == sequence.needed else (),
             prompt_tokens=sequence.whole_tokens,
             sketch_ids=sequence.sketch_ids if take == sequence.needed else None,
         )
-
-    def _samples(self, sequence: Sequence) -> tuple[SampleRequest, ...]:
-        return sequence.samples(whole=sequence.computed == self.rope_border_tokens)
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """The KV of `tokens` more tokens is in its blocks. What may rest on wrong KV gets no name

@@ -30,11 +30,12 @@ class Pace:
 
     @staticmethod
     def of(own: Iterable[Sequence], times: StepTimes | None) -> Pace | None:
-        """None where nobody has asked for a pace, or nothing is known of steps."""
-        asked = [s.spec.tpot_s for s in own if s.spec.tpot_s is not None]
-        if times is None or not asked:
+        """None where nobody has asked for a pace that can be kept, or nothing is known of
+        steps."""
+        if times is None:
             return None
-        return Pace(times=times, most_s=USED * min(asked))
+        strictest_s = strictest_kept_s(((s.spec.tpot_s, s.length) for s in own), times)
+        return None if strictest_s is None else Pace(times=times, most_s=USED * strictest_s)
 
     def take(self, decoding: Iterable[Sequence]) -> None:
         lengths = [sequence.length for sequence in decoding]
@@ -62,3 +63,17 @@ class Pace:
             return self.times.step_s(work)
         except NotCovered:
             return 0.0
+
+
+def strictest_kept_s(asked: Iterable[tuple[float | None, int]], times: StepTimes) -> float | None:
+    """Of times per token, each with the context of who asks for it, the shortest that it could have
+    at least alone: for what can't be kept nobody stands back, and nobody is refused."""
+    given = sorted((tpot_s, tokens) for tpot_s, tokens in asked if tpot_s is not None)
+    return next((tpot_s for tpot_s, tokens in given if _can_be_kept(tpot_s, tokens, times)), None)
+
+
+def _can_be_kept(tpot_s: float, tokens: int, times: StepTimes) -> bool:
+    try:
+        return times.step_s(decode_work(1, tokens)) <= tpot_s
+    except NotCovered:
+        return True

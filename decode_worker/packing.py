@@ -47,6 +47,17 @@ class Packing:
             self._choose(sequence)
         if self.roster.preemptions == preempted_before or not self.chosen:
             self._start_waiting(self._seated_waiting())
+        self._note_who_stands_back()
+
+    def _note_who_stands_back(self) -> None:
+        """Who decodes, or did before it was parked, and isn't in the step."""
+        roster = self.roster
+        if len(self.chosen) == len(roster.running) and not roster.awaiting_prefill:
+            return
+        parked = (s for s in roster.awaiting_prefill if s.parked)
+        for sequence in (*roster.running, *parked):
+            if sequence not in self._taken:
+                sequence.stands_back(self.now_s)
 
     def _park_outgrown(self) -> None:
         """With the short factors of LongRoPE their KV is of no use any more, but to others."""
@@ -102,6 +113,8 @@ class Packing:
     def _take(self, sequence: Sequence, tokens: int) -> None:
         self.chosen.append((sequence, tokens))
         self._taken.add(sequence)
+        if sequence.back_since_s is not None and tokens == sequence.needed:
+            sequence.goes_on(self.now_s)
 
     def _chunk(self, sequence: Sequence) -> int:
         """Tokens of it that the step may take."""

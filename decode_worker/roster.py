@@ -126,6 +126,7 @@ class Roster:
         self.preemptions += 1
         self.tables.release(sequence.holder)
         sequence.computed = 0
+        sequence.parked = True
         if sequence in self.running:
             self.running.remove(sequence)
             self.awaiting_prefill.appendleft(sequence)

@@ -31,7 +31,8 @@ class Sequence:
     """`arrival` orders sequences: the newest is preempted first. `choices` share all so far;
     those `stopped` end with the token that the choices part at. Of `computed` tokens the first
     `cached` were found in the blocks when it began. Its logits at the prompt's last token are to be
-    compared with `sketch`."""
+    compared with `sketch`. While it decodes it may stand back for others: so far for
+    `stood_back_s`, and now since `back_since_s`; `parked`: then it lost its place or its blocks."""
 
     spec: RequestSpec
     choices: tuple[int, ...]
@@ -46,6 +47,9 @@ class Sequence:
     dropped: bool = False
     sketch: LogitSketch | None = None
     stopped: set[int] = field(default_factory=set)
+    parked: bool = False
+    stood_back_s: float = 0.0
+    back_since_s: float | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -63,6 +67,16 @@ class Sequence:
     def end(self) -> int:
         """What is to be run next ends here."""
         return self.length if self.sketch is None else self.spec.context_tokens
+
+    def stands_back(self, now_s: float) -> None:
+        if self.emitted and self.back_since_s is None:
+            self.back_since_s = now_s
+
+    def goes_on(self, now_s: float) -> None:
+        """It is to yield its next token."""
+        assert self.back_since_s is not None
+        self.stood_back_s += now_s - self.back_since_s
+        self.back_since_s = None
 
     def part(self, choice: int, token_id: int) -> Sequence:
         """One choice of it, that goes on with `token_id`."""
@@ -114,12 +128,12 @@ class Sequence:
         """What is being computed as one prompt: after a preemption the emitted tokens too."""
         return self.end if self.needed > 1 else self.spec.context_tokens
 
-    def samples(self, *, whole: bool = False) -> tuple[SampleRequest, ...]:
-        """What to draw once all tokens are run; with the `whole` history, or where it matters. What
-        is checked is drawn already: one anyhow, for the logits."""
+    def samples(self) -> tuple[SampleRequest, ...]:
+        """What to draw once all tokens are run; with the history where it matters. What is checked
+        is drawn already: one anyhow, for the logits."""
         if self.sketch is not None:
             return (_ANY,)
-        history = whole or needs_history(self.spec.sampling)
+        history = needs_history(self.spec.sampling)
         return tuple(
             SampleRequest(
                 sampling=self.spec.sampling,
@@ -164,4 +178,5 @@ class Sequence:
             logprobs=tuple([one.logprobs for one in drawn if one.logprobs is not None]),
             finish_reason=reason,
             stop_token_id=last.token_id if reason is FinishReason.STOP else None,
+            stood_back_s=0.0 if reason is None else self.stood_back_s,
         )

@@ -1,7 +1,8 @@
 """The door from transformers' models to kvrelay's own attention. Runs in the worker.
 
 Model families look the implementation up by its name; what a layer's call means in this step is
-said by the `AttentionState` of the `ContextVar`, set around the forward pass.
+said by the `AttentionState` of the `ContextVar`, set around the forward pass. In between lies one
+`torch.library` operator, so that graph captures see attention as a whole.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ class AttentionState(Protocol):
 
 _STATE: ContextVar[AttentionState] = ContextVar("kvrelay_attention")
 
+_LIBRARY = torch.library.Library("kvrelay", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, int layer, float scaling, int? window, "
+    "float? softcap, Tensor? sinks) -> Tensor"
+)
+OPERATOR = torch.ops.kvrelay.attention.default
+"""One layer's attention, as graph captures see it."""
+
 
 @contextmanager
 def attention_state(state: AttentionState) -> Iterator[None]:
@@ -62,6 +71,30 @@ def attention_state(state: AttentionState) -> Iterator[None]:
         yield
     finally:
         _STATE.reset(token)
+
+
+def current_state() -> AttentionState:
+    return _STATE.get()
+
+
+@torch.library.impl(_LIBRARY, "attention", "CompositeExplicitAutograd")
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    scores = Scores(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    return _STATE.get().attend(layer, query, key, value, scores)
+
+
+@torch.library.register_fake("kvrelay::attention", lib=_LIBRARY)
+def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 def _attention(
@@ -76,14 +109,9 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    scores = Scores(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return _STATE.get().attend(layer, query, key, value, scores), None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    return OPERATOR(query, key, value, layer, scaling, sliding_window, softcap, s_aux), None
 
 
 def register() -> None:

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 import torch
 
 from engine.checkpoint import Checkpoint
+from engine.compiled.build import compile_model
 from engine.model import Model, load_model
+from engine.native.backend import NativeBackend
+from engine.native.kernel import kernel_for
 from engine.parallel.group import Group
 from engine.parallel.ranks import ALONE, Ranks, own_layout
 from engine.parallel.share import check_shares, profile_of_all, share_out
@@ -32,11 +35,15 @@ def load_engine(
     blocks: int | None,
     limits: EngineLimits,
     allocate: Allocate | None = None,
+    attention: str = "auto",
+    compiled: bool = True,
     ranks: Ranks = ALONE,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
-    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. All of `ranks` call
-    this, for an engine with their share of the model; only rank 0's is used directly.
+    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` "sdpa"
+    leaves it to torch's operations; "auto" takes our kernel where the device and the host can.
+    `compiled`: take seconds to make steps faster. All of `ranks` call this, for an engine with
+    their share of the model; only rank 0's is used directly.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
@@ -46,13 +53,23 @@ def load_engine(
             lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
         )
     check_shares(loaded, ranks.group)
-    model = loaded.model
+    model = compile_model(loaded.model) if compiled and ranks.group is None else loaded.model
     layout = derive_layout(loaded.shapes, dtype=model.dtype_name, block_size=block_size)
     own = own_layout(layout, ranks.group)
+    kernel = None if attention == "sdpa" else kernel_for(own, model.device)
 
     def build(memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
         facts = _facts(checkpoint, layout, model, sizing.max_model_len, ranks.group)
-        return Engine(model, memory, facts, sizing, needs_masks=loaded.needs_masks, ranks=ranks)
+        backend = None if kernel is None else NativeBackend(kernel, memory.parts[0])
+        return Engine(
+            model,
+            memory,
+            facts,
+            sizing,
+            needs_masks=loaded.needs_masks,
+            backend=backend,
+            ranks=ranks,
+        )
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
     with _memory_errors(device):

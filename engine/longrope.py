@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,17 +30,6 @@ class LongRope:
     def needs_long(self, piece: SequenceSlice) -> bool:
         length = max(piece.prompt_tokens, piece.start + len(piece.token_ids))
         return length > self.border_tokens
-
-    def whole(self, piece: SequenceSlice) -> SequenceSlice:
-        """A sequence that outgrows the border in this step is computed anew from its first token:
-        its earlier KV was made with the short factors."""
-        grows = piece.start == self.border_tokens >= piece.prompt_tokens
-        if not (grows and piece.samples):
-            return piece
-        request = piece.samples[0]
-        known = (*request.prompt_ids, *request.emitted_ids)[: piece.start]
-        assert len(known) == piece.start, (len(known), piece.start)
-        return replace(piece, token_ids=(*known, *piece.token_ids), start=0)
 
     @contextmanager
     def long(self, is_long: bool) -> Iterator[None]:

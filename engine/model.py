@@ -13,6 +13,9 @@ from transformers.utils.logging import disable_progress_bar
 from engine import attention
 from engine.attention import AttentionState, attention_state
 from engine.checkpoint import Checkpoint
+from engine.compiled.capture import Forward
+from engine.compiled.linear import packed_bytes, prepare
+from engine.compiled.padding import rounded
 from engine.families import check_family, longrope_border_tokens
 from engine.longrope import LongRope
 from kvrelay.errors import ModelError
@@ -29,6 +32,8 @@ class Model:
     device: torch.device
     dtype: torch.dtype
     longrope: LongRope | None = None
+    flat: Forward | None = None
+    """The forward pass as a graph, where there is one."""
 
     @property
     def dtype_name(self) -> str:
@@ -37,7 +42,7 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors) + packed_bytes(self.module)
 
     @torch.inference_mode()
     def forward(
@@ -49,12 +54,25 @@ class Model:
     ) -> torch.Tensor:
         """One ragged call. `token_ids`, `positions` `[1, tokens]`; logits `[rows, vocab]`."""
         with attention_state(state):
-            output = self.module(
-                input_ids=token_ids,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=logit_rows,
-            )
+            return self.whole(token_ids, positions, logit_rows)
+
+    def prepare(self, tokens: int) -> None:
+        """What the first step of so many tokens would do besides. The head's part is small: few
+        steps want the logits of many tokens."""
+        prepare(getattr(self.module, self.module.base_model_prefix), rounded(tokens))
+
+    def whole(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Inside an `attention_state`."""
+        if self.flat is not None:
+            return self.flat(token_ids, positions, logit_rows)
+        output = self.module(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=logit_rows,
+        )
         logits: torch.Tensor = output.logits[0]
         return logits
 

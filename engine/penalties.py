@@ -16,12 +16,12 @@ def apply_penalties(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> 
     Order: bias, repetition (Keskar et al., CTRL, §4.1; prompt and output ids), frequency and
     presence (output ids), then stop ids are masked while fewer than `min_tokens` are out.
     """
+    if all(_is_plain(request) for request in requests):
+        return logits
     bias = _entries(requests, lambda r: dict(r.sampling.logit_bias))
     repetition = _entries(requests, _repeated)
     counted = _entries(requests, _counted)
     early = _entries(requests, _too_early)
-    if not (bias or repetition or counted or early):
-        return logits
     logits = logits.clone()
     if bias:
         _add(logits, bias)
@@ -32,6 +32,18 @@ def apply_penalties(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> 
     if early:
         _add(logits, early)
     return logits
+
+
+def _is_plain(request: SampleRequest) -> bool:
+    """Nothing applies. Nearly all requests are so, in every step."""
+    sampling = request.sampling
+    return (
+        sampling.repetition_penalty == 1.0
+        and not sampling.frequency_penalty
+        and not sampling.presence_penalty
+        and request.index >= sampling.min_tokens
+        and not sampling.logit_bias
+    )
 
 
 _Entries = tuple[list[int], list[int], list[float]]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.backends.backend import Backend, Prepared
 from engine.layer_marks import LayerLag, LayerMarks, LayerWatch
+from engine.layer_places import layer_places
 from engine.longrope import LongRope
 from engine.model import Model
 from engine.paged import PagedAttention
@@ -48,8 +50,10 @@ class Engine:
         sizing: KvSizing,
         *,
         needs_masks: bool = False,
+        backend: Backend | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
+        """`backend` None: attention in plain torch operations."""
         self.model = model
         self.memory = memory
         self.facts = facts
@@ -60,11 +64,8 @@ class Engine:
         self._own = memory.parts[0]
         self._planner = Planner(self._own.layout, model.device, model.dtype, needs_masks)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
-        self._places = {
-            layer: (g, i)
-            for g, group in enumerate(self._own.layout.groups)
-            for i, layer in enumerate(group.layers)
-        }
+        self._places = layer_places(self._own.layout)
+        self._backend = backend
 
     @property
     def layout(self) -> KvLayout:
@@ -129,8 +130,7 @@ class Engine:
             if not picked:
                 continue
             with rope.long(is_long):
-                whole = [rope.whole(slices[i]) for i in picked]
-                parts.append(self._forward(whole, is_long=is_long))
+                parts.append(self._forward([slices[i] for i in picked], is_long=is_long))
             places += [i for i in picked if slices[i].samples]
         order = sorted(range(len(places)), key=places.__getitem__)
         return torch.cat(parts)[order]
@@ -143,6 +143,12 @@ class Engine:
         is_long: bool = False,
     ) -> torch.Tensor:
         self._ranks.tell(slices, is_long)
+        if self._backend is not None:
+            return self._run_prepared(self._backend.prepare(slices, marks))
         plan = self._planner.plan(slices)
         state = PagedAttention(self._own, plan, self._places, marks)
         return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
+
+    def _run_prepared(self, step: Prepared) -> torch.Tensor:
+        inputs = (step.token_ids, step.positions, step.logit_rows)
+        return self.model.forward(*inputs, step.state).float()

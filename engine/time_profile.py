@@ -57,6 +57,9 @@ def profile_times(
         max_model_len=engine.facts.max_model_len,
         pool_tokens=engine.memory.blocks * engine.layout.block_size,
     )
+    # What a first step of so many tokens does once is no part of its time.
+    for tokens in sorted({shape.rows * shape.tokens for shape, _ in shapes}):
+        engine.model.prepare(tokens)
     seconds: dict[Shape, list[float]] = {}
     started_s = clock()
     for shape, is_essential in shapes * _MOST_ROUNDS:

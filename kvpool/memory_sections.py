@@ -21,7 +21,7 @@ def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) 
     """The source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
     slab = out if out.device == _device(memory) else torch.empty_like(out, device=_device(memory))
     for section in write.sections:
-        _gather(memory, side, section, write.wire, slab)
+        _move(memory, side, section, write.wire, slab, End.SOURCE)
     if slab is not out:
         out.copy_(slab)
 
@@ -30,7 +30,7 @@ def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Ten
     """`payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls it."""
     slab = payload.to(_device(memory))
     for section in write.sections:
-        _scatter(memory, side, section, write.wire, slab)
+        _move(memory, side, section, write.wire, slab, End.TARGET)
 
 
 def _device(memory: KvMemory) -> torch.device:
@@ -38,48 +38,34 @@ def _device(memory: KvMemory) -> torch.device:
     return memory.flat.device
 
 
-def _gather(
-    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor
+def _move(
+    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
 ) -> None:
+    """At the source out of the pool, at the target into it."""
     if slab.is_cuda:
-        from kvpool.memory_triton import gather_planes
-
-        views = plane_views(memory, section, wire, slab, End.SOURCE)
-        gather_planes(views, _slots(section, side), wire)
+        _move_planes(memory, side, section, wire, slab, end)
     elif _is_verbatim(memory, wire):
         payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]
-        section_rows(memory, section, side, End.SOURCE).gather(payload)
+        rows = section_rows(memory, section, side, end)
+        (rows.gather if end is End.SOURCE else rows.scatter)(payload)
     else:
+        change = gather_changed if end is End.SOURCE else scatter_changed
         dtype = getattr(torch, memory.layout.dtype)
-        parts = slab_views(section, wire, slab)
-        for plane, seen in zip(section.part.planes, parts, strict=True):
-            rows = plane_rows(memory, section, side, End.SOURCE, plane)
-            gather_changed(seen, rows, dtype, wire.codec)
+        views = slab_views(section, wire, slab)
+        for plane, seen in zip(section.part.planes, views, strict=True):
+            change(seen, plane_rows(memory, section, side, end, plane), dtype, wire.codec)
 
 
-def _scatter(
-    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor
+def _move_planes(
+    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
 ) -> None:
-    if slab.is_cuda:
-        from kvpool.memory_triton import scatter_planes
+    from kvpool.memory_triton import gather_planes, scatter_planes
 
-        views = plane_views(memory, section, wire, slab, End.TARGET)
-        scatter_planes(views, _slots(section, side), wire)
-    elif _is_verbatim(memory, wire):
-        payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]
-        section_rows(memory, section, side, End.TARGET).scatter(payload)
-    else:
-        dtype = getattr(torch, memory.layout.dtype)
-        parts = slab_views(section, wire, slab)
-        for plane, seen in zip(section.part.planes, parts, strict=True):
-            rows = plane_rows(memory, section, side, End.TARGET, plane)
-            scatter_changed(seen, rows, dtype, wire.codec)
+    views = plane_views(memory, section, wire, slab, end)
+    slots = row_index(side.tables[section.part.group], section, side.block_size, 1)
+    (gather_planes if end is End.SOURCE else scatter_planes)(views, slots, wire)
 
 
 def _is_verbatim(memory: KvMemory, wire: WireFormat) -> bool:
     """Whether the slab holds the pool's own bits."""
     return wire.codec is Codec.NONE and wire.dtype == memory.layout.dtype
-
-
-def _slots(section: Section, side: Side) -> torch.Tensor:
-    return row_index(side.tables[section.part.group], section, side.block_size, 1)

@@ -10,6 +10,7 @@ from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import RequestSpec
 from router.core import RouterCore
 from router.policies import DEFAULT_POLICIES, Policies, open_admission, open_placement
+from router.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,4 +33,5 @@ def begin(beginning: Beginning) -> RouterCore:
         tiers=beginning.tiers,
         move_hot_spots=beginning.policies.move_hot_spots,
         shared_queue=beginning.policies.shared_queue,
+        workers=Workers(decode_alone=beginning.policies.decode_alone),
     )

@@ -47,6 +47,7 @@ class ClusterViews:
             incarnation=hello.incarnation,
             role=hello.role,
             device=hello.device,
+            cpus=hello.cpus,
             transport=hello.transport,
             total_blocks=hello.total_blocks,
             block_size=hello.block_size,

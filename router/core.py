@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import count
-from math import inf
 
 from kvrelay.messages import (
-    Abort,
     Lifetime,
     Released,
     RequestFailed,
@@ -28,11 +26,12 @@ from kvrelay.messages import (
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestSpec
 from router import orders
-from router.admitting.policy import AdmissionPolicy, Admitted, Deferred
+from router.admitting.policy import AdmissionPolicy
 from router.admitting.predictive import Predictive
 from router.deciding import Deciding
 from router.directory import Directory
 from router.dispatching import Dispatching, open_queue
+from router.ending import Ending
 from router.events import (
     Aborted,
     Admit,
@@ -41,10 +40,7 @@ from router.events import (
     DeadlinePassed,
     Deliver,
     Event,
-    Fail,
     LadderStepped,
-    Refuse,
-    Send,
     Submitted,
     WorkerJoined,
     WorkerLost,
@@ -57,20 +53,21 @@ from router.latency.margins import Margin
 from router.latency.output_lengths import OutputLengths
 from router.learning import Learning
 from router.ledger import Ledger
+from router.legs import Legs
 from router.moving import Moving
 from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
 from router.promises import Promises, digest_of
 from router.quarantine import Quarantine
-from router.refusal import DRAINING, NO_CAPACITY, Refusal, refused_by_worker
+from router.refusal import DRAINING, NO_CAPACITY, refused_by_worker
 from router.refusing import Refusing
 from router.request import Request
+from router.seeking import Seeking
 from router.trusting import suspect, trust
 from router.view import WorkerView
-from router.waiting import PATIENCE_S, WaitingRoom
+from router.waiting import WaitingRoom
 from router.workers import Workers
 
-MAX_ATTEMPTS = 3
 _LAST = (Released, ReserveRefused)
 """Of a request at a worker."""
 CONFIDENCE = 0.95
@@ -99,7 +96,10 @@ class RouterCore:
     refusing: Refusing = field(init=False)
     learning: Learning = field(init=False)
     dispatching: Dispatching = field(init=False)
+    legs: Legs = field(init=False)
     moving: Moving = field(init=False)
+    seeking: Seeking = field(init=False)
+    ending: Ending = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
@@ -138,12 +138,28 @@ class RouterCore:
             tiers=self.tiers,
         )
         self.dispatching = Dispatching(deciding=self.deciding, queue=queue)
-        self.moving = Moving(self.deciding, self.attempts, enabled=move_hot_spots)
+        self.legs = Legs(workers=self.workers, dispatching=self.dispatching)
+        self.moving = Moving(self.deciding, self.legs, self.attempts, enabled=move_hot_spots)
+        self.seeking = Seeking(
+            deciding=self.deciding,
+            dispatching=self.dispatching,
+            refusing=self.refusing,
+            waiting=self.waiting,
+            workers=self.workers,
+            requests=self.requests,
+        )
+        self.ending = Ending(
+            requests=self.requests,
+            legs=self.legs,
+            seeking=self.seeking,
+            refusing=self.refusing,
+            attempts=self.attempts,
+        )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         return [
             *self._handle(event, now_s),
-            *self._ask_again(now_s),
+            *self.seeking.ask_again(now_s),
             *self.dispatching.give(now_s),
             *self._climb(now_s),
         ]
@@ -155,18 +171,16 @@ class RouterCore:
             case Submitted(request=submitted):
                 return self._submitted(submitted, now_s)
             case ChoiceStopped():
-                return self._stopped(event, now_s)
+                return self.ending.stopped(event, now_s)
             case Aborted(request_id=request_id):
-                return self._aborted(request_id, now_s)
+                return self.ending.aborted(request_id, now_s)
             case DeadlinePassed(request_id=request_id):
-                return self._too_late(request_id, now_s)
+                return self.ending.too_late(request_id, now_s)
             case WorkerJoined(hello=hello):
                 self.workers.join(hello)
                 return orders.preload(hello, self.preloads)
             case WorkerLost(incarnation=incarnation):
                 return self._worker_lost(incarnation, now_s)
-
-    # --- placement ------------------------------------------------------------------------------
 
     def _submitted(self, submitted: GenerationRequest, now_s: float) -> list[Command]:
         assert submitted.request_id not in self.requests, f"{submitted.request_id} runs already"
@@ -177,51 +191,7 @@ class RouterCore:
         )
         request.promise = self.promises.claim(digest_of(request.spec), now_s)
         self.requests[request.request_id] = request
-        return self._place(request, NO_CAPACITY, now_s)
-
-    def _place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
-        """Ask the next decode worker; refuse for the last reason when none is left."""
-        demand, verdict = self.deciding.consider(request, otherwise, now_s)
-        match verdict:
-            case Refusal() as refusal:
-                return self._refuse(request, refusal, now_s)
-            case Deferred(refusal=refusal, patience_s=patience_s):
-                return self._wait(request, refusal, patience_s, now_s)
-            case Admitted() as admitted:
-                return self.dispatching.place(request, demand, admitted, now_s)
-
-    def _refuse(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
-        if request.admitted:
-            return self._wait(request, refusal, PATIENCE_S, now_s)
-        self._forget(request)
-        told = self.refusing.told(request, refusal, now_s)
-        return [Refuse(request_id=request.request_id, refusal=told)]
-
-    def _wait(
-        self, request: Request, refusal: Refusal, patience_s: float, now_s: float
-    ) -> list[Command]:
-        """Without any worker there is nothing to wait for."""
-        line = "" if request.admitted else request.tier.name
-        waits = self.workers and self.waiting.try_wait(
-            request.request_id, line, refusal, patience_s, now_s
-        )
-        if waits:
-            request.placed = None
-            return []
-        if not request.admitted:
-            return self._refuse(request, refusal, now_s)
-        return self._fail(request, refusal.reason, f"can't go on: {refusal.message}")
-
-    def _ask_again(self, now_s: float) -> list[Command]:
-        """Whoever is refused again waits on, and its line with it."""
-        commands: list[Command] = []
-        due_s = now_s if self.workers else inf
-        while (turn := self.waiting.take_next(due_s)) is not None:
-            request_id, refusal = turn
-            request = self.requests[request_id]
-            request.tried.clear()
-            commands += self._place(request, refusal, now_s)
-        return commands
+        return self.seeking.place(request, NO_CAPACITY, now_s)
 
     def _climb(self, now_s: float) -> list[Command]:
         return [
@@ -249,7 +219,7 @@ class RouterCore:
         if isinstance(event, ReserveRefused):
             view.draining |= event.reason == DRAINING.reason
         if event.key in self.moving:
-            return self._move_answered(event, now_s)
+            return self.moving.answered(event, now_s)
         request = self.requests.get(event.key.request_id)
         if request is None or request.key != event.key or view.incarnation not in request.legs:
             return []
@@ -259,15 +229,15 @@ class RouterCore:
             case Reserved(held_tokens=held_tokens):
                 return self._reserved(request, held_tokens, now_s)
             case ReserveRefused(reason=reason):
-                self._forget_legs(request, now_s)
-                return self._place(request, refused_by_worker(reason), now_s)
+                self.legs.forget(request, now_s)
+                return self.seeking.place(request, refused_by_worker(reason), now_s)
             case Lifetime():
                 request.lived(event)
                 view.queue.lived(event)
                 return [*trust(self.quarantine, request, event)]
             case RequestFailed(reason=reason, message=message):
                 suspected = suspect(self.quarantine, request, event, now_s)
-                return [*suspected, *self._leg_failed(request, reason, message, now_s)]
+                return [*suspected, *self.ending.leg_failed(request, reason, message, now_s)]
             case Released():
                 return []
 
@@ -290,98 +260,14 @@ class RouterCore:
             self.learning.begun(request, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
-        ready = request.choices[event.choice].take(event)
+        ready = request.take(event)
         if not ready:
             return []
         self.learning.choice_grown(request, event)
         if request.done:
             self.learning.ended(request, now_s)
-            self._ended(request, now_s)
+            self.ending.ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
-
-    # --- moves ----------------------------------------------------------------------------------
-
-    def _move_answered(self, event: WorkerEvent, now_s: float) -> list[Command]:
-        """Nothing changes where the target refuses, or the request went on otherwise."""
-        move = self.moving.answered(event.key, now_s)
-        if not isinstance(event, Reserved):
-            return []
-        request, candidate = self.requests.get(event.key.request_id), move.admitted.candidate
-        if request is None or request.key != move.left:
-            return [Send(worker=candidate.decode.incarnation, message=Abort(key=event.key))]
-        aborts = self._abort_legs(request, now_s)
-        self._forget_legs(request, now_s)
-        request.move(move.spec)
-        request.place(move.admitted, now_s)
-        self.moving.moved += 1
-        return [*aborts, *orders.begin(request, candidate, event.held_tokens, None)]
-
-    # --- endings --------------------------------------------------------------------------------
-
-    def _ended(self, request: Request, now_s: float) -> None:
-        self._forget(request)
-        self.refusing.releases.released(now_s)
-
-    def _forget(self, request: Request) -> None:
-        del self.requests[request.request_id]
-        self.waiting.leave(request.request_id)
-        self.dispatching.forget(request)
-
-    def _stopped(self, event: ChoiceStopped, now_s: float) -> list[Command]:
-        request = self.requests.get(event.request_id)
-        if request is None or request.choices[event.choice].finished:
-            return []
-        request.choices[event.choice].finished = True
-        if request.done:
-            return self._aborted(event.request_id, now_s)
-        if request.placement is None:
-            return []  # told to the next worker once it has taken the request
-        decode = request.placement.decode
-        return [orders.stop(request, decode, event.choice, event.valid_tokens)]
-
-    def _aborted(self, request_id: str, now_s: float) -> list[Command]:
-        request = self.requests.get(request_id)
-        if request is None:
-            return []
-        self._ended(request, now_s)
-        return self._abort_legs(request, now_s)
-
-    def _too_late(self, request_id: str, now_s: float) -> list[Command]:
-        request = self.requests.get(request_id)
-        if request is None:
-            return []
-        deadline_s = request.objectives.deadline_s or 0.0
-        message = f"its deadline of {deadline_s:.3f} s has passed"
-        failure = Fail(request_id=request_id, reason="deadline_exceeded", message=message)
-        return [*self._aborted(request_id, now_s), failure]
-
-    def _abort_legs(self, request: Request, now_s: float) -> list[Command]:
-        """The workers say Released once nothing is held; until then the places stay taken. Of a
-        prompt that has not been sent yet a prefill worker says nothing."""
-        self.workers.prefilled(request.key, request.legs, now_s)
-        self.dispatching.forget(request)
-        return [send for send in orders.abort(request) if send.worker in self.workers]
-
-    def _forget_legs(self, request: Request, now_s: float) -> None:
-        self.workers.forget(request.key, request.legs, now_s)
-        self.dispatching.forget(request)
-        request.placed = None
-
-    def _leg_failed(
-        self, request: Request, reason: str, message: str, now_s: float
-    ) -> list[Command]:
-        """Run it again elsewhere; what the old attempt still says is dropped."""
-        aborts = self._abort_legs(request, now_s)
-        if request.tries >= MAX_ATTEMPTS:
-            return [*aborts, *self._fail(request, reason, message)]
-        self._forget_legs(request, now_s)
-        request.try_again(next(self.attempts))
-        refusal = Refusal(reason=reason, message=message)
-        return [*aborts, *self._place(request, refusal, now_s)]
-
-    def _fail(self, request: Request, reason: str, message: str) -> list[Command]:
-        self._forget(request)
-        return [Fail(request_id=request.request_id, reason=reason, message=message)]
 
     def _worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
         view = self.workers.leave(incarnation)
@@ -396,7 +282,7 @@ class RouterCore:
         return [
             command
             for request in affected
-            for command in self._leg_failed(request, "worker_lost", message, now_s)
+            for command in self.ending.leg_failed(request, "worker_lost", message, now_s)
         ]
 
     def validate(self) -> None:

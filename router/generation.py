@@ -90,6 +90,7 @@ class WorkerStatus:
     counters: Counters
     step_times: StepCoefficients
     links: tuple[LinkStatus, ...] = ()
+    cpus: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class Dispatcher(Protocol):
         """Unknown ids are ignored."""
 
     def ready(self) -> bool:
-        """At least one prefill and one decode (or one both) worker can serve."""
+        """A pair of workers, or one alone, can serve."""
 
     def workers(self) -> tuple[WorkerStatus, ...]: ...
 

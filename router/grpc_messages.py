@@ -108,6 +108,7 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         incarnation=worker.incarnation,
         role=worker.role,
         device=worker.device,
+        cpus=worker.cpus,
         transport=worker.transport,
         total_blocks=worker.total_blocks,
         free_blocks=worker.counters.free_blocks,

@@ -100,15 +100,16 @@ class Ladder:
 
 
 class Ladders:
-    """Of all tiers that have objectives; without any it does nothing."""
+    """Of all tiers that have objectives; without any, or without rules, it does nothing."""
 
     _looks_s = -inf
 
     def __init__(self, tiers: QosTiers) -> None:
+        rules = tiers.ladder
         self._of = {
-            tier.name: Ladder(tier=tier, rules=tiers.ladder)
+            tier.name: Ladder(tier=tier, rules=rules)
             for tier in tiers.tiers
-            if tier.objectives != NO_OBJECTIVES
+            if rules is not None and tier.objectives != NO_OBJECTIVES
         }
 
     def __iter__(self) -> Iterator[Ladder]:

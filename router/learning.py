@@ -44,16 +44,17 @@ class Learning:
             self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
 
     def ended(self, request: Request, now_s: float) -> None:
-        """Its last token has come."""
+        """Its last token has come. That it stood back for others was not for want of speed."""
         actual_s = request.tpot_s()
         if actual_s is None:
             return
         if request.submitted.objectives.tpot_s is None:
             begun_s = now_s - request.ledger.age_s(now_s)
             self.ladders.saw_tpot(request.tier.name, actual_s, begun_s=begun_s, now_s=now_s)
+        paced_s = request.tpot_s(less_s=request.stood_back_s)
         expected_s = self._expected_tpot_s(request)
-        if expected_s is not None:
-            self.forecast.tpot.observe(expected_s, actual_s, undisturbed=False)
+        if expected_s is not None and paced_s is not None:
+            self.forecast.tpot.observe(expected_s, paced_s, undisturbed=False)
 
     def _expected_tpot_s(self, request: Request) -> float | None:
         """Beside the longest steps that it was to have with those admitted after it."""

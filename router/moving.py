@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from kvrelay.messages import Abort, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
 from router import orders
 from router.admitting.policy import Admitted
 from router.candidate import Candidate, Prediction
 from router.deciding import Deciding
-from router.events import Command
+from router.events import Command, Send
 from router.hot_spots import Decoding, Load, suggest
+from router.legs import Legs
 from router.placement import Pair
 from router.request import Request
 from router.view import WorkerView
@@ -52,6 +54,7 @@ class Moving:
     """`moved` counts those whose target has taken them."""
 
     deciding: Deciding
+    legs: Legs
     attempts: Iterator[int]
     enabled: bool = False
     moved: int = 0
@@ -83,7 +86,8 @@ class Moving:
         return [(self.deciding.requests[one.request_id], target) for one, target in moves]
 
     def _is_due(self, view: WorkerView, now_s: float) -> bool:
-        if _taken_blocks(view) < PRESSED * view.hello.total_blocks:
+        """One that drains ends with what it has, perhaps before it had handed that over."""
+        if view.draining or _taken_blocks(view) < PRESSED * view.hello.total_blocks:
             return False
         return now_s >= self._looked_s.get(view.incarnation, -LOOK_S) + LOOK_S
 
@@ -155,7 +159,23 @@ class Moving:
         key = RequestKey(request.request_id, next(self.attempts))
         return replace(request.spec, key=key, emitted_ids=tuple(request.choices[0].delivered))
 
-    def answered(self, key: RequestKey, now_s: float) -> Move:
+    def answered(self, event: WorkerEvent, now_s: float) -> list[Command]:
+        """Nothing changes where the target refuses, or the request went on otherwise."""
+        move = self._take(event.key, now_s)
+        if not isinstance(event, Reserved):
+            return []
+        request = self.deciding.requests.get(event.key.request_id)
+        candidate = move.admitted.candidate
+        if request is None or request.key != move.left:
+            return [Send(worker=candidate.decode.incarnation, message=Abort(key=event.key))]
+        aborts = self.legs.abort(request, now_s)
+        self.legs.forget(request, now_s)
+        request.move(move.spec)
+        request.place(move.admitted, now_s)
+        self.moved += 1
+        return [*aborts, *orders.begin(request, candidate, event.held_tokens, None)]
+
+    def _take(self, key: RequestKey, now_s: float) -> Move:
         """What it would have kept its source busy with is not booked any more."""
         move = self._pending.pop(key)
         if move.source in self.deciding.workers:
@@ -166,7 +186,7 @@ class Moving:
         """Nothing comes of the moves to it."""
         for key, move in [*self._pending.items()]:
             if move.admitted.candidate.decode.incarnation == worker:
-                self.answered(key, now_s)
+                self._take(key, now_s)
         self._looked_s.pop(worker, None)
 
 

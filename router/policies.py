@@ -28,6 +28,11 @@ class Policies:
     local_prefill: bool = False
     shared_queue: bool = False
 
+    @property
+    def decode_alone(self) -> bool:
+        """Decode workers can do without prefill workers."""
+        return self.local_prefill and self.placement == "kv_aware"
+
 
 DEFAULT_POLICIES = Policies()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from kvrelay.messages import Lifetime
+from kvrelay.messages import Lifetime, Tokens
 from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec, Sampling
 from router.admitting.policy import Admitted
 from router.candidate import Prediction
-from router.generation import GenerationRequest
+from router.generation import ChoiceTokens, GenerationRequest
 from router.latency.errors import prediction_errors
 from router.ledger import Ledger
 from router.placement import Pair, Placement
@@ -41,6 +41,7 @@ class Request:
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
     moves: int = 0  # to other decode workers
+    stood_back_s: float = 0.0  # for others, while it decoded
     is_queued: bool = False  # its prompt waits at the router, for any prefill worker
     key: RequestKey = field(init=False)
     resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
@@ -102,13 +103,19 @@ class Request:
         tokens = max(choice.next_index for choice in self.choices)
         return prediction_errors(self.predicted, self.ledger, tokens)
 
-    def tpot_s(self) -> float | None:
-        """Of its longest choice; None for one that had to be run again, or is short."""
+    def take(self, event: Tokens) -> list[ChoiceTokens]:
+        """What can be delivered now."""
+        self.stood_back_s = max(self.stood_back_s, event.stood_back_s)
+        return self.choices[event.choice].take(event)
+
+    def tpot_s(self, *, less_s: float = 0.0) -> float | None:
+        """Of its longest choice, `less_s` in all; None for one that had to be run again, or is
+        short."""
         tokens = max(choice.next_index for choice in self.choices)
         first_s, last_s = map(self.ledger.after_s, ("first_token_received", "last_token_received"))
         if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
-        return (last_s - first_s) / (tokens - 1)
+        return max(0.0, last_s - first_s - less_s) / (tokens - 1)
 
     @property
     def disturbed(self) -> bool:

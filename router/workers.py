@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from math import isfinite
+from math import inf, isfinite
 
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
@@ -25,10 +25,17 @@ _ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
 class Workers(dict[Incarnation, WorkerView]):
-    """Those connected. A place stays taken until the worker says that it is free."""
+    """Those connected. A place stays taken until the worker says that it is free. `decode_alone`:
+    decode workers can do without prefill workers."""
 
-    def __init__(self, views: Mapping[Incarnation, WorkerView] | None = None) -> None:
+    def __init__(
+        self,
+        views: Mapping[Incarnation, WorkerView] | None = None,
+        *,
+        decode_alone: bool = False,
+    ) -> None:
         super().__init__(views or {})
+        self._decode_alone = decode_alone
         self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
 
     def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
@@ -48,13 +55,15 @@ class Workers(dict[Incarnation, WorkerView]):
 
     @property
     def longest_tokens(self) -> int:
-        """The longest sequence that some pair of workers, or one of role both, can hold; 0 when
-        none can serve."""
+        """The longest sequence that some pair of workers, or one alone, can hold; 0 when none can
+        serve."""
         longest = dict.fromkeys(Role, 0)
         for view in self.values():
             role = view.hello.role
             longest[role] = max(longest[role], view.hello.max_model_len)
-        return max(longest[Role.BOTH], min(longest[Role.PREFILL], longest[Role.DECODE]))
+        decode = longest[Role.DECODE]
+        pair = decode if self._decode_alone else min(longest[Role.PREFILL], decode)
+        return max(longest[Role.BOTH], pair)
 
     @property
     def most_places(self) -> int:
@@ -146,7 +155,7 @@ class Workers(dict[Incarnation, WorkerView]):
             ends_s=joins_s + step_s * max(1, demand.output_tokens - 1),
             tokens=demand.mean_tokens,
             choices=demand.choices,
-            tpot_s=demand.objectives.tpot_s,
+            tpot_s=_kept_tpot_s(demand, candidate.decode),
             gaps=max(1, demand.output_tokens - 1),
             tier=demand.tier.name,
         )
@@ -189,6 +198,16 @@ def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
         and choices <= view.hello.max_running_requests
         and not view.draining
     ]
+
+
+def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:
+    """What it asks for, unless the worker can't keep it even with this one alone: then nobody is
+    refused for it."""
+    tpot_s = demand.objectives.tpot_s
+    if tpot_s is None:
+        return None
+    alone_s = worker.decode_s(demand.choices, demand.kv_tokens)
+    return None if tpot_s < alone_s < inf else tpot_s
 
 
 def _known(seconds: float) -> float:

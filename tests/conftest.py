@@ -1,6 +1,10 @@
-"""Tests that need a CUDA device say so and are skipped where there is none."""
+"""One thread for tiny models; tests that need a CUDA device are skipped where there is none."""
 
 from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in other processes
 
 import pytest
 import torch

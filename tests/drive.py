@@ -16,7 +16,9 @@ from kvrelay.types import RequestKey, Sampling
 
 @dataclass(slots=True)
 class Running:
-    """One sequence: its prompt, what it emitted, and how much of it is in the KV memory."""
+    """One sequence: its prompt, what it emitted, and how much of it is in the KV memory.
+
+    As with the scheduler, one that outgrows LongRoPE's border is computed anew."""
 
     name: str
     prompt: list[int]
@@ -25,6 +27,7 @@ class Running:
     emitted: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     done_tokens: int = 0
+    rope_border_tokens: int | None = None
 
     @property
     def text(self) -> list[int]:
@@ -35,6 +38,8 @@ class Running:
         return len(self.emitted) >= self.sampling.max_tokens
 
     def next_slice(self, chunk_tokens: int) -> SequenceSlice:
+        if self.done_tokens == self.rope_border_tokens and len(self.prompt) <= self.done_tokens:
+            self.done_tokens = 0
         end = min(len(self.text), self.done_tokens + chunk_tokens)
         return SequenceSlice(
             key=RequestKey(self.name, 0),
@@ -43,7 +48,7 @@ class Running:
             start=self.done_tokens,
             tables=self.tables,
             samples=(self._request(),) if end == len(self.text) else (),
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=len(self.text),
         )
 
     def _request(self) -> SampleRequest:
@@ -77,8 +82,10 @@ def start(
 ) -> list[Running]:
     sampling = sampling or Sampling(max_tokens=max_tokens, seed=0)
     tables = scattered(engine, [len(p) + max_tokens for p in prompts])
+    rope = engine.model.longrope
+    border = None if rope is None else rope.border_tokens
     return [
-        Running(str(i), list(prompt), table, sampling)
+        Running(str(i), list(prompt), table, sampling, rope_border_tokens=border)
         for i, (prompt, table) in enumerate(zip(prompts, tables, strict=True))
     ]
 

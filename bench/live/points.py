@@ -20,11 +20,13 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """`factor` is the rate by the capacity, `attainment` over those admitted, `goodput_per_s` over
-    `seconds` of arrivals. TTFT and TPOT are those of admitted requests, `refusal_p99_s` is between
-    the router's `received` and `refused`: the bound of a histogram's bucket."""
+    """`ladder`: it stood beside the policy. `factor` is the rate by the capacity, `attainment` over
+    those admitted, `goodput_per_s` over `seconds` of arrivals. TTFT and TPOT are those of admitted
+    requests, `refusal_p99_s` is between the router's `received` and `refused`: the bound of a
+    histogram's bucket."""
 
     policy: str
+    ladder: bool
     own_ends: bool
     routers: int
     factor: float
@@ -60,6 +62,7 @@ class Point:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     policy: str
+    ladder: bool
     own_ends: bool
     routers: int
     factor: float
@@ -75,6 +78,7 @@ def point(
     later = [one.tpot_s for one in admitted]
     return Point(
         policy=load.policy,
+        ladder=load.ladder,
         own_ends=load.own_ends,
         routers=load.routers,
         factor=load.factor,

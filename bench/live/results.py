@@ -27,8 +27,8 @@ class Results:
             self.predictions[policy] = predictions
 
 
-def _key(one: Point) -> tuple[str, bool, int, float]:
-    return one.policy, one.own_ends, one.routers, one.factor
+def _key(one: Point) -> tuple[str, bool, bool, int, float]:
+    return one.policy, one.ladder, one.own_ends, one.routers, one.factor
 
 
 def read(path: Path) -> Results:

@@ -70,6 +70,7 @@ def _measure(
         p99_s = bucket_quantile(before, cluster.histogram(REFUSALS), 0.99)
         it = Load(
             policy=plan.policy.admission,
+            ladder=plan.policy.ladder,
             own_ends=plan.mix.own_ends,
             routers=plan.routers,
             factor=factor,

@@ -42,7 +42,8 @@ def show_points(points: Sequence[Point]) -> None:
 
 
 def _cells(one: Point) -> list[str]:
-    ends = ", own ends" if one.own_ends else ""
+    ends = ", ladder" if one.ladder else ""
+    ends += ", own ends" if one.own_ends else ""
     ends += f", {one.routers} routers" if one.routers > 1 else ""
     simulated = ["", "", "", ""]
     if (beside := one.simulated) is not None:

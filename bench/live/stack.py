@@ -30,9 +30,11 @@ WORKERS: dict[str, object] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """`queue_limit` counts only with that admission policy."""
+    """`ladder`: tiers are tightened when their latencies leave the objectives. `queue_limit` counts
+    only with that admission policy."""
 
     admission: str
+    ladder: bool = False
     queue_limit: int = 8
 
     def settings(self, objectives: Objectives | None) -> dict[str, object]:
@@ -40,6 +42,7 @@ class Policy:
         given: dict[str, object] = {
             "router.admission.policy": self.admission,
             "router.admission.queue_limit": self.queue_limit,
+            "qos.ladder.enabled": self.ladder,
         }
         if objectives is not None:
             given["qos.tiers"] = {"default": {**durations(objectives), "default": True}}

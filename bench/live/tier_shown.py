@@ -55,20 +55,8 @@ def rows(phases: Mapping[str, Phase], objectives: Objectives, method: str) -> It
 
 def _against_objectives(phase: Phase, objectives: Objectives, method: str) -> Iterator[Row]:
     one, goal = phase.tier(PREMIUM), 1.0 if phase.name == TIERS else None
-    for kind, seconds, objective_s in (
-        ("TTFT", one.ttft_p99_s, objectives.ttft_s),
-        ("TPOT", one.tpot_p99_s, objectives.tpot_s),
-    ):
-        yield Row(
-            name=f"premium's {kind} p99, {phase.name}",
-            value=1000 * (seconds or 0.0),
-            unit="ms",
-            against="its objective",
-            against_value=1000 * objective_s,
-            goal=goal,
-            lower_is_better=True,
-            method=method,
-        )
+    bounds = (objectives.ttft_s, objectives.tpot_s)
+    yield from _p99s(phase, "its objective", bounds, method, goal)
     yield Row(
         name=f"premium's requests that were served, {phase.name}",
         value=one.served,
@@ -81,16 +69,27 @@ def _against_objectives(phase: Phase, objectives: Objectives, method: str) -> It
 
 
 def _against_alone(phase: Phase, alone: TierPoint, method: str) -> Iterator[Row]:
+    bounds = (alone.ttft_p99_s or 0.0, alone.tpot_p99_s or 0.0)
+    yield from _p99s(phase, "alone", bounds, method)
+
+
+def _p99s(
+    phase: Phase,
+    against: str,
+    bounds_s: tuple[float, float],
+    method: str,
+    goal: float | None = None,
+) -> Iterator[Row]:
     one = phase.tier(PREMIUM)
-    for kind, seconds, alone_s in (
-        ("TTFT", one.ttft_p99_s, alone.ttft_p99_s),
-        ("TPOT", one.tpot_p99_s, alone.tpot_p99_s),
-    ):
+    ours_s = (one.ttft_p99_s, one.tpot_p99_s)
+    for kind, seconds, bound_s in zip(("TTFT", "TPOT"), ours_s, bounds_s, strict=True):
         yield Row(
             name=f"premium's {kind} p99, {phase.name}",
             value=1000 * (seconds or 0.0),
             unit="ms",
-            against="alone",
-            against_value=1000 * (alone_s or 0.0),
+            against=against,
+            against_value=1000 * bound_s,
+            goal=goal,
+            lower_is_better=True,
             method=method,
         )

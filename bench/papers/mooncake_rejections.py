@@ -119,7 +119,7 @@ class AsInThePaper(ClusterSimulation):
     def _router(self) -> SimRouter:
         made = super()._router()
         if self._config.router.admission.policy == "none":
-            made.core.deciding = replace(made.core.deciding, admitting=PrefillSide())
+            made.core.seeking.deciding = replace(made.core.deciding, admitting=PrefillSide())
         return JudgedAgain(made.core, self.clock, self._config.simulation.fabric.router_latency)
 
 

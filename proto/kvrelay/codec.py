@@ -211,6 +211,7 @@ def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
             incarnation=w.incarnation,
             role=w.role,
             device=w.device,
+            cpus=w.cpus,
             transport=w.transport,
             total_blocks=w.total_blocks,
             free_blocks=w.free_blocks,

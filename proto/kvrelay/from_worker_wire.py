@@ -106,6 +106,7 @@ def _encode_tokens(event: Tokens) -> pb.Tokens:
         logprobs=[encode_logprobs(entry) for entry in event.logprobs],
         finish_reason=event.finish_reason or "",
         stop_token_id=event.stop_token_id,
+        stood_back_s=event.stood_back_s,
     )
 
 
@@ -143,6 +144,7 @@ def _decode_tokens(message: pb.Tokens, key: RequestKey, at_s: float) -> Tokens:
         logprobs=tuple(decode_logprobs(entry) for entry in message.logprobs),
         finish_reason=_decode_reason(message.finish_reason),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        stood_back_s=message.stood_back_s,
     )
 
 

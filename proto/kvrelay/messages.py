@@ -96,7 +96,7 @@ ToWorker = Reserve | Prefill | Generate | Preload | Abort | Stop
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHello:
     """`physical_format` and `rope_border_tokens`, with the fingerprint, name its blocks;
-    `kv_token_bytes` is the KV of one token."""
+    `kv_token_bytes` is the KV of one token; `cpus`, such as 0-3, are its own, if it has any."""
 
     name: str
     incarnation: Incarnation
@@ -116,6 +116,7 @@ class WorkerHello:
     physical_format: str = ""
     rope_border_tokens: int | None = None
     kv_token_bytes: int = 0
+    cpus: str = ""
 
 
 @value
@@ -149,7 +150,8 @@ class Lifetime:
 
 @value
 class Tokens:
-    """Consecutive tokens of one choice. `finish_reason` only on the choice's last message."""
+    """Consecutive tokens of one choice. `finish_reason` only on the choice's last message, with for
+    how long it stood back for others while it decoded."""
 
     key: RequestKey
     at_s: float
@@ -159,6 +161,7 @@ class Tokens:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    stood_back_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

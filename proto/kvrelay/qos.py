@@ -50,11 +50,11 @@ class LadderRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QosTiers:
-    """`default` names the tier of requests that match none."""
+    """`default` names the tier of requests that match none. `ladder` None: none tightens."""
 
     tiers: tuple[QosTier, ...] = (QosTier(name="default"),)
     default: str = "default"
-    ladder: LadderRules = LadderRules()
+    ladder: LadderRules | None = LadderRules()
 
     def __contains__(self, name: str) -> bool:
         return any(tier.name == name for tier in self.tiers)

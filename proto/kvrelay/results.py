@@ -106,7 +106,7 @@ class LinkInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Its steps take `step_times` multiplied by the corrections."""
+    """Its steps take `step_times` multiplied by the corrections. `cpus`: its own, if it has any."""
 
     name: str
     address: str
@@ -124,6 +124,7 @@ class WorkerInfo:
     prefill_correction: float
     decode_correction: float
     links: tuple[LinkInfo, ...] = ()
+    cpus: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 
 from kvpool.transport.registry import schemes
 from tests.contract.transport_kit import MakeSide, Side, held, parameters
+from tests.forks import start_server
 
 
 @pytest.fixture(params=parameters())
@@ -19,7 +20,9 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def loaded() -> None:
-    """What a library opens when it is loaded is there before anything is counted."""
+    """What a library opens when it is loaded is there before anything is counted, and the process
+    that others are forked from."""
+    start_server()
     for scheme in schemes():
         if scheme != "cuda_ipc" or torch.cuda.is_available():
             Side(scheme).endpoint.close()

@@ -1,13 +1,14 @@
-"""The other process of test_control.py, test_shm.py and test_nixl.py.
-
-`python -m tests.contract.shm_peer MODE ADDRESS REGION`
-"""
+"""The other process of test_control.py, test_one_sided.py and test_shm.py."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.context import ForkServerProcess
 
 import torch
 
@@ -18,7 +19,8 @@ from kvpool.piece import Piece, cut_span
 from kvpool.plan import chunk_bytes
 from kvpool.transport.base import Connection, RegionName
 from kvpool.write import TokenSpan, Write
-from tests.contract.transport_kit import Side, mapped_inode
+from tests.contract.transport_kit import PATIENCE_S, Side, mapped_inode
+from tests.forks import forks
 
 MODEL = "5a" * 16
 TOKENS = 100
@@ -69,17 +71,17 @@ def write_for_ever(connection: Connection, region: RegionName) -> None:
         connection.write(region, 0, data)
 
 
-def own_a_region(side: Side, connection: Connection) -> None:
+def own_a_region(side: Side, connection: Connection, end: Pipe) -> None:
     region = side.region(16 << 20)
     connection.notify(region.name.encode())
-    sys.stdin.read()
+    end.poll(None)
 
 
 def region_told(message: bytes) -> RegionName:
     return RegionName(message.decode())
 
 
-def write_one_slab(connection: Connection, region: RegionName) -> None:
+def write_one_slab(connection: Connection, region: RegionName, end: Pipe) -> None:
     window = connection.window(region)
     assert window is not None
     ours = tables(8, 3)
@@ -94,20 +96,40 @@ def write_one_slab(connection: Connection, region: RegionName) -> None:
     )
     facts = {"pid": os.getpid(), "inode": mapped_inode("self", region)}
     connection.notify(json.dumps(facts).encode())
-    sys.stdin.read()
+    end.poll(None)
 
 
-def main(mode: str, address: str, region: str) -> None:
+def main(mode: str, address: str, region: str, end: Pipe) -> None:
     with Side(address.partition(":")[0]) as side:
         connection = side.endpoint.connect(address)
         match mode:
             case "write-for-ever":
                 write_for_ever(connection, RegionName(region))
             case "own-a-region":
-                own_a_region(side, connection)
+                own_a_region(side, connection, end)
             case "write-one-slab":
-                write_one_slab(connection, RegionName(region))
+                write_one_slab(connection, RegionName(region), end)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def tell(process: ForkServerProcess, number: signal.Signals) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
+@contextmanager
+def running(mode: str, address: str, region: str = "") -> Iterator[ForkServerProcess]:
+    """That process; it ends by itself with the context where it can, else it is killed."""
+    ours, theirs = forks().Pipe()
+    process = forks().Process(target=main, args=(mode, address, region, theirs))
+    process.start()
+    theirs.close()
+    try:
+        yield process
+    finally:
+        ours.close()
+        if mode != "write-one-slab":
+            process.kill()
+        process.join(PATIENCE_S)
+        ended = process.exitcode
+        process.close()
+    assert mode != "write-one-slab" or ended == 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -40,17 +39,11 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 
 @contextmanager
-def _writer(owner: Side, region: Region) -> Iterator[subprocess.Popen[bytes]]:
+def _writer(owner: Side, region: Region) -> Iterator[ForkServerProcess]:
     """Another process, in the middle of writing ones to the region, for ever."""
-    module, address = shm_peer.__name__, owner.endpoint.address
-    command = [sys.executable, "-m", module, "write-for-ever", address, region.name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as process:
-        try:
-            assert owner.next() == b"writing"
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+    with shm_peer.running("write-for-ever", owner.endpoint.address, region.name) as process:
+        assert owner.next() == b"writing"
+        yield process
 
 
 def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_nothing_else(
@@ -60,7 +53,7 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_nothing_else(
     region, spared = owner.region(16 << 20), owner.region(64)
     with _writer(owner, region) as process:
         connection = owner.connected.get(timeout=PATIENCE_S)
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         assert owner.lost.get(timeout=PATIENCE_S) is connection
     with pytest.raises(PeerError, match="gone"):
         connection.notify(b"are you there?")
@@ -72,19 +65,14 @@ def test_a_peer_killed_in_the_middle_of_a_write_is_lost_and_nothing_else(
 
 def test_an_owner_killed_in_the_middle_of_a_write_is_lost(make_side: MakeSide) -> None:
     writer = make_side()
-    module = shm_peer.__name__
-    command = [sys.executable, "-m", module, "own-a-region", writer.endpoint.address, ""]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as process:
-        try:
-            connection = writer.connected.get(timeout=PATIENCE_S)
-            name = shm_peer.region_told(writer.next())
-            data = torch.ones(16 << 20, dtype=torch.uint8)
-            connection.write(name, 0, data)
-            process.send_signal(signal.SIGKILL)
-            until(lambda: _fails(lambda: connection.write(name, 0, data)))
-            assert writer.lost.get(timeout=PATIENCE_S) is connection
-        finally:
-            process.kill()
+    with shm_peer.running("own-a-region", writer.endpoint.address) as process:
+        connection = writer.connected.get(timeout=PATIENCE_S)
+        name = shm_peer.region_told(writer.next())
+        data = torch.ones(16 << 20, dtype=torch.uint8)
+        connection.write(name, 0, data)
+        process.kill()
+        until(lambda: _fails(lambda: connection.write(name, 0, data)))
+        assert writer.lost.get(timeout=PATIENCE_S) is connection
     assert writer.endpoint.register(10).memory.numel() == 10
 
 
@@ -101,7 +89,7 @@ def test_a_stopped_peer_holds_neither_the_sender_nor_the_close(make_side: MakeSi
     region = owner.region(1 << 20)
     with _writer(owner, region) as process:
         connection = owner.connected.get(timeout=PATIENCE_S)
-        process.send_signal(signal.SIGSTOP)
+        shm_peer.tell(process, signal.SIGSTOP)
         assert "read nothing" in send_until_refused(connection)[1]
         owner.endpoint.deregister(region)
         owner.endpoint.close()

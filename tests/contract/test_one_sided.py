@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,11 @@ def scheme(request: pytest.FixtureRequest) -> str:
 
 
 @contextmanager
-def _writer(owner: Side, region: Region) -> Iterator[subprocess.Popen[bytes]]:
+def _writer(owner: Side, region: Region) -> Iterator[ForkServerProcess]:
     """Another process, in the middle of writing ones to the region, for ever."""
-    module, address = shm_peer.__name__, owner.endpoint.address
-    command = [sys.executable, "-m", module, "write-for-ever", address, region.name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=_ROOT) as process:
-        try:
-            assert owner.next() == b"writing"
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+    with shm_peer.running("write-for-ever", owner.endpoint.address, region.name) as process:
+        assert owner.next() == b"writing"
+        yield process
 
 
 def _exposure(side: Side) -> OneSidedExposure:
@@ -64,13 +59,13 @@ def test_memory_is_kept_until_the_last_writer_lets_go(make_side: MakeSide) -> No
     region = owner.region(1 << 20)
     registered, memory = _exposure(owner)._registered, region.memory
     with _writer(owner, region) as process:
-        process.send_signal(signal.SIGSTOP)
+        shm_peer.tell(process, signal.SIGSTOP)
         owner.endpoint.deregister(region)
         assert registered.hold([memory]) == [True]
-        process.send_signal(signal.SIGCONT)
+        shm_peer.tell(process, signal.SIGCONT)
         until(lambda: registered.hold([memory]) == [False])
-        process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 1, "its next write raises"
+        process.join(PATIENCE_S)
+        assert process.exitcode == 1, "its next write raises"
 
 
 def test_registered_memory_travels_as_one_batch(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import re
@@ -40,6 +39,7 @@ from kvpool.pool_client_events import (
 )
 from kvpool.transport.endpoints import EndpointOptions
 from kvrelay.types import Incarnation, RequestKey
+from tests.forks import forks
 from tests.integration.ray_head import until
 
 PATIENCE_S = 30.0
@@ -194,7 +194,7 @@ class Node:
     def __init__(self, log: Path, name: str, *options: str) -> None:
         """Returns once it listens."""
         self.log = log
-        self._process = _forks.Process(target=_run_command, args=(log, (name, *options)))
+        self._process = forks().Process(target=_run_command, args=(log, (name, *options)))
         self._process.start()
         ready = f"pool node of {name} on shm:"
         until(lambda: log.exists() and (ready in log.read_text() or not self._process.is_alive()))
@@ -234,15 +234,11 @@ class Node:
 
 def refused(log: Path, name: str, *options: str) -> str:
     """What `kvrelay pool-node OPTIONS` says when it can't start."""
-    process = _forks.Process(target=_run_command, args=(log, (name, *options)))
+    process = forks().Process(target=_run_command, args=(log, (name, *options)))
     process.start()
     process.join(PATIENCE_S)
     assert process.exitcode == 2, process.exitcode
     return log.read_text()
-
-
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["cluster.plain", "cluster.config_load"])
 
 
 def _run_command(log: Path, options: tuple[str, ...]) -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,17 +12,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from pydantic import TypeAdapter
 
 from cluster.router import RouterProcess
 from cluster.settings import RouterSettings, WorkerSettings
 from kvrelay.types import Role
 from router.policies import Policies
+from tests.forks import forks
+from tests.integration import worker_host
+from tests.integration.worker_host import Command, Damage, Failed, Start, Stop
 
 PATIENCE_S = 60.0
 ALWAYS_SPLIT = Policies(local_prefill=False)
-_SETTINGS = TypeAdapter(WorkerSettings)
-REPOSITORY = Path(__file__).parents[2]
 
 
 def wait_until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -53,6 +49,7 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
         kv_memory_bytes=64 * 2**20,
         prefix_caching=True,
         eviction="lru",
+        compile="auto",
         profile="off",
         device_share=2,
         cpu_threads=1,
@@ -77,51 +74,51 @@ class WorkerHost:
     """Another process that hosts workers (tests/integration/worker_host.py)."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.worker_host"],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        )
+        self._commands, theirs = forks().Pipe()
+        self.process = forks().Process(target=worker_host.serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
 
     @property
     def pid(self) -> int:
+        assert self.process.pid is not None
         return self.process.pid
 
     def start(self, settings: WorkerSettings) -> str:
-        answer = self._ask({"start": _SETTINGS.dump_python(settings, mode="json")})
-        assert "address" in answer, answer
-        return answer["address"]
+        answer = self._ask(Start(settings))
+        assert isinstance(answer, str), answer
+        return answer
 
     def stop(self, address: str) -> None:
         """A host that has died has nothing to stop."""
-        if self.process.poll() is None:
-            self._ask({"stop": address})
+        if self.process.is_alive():
+            self._ask(Stop(address))
 
     def damage(self, address: str, *, pieces: int) -> None:
         """The next pieces of KV that this worker receives end up wrong."""
-        self._ask({"damage": address, "pieces": pieces})
+        self._ask(Damage(address, pieces))
 
-    def _ask(self, command: dict[str, Any]) -> dict[str, str]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, "the worker host died"
-        answer: dict[str, str] = json.loads(line)
+    def kill(self) -> None:
+        """Returns when it is dead."""
+        self.process.kill()
+        self.process.join(PATIENCE_S)
+
+    def _ask(self, command: Command) -> str | Failed:
+        try:
+            self._commands.send(command)
+            answer: str | Failed = self._commands.recv()
+        except (EOFError, OSError):
+            raise AssertionError("the worker host died") from None
         return answer
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        if not self.process.stdin.closed:
-            self.process.stdin.close()
-        self.process.wait(timeout=PATIENCE_S)
-        self.process.stdout.close()
+        self._commands.close()
+        self.process.join(PATIENCE_S)
+        assert self.process.exitcode is not None, "it ends with its commands"
+        self.process.close()
 
 
 class RouterThread:
@@ -172,12 +169,15 @@ class Cluster:
 
     def add(self, host: WorkerHost, settings: WorkerSettings) -> str:
         """One more worker; it is the caller's to stop, by its address."""
+        address = host.start(settings)
+        self.join(address, settings.name)
+        return address
+
+    def join(self, address: str, name: str) -> None:
         dispatcher = self.router.process.dispatcher
         before = len(dispatcher.workers())
-        address = host.start(settings)
         self.router.call(self.router.process.add_worker(address))
-        wait_until(lambda: len(dispatcher.workers()) > before, f"{settings.name} joined")
-        return address
+        wait_until(lambda: len(dispatcher.workers()) > before, f"{name} joined")
 
     def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}

@@ -34,7 +34,7 @@ from tests.integration.split_kit import (
 from tests.models import VOCAB_SIZE
 from tests.reference import assert_same_tokens, generate_reference
 
-TOKENS = 48
+TOKENS, LONG = 48, 300
 
 
 def kv_bytes(model: Path, tokens: int) -> int:
@@ -272,11 +272,11 @@ def test_a_worker_that_dies_or_hangs_costs_no_token(
             cluster.add(doomed, worker_settings("doomed", role, llama))
             found = stream_with_a_death(cluster, prompt, doomed, spare, role, llama, how)
             wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
-            doomed.process.kill()
+            doomed.kill()
             views = cluster.router.process.dispatcher.core.workers.values()
             drawn = sum(view.counters.generated_tokens for view in views)
-        assert_same_tokens(generate_reference(load(llama), prompt, tokens=600), found)
-        assert role is Role.PREFILL or drawn < 600 - 4, "what was delivered was drawn again"
+        assert_same_tokens(generate_reference(load(llama), prompt, tokens=LONG), found)
+        assert role is Role.PREFILL or drawn < LONG - 4, "what was delivered was drawn again"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_what_is_resumed_is_drawn_as_if_nothing_had_died(
         workers = [(first, worker_settings("steady", Role.PREFILL, llama))]
         with running_cluster(llama, workers) as cluster:
             cluster.add(doomed, worker_settings("doomed", Role.DECODE, llama))
-            undisturbed = ask_all(cluster, [prompt], **fields, max_tokens=600)[0]
+            undisturbed = ask_all(cluster, [prompt], **fields, max_tokens=LONG)[0]
             found = stream_with_a_death(
                 cluster, prompt, doomed, spare, Role.DECODE, llama, **fields
             )
@@ -313,7 +313,8 @@ def stream_with_a_death(
     how: signal.Signals = signal.SIGKILL,
     **fields: Any,
 ) -> list[int]:
-    body = {"model": "test-model", "prompt": prompt, "max_tokens": 600, "temperature": 0}
+    its_address = spare.start(worker_settings("spare", role, llama))
+    body = {"model": "test-model", "prompt": prompt, "max_tokens": LONG, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **fields}
     found: list[int] = []
     is_well = True
@@ -322,7 +323,7 @@ def stream_with_a_death(
             found += tokens_of(line)
             if len(found) >= 5 and is_well:
                 is_well = False
-                cluster.add(spare, worker_settings("spare", role, llama))
+                cluster.join(its_address, "spare")
                 os.kill(doomed.pid, how)
     return found
 

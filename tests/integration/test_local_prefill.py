@@ -111,3 +111,18 @@ def test_its_ledger_says_who_computed_it(
         phases = answer["kvrelay"]["ledger_ms"]
         assert phases["local_prefill"] > 0
         assert not {"prefill", "dispatch", "handoff", "decode_queue"} & set(phases)
+
+
+def test_decode_workers_alone_are_ready_and_serve(
+    llama: Path, hosts: tuple[WorkerHost, WorkerHost]
+) -> None:
+    workers = [(hosts[1], worker_settings("decode-0", Role.DECODE, llama))]
+    with running_cluster(llama, workers, policies=Policies(local_prefill=True)) as cluster:
+        assert cluster.http.get("/ready").status_code == 200
+        assert len(_tokens(_ask(cluster, _prompt(1, 50), max_tokens=4))) == 4
+    with running_cluster(llama, workers, policies=Policies()) as cluster:
+        refused = cluster.http.get("/ready")
+        assert (refused.status_code, refused.json()["reason"]) == (
+            503,
+            "no prefill worker has joined yet",
+        )

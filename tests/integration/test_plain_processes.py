@@ -31,9 +31,11 @@ def here() -> Iterator[Marked]:
 ROLES = ("prefill", "decode")
 
 
-def start_router(here: Marked, log: Path, *, http_port: str, grpc_port: str) -> tuple[Process, str]:
+def start_router(
+    here: Marked, log: Path, *options: str, http_port: str = "0", grpc_port: str = "0"
+) -> tuple[Process, str]:
     ports = ("--http-port", http_port, "--grpc-port", grpc_port)
-    process = here.start(KVRELAY, "router", *ports, log=log)
+    process = here.start(KVRELAY, "router", *ports, *options, log=log)
     found = until(lambda: re.search(r"gRPC on (\S+)\n", log.read_text()) or process.poll())
     assert isinstance(found, re.Match), log.read_text()
     return process, found[1]
@@ -70,7 +72,7 @@ def generate(address: str) -> tuple[int, ...]:
 
 
 def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None:
-    router, address = start_router(here, tmp_path / "r", http_port="0", grpc_port="0")
+    router, address = start_router(here, tmp_path / "r")
     workers = [start_worker(here, [address], role, tmp_path / role) for role in ROLES]
     until_joined(address)
     node = start_pool_node(here, address, tmp_path / "node")
@@ -109,9 +111,7 @@ def holds_nothing(address: str) -> bool:
 
 
 def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) -> None:
-    started = [
-        start_router(here, tmp_path / f"r{i}", http_port="0", grpc_port="0") for i in range(2)
-    ]
+    started = [start_router(here, tmp_path / f"r{i}") for i in range(2)]
     (doomed, doomed_at), (stays, stays_at) = started
     both = [doomed_at, stays_at]
     workers = [start_worker(here, both, role, tmp_path / role) for role in ROLES]
@@ -133,9 +133,7 @@ def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) 
         assert other_tokens == 400, "the other router's went on"
     until(lambda: holds_nothing(stays_at))
 
-    again, address = start_router(
-        here, tmp_path / "again", http_port="0", grpc_port=doomed_at.rpartition(":")[2]
-    )
+    again, address = start_router(here, tmp_path / "again", grpc_port=doomed_at.rpartition(":")[2])
     assert address == doomed_at
     until_joined(doomed_at)
     assert generate(doomed_at) == before
@@ -145,7 +143,7 @@ def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) 
 
 
 def test_a_busy_port_is_one_line(here: Marked, tmp_path: Path) -> None:
-    router, address = start_router(here, tmp_path / "r", http_port="0", grpc_port="0")
+    router, address = start_router(here, tmp_path / "r")
     port = address.rpartition(":")[2]
     command = [KVRELAY, "router", "--http-port", "0", "--grpc-port", port]
     second = subprocess.run(command, env=here.env, capture_output=True, text=True, timeout=60)
@@ -155,3 +153,21 @@ def test_a_busy_port_is_one_line(here: Marked, tmp_path: Path) -> None:
     assert second.stderr.startswith("kvrelay: ")
     assert port in second.stderr
     assert second.stderr.count("\n") == 1
+
+
+def test_a_shared_queue_is_one_routers(here: Marked, tmp_path: Path) -> None:
+    """A worker of both is refused by both, and says so; a worker of one is taken."""
+    shared = ("--set", "router.dispatch=shared_queue")
+    started = [start_router(here, tmp_path / f"r{i}", *shared) for i in range(2)]
+    routers, addresses = [one for one, _ in started], [at for _, at in started]
+    of_both = start_worker(here, addresses, "decode", tmp_path / "both")
+    told = "router.dispatch: shared_queue is for one router"
+    for name in ("r0", "r1"):
+        until(lambda name=name: told in (tmp_path / name).read_text())
+    until(lambda: (tmp_path / "both").read_text().count(told) >= 2)
+    assert not any(map(workers_of, addresses))
+    of_one = start_worker(here, addresses[:1], "decode", tmp_path / "one")
+    until(lambda: workers_of(addresses[0]) == {"decode"})
+    for process in (of_both, of_one, *routers):
+        process.terminate()
+    assert [process.wait(30) for process in (of_both, of_one, *routers)] == [0] * 4

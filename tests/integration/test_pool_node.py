@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from cluster.pool_names import host_pool_address
+from cluster.pool_node import PoolNode
+from cluster.settings import PoolNodeSettings
 from kvpool.pool_client_events import PrefixFetched
 from kvrelay.types import Incarnation, RequestKey
 from tests.integration import pool_kit
@@ -319,3 +322,29 @@ def test_a_worker_reads_from_the_node_of_another_host(
         there.kill()
         assert reader.fetch_far(node, far, chain(1, 8)) == 0
     here.stop()
+
+
+def test_it_answers_when_its_loop_comes_round_and_not_before() -> None:
+    settings = PoolNodeSettings(
+        name=f"test-{uuid4().hex[:12]}",
+        host_bytes=2**20,
+        disk=None,
+        disk_bytes=0,
+        policy="lru",
+        lease_ttl_s=30.0,
+        transports=(),
+        host="127.0.0.1",
+        port_range=None,
+    )
+
+    async def scene() -> None:
+        node = PoolNode(settings)
+        answer = asyncio.ensure_future(node.answer())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not answer.done(), "nobody has looked into its inbox"
+        await node.start()
+        await asyncio.wait_for(answer, 30)
+        await node.stop(drain_s=0)
+
+    asyncio.run(scene())

@@ -96,7 +96,7 @@ def cluster(hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
     ]
     match = tier_match(QOS)
     with running_cluster(
-        BUNDLED, workers, qos=tiers(router_tiers(QOS)), tier_match=match
+        BUNDLED, workers, qos=tiers(router_tiers(QOS, "predictive")), tier_match=match
     ) as running:
         yield running
 

@@ -175,6 +175,5 @@ class Traffic:
         (view,) = [view for view in views if view.hello.name == "doomed"]
         asked = [self.submit("patient", LONG) for _ in range(2 * PLACES)]
         wait_until(lambda: view.counters.decode_sequences > 0, "it decodes")
-        os.kill(doomed.pid, signal.SIGKILL)
-        doomed.process.wait()
+        doomed.kill()
         assert {one.result().status_code for one in asked} <= {200, 429}

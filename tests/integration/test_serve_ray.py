@@ -181,6 +181,27 @@ def test_a_killed_router_comes_back_at_its_ports(head: Head, tmp_path: Path) -> 
     assert_nothing_is_left(head.marked, *first, *second)
 
 
+def test_a_worker_that_hangs_is_killed_and_started_again(head: Head, tmp_path: Path) -> None:
+    log = tmp_path / "serve.log"
+    hangs = ["--name", "hangs", "--set", "ray.hang_timeout=8s", "--set", "workers=[{role: both}]"]
+    driver = head.joined().start(KVRELAY, "serve", *hangs, *OWN_PORTS, log=log)
+    http, grpc = addresses(driver, log)
+    ask_both_faces(http, grpc)
+
+    hung = next(p for p in head.marked.processes() if "ray::WorkerHost" in title(p))
+    hung.suspend()
+    until(lambda: len(re.findall(r"both-0 serves on", log.read_text())) == 2)
+    told = "both-0 is lost: it has answered nothing for 8 s; starting it again in 1 s"
+    assert told in log.read_text()
+    until(lambda: not hung.is_running())
+    until(lambda: ready(http))
+    ask_both_faces(http, grpc)
+
+    driver.terminate()
+    assert driver.wait(60) == 0, log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)
+
+
 def test_the_containers_exact_command_serves_until_killed(head: Head, tmp_path: Path) -> None:
     """The entry point of the RayJob, with the rendered cluster file where the pod has it."""
     path = tmp_path / "cluster.yaml"

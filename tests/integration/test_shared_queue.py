@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +52,7 @@ def test_a_worker_that_is_killed_costs_no_token_and_holds_only_what_it_had(llama
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ask_all, cluster, asked)
             wait_until(lambda: len(view.queue) > 0, "it has a prompt")
-            os.kill(doomed.pid, signal.SIGKILL)
-            doomed.process.wait()
+            doomed.kill()
             answers = found.result()
         wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
     model = load(llama)

@@ -1,20 +1,18 @@
 """A process that starts and stops workers on command, so that many models share one start-up.
 
-Reads one JSON object per line, answers each with one: {"start": settings} |-> {"address": ...},
-{"stop": address} |-> {"stopped": address}, {"damage": address, "pieces": n} |-> {"damaged":
-address}: the KV of so many pieces that this worker receives from now on is wrong, though every
-checksum was right. Ends with its standard input.
+Each command is answered: by the worker's address, or by why it failed. It ends when no one commands
+it any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-from pydantic import TypeAdapter
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, assert_never
 
 from cluster.settings import WorkerSettings
 from cluster.worker import WorkerProcess
@@ -23,31 +21,70 @@ from kvpool.layout import NO_BLOCK, Tables
 from kvpool.memory import KvMemory
 from kvpool.memory_host import HostBlocks
 
-SETTINGS = TypeAdapter(WorkerSettings)
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    settings: WorkerSettings
 
 
-async def main() -> None:
+@dataclass(frozen=True, slots=True)
+class Stop:
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """The KV of so many pieces that this worker receives from now on is wrong, though every
+    checksum was right."""
+
+    address: str
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    reason: str
+
+
+Command = Start | Stop | Damage
+
+
+def serve(commands: Connection) -> None:
+    warnings.simplefilter("ignore")
+    asyncio.run(_serve(commands))
+
+
+async def _serve(commands: Connection) -> None:
     workers: dict[str, WorkerProcess] = {}
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(await answer(json.loads(line), workers)), flush=True)
+    with suppress(EOFError):
+        while True:
+            command = await asyncio.to_thread(commands.recv)
+            commands.send(await answer(command, workers))
     for worker in workers.values():
         await worker.stop(drain_s=0)
 
 
-async def answer(command: dict, workers: dict[str, WorkerProcess]) -> dict[str, str]:  # type: ignore[type-arg]
-    if "stop" in command:
-        await workers.pop(command["stop"]).stop(drain_s=5)
-        return {"stopped": command["stop"]}
-    if "damage" in command:
-        damage(workers[command["damage"]], command["pieces"])
-        return {"damaged": command["damage"]}
-    worker = WorkerProcess(SETTINGS.validate_python(command["start"]))
+async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | Failed:
+    match command:
+        case Start(settings=settings):
+            return await start(WorkerProcess(settings), workers)
+        case Stop(address=address):
+            await workers.pop(address).stop(drain_s=5)
+            return address
+        case Damage(address=address, pieces=pieces):
+            damage(workers[address], pieces)
+            return address
+        case _:
+            assert_never(command)
+
+
+async def start(worker: WorkerProcess, workers: dict[str, WorkerProcess]) -> str | Failed:
     try:
         address = await worker.start()
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return Failed(f"{type(error).__name__}: {error}")
     workers[address] = worker
-    return {"address": address}
+    return address
 
 
 def damage(worker: WorkerProcess, pieces: int) -> None:
@@ -90,7 +127,3 @@ def spoil_first_block(memory: KvMemory, tables: Tables) -> None:
         first = next(block for block in table if block != NO_BLOCK)
         for plane in planes:
             plane[:, first * size : (first + 1) * size].add_(1)
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

@@ -68,6 +68,7 @@ def hello(name: str, role: Role, *, places: int = 4, max_model_len: int = 64) ->
         physical_format="float32/block4",
         rope_border_tokens=4096,
         kv_token_bytes=1_000_000,
+        cpus="0-1",
     )
 
 

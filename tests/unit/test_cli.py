@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+import cluster
 from cluster import cli, launch
 from cluster.cli_options import devices, only
 from cluster.cli_process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
@@ -98,6 +100,20 @@ def test_errors_are_one_line_and_exit_2(run, line: str, message: str) -> None:  
     code, out, err = run(*line.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"kvrelay: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["status", "status --kv", "stop"])
+def test_without_a_cluster_it_says_what_to_do(  # type: ignore[no-untyped-def]
+    run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_runs(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify the one")
+
+    monkeypatch.setattr("ray.init", none_runs)
+    code, out, err = run(*command.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("kvrelay: no Ray runs on this machine: kvrelay serve starts a cluster, ")
     assert err.count("\n") == 1
 
 
@@ -193,6 +209,7 @@ SAMPLES: dict[str, object] = {
     "preload": [{"text": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "lfu",
+    "engine.compile": "off",
     "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 99,
     "scheduler.mixed_chunk_tokens": 65,
@@ -214,6 +231,7 @@ SAMPLES: dict[str, object] = {
     "router.admission.queue_limit": 9,
     "router.resources": {"x": 1},
     "qos.header": "x-tier",
+    "qos.ladder.enabled": False,
     "qos.ladder.window": "9s",
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
@@ -249,6 +267,7 @@ SAMPLES: dict[str, object] = {
     "ray.address": "auto",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",
+    "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
 }
 
@@ -321,6 +340,18 @@ def test_help_and_config_import_nothing_heavy() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_a_plain_router_imports_no_torch() -> None:
+    done = python(
+        "import asyncio, sys, cluster.router\nfrom cluster.plain import run_router\n"
+        "class Stop(Exception): pass\n"
+        "def stop(settings): raise Stop\n"
+        "cluster.router.RouterProcess = stop\n"
+        "try: asyncio.run(run_router(None, drain_s=0))\n"
+        "except Stop: print([n for n in ('torch', 'transformers', 'ray') if n in sys.modules])"
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
 WITHOUT_RAY = """
 import sys
 class Hidden:
@@ -345,9 +376,8 @@ def test_serve_without_ray_says_what_to_do() -> None:
 
 
 def test_everything_but_the_launcher_imports_without_ray() -> None:
-    left_out = {"__init__", "__main__", "launch", "fleet", "controller"}
-    folder = Path(cli.__file__).parent
-    names = sorted(path.stem for path in folder.glob("*.py") if path.stem not in left_out)
-    imports = "".join(f"import cluster.{name}\n" for name in names)
+    left_out = {f"cluster.{name}" for name in ("__main__", "launch", "fleet", "controller")}
+    found = (module.name for module in pkgutil.walk_packages(cluster.__path__, "cluster."))
+    imports = "".join(f"import {name}\n" for name in found if name not in left_out)
     done = python(WITHOUT_RAY + imports + "print('imported')")
     assert done.stdout == "imported\n", done.stderr

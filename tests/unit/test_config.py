@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from cluster.config import Config
 from cluster.config_load import Override, load_config
-from cluster.plan import NODE_HOST, Placement, plan_cluster, shortage
+from cluster.plan import NODE_HOST, Placement, plan_cluster, router_settings, shortage
 from cluster.quantities import (
     format_duration,
     format_size,
@@ -243,6 +243,26 @@ def test_more_workers_than_cpus_still_fit() -> None:
     assert sum(pool.resources["CPU"] for pool in config.workers) <= 1
 
 
+@pytest.mark.parametrize(
+    ("given", "pinning"),
+    [
+        ([], ["auto", "auto"]),
+        (["workers.0.cpu_threads=7"], ["auto", "auto"]),
+        (["workers.0.cpu_threads=8"], ["off", "off"]),
+        (["workers.0.cpu_threads=8", "workers.1.cpu_pinning=off"], ["auto", "off"]),
+        (["workers.0.cpu_threads=8", "workers.1.device=cuda"], ["auto", "auto"]),
+        (["workers.0.replicas=9"], ["off", "off"]),
+    ],
+)
+def test_workers_are_pinned_where_each_can_have_its_own_cpus(
+    given: list[str], pinning: list[str]
+) -> None:
+    config = resolve(set_(*given), SITE)
+    assert [pool.cpu_pinning for pool in config.workers] == pinning
+    settings = [worker.settings for worker in plan_cluster(config).workers]
+    assert {one.cpu_pinning for one in settings} == {*pinning}
+
+
 def test_two_roles_share_one_gpu() -> None:
     plan = plan_cluster(resolve(load_config(CONFIGS / "one-gpu.yaml"), SITE))
     for worker in plan.workers:
@@ -308,6 +328,24 @@ def test_each_router_has_ports_and_a_record_of_its_own() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "enabled", "stands"),
+    [
+        ("predictive", "auto", True),
+        ("queue_limit", "auto", True),
+        ("none", "auto", False),
+        ("none", "true", True),
+        ("predictive", "false", False),
+    ],
+)
+def test_the_ladder_is_a_choice_of_its_own(policy: str, enabled: str, stands: bool) -> None:
+    tiers = "qos.tiers={only: {ttft: 1s, default: true}}"
+    texts = (f"router.admission.policy={policy}", f"qos.ladder.enabled={enabled}", tiers)
+    settings = router_settings(resolve(set_(*texts), SITE))
+    assert (settings.qos.ladder is not None) is stands
+    assert [tier.name for tier in settings.qos.tiers] == ["only"]
+
+
 def test_port_ranges_may_be_neighbours() -> None:
     set_("router={http_port: 8000, grpc_port: 8003, replicas: 3}")
     set_("router={http_port: 65533, grpc_port: 65530, replicas: 3}")
@@ -358,6 +396,7 @@ CHANGES = {
     "preload": [{"system": "You are kind.", "tenant": "a"}],
     "engine.prefix_caching": False,
     "engine.eviction": "reuse",
+    "engine.compile": "off",
     "engine.profile": "off",
     "scheduler.prefill_chunk_tokens": 33,
     "scheduler.mixed_chunk_tokens": 34,
@@ -369,6 +408,7 @@ CHANGES = {
     "workers.0.accelerator_type": "A100",
     "workers.0.cpu_threads": 3,
     "workers.0.parallel.tensor": 2,
+    "workers.0.cpu_pinning": "off",
     "workers.0.dtype": "float32",
     "router.host": "0.0.0.0",
     "router.replicas": 3,
@@ -385,6 +425,7 @@ CHANGES = {
     "router.admission.queue_limit": 3,
     "router.resources": {"y": 1},
     "qos.header": "x-plan",
+    "qos.ladder.enabled": False,
     "qos.ladder.window": "9s",
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
@@ -419,6 +460,7 @@ CHANGES = {
     "observability.trace_dir": "/traces",
     "ray.startup_timeout": "9s",
     "ray.driver_timeout": "9s",
+    "ray.hang_timeout": "9s",
     "drain_timeout": "9s",
 }
 USED_BY_SEVERAL_ROUTERS = {"router.same_ports"}

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
 from kvpool.handoff import Commit, Committed, SlabFilled, SlabLent
@@ -362,18 +360,6 @@ def test_a_preempted_sequence_can_be_aborted() -> None:
     scheduler.handle(Abort(key=key("old")), 0)
     done(scheduler, (13,))
     assert_idle(scheduler)
-
-
-@pytest.mark.parametrize(("border", "known"), [(None, ()), (4, ()), (3, (0, 1, 2))])
-def test_a_sequence_that_reaches_the_rope_border_is_shown_whole(
-    border: int | None, known: tuple[int, ...]
-) -> None:
-    scheduler = decode_scheduler()
-    scheduler.batch.rope_border_tokens = border
-    arrive(scheduler, spec("a", 3))
-    (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
-    assert sample.prompt_ids == known
-    assert sample.emitted_ids == ((100,) if known else ())
 
 
 def test_penalties_need_the_history() -> None:

@@ -214,6 +214,13 @@ def test_what_would_break_another_s_tpot_is_refused_if_it_has_one_itself() -> No
     assert asked(one, of("free", "none")) == "taken"
 
 
+def test_nobody_is_refused_for_a_pace_that_could_not_be_had_alone() -> None:
+    one = scheduler(times=STEP_S)
+    assert asked(one, replace(of("premium", "p"), tpot_s=0.001)) == "taken"
+    assert asked(one, replace(of("free", "mild"), tpot_s=1.0)) == "taken"
+    assert asked(one, replace(of("free", "vain"), tpot_s=0.001)) == "tpot_unreachable"
+
+
 def test_within_its_share_it_is_taken_as_those_on_lent_places_step_back() -> None:
     one = scheduler(times=STEP_S)
     for i in range(3):

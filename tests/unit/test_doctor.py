@@ -31,6 +31,7 @@ def test_the_default_cluster_can_run_here(
     out = capsys.readouterr().out
     assert "shm  usable (shm)" in out
     assert "kvrelay[nixl]" in out and "memlock limit: " in out and "UCX: " in out
+    assert "CMA (process_vm_writev) within a host: " in out
     assert "this cluster can run here" in out
     (pair,) = [line.split() for line in out.splitlines() if line.startswith(" workers.0")]
     assert pair == ["workers.0", "(prefill)", "workers.1", "(decode)", "shm", "nothing"]

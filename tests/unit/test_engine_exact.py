@@ -33,7 +33,14 @@ class Case:
     references: tuple[Reference, ...]
 
 
-def load_case(tmp_path_factory: pytest.TempPathFactory, family: str, device: str = "cpu") -> Case:
+def load_case(
+    tmp_path_factory: pytest.TempPathFactory,
+    family: str,
+    device: str = "cpu",
+    *,
+    attention: str = "auto",
+    compiled: bool = True,
+) -> Case:
     folder = random_checkpoint(tmp_path_factory.mktemp(family), family)
     limits = EngineLimits(
         max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8
@@ -45,6 +52,8 @@ def load_case(tmp_path_factory: pytest.TempPathFactory, family: str, device: str
         block_size=BLOCK_SIZE,
         blocks=128,
         limits=limits,
+        compiled=compiled,
+        attention=attention,
     )
     letters = random.Random(5)
     prompts = [[letters.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
@@ -52,9 +61,18 @@ def load_case(tmp_path_factory: pytest.TempPathFactory, family: str, device: str
     return Case(family, engine, tuple(references))
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+TORCH_FAMILIES = ("llama", "gemma2", "gpt_oss")
+"""Served by torch's operations too: plain, with a window and a soft cap, with sinks."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*((f, "auto") for f in sorted(FAMILIES)), *((f, "sdpa") for f in TORCH_FAMILIES)],
+    ids=" ".join,
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return load_case(tmp_path_factory, request.param)
+    family, attention = request.param
+    return load_case(tmp_path_factory, family, attention=attention)
 
 
 def check_alone(engine: Engine, reference: Reference) -> None:
@@ -80,21 +98,37 @@ def test_tokens_in_mixed_batches(case: Case) -> None:
         assert_same_tokens(reference, one.emitted)
 
 
+def test_tokens_of_a_model_that_is_not_compiled(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    plain = load_case(tmp_path_factory, "qwen3", compiled=False)
+    test_logits_of_sequences_alone(plain)
+    test_tokens_in_mixed_batches(plain)
+
+
+@pytest.fixture(scope="module", params=["auto", "sdpa"])
+def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return load_case(tmp_path_factory, "gemma2", attention=request.param)
+
+
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return load_case(tmp_path_factory, "gemma2")
+def torch_gemma(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return load_case(tmp_path_factory, "gemma2", attention="sdpa")
 
 
 def test_dropping_the_window_is_noticed(gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = gemma.engine.layout
     blind = replace(layout, groups=tuple(replace(g, window=None) for g in layout.groups))
     monkeypatch.setattr(gemma.engine, "_planner", replace(gemma.engine._planner, layout=blind))
+    monkeypatch.setattr(gemma.engine.memory, "layout", blind)
     with pytest.raises(AssertionError, match="logits differ"):
         check_alone(gemma.engine, gemma.references[4])
 
 
 def test_dropping_the_soft_cap_is_noticed(gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    for layer in gemma.engine.model.module.model.layers:
+    own = replace(gemma.engine.model, flat=None)  # the graph has its caps written in
+    monkeypatch.setattr(gemma.engine, "model", own)
+    for layer in own.module.model.layers:
         monkeypatch.setattr(layer.self_attn, "attn_logit_softcapping", None)
     with pytest.raises(AssertionError, match="logits differ"):
         check_alone(gemma.engine, gemma.references[4])
@@ -125,12 +159,13 @@ def test_the_block_in_use_is_copied_before_writing(gemma: Case) -> None:
     assert_close_logits(reference, logits)
 
 
-def test_bounded_memory_changes_nothing(gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_memory_changes_nothing(torch_gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Score matrices in pieces of a few queries, decode rows in buckets of a few blocks."""
+    engine, references = torch_gemma.engine, torch_gemma.references
     monkeypatch.setattr(paged, "_SCORES_BYTES", 1 << 13)
-    monkeypatch.setattr(plan, "GATHER_BYTES", 20 * plan.layer_block_bytes(gemma.engine.layout, 0))
-    check_alone(gemma.engine, gemma.references[4])
-    sequences = start(gemma.engine, [r.prompt for r in gemma.references], max_tokens=TOKENS)
-    run_mixed(gemma.engine, sequences, chunk_tokens=CHUNK_TOKENS)
-    for reference, one in zip(gemma.references, sequences, strict=True):
+    monkeypatch.setattr(plan, "GATHER_BYTES", 20 * plan.layer_block_bytes(engine.layout, 0))
+    check_alone(engine, references[4])
+    sequences = start(engine, [r.prompt for r in references], max_tokens=TOKENS)
+    run_mixed(engine, sequences, chunk_tokens=CHUNK_TOKENS)
+    for reference, one in zip(references, sequences, strict=True):
         assert_same_tokens(reference, one.emitted)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,7 @@ from router.forecast.prefill_queue import Ahead, PrefillQueue
 from router.forecast.step_peaks import StepPeaks
 from router.prefixes import HeldPrefixes
 from router.view import WorkerView
-from tests.unit.router_kit import PerToken, demand, key, view, workers_of
+from tests.unit.router_kit import PerToken, demand, hello, key, view, workers_of
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -167,6 +168,30 @@ def test_a_decode_worker_that_prefills_does_both_in_its_steps() -> None:
     asked = demand(prompt_tokens=16)
     found = Forecast(workers_of(d)).predict(asked, Candidate(decode=d, prefill=None), 0)
     assert found.prompt.prefill_s == pytest.approx(0.16 + 2 * 2 * 0.1)
+
+
+def test_more_sequences_than_places_take_no_longer_steps() -> None:
+    """Those that tiers have places of their own for may come while all places are lent."""
+    both, asked = view("both", Role.BOTH, places=2), demand(prompt_tokens=16)
+    both.times = PerToken(prompt_s=0.01, sequence_s=0.1, context_s=0.001)
+    both.outlook.add(key("x"), expect(0, 60, choices=5, tokens=4))
+    way = Candidate(decode=both, prefill=None)
+    found = Forecast(workers_of(both)).predict(asked, way, 0)
+    assert found.prompt.prefill_s == pytest.approx(0.16 + 2 * (2 * 0.1 + 5 * 0.004))
+    assert found.decode.batch == BatchThen(5, 20)
+    assert found.decode.step_s == pytest.approx(2 * 0.1 + 0.001 * (20 + 16 + 4))
+
+
+def test_more_sequences_than_were_measured_have_a_time_all_the_same() -> None:
+    """Steps are measured with as many as there are places."""
+    both = WorkerView.of(hello("both", Role.BOTH, places=4))
+    both.outlook.add(key("x"), expect(0, 60, choices=9, tokens=4))
+    assert both.decode_s(9, 36) == inf
+    way = Candidate(decode=both, prefill=None)
+    found = Forecast(workers_of(both)).predict(demand(prompt_tokens=16), way, 0)
+    assert 0 < found.prompt.prefill_s < inf
+    assert 0 < found.decode.step_s < inf
+    assert found.completes_in_s < inf
 
 
 def test_peaks_are_the_longest_since() -> None:

@@ -111,6 +111,15 @@ def test_only_tiers_with_objectives_have_one() -> None:
     Ladders(tiers).saw_ttft("free", 1.0, begun_s=0, now_s=0)
 
 
+def test_without_rules_there_is_none() -> None:
+    ladders = Ladders(QosTiers(tiers=(TIER,), default="gold", ladder=None))
+    assert list(ladders) == []
+    for _ in range(100):
+        ladders.saw_ttft("gold", 9.0, begun_s=0, now_s=0)
+    assert ladders.climb(0) == []
+    assert ladders.highest(TIER) is None
+
+
 def test_a_step_holds_for_tiers_that_go_after_it_too() -> None:
     free = QosTier(name="free", priority=1)
     ladders = Ladders(QosTiers(tiers=(TIER, free), default="free", ladder=RULES))

@@ -97,6 +97,16 @@ def test_without_prefill_workers_every_prompt_is_computed_by_decode_workers() ->
     assert not ways(KvAware(), d)
 
 
+def test_all_of_them_are_suggested_then() -> None:
+    """Also those that no closer look is taken at, and those without a place."""
+    many = timed(*(view(f"d{i}", D) for i in range(7)))
+    decodes(many[0], 4, tokens=0)
+    for asked in (demand(), demand(prompt_tokens=50, output_tokens=4)):
+        found = ways(LOCAL, *many, asked=asked)
+        assert {way.placement for way in found} == {placed(f"d{i}", None) for i in range(7)}
+    assert {way.decode.incarnation for way in found[:4]} < {w.incarnation for w in many[1:]}
+
+
 def test_whom_it_would_hurt_decides() -> None:
     """Three tokens take 30 ms. Over the 9 that the other one has left that is 3.3 ms each, and
     two sequences take 200 ms a step."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvrelay.messages import Abort, Counters, Prefill, Reserve, WorkerHello
 from kvrelay.types import FinishReason, Incarnation, RequestSpec, Role
 from router.core import RouterCore
 from router.events import Aborted, Command, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
 from router.moving import LOOK_S
+from router.placement import Pair
 from tests.unit.router_kit import (
     PROMPT,
     failed,
@@ -55,6 +58,10 @@ def wide(name: str, role: Role) -> WorkerHello:
 def pressed(core: RouterCore, now_s: float, active: int = 19) -> list[Command]:
     counters = Counters(active_blocks=active, running=1)
     return core.handle(WorkerSaid(incarnation=D, events=(), counters=counters), now_s)
+
+
+def sends(commands: list[Command]) -> list[Send]:
+    return [one for one in commands if isinstance(one, Send)]
 
 
 def moving(core: RouterCore) -> RouterCore:
@@ -143,6 +150,38 @@ def test_no_second_move_while_one_is_under_way_and_no_look_at_every_message() ->
     core = moving(decoding())
     assert pressed(core, 3 + LOOK_S / 2) == []
     assert pressed(core, 3 + LOOK_S) == []
+
+
+def test_never_over_a_pair_that_is_quarantined_or_failed_for_it() -> None:
+    core, pair = decoding(), Pair(D, D2)
+    back_off_s = core.quarantine.failed(pair, "transfer_failed", 2)
+    assert back_off_s is not None
+    assert pressed(core, 3) == []
+    core.requests["r"].avoided.add(pair)
+    assert pressed(core, 2 + back_off_s) == []
+    core.requests["r"].avoided.clear()
+    assert len(pressed(core, 2 + back_off_s + LOOK_S)) == 1
+
+
+@pytest.mark.parametrize("worker", [D, D2])
+def test_never_to_or_from_a_worker_that_drains(worker: Incarnation) -> None:
+    """Which its refusal of some other request has told."""
+    core = decoding()
+    core.handle(Submitted(request=request("other", max_tokens=MOST)), 2)
+    at = core.requests["other"]
+    if at.legs[0] != worker:  # it asks that one next
+        says(core, at.legs[0], refused("kv_exhausted", "other", at.attempt))
+    assert worker in at.legs
+    says(core, worker, refused("draining", "other", at.attempt))
+    assert core.workers[worker].draining
+    assert all(not isinstance(one.message, Reserve) for one in sends(pressed(core, 3)))
+
+
+def test_a_target_that_drains_unknown_to_the_router_changes_nothing() -> None:
+    core = moving(decoding())
+    assert says(core, "d2", refused("draining", attempt=1)) == []
+    assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
+    assert pressed(core, 3 + LOOK_S) == [], "now it is known"
 
 
 def test_only_a_worker_that_will_overflow_and_only_when_asked_for() -> None:

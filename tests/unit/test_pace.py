@@ -9,11 +9,11 @@ import pytest
 from decode_worker.scheduler import DecodeScheduler
 from engine.latency_fit import LinearTimes
 from engine.step import StepWanted
-from kvrelay.messages import Generate
+from kvrelay.messages import Generate, Tokens
 from kvrelay.types import RequestSpec
 from tests.unit.test_decode_scheduler import arrive, assert_idle
 from tests.unit.test_decode_shares import TIERS, of, running, scheduler
-from tests.unit.worker_kit import decode_scheduler, done, key, spec, the_step
+from tests.unit.worker_kit import decode_scheduler, done, events, key, spec, the_step
 
 PER_SEQUENCE = LinearTimes(decode_knots=((1, 0.010), (2, 0.020), (3, 0.030), (4, 0.040)))
 
@@ -36,11 +36,82 @@ def beside_free(
 
 @pytest.mark.parametrize(
     ("tpot_s", "there"),
-    [(0.05, 4), (0.035, 3), (0.034, 3), (0.033, 2), (0.012, 1), (0.001, 1), (None, 4)],
+    [(0.05, 4), (0.035, 3), (0.034, 3), (0.033, 2), (0.012, 1), (0.01, 1), (None, 4)],
 )
 def test_as_many_go_on_as_its_pace_bears(tpot_s: float | None, there: int) -> None:
     """Nine tenths of it are for steps."""
     assert running(beside_free(tpot_s)) == ["p", "f0", "f1", "f2"][:there]
+
+
+def test_nobody_steps_back_for_a_pace_that_it_could_not_have_alone() -> None:
+    assert running(beside_free(0.0099)) == ["p", "f0", "f1", "f2"]
+    context = LinearTimes(decode_knots=((4, 0.0),), decode_kv_token_s=0.001)
+    assert running(beside_free(0.0039, times=context)) == ["p", "f0", "f1", "f2"]  # 4 tokens
+
+
+def test_but_for_the_others_that_can_have_theirs() -> None:
+    one = scheduler()
+    for name in ("f0", "f1"):
+        arrive(one, paced("free", name, None))
+    arrive(one, paced("premium", "p", 0.001))
+    arrive(one, paced("standard", "s", 0.025))
+    one.batch.times = PER_SEQUENCE
+    assert running(one) == ["p", "s"]
+
+
+# --- for how long -------------------------------------------------------------------------------
+
+
+def stood_back(one: DecodeScheduler, step_s: float = 1.0) -> dict[str, float]:
+    """# request |-> as told with its last token, of all, in steps that take so long"""
+    told, now_s = {}, 0.0
+    while one.has_work:
+        batch = the_step(one.handle(StepWanted(), now_s)).batch
+        now_s += step_s
+        drawn = [(7,) if piece.samples else () for piece in batch.slices]
+        for event in events(done(one, *drawn, now_s=now_s)):
+            if isinstance(event, Tokens) and event.finish_reason is not None:
+                told[event.key.request_id] = event.stood_back_s
+            elif isinstance(event, Tokens):
+                assert event.stood_back_s == 0
+    return told
+
+
+def test_the_last_token_tells_for_how_long_it_stood_back() -> None:
+    """For the two steps that premium needs; one of the three goes on beside it."""
+    assert stood_back(beside_free(0.012)) == {"p": 0.0, "f0": 2.0, "f1": 2.0, "f2": 2.0}
+    assert stood_back(beside_free(0.03)) == {"p": 0.0, "f0": 0.0, "f1": 2.0, "f2": 2.0}
+    assert stood_back(beside_free(None)) == dict.fromkeys(("p", "f0", "f1", "f2"), 0.0)
+
+
+def test_so_does_one_that_was_preempted() -> None:
+    """Two sequences of three tokens in two blocks of four. The other one yields four tokens more
+    until it is done, of which the first beside it."""
+    one = decode_scheduler(blocks=2)
+    for name in ("old", "new"):
+        arrive(one, spec(name, 3, max_tokens=6))
+    told = stood_back(one)
+    assert one.batch.roster.preemptions > 0
+    assert told["old"] == 0
+    assert told["new"] == 4
+
+
+def test_until_it_has_all_computed_again() -> None:
+    """Its five tokens in chunks of two: of these the first two steps count too."""
+    one = decode_scheduler(blocks=2, chunk=2, caching=False)
+    for name in ("old", "new"):
+        arrive(one, spec(name, 3, max_tokens=6))
+    assert stood_back(one) == {"old": 0, "new": 4 + 2}
+
+
+def test_who_lost_its_place_tells_too() -> None:
+    one = scheduler()
+    for i in range(4):
+        arrive(one, paced("free", f"f{i}", None, max_tokens=4))
+    arrive(one, paced("premium", "p", None, max_tokens=3))
+    told = stood_back(one)
+    assert {name for name, seconds in told.items() if seconds} == {"f3"}
+    assert told["f3"] == 2
 
 
 def test_who_steps_back_keeps_its_blocks_and_goes_on_later() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.checkpoint import open_checkpoint
 from engine.layer_marks import LayerMarks
-from engine.load import load_engine
+from engine.model import load_model
 from engine.parallel import leader
 from engine.parallel.leader import Leader
 from engine.parallel.load import load_split
@@ -45,17 +45,6 @@ class Case:
     references: list[Reference]
 
 
-def one_rank(folder: Path) -> Engine:
-    return load_engine(
-        open_checkpoint(str(folder)),
-        device="cpu",
-        dtype="float32",
-        block_size=16,
-        blocks=48,
-        limits=LIMITS,
-    )
-
-
 def ranks(folder: Path, size: int, *, device: str = "cpu") -> Engine:
     return load_split(
         open_checkpoint(str(folder)),
@@ -72,7 +61,7 @@ def ranks(folder: Path, size: int, *, device: str = "cpu") -> Engine:
 def references(folder: Path) -> list[Reference]:
     letters = random.Random(5)
     prompts = [[letters.randrange(2, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-    model = one_rank(folder).model
+    model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
     return [generate_reference(model, p, tokens=TOKENS) for p in prompts]
 
 

@@ -10,11 +10,11 @@ from kvrelay.types import Incarnation, Role, Tier
 from router.candidate import Candidate
 from router.demand import Demand
 from router.directory import Directory
-from router.forecast.decode_outlook import Expected
+from router.forecast.decode_outlook import BatchThen, Expected
 from router.forecast.forecast import Forecast
 from router.forecast.prefill_queue import Ahead
 from router.placement import Pair, Placement, trusted
-from router.placing.kv_aware import KvAware
+from router.placing.kv_aware import KvAware, Steps, _steps
 from router.placing.least_loaded import LeastLoaded
 from router.placing.local_cache import LocalCache
 from router.placing.policy import PlacementPolicy
@@ -266,3 +266,12 @@ def test_a_suspected_pair_is_not_suggested_first() -> None:
     assert not choice.acceptable(
         Candidate(decode=workers[suspected.decode], prefill=workers[suspected.prefill])
     )
+
+
+def test_it_costs_those_that_are_in_a_step_not_all_that_are_there() -> None:
+    """Two of the six: 240 ms with it, 220 ms without."""
+    worker = view("b", BOTH, places=2)
+    worker.times = PerToken(sequence_s=0.1, context_s=0.001)
+    asked = demand(prompt_tokens=16, output_tokens=8)
+    found = _steps(asked, BatchThen(5, 20), worker)
+    assert found == pytest.approx(Steps(own_s=0.24, cost_s=0.24 + 2 * 0.02))

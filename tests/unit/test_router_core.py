@@ -7,7 +7,8 @@ import pytest
 
 from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
-from router.core import MAX_ATTEMPTS, RouterCore
+from router.core import RouterCore
+from router.ending import MAX_ATTEMPTS
 from router.events import (
     Aborted,
     Admit,

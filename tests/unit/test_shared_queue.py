@@ -12,8 +12,10 @@ from kvrelay.messages import Abort, Lifetime, Prefill, Reserve
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core import RouterCore
+from router.dispatching import LOOKED_AT
 from router.events import Aborted, Admit, Command, Send, Submitted, WorkerJoined, WorkerLost
 from router.generation import GenerationRequest
+from router.placement import Pair
 from router.shared_queue import Queued, SharedQueue, level
 from tests.unit.router_kit import (
     failed,
@@ -182,6 +184,45 @@ def test_a_suspected_pair_waits_for_another_worker() -> None:
     says(core, worker, failed("transfer_failed", "a", 0))
     attempt = core.requests["a"].attempt
     assert prefills(says(core, "d", reserved("a", attempt))) == [(other, "a")]
+
+
+def test_those_that_no_free_worker_may_have_hold_up_nobody() -> None:
+    """More of them than are looked at."""
+    core = shared("p", "q")
+    take(core, asked("x"), asked("y"))
+    (busy,) = [worker for worker, name in running(core) if name == "y"]
+    heads = [f"head{i}" for i in range(LOOKED_AT + 2)]
+    assert not prefills(take(core, *map(asked, heads), asked("behind")))
+    for name in heads:
+        core.requests[name].avoided.add(Pair(Incarnation(busy), Incarnation("d")))
+    assert prefills(says(core, busy, *ended("y", 1))) == [(busy, "behind")]  # type: ignore[arg-type]
+    assert not prefills(says(core, busy))
+
+
+def running(core: RouterCore) -> list[tuple[str, str]]:
+    """(prefill worker, request)"""
+    return [(leg, one.request_id) for one in core.requests.values() for leg in one.legs[1:]]
+
+
+def test_a_trial_of_a_worker_is_counted() -> None:
+    """20 tokens take 58 ms, the worker says."""
+    core = shared("p")
+    hasty = Objectives(ttft_s=0.03)
+
+    def ask(name: str, now_s: float) -> bool:
+        core.handle(Submitted(request=asked(name, objectives=hasty)), now_s)
+        if name not in core.requests:
+            return False
+        attempt = core.requests[name].attempt
+        says(core, "d", reserved(name, attempt), now_s=now_s)
+        core.handle(Aborted(request_id=name), now_s)
+        for worker in ("p", "d"):
+            says(core, worker, released(name, attempt), now_s=now_s)
+        assert all(view.is_idle for view in core.workers.values())
+        return True
+
+    tried_s = [now_s for now_s in range(1, 30) if ask(str(now_s), now_s)]
+    assert tried_s == [5, 10, 20]
 
 
 def test_admission_knows_of_the_queue() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from math import inf
 
 import pytest
 
-from cluster.supervised import STABLE_S
+from cluster.supervised import STABLE_S, STARTS_BEFORE_FATAL, Limits
 from cluster.supervision import (
     Announce,
+    Answered,
     Command,
     DriverSeen,
     Event,
@@ -18,6 +21,7 @@ from cluster.supervision import (
     Lost,
     Note,
     Phase,
+    Ping,
     Placed,
     Remove,
     Serving,
@@ -29,12 +33,13 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
-from cluster.supervisor import STARTS_BEFORE_FATAL, Limits, Supervisor
+from cluster.supervisor import Supervisor
 
 ROUTER, SECOND = "router-0", "router-1"
 P, D = "prefill-0", "decode-0"
 NEEDS = {ROUTER: "{}", P: "{GPU: 1}", D: "{CPU: 2}"}
-LIMITS = Limits(startup_timeout_s=60.0, driver_timeout_s=10.0)
+LIMITS = Limits(startup_timeout_s=60.0, driver_timeout_s=10.0, hang_timeout_s=inf)
+FOR_EVER = replace(LIMITS, driver_timeout_s=None)
 
 
 def new(limits: Limits = LIMITS) -> Supervisor:
@@ -70,7 +75,7 @@ def test_starts_everything_at_once_and_only_once() -> None:
 
 
 def test_notes_say_what_starts_and_every_ten_seconds_what_is_missing() -> None:
-    core = new(Limits(startup_timeout_s=60.0, driver_timeout_s=None))
+    core = new(FOR_EVER)
     started = [f"starting {name} ..." for name in (ROUTER, P, D)]
     assert notes(core, Tick(), 0.0) == started
     act(core, Serving(name=ROUTER, life=1, address="r"), 1.0)
@@ -116,7 +121,7 @@ def test_lost_worker_is_withdrawn_and_started_again_after_a_pause() -> None:
 
 
 def test_back_off_doubles_until_a_process_was_stable() -> None:
-    core = ready(Limits(startup_timeout_s=60.0, driver_timeout_s=None))
+    core = ready(FOR_EVER)
     now_s, waits = 0.0, []
     for life in range(1, 9):
         act(core, Lost(name=P, life=life, reason="crashed"), now_s)
@@ -188,7 +193,7 @@ def test_a_refused_worker_stops_a_cluster_that_starts() -> None:
 
 
 def test_startup_has_a_limit() -> None:
-    core = new(Limits(startup_timeout_s=60.0, driver_timeout_s=None))
+    core = new(FOR_EVER)
     act(core, Tick())
     act(core, Serving(name=ROUTER, life=1, address="r"))
     assert act(core, Tick(), 60.0) == []
@@ -218,8 +223,69 @@ def test_a_driver_that_is_gone_stops_the_cluster() -> None:
 
 
 def test_a_detached_cluster_needs_no_driver() -> None:
-    core = ready(Limits(startup_timeout_s=60.0, driver_timeout_s=None))
+    core = ready(FOR_EVER)
     assert act(core, Tick(), 1e6) == []
+
+
+# --- those that hang ---------------------------------------------------------------------------
+
+WATCHED = replace(FOR_EVER, hang_timeout_s=8.0)
+PINGS = [Ping(ROUTER, 1), Ping(P, 1), Ping(D, 1)]
+
+
+def pass_time(core: Supervisor, from_s: float, until_s: float) -> list[Command]:
+    """A look every half second."""
+    halves = range(int(2 * from_s) + 1, int(2 * until_s) + 1)
+    return [command for half in halves for command in act(core, Tick(), half / 2)]
+
+
+def test_those_that_serve_are_asked_now_and_then() -> None:
+    core = ready(WATCHED)
+    assert pass_time(core, 0, 1.5) == []
+    assert act(core, Tick(), 2.0) == PINGS
+    assert pass_time(core, 2, 6) == [], "no second one before the first is answered"
+    for one in PINGS:
+        act(core, Answered(name=one.name, life=1), 6.0)
+    assert pass_time(core, 6, 8) == PINGS
+
+
+def test_one_that_does_not_answer_is_killed_and_started_again() -> None:
+    core = ready(WATCHED)
+    assert pass_time(core, 0, 2) == PINGS
+    for name in (ROUTER, D):
+        act(core, Answered(name=name, life=1), 2.1)
+    asked_again = [Ping(ROUTER, 1), Ping(D, 1)]
+    assert pass_time(core, 2, 9.5) == asked_again
+    for name in (ROUTER, D):
+        act(core, Answered(name=name, life=1), 9.6)
+    said = core.handle(Tick(), 10.0)
+    told = "prefill-0 is lost: it has answered nothing for 8 s; starting it again in 1 s"
+    assert said == [Note(told), Withdraw(ROUTER, "p"), Remove(P)]
+    assert act(core, Answered(name=P, life=1), 10.1) == []
+    assert core.workers[P].state is State.BACKING_OFF
+    assert act(core, Tick(), 11.0) == [Start(P, 2)]
+    assert pass_time(core, 11, 11.5) == [], "what starts is not asked"
+    act(core, Serving(name=P, life=2, address="p2"), 60.0)
+    assert Ping(P, 2) not in act(core, Tick(), 61.5)
+    assert Ping(P, 2) in act(core, Tick(), 62.0)
+
+
+def test_an_answer_of_an_old_life_is_none() -> None:
+    core = ready(WATCHED)
+    act(core, Lost(name=P, life=1, reason="crashed"), 0.5)
+    pass_time(core, 0.5, 2)
+    act(core, Serving(name=P, life=2, address="p2"), 2.0)
+    pass_time(core, 2, 4)
+    act(core, Answered(name=P, life=1), 5.0)
+    assert Remove(P) in pass_time(core, 5, 13)
+
+
+def test_nobody_is_blamed_for_the_supervisors_own_pause() -> None:
+    core = ready(WATCHED)
+    assert pass_time(core, 0, 2) == PINGS
+    assert act(core, Tick(), 1000.0) == []
+    assert pass_time(core, 1000, 1007.5) == []
+    assert Remove(P) in act(core, Tick(), 1008.0)
 
 
 # --- pool nodes ---------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ worker_events = st.one_of(
         logprobs=st.lists(logprobs, max_size=3).map(tuple),
         finish_reason=st.none() | st.sampled_from(FinishReason),
         stop_token_id=st.none() | uint32,
+        stood_back_s=st.floats(0, 1e6),
     ),
     st.builds(RequestFailed, key=keys, at_s=at_s, reason=text, message=text),
     st.builds(Released, key=keys, at_s=at_s),

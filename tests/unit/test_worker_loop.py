@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from cluster.worker import WorkerProcess
 from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
 from cluster.worker_loop import WorkerLoop
 from engine.correction import StepPace
@@ -385,3 +387,22 @@ def test_a_worker_without_work_is_not_slow() -> None:
         worker.say(router, generate(name))
         step(worker, clock, TIMES.step_s(prefill_work(3)))
     assert router.counters.prefill_correction == pytest.approx(1)
+
+
+def test_a_process_answers_when_its_loop_comes_round_and_not_before() -> None:
+    """Its event loop alone is no sign of life."""
+
+    async def scene() -> None:
+        worker = WorkerProcess(None)  # type: ignore[arg-type]
+        answer = asyncio.ensure_future(worker.answer())
+        while worker._inbox.empty():
+            await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not answer.done()
+        call = worker._inbox.get_nowait()
+        assert isinstance(call, Call)
+        await asyncio.to_thread(call.function)
+        await asyncio.wait_for(answer, 30)
+
+    asyncio.run(scene())

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.messages import Counters
-from kvrelay.types import Incarnation, RequestKey, Role
+from kvrelay.types import Incarnation, Objectives, RequestKey, Role
+from router.admitting.unlimited import Unlimited
+from router.beginning import Beginning, begin
+from router.core import RouterCore
+from router.events import Submitted, WorkerJoined
 from router.forecast.decode_outlook import Expected
+from router.policies import Policies
 from router.promises import Promised
 from router.workers import Workers
-from tests.unit.router_kit import hello
+from tests.unit.router_kit import STEP_TIMES, PerToken, hello, request
+
+NOTHING_KNOWN = replace(STEP_TIMES, decode_knots=())
 
 
 def workers(*longest: tuple[Role, int]) -> Workers:
@@ -32,6 +41,45 @@ def test_the_longest_sequence_is_what_a_pair_or_one_of_both_can_hold(
     longest: list[tuple[Role, int]], tokens: int
 ) -> None:
     assert workers(*longest).longest_tokens == tokens
+
+
+def test_decode_workers_that_prefill_too_need_no_others() -> None:
+    alone = begin(Beginning(policies=Policies(local_prefill=True))).workers
+    assert alone.longest_tokens == 0
+    alone.join(hello("p", Role.PREFILL, max_model_len=5))
+    assert alone.longest_tokens == 0
+    alone.join(hello("d", Role.DECODE, max_model_len=7))
+    assert alone.longest_tokens == 7
+    in_turn = Policies(local_prefill=True, placement="round_robin")
+    split = begin(Beginning(policies=in_turn)).workers
+    split.join(hello("d", Role.DECODE, max_model_len=7))
+    assert split.longest_tokens == 0, "only kv_aware suggests them"
+
+
+@pytest.mark.parametrize(
+    ("tpot_s", "strictest_s"), [(None, None), (0.09, None), (0.1, 0.1), (0.5, 0.5)]
+)
+def test_nobody_is_refused_for_a_pace_that_no_one_could_keep(
+    tpot_s: float | None, strictest_s: float | None
+) -> None:
+    """One sequence takes 100 ms a step. Who admits whatever comes takes the impossible too."""
+    core = RouterCore(admitting=Unlimited())
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        core.handle(WorkerJoined(hello=hello(name, role)), 0)
+    decode = core.workers[Incarnation("d")]
+    decode.times = PerToken(sequence_s=0.1)
+    asked = replace(request(), objectives=Objectives(tpot_s=tpot_s))
+    core.handle(Submitted(request=asked), 1)
+    assert decode.outlook.sequences == 1
+    assert decode.outlook.strictest_tpot_s == strictest_s
+
+
+def test_a_pace_counts_where_nothing_is_known_of_steps() -> None:
+    core = RouterCore(admitting=Unlimited())
+    core.handle(WorkerJoined(hello=replace(hello("b", Role.BOTH), step_times=NOTHING_KNOWN)), 0)
+    asked = replace(request(), objectives=Objectives(tpot_s=0.01))
+    core.handle(Submitted(request=asked), 1)
+    assert core.workers[Incarnation("b")].outlook.strictest_tpot_s == 0.01
 
 
 def test_a_model_is_known_before_it_can_be_served() -> None:

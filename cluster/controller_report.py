@@ -1,0 +1,36 @@
+"""What the controller of a cluster tells those that ask it, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.actor import RouterAt
+from cluster.supervision import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all."""
+
+    phase: Phase
+    error: str | None
+    notes: tuple[str, ...]
+    noted: int
+    model: str
+    routers: tuple[RouterAt, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStatus:
+    name: str
+    state: str
+    address: str | None
+    starts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterStatus:
+    name: str
+    phase: str
+    routers: tuple[RouterAt, ...]
+    processes: tuple[ProcessStatus, ...]

@@ -1,0 +1,49 @@
+"""The seam between the engine and the ways to compute attention on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.attention import AttentionState
+from engine.layer_marks import LayerMarks
+from engine.step import SequenceSlice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One forward pass: its inputs, and what its attention reads and writes."""
+
+    token_ids: torch.Tensor  # [1, tokens]
+    positions: torch.Tensor  # [1, tokens]
+    logit_rows: torch.Tensor  # [slices that sample], in the batch's order
+    state: AttentionState
+
+
+class Backend(Protocol):
+    """Prepares steps; all that is common to the layers of a step is done here, once."""
+
+    def prepare(
+        self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None
+    ) -> Prepared: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """What the layers of a layer group have in common. `window` counts the token itself."""
+
+    query_heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    window: int | None
+    has_softcap: bool = False
+    has_sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.query_heads // self.kv_heads

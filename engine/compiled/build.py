@@ -1,0 +1,155 @@
+"""Makes a model's forward pass fast on a CPU: packed weights, a flat graph, fused operations.
+
+What was made is compared with the model's own forward pass, which stays in use where they differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.attention import Scores, attention_state
+from engine.compiled.capture import Forward, NotCaptured
+from engine.compiled.folding import fold_constants
+from engine.compiled.graph import Captured
+from engine.compiled.layers import fuse_gates, fuse_rotary
+from engine.compiled.library import DTYPES, Fused, open_fused
+from engine.compiled.merging import pack_graph, pack_modules
+from engine.compiled.native import NoCompiler
+from engine.compiled.norms import fuse_norms
+from engine.compiled.padding import padded
+from engine.compiled.recordings import recorded
+from engine.compiled.rotaries import call_rotaries
+from engine.compiled.source import write_forward
+from engine.families import has_experts
+from engine.model import Model
+from kvrelay.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_LENGTHS = (1, 19)
+"""Tokens of the runs that are compared."""
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.08}
+"""Largest difference allowed, as a share of the range of the logits."""
+
+
+def compile_model(model: Model) -> Model:
+    """On a CPU; other devices' models stay as they are. Changes the modules of `model`.
+
+    Raises ModelError where packed weights give other logits.
+    """
+    if model.device.type != "cpu":
+        return model
+    started_s = time.monotonic()
+    expected = _logits(model.whole)
+    try:
+        made = _captured(model)
+    except NotCaptured as error:
+        pack_modules(model.module)
+        _check(model, expected)
+        log.info("compile: weights packed, but the forward pass is no graph: %s", error)
+        return model
+    pack_graph(made, model.module)
+    said = _fuse(made, model.dtype)
+    compiled = replace(model, flat=padded(write_forward(made)))
+    worst = _worst(compiled, expected)
+    if not worst <= _TOLERANCE[model.dtype]:
+        _check(model, expected)
+        log.warning("compile: the graph's logits are off by %.2g; the model's own is used", worst)
+        return model
+    log.info("compiled in %.1f s: %d operations, %s", _since(started_s), made.calls, said)
+    return compiled
+
+
+def _captured(model: Model) -> Captured:
+    made = recorded(model)
+    call_rotaries(made, model.module)
+    fold_constants(made)
+    return made
+
+
+def _fuse(made: Captured, dtype: torch.dtype) -> str:
+    """What was fused, in words."""
+    fused = _open(dtype)
+    if fused is None:
+        return "none fused"
+    gates, rotated = fuse_gates(made, fused), fuse_rotary(made, fused)
+    return f"fused: {fuse_norms(made, fused)} norms, {rotated} rotations, {gates} gates"
+
+
+def _open(dtype: torch.dtype) -> Fused | None:
+    if dtype not in DTYPES:
+        return None
+    try:
+        return open_fused(dtype)
+    except NoCompiler as error:
+        log.warning("compile: operations stay apart: %s", error)
+        return None
+
+
+def _since(started_s: float) -> float:
+    return time.monotonic() - started_s
+
+
+def _worst(compiled: Model, expected: list[torch.Tensor]) -> float:
+    try:
+        return _difference(compiled, expected)
+    except RuntimeError as error:
+        log.warning("compile: the graph can't be run: %s", " ".join(str(error).split()))
+        return float("inf")
+
+
+def _check(model: Model, expected: list[torch.Tensor]) -> None:
+    worst = _difference(model, expected)
+    if not worst <= _TOLERANCE[model.dtype]:
+        raise ModelError(
+            f"packed weights change the logits of this {model.config.model_type} model by "
+            f"{worst:.2g} of their range: set engine.compile: off"
+        )
+
+
+def _difference(model: Model, expected: list[torch.Tensor]) -> float:
+    """Of the worst row; among experts in 16 bits of a typical one: near a tie others are taken."""
+    rows = torch.cat(_logits(model.whole)), torch.cat(expected)
+    apart = row_differences(*rows)
+    may_choose = has_experts(model.config) and model.dtype != torch.float32
+    return float(apart.median() if may_choose else apart.max())
+
+
+def row_differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """As shares of the range of what was expected."""
+    spread = (expected.max() - expected.min()).clamp_min(1e-6)
+    return (found - expected).abs().amax(dim=-1) / spread
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnTokens:
+    """Implements AttentionState: every token sees those before it, and nothing is cached."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        out = scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scores.scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous()
+
+
+def _logits(forward: Forward) -> list[torch.Tensor]:
+    return [_run(forward, tokens) for tokens in _LENGTHS]
+
+
+@torch.inference_mode()
+def _run(forward: Forward, tokens: int) -> torch.Tensor:
+    positions = torch.arange(tokens)[None]
+    with attention_state(_OwnTokens()):
+        return forward(positions * 7 + 13, positions, torch.arange(tokens)).float()

@@ -1,0 +1,87 @@
+"""A captured forward pass: its operations, in order, and the tensors that never change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tensor an operation makes. Sizes and strides that depend on the step are words."""
+
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+    strides: tuple[int | str, ...]
+
+    @property
+    def is_step(self) -> bool:
+        """`[1, ...]`, and values of the last dimension are adjacent."""
+        return bool(self.strides) and self.strides[-1] == 1 and self.shape[0] == 1
+
+    def wide(self, width: int) -> Kind:
+        return replace(self, shape=(*self.shape[:-1], width))
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    graph: Graph
+    constants: dict[str, Any]
+    """# target of a get_attr node |-> what it stands for"""
+
+    def constant(self, node: object) -> torch.Tensor | None:
+        """The tensor that a node stands for, where it is always the same one."""
+        if not (isinstance(node, Node) and node.op == "get_attr"):
+            return None
+        found = self.constants[str(node.target)]
+        return found if isinstance(found, torch.Tensor) else None
+
+    def add_constant(self, content: object, at: Node) -> Node:
+        """A node for `content`, before `at`."""
+        name = f"made_{len(self.constants)}"
+        while name in self.constants:
+            name += "_"
+        self.constants[name] = content
+        with self.graph.inserting_before(at):
+            return self.graph.create_node("get_attr", name)
+
+    def forget(self, node: Node) -> None:
+        """A constant's node that nobody uses."""
+        self.graph.erase_node(node)
+        if all(node.target != other.target for other in self.graph.find_nodes(op="get_attr")):
+            del self.constants[str(node.target)]
+
+    @property
+    def calls(self) -> int:
+        return sum(node.op.startswith("call") for node in self.graph.nodes)
+
+
+def kind(node: object) -> Kind:
+    """Of a node that makes one tensor."""
+    assert isinstance(node, Node), node
+    found = node.meta["kind"]
+    assert isinstance(found, Kind), node
+    return found
+
+
+def is_call(node: object, target: object, uses: int | None = None) -> bool:
+    """`node` calls `target`, and `uses` others take its result."""
+    return (
+        isinstance(node, Node)
+        and node.op == "call_function"
+        and node.target is target
+        and (uses is None or len(node.users) == uses)
+    )
+
+
+def only_user(node: Node) -> Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def other_operand(node: Node, one: object) -> Any:
+    """Of a call with two operands."""
+    first, second = node.args[:2]
+    return second if first is one else first

@@ -1,0 +1,101 @@
+"""The operations of `fused.c` on torch tensors. Runs in the worker."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from engine.compiled.native import load_library
+
+_POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "rms_norm": [_POINTER] * 3 + [_COUNT] * 5 + [_FLOAT],
+    "add_rms_norm": [_POINTER] * 5 + [_COUNT] * 2 + [_FLOAT],
+    "rotate": [_POINTER] * 4 + [_COUNT] * 6,
+    "silu_mul": [_POINTER] * 3 + [_COUNT] * 4,
+    "gelu_tanh_mul": [_POINTER] * 3 + [_COUNT] * 4,
+}
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "b16"}
+DTYPES = frozenset(_SUFFIX)
+
+
+class Fused:
+    """All of one dtype's operations. Tensors are `[1, tokens, ...]`, their last dimension dense."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self._rms_norm = _function(library, "rms_norm", dtype)
+        self._add_rms_norm = _function(library, "add_rms_norm", dtype)
+        self._rotate = _function(library, "rotate", dtype)
+        self._silu_mul = _function(library, "silu_mul", dtype)
+        self._gelu_tanh_mul = _function(library, "gelu_tanh_mul", dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`x` `[1, tokens, width]` or `[1, tokens, heads, width]`, `weight` fp32 `[width]`."""
+        shape, strides = x.shape, x.stride()
+        heads, head_stride = (shape[2], strides[2]) if len(shape) == 4 else (1, 0)
+        out = x.new_empty(shape)
+        self._rms_norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(),
+            shape[1], heads, shape[-1], strides[1], head_stride, eps,
+        )  # fmt: skip
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + other and its norm; both `[1, tokens, width]` and dense."""
+        shape = x.shape
+        total, out = x.new_empty(shape), x.new_empty(shape)
+        self._add_rms_norm(
+            x.data_ptr(), other.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
+            shape[1], shape[2], eps,
+        )  # fmt: skip
+        return total, out
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`x` `[1, heads, tokens, dim]`, the angles `[1, 1, tokens, dim]`."""
+        _, heads, tokens, dim = x.shape
+        strides = x.stride()
+        out = x.new_empty((1, tokens, heads, dim))
+        self._rotate(
+            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+            tokens, heads, dim, strides[2], strides[1], cos.stride(2),
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return _gated(self._silu_mul, gate, up)
+
+    def gelu_tanh_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return _gated(self._gelu_tanh_mul, gate, up)
+
+
+def _gated(function: Callable[..., None], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Activation of `gate` times `up`, both `[1, tokens, width]`."""
+    shape = gate.shape
+    out = gate.new_empty(shape)
+    function(
+        gate.data_ptr(), up.data_ptr(), out.data_ptr(),
+        shape[1], shape[2], gate.stride(1), up.stride(1),
+    )  # fmt: skip
+    return out
+
+
+def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
+    function = library[f"{name}_{_SUFFIX[dtype]}"]
+    function.argtypes, function.restype = _SIGNATURES[name], None
+    return function
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return load_library()
+
+
+def open_fused(dtype: torch.dtype) -> Fused:
+    """`dtype` is one of DTYPES. Builds the library where it isn't cached. Raises NoCompiler."""
+    return Fused(_library(), dtype)

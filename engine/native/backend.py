@@ -1,0 +1,61 @@
+"""Attention on a CPU by our kernel, as a backend of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention import Scores
+from engine.backends.backend import Prepared
+from engine.backends.step_arrays import TableCache, step_arrays
+from engine.layer_marks import LayerMarks
+from engine.layer_places import layer_places
+from engine.native.kernel import Kernel
+from engine.native.layers import Layers
+from engine.step import SequenceSlice
+from kvpool.memory import KvMemory
+
+
+class NativeBackend:
+    def __init__(self, kernel: Kernel, memory: KvMemory) -> None:
+        self._kernel, self._memory = kernel, memory
+        self._places = layer_places(memory.layout)
+        self._tables = TableCache()
+
+    def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
+        layout = self._memory.layout
+        step = step_arrays(layout, slices, self._tables)
+        groups = tuple(Layers(self._kernel, layout, g, step) for g in range(len(layout.groups)))
+        return Prepared(
+            token_ids=torch.from_numpy(step.token_ids)[None],
+            positions=torch.from_numpy(step.positions)[None],
+            logit_rows=torch.from_numpy(step.logit_rows),
+            state=NativeState(self._memory, groups, self._places, marks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeState:
+    """One step's attention. A layer's mark is told after its call, which writes first."""
+
+    memory: KvMemory
+    groups: tuple[Layers, ...]
+    places: Mapping[int, tuple[int, int]]
+    marks: LayerMarks | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        group, index = self.places[layer]
+        keys, values = self.memory.layer(group, index)
+        out = self.groups[group].attend(keys, values, query, key, value, scores)
+        if self.marks is not None:
+            self.marks.wrote(layer)
+        return out

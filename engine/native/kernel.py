@@ -1,0 +1,77 @@
+"""The built kernel in this process, and the OpenMP team that it runs on."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engine.native.build import BuildError, built_kernel
+from engine.native.call import Call
+from kvpool.layout import KvLayout
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    attend: Callable[[object], None]  # of a reference to a Call
+    dtypes: int  # bit |-> DTYPES' number is served
+    fork: int  # address of GOMP_parallel in the OpenMP that torch uses; 0: one thread
+
+    def serves(self, layout: KvLayout) -> bool:
+        if not self.dtypes >> DTYPES[layout.dtype] & 1:
+            return False
+        planes = [group.planes for group in layout.groups]
+        return all(
+            len(both) == 2 and both[0].heads == both[1].heads and both[0].dim % 2 == 0
+            for both in planes
+        )
+
+
+def open_kernel(path: Path) -> Kernel:
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} can't be loaded ({error}): remove it") from error
+    assert library.kvrelay_call_bytes() == ctypes.sizeof(Call)
+    library.kvrelay_attend.argtypes = [ctypes.POINTER(Call)]
+    library.kvrelay_attend.restype = None
+    return Kernel(library.kvrelay_attend, library.kvrelay_dtypes(), _fork())
+
+
+def _fork() -> int:
+    """Of the library that torch is linked with: another one would start threads of its own."""
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        if (folder / name).exists():
+            library = ctypes.CDLL(str(folder / name))
+            if hasattr(library, "GOMP_parallel"):
+                return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    log.warning("torch uses no OpenMP here: the CPU attention kernel runs on one thread")
+    return 0
+
+
+@cache
+def host_kernel() -> Kernel | None:
+    """None, and one line in the log, where it can't be built."""
+    try:
+        return open_kernel(built_kernel())
+    except BuildError as error:
+        log.warning("attention runs in torch's operations, slower than our kernel: %s", error)
+        return None
+
+
+def kernel_for(layout: KvLayout, device: torch.device) -> Kernel | None:
+    """None: attention is left to torch."""
+    if device.type != "cpu":
+        return None
+    kernel = host_kernel()
+    return kernel if kernel is not None and kernel.serves(layout) else None

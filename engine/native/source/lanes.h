@@ -1,0 +1,133 @@
+// Vectors of floats, in the compiler's own extension: as wide as the processor that it builds for.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+constexpr int kLanes = 16;
+constexpr int kVectors = 4;  // of queries that one register tile holds
+#elif defined(__AVX2__)
+#include <immintrin.h>
+constexpr int kLanes = 8;
+constexpr int kVectors = 2;
+#else
+constexpr int kLanes = 4;
+constexpr int kVectors = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof vector);
+}
+
+// The first `count` elements, and zeros behind them.
+template <class Vector>
+inline Vector load_some(const void* from, int count) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), from);
+#else
+  Vector vector = {};
+  std::memcpy(&vector, from, size_t(count) * 4);
+  return vector;
+#endif
+}
+
+inline Floats all(float value) { return Floats{} + value; }
+inline Ints all(int32_t value) { return Ints{} + value; }
+
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline Floats smaller(Floats a, Floats b) { return -larger(-a, -b); }
+
+// 2^x, for x up to 127; about 0 from -126 down. The relative error is 2e-9 before rounding, or 3e-6
+// if `kRough`: polynomials fitted over [-1/2, 1/2] to the least largest relative error.
+template <bool kRough>
+inline Floats exp2(Floats x) {
+  x = larger(x, all(-126.0f));
+  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: its last bits count ones
+  const Floats shifted = x + magic;
+  const Floats rest = x - (shifted - magic);
+  Floats power;
+  if (kRough) {
+    power = rest * 0x1.3997d4p-7f + 0x1.ca1440p-5f;
+  } else {
+    power = rest * 0x1.41d332p-13f + 0x1.5f456ap-10f;
+    power = power * rest + 0x1.3b2dbcp-7f;
+    power = power * rest + 0x1.c6aed4p-5f;
+  }
+  power = power * rest + (kRough ? 0x1.ec06dap-3f : 0x1.ebfbdap-3f);
+  power = power * rest + (kRough ? 0x1.62e0dcp-1f : 0x1.62e430p-1f);
+  power = power * rest + (kRough ? 0x1.ffffe8p-1f : 1.0f);
+  return (Floats)((Ints)power + ((Ints)shifted - (Ints)magic) * (1 << 23));
+}
+
+inline Floats tanh(Floats x) {
+  const Floats bounded = smaller(larger(x, all(-20.0f)), all(20.0f));
+  const Floats power = exp2<false>(bounded * 2.8853900817779268f);
+  return (power - 1.0f) / (power + 1.0f);
+}
+
+inline float sum_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+inline float largest_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float best = x[0];
+  for (int i = 1; i < kLanes; ++i) best = x[i] > best ? x[i] : best;
+  return best;
+#endif
+}
+
+// Lane i of the result is the sum of rows[i]'s lanes.
+inline Floats sums_of(const Floats (&rows)[kLanes]) {
+#if defined(__AVX512F__)
+  __m512 pairs[8], fours[4], halves[2];
+  for (int i = 0; i < 8; ++i) {
+    const __m512 a = (__m512)rows[2 * i], b = (__m512)rows[2 * i + 1];
+    pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  for (int i = 0; i < 2; ++i)
+    halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0x88),
+                              _mm512_shuffle_f32x4(fours[2 * i], fours[2 * i + 1], 0xdd));
+  return (Floats)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                               _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+#else
+  Floats sums;
+  for (int i = 0; i < kLanes; ++i) sums[i] = sum_of(rows[i]);
+  return sums;
+#endif
+}

@@ -1,0 +1,138 @@
+"""Metrics of the workers, as a router knows them: a series for each, or for each of their links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvrelay.messages import Counters
+from kvrelay.types import PrefixOrigin
+from router.generation import LinkStatus, WorkerStatus
+
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+LABELS = ("model_name", "worker", "role")
+
+
+def _usage(worker: WorkerStatus) -> float:
+    """Cached blocks that no request holds are not in use."""
+    available = worker.counters.free_blocks + worker.counters.cached_blocks
+    return 1 - available / worker.total_blocks if worker.total_blocks else 0.0
+
+
+WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage),
+    ("num_requests_waiting", "Requests waiting at the worker.", lambda w: w.counters.waiting),
+    ("worker_requests_running", "Requests running at the worker.", lambda w: w.counters.running),
+    ("kv_blocks_total", "KV blocks of the worker.", lambda w: w.total_blocks),
+    ("kv_blocks_free", "KV blocks neither held nor cached.", lambda w: w.counters.free_blocks),
+    ("kv_blocks_cached", "KV blocks kept for reuse.", lambda w: w.counters.cached_blocks),
+)
+
+WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
+    ("worker_steps", "Engine steps.", lambda w: w.counters.steps),
+    ("worker_busy_seconds", "Time spent in engine steps.", lambda w: w.counters.busy_s),
+    ("worker_prompt_tokens", "Prompt tokens computed.", lambda w: w.counters.prompt_tokens),
+    ("worker_generated_tokens", "Tokens decoded.", lambda w: w.counters.generated_tokens),
+    ("num_preemptions", "Sequences preempted.", lambda w: w.counters.preemptions),
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up.",
+        lambda w: w.counters.prefix_queried_tokens,
+    ),
+    ("prefix_cache_hits", "Prompt tokens found cached.", lambda w: w.counters.prefix_hit_tokens),
+    ("pool_queries", "Prompt tokens sought in a pool.", lambda w: w.counters.pool_queried_tokens),
+    ("pool_host_hits", "Fetched from a host tier.", lambda w: w.counters.pool_host_tokens),
+    ("pool_disk_hits", "Fetched from a disk tier.", lambda w: w.counters.pool_disk_tokens),
+    (
+        "pool_remote_hits",
+        "Fetched from another host's pool.",
+        lambda w: w.counters.pool_remote_tokens,
+    ),
+    ("pool_declined", "There, but faster computed.", lambda w: w.counters.pool_declined_tokens),
+    ("peer_hits", "Pulled out of another worker's cache.", lambda w: w.counters.peer_tokens),
+    ("kv_transfers", "Slabs written or scattered.", lambda w: w.counters.transfers),
+    ("kv_transfer_bytes", "KV bytes written or scattered.", lambda w: w.counters.transfer_bytes),
+    ("kv_transfer_seconds", "Time in gather and scatter.", lambda w: w.counters.transfer_s),
+)
+
+
+CANARY_RESULTS: tuple[tuple[str, Callable[[Counters], int]], ...] = (
+    ("passed", lambda c: c.canaries_passed),
+    ("mismatched", lambda c: c.canaries_mismatched),
+    ("skipped", lambda c: c.canaries_skipped),
+)
+
+
+LINK_LABELS = ("model_name", "src", "dst", "transport")
+LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkStatus], float]], ...] = (
+    ("link_info", "1 for each link between two workers.", lambda link: 1.0),
+    ("link_bandwidth_bytes_per_second", "Speed of one write.", lambda link: link.bytes_per_s),
+    ("link_latency_seconds", "One message, one way.", lambda link: link.latency_s),
+)
+
+
+def of_workers(workers: Sequence[WorkerStatus], model_name: str) -> Iterator[Metric]:
+    """All but the orphaned blocks, which pool nodes have too."""
+    for name, text, value in WORKER_GAUGES:
+        gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
+        yield _per_worker(gauge, value, workers, model_name)
+    for name, text, value in WORKER_COUNTERS:
+        counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
+        yield _per_worker(counter, value, workers, model_name)
+    yield _canaries(workers, model_name)
+    yield _prefix_sources(workers, model_name)
+    yield from _links(workers, model_name)
+
+
+def orphaned_blocks(workers: Sequence[WorkerStatus], model_name: str) -> GaugeMetricFamily:
+    text = "KV blocks that no one holds."
+    gauge = GaugeMetricFamily("kvrelay:blocks_orphaned", text, labels=LABELS)
+    return _per_worker(gauge, lambda w: w.counters.orphaned_blocks, workers, model_name)
+
+
+def _canaries(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
+    """By worker, as the decode side counts them."""
+    text = "Handed-over KV that was checked by recomputing the last prompt position."
+    checks = CounterMetricFamily("kvrelay:canary_checks", text, labels=(*LABELS, "result"))
+    for worker in workers:
+        labels = (model_name, worker.name, worker.role)
+        for result, count in CANARY_RESULTS:
+            checks.add_metric((*labels, result), float(count(worker.counters)))
+    return checks
+
+
+def _prefix_sources(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
+    counter = CounterMetricFamily(
+        "kvrelay:prefix_source",
+        "Sequences begun, by where the KV of their prefix came from.",
+        labels=(*LABELS, "source"),
+    )
+    for worker in workers:
+        for origin in PrefixOrigin:
+            labels = (model_name, worker.name, worker.role, origin)
+            counter.add_metric(labels, getattr(worker.counters, f"prefixes_{origin}"))
+    return counter
+
+
+def _links(workers: Sequence[WorkerStatus], model_name: str) -> Iterable[Metric]:
+    """One series per connection between two workers."""
+    for name, text, value in LINK_GAUGES:
+        gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LINK_LABELS)
+        for worker in workers:
+            for link in worker.links:
+                labels = (model_name, worker.name, link.peer, link.transport)
+                gauge.add_metric(labels, value(link))
+        yield gauge
+
+
+def _per_worker(
+    metric: Family,
+    value: Callable[[WorkerStatus], float],
+    workers: Iterable[WorkerStatus],
+    model_name: str,
+) -> Family:
+    for worker in workers:
+        metric.add_metric((model_name, worker.name, worker.role), float(value(worker)))
+    return metric

@@ -1,0 +1,113 @@
+"""Workers of one host, as real processes, on CPUs of their own; the router on any."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from cluster.host_cpus import ranges
+from kvrelay.client import Client
+from tests.integration.ray_head import Marked, marked, until
+from tests.integration.test_plain_processes import KVRELAY, start_router
+
+CPUS = sorted(os.sched_getaffinity(0))
+needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+CLAIMS = f"test-{uuid4().hex[:8]}-"
+"""Other workers of this machine have nothing to do with these."""
+WORKER = f"""
+from cluster import cli, pinning
+pinning.NAMES = {CLAIMS!r}
+cli.main()
+"""
+
+Process = subprocess.Popen[bytes]
+
+
+class Host:
+    """What it starts ends with it."""
+
+    def __init__(self, environment: Marked, folder: Path) -> None:
+        self.environment = environment
+        self.folder = folder
+        self.router, self.address = start_router(
+            environment, folder / "router", http_port="0", grpc_port="0"
+        )
+        self.workers: dict[str, Process] = {}
+
+    def start(self, name: str, *more: str) -> Process:
+        options = ("--join", self.address, "--role", "both", "--cpu-threads", "1", "--name", name)
+        small = ("--set", "engine.kv_memory=16MiB", "--set", "engine.profile=off")
+        command = (sys.executable, "-c", WORKER, "worker", *options, *small, *more)
+        self.workers[name] = self.environment.start(*command, log=self.folder / name)
+        return self.workers[name]
+
+    def said(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def shown(self) -> dict[str, str]:
+        """# worker |-> its own CPUs, as status shows them"""
+        with Client(self.address, timeout_s=30) as client:
+            return {worker.name: worker.cpus for worker in client.server_info().workers}
+
+    def until_there(self, *names: str) -> dict[str, str]:
+        until(lambda: self.shown().keys() == {*names})
+        return self.shown()
+
+    def close(self) -> None:
+        for process in (self.router, *self.workers.values()):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    with marked() as environment:
+        host = Host(environment, tmp_path)
+        yield host
+        host.close()
+
+
+def masks_of(process: Process) -> set[str]:
+    """The kernel's word, for each of its threads."""
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    found = (re.search(r"Cpus_allowed_list:\t(\S+)", (t / "status").read_text()) for t in tasks)
+    return {one[1] for one in found if one is not None}
+
+
+@needs_two
+def test_each_worker_has_cpus_that_no_other_has(host: Host) -> None:
+    workers = {name: host.start(name) for name in ("a", "b")}
+    shown = host.until_there("a", "b")
+    assert len({*shown.values()}) == 2
+    for name, process in workers.items():
+        assert shown[name].isdecimal(), shown
+        assert masks_of(process) == {shown[name]}
+        assert f"pinned to CPUs {shown[name]}\n" in host.said(name)
+    assert masks_of(host.router) == {ranges(CPUS)}
+    table = host.environment.run(KVRELAY, "status", "--address", host.address)
+    assert re.search(rf"a +both +cpu +{shown['a']} ", table), table
+
+    workers["a"].kill()
+    host.until_there("b")
+    host.start("again")
+    assert host.until_there("b", "again")["again"] not in ("", shown["b"])
+
+
+@needs_two
+def test_who_finds_too_few_runs_anywhere_and_says_so(host: Host) -> None:
+    anywhere = ranges(CPUS)
+    host.start("all", "--cpu-threads", str(len(CPUS)))
+    host.until_there("all")
+    late, off = host.start("late"), host.start("off", "--cpu-pinning", "off")
+    assert host.until_there("all", "late", "off") == {"all": anywhere, "late": "", "off": ""}
+    assert masks_of(late) == masks_of(off) == {anywhere}
+    assert f"not pinned: other workers leave fewer than 1 of {anywhere}" in host.said("late")
+    assert host.said("late").count("pinned") == 1
+    assert "pinned" not in host.said("off")

@@ -1,0 +1,137 @@
+"""Building the CPU kernel: once, whole, and with a plain word where it can't be."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.native import build, kernel
+from engine.native.build import BuildError, built_kernel
+from kvpool.layout import KvLayout, LayerGroup, Plane
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(build.shutil.which, build.COMPILERS)), reason="no C++ compiler here"
+)
+
+
+def layout(dtype: str = "float32", dim: int = 16) -> KvLayout:
+    planes = (Plane(name="k", heads=2, dim=dim), Plane(name="v", heads=2, dim=dim))
+    group = LayerGroup(layers=(0,), planes=planes)
+    return KvLayout(groups=(group,), dtype=dtype, block_size=16)
+
+
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_kernel() -> None:
+    kernel.host_kernel.cache_clear()
+
+
+def test_no_compiler_is_said_once_and_torch_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert kernel.kernel_for(layout(), torch.device("cpu")) is None
+    (line,) = caplog.messages
+    assert "no C++ compiler (no-such-compiler) is installed: install g++" in line
+    kernel.host_kernel.cache_clear()
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = fake_compiler(tmp_path, 'echo "error: unknown -march" >&2; exit 1')
+    monkeypatch.setattr(build, "find_compiler", lambda: broken)
+    with pytest.raises(BuildError, match=r"could not build it \(error: unknown -march\)"):
+        built_kernel(tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_compiler_that_dies_leaves_no_half_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = 'while [ "$1" != -o ]; do shift; done; echo half > "$2"; kill -9 $$'
+    monkeypatch.setattr(build, "find_compiler", lambda: fake_compiler(tmp_path, script))
+    with pytest.raises(BuildError, match="exit status -9"):
+        built_kernel(tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match=r"can't be kept in .*file"):
+        built_kernel(tmp_path / "file" / "cache")
+
+
+def test_a_library_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "attention.so"
+    path.write_text("half")
+    with pytest.raises(BuildError, match=r"attention.so can't be loaded .*: remove it"):
+        kernel.open_kernel(path)
+
+
+def _build_in(folder: Path) -> None:
+    built_kernel(folder)
+
+
+@needs_compiler
+def test_several_processes_build_one_file_that_is_used_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes = [
+        multiprocessing.get_context("spawn").Process(target=_build_in, args=(tmp_path,))
+        for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    (path,) = tmp_path.iterdir()
+    made_ns = path.stat().st_mtime_ns
+    with caplog.at_level(logging.INFO):
+        assert built_kernel(tmp_path) == path
+    assert path.stat().st_mtime_ns == made_ns
+    assert not caplog.messages
+    kernel.open_kernel(path)
+
+
+@needs_compiler
+def test_the_kernel_adds_no_thread_to_those_of_torch() -> None:
+    """One team of OpenMP threads: a second one would take the first one's cores."""
+    found = kernel.kernel_for(layout(), torch.device("cpu"))
+    assert found is not None and found.fork
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        torch.ones(1 << 20).add_(1)
+        threads = len(os.listdir("/proc/self/task"))
+        _attend_with(found)
+        assert len(os.listdir("/proc/self/task")) == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def _attend_with(found: kernel.Kernel) -> None:
+    from tests.unit.native_kit import Heads, make_batch
+    from tests.unit.test_native_attention import plain
+
+    heads = Heads(query=4, kv=2, dim=16, value_dim=16)
+    make_batch(((600, 1), (0, 200)), heads).attend(found, plain(heads))
+
+
+def test_what_the_kernel_does_not_serve_is_left_to_torch() -> None:
+    odd = layout(dim=17)
+    assert kernel.kernel_for(odd, torch.device("cpu")) is None
+    assert kernel.kernel_for(layout(), torch.device("meta")) is None
