@@ -45,6 +45,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
             block_size=settings.block_size,
             blocks=None,
             limits=limits,
+            compiled=settings.compile == "auto",
         )
     return load_engine(
         checkpoint,

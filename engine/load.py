@@ -53,7 +53,7 @@ def load_engine(
             lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
         )
     check_shares(loaded, ranks.group)
-    model = compile_model(loaded.model) if compiled and ranks.group is None else loaded.model
+    model = compile_model(loaded.model) if compiled else loaded.model
     layout = derive_layout(loaded.shapes, dtype=model.dtype_name, block_size=block_size)
     own = own_layout(layout, ranks.group)
     kernel = None if attention == "sdpa" else kernel_for(own, model.device)

@@ -79,6 +79,7 @@ def load_followed(channel: Channel) -> Engine:
         block_size=orders["block_size"],
         blocks=orders["blocks"],
         limits=EngineLimits(**orders["limits"]),
+        compiled=orders["compiled"],
         ranks=Following(channel, group),
     )
 

@@ -54,15 +54,16 @@ class Group:
             self._gloo.allreduce([whole]).wait()
         return whole
 
-    def join(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts, of one shape, side by side in the last dimension."""
+    def join(self, part: torch.Tensor, outputs: int) -> torch.Tensor:
+        """The first `outputs` of all ranks' parts, of one shape, side by side in the last
+        dimension."""
         assert self._board is not None and self._gloo is not None, "not connected"
         if part.nbytes <= PLACE_BYTES:
-            return self._board.join(part)
+            return self._board.join(part)[..., :outputs]
         parts = [torch.empty_like(part) for _ in range(self.size)]
         with _peer_errors():
             self._gloo.allgather([parts], [part.contiguous()]).wait()
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1)[..., :outputs]
 
     def give_up(self) -> None:
         """A rank is gone: who waits for its part, or will, waits no longer."""

@@ -22,6 +22,7 @@ def load_split(
     block_size: int,
     blocks: int | None,
     limits: EngineLimits,
+    compiled: bool = True,
 ) -> Engine:
     """As `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0, and is to
     be closed; the calling thread is to have its number of threads."""
@@ -31,6 +32,7 @@ def load_split(
         )
     settings = {"device": device, "dtype": dtype, "block_size": block_size, "blocks": blocks}
     orders = {**settings, "path": str(checkpoint.path), "limits": asdict(limits)}
+    orders["compiled"] = compiled
     leader = Leader(size, threads, orders)
     try:
         return load_engine(
@@ -40,6 +42,7 @@ def load_split(
             block_size=block_size,
             blocks=blocks,
             limits=limits,
+            compiled=compiled,
             ranks=leader,
         )
     except BaseException as error:

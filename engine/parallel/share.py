@@ -38,6 +38,7 @@ def share_out(model: Model, group: Group | None) -> Loaded:
     if group is not None:
         _check_heads(model, shapes, group.size)
         split(model.module, group)
+        model = replace(model, group=group)
     return Loaded(model=model, shapes=shapes, reference=reference)
 
 

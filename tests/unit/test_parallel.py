@@ -45,7 +45,7 @@ class Case:
     references: list[Reference]
 
 
-def ranks(folder: Path, size: int, *, device: str = "cpu") -> Engine:
+def ranks(folder: Path, size: int, *, device: str = "cpu", compiled: bool = False) -> Engine:
     return load_split(
         open_checkpoint(str(folder)),
         size,
@@ -55,6 +55,7 @@ def ranks(folder: Path, size: int, *, device: str = "cpu") -> Engine:
         block_size=16,
         blocks=48,
         limits=LIMITS,
+        compiled=compiled,
     )
 
 
@@ -72,6 +73,8 @@ FAMILIES = {
     "gemma2": {},
     "mixtral": {},
 }
+COMPILED = {"llama"}
+"""The others run their modules: captures take seconds."""
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -80,7 +83,8 @@ def case(
 ) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp(request.param)
     random_checkpoint(folder, request.param, **FAMILIES[request.param])
-    engine = ranks(folder, 2)
+    engine = ranks(folder, 2, compiled=request.param in COMPILED)
+    assert (engine.model.flat is not None) == (request.param in COMPILED)
     yield Case(engine, references(folder))
     engine.close()
 
