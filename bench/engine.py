@@ -185,12 +185,20 @@ def load_bench_engine(folder: Path, load: Load, device: str) -> Engine:
     )
 
 
+def _on_cuda(args: argparse.Namespace) -> list[Row]:
+    from bench.engine_cuda import measure_engine
+
+    return measure_engine(args.device, args.attention, graphs=not args.no_graphs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attention", default="auto", help="attention.backend, on CUDA")
+    parser.add_argument("--no-graphs", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-peers", action="store_true", help="measure kvrelay alone")
     parser.add_argument("--peer", choices=["transformers", "vllm"], default="transformers")
     args = parser.parse_args()
@@ -200,7 +208,8 @@ def main() -> None:
 
         rows = versus_vllm(args.threads, args.repeats)
     else:
-        rows = measure(args.device, args.threads, args.repeats, not args.no_peers)
+        rows = _on_cuda(args) if args.device.startswith("cuda") else []
+        rows += measure(args.device, args.threads, args.repeats, not args.no_peers)
     print_table("Engine", rows)
     if args.json:
         write_json(args.json, rows)

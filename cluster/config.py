@@ -14,6 +14,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from cluster.config_qos import Qos
 from cluster.config_router import Router
 from cluster.config_types import (
+    AttentionBackend,
     AutoBytes,
     AutoCount,
     AutoFarTransports,
@@ -54,6 +55,12 @@ class Engine(Section):
 
     block_size: Annotated[int, Field(ge=8, le=128)] = 16
     """Tokens in a KV block."""
+    kv_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: KV is kept in the model's dtype; fp8: as e4m3, half of what bfloat16 takes, at a loss
+    (CUDA, attention.backend triton)."""
+    matmul_precision: Literal["highest", "high"] = "highest"
+    """How fp32 is multiplied on CUDA. highest: as fp32; high: as TF32, faster, with ten bits of
+    fraction instead of 23."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the device's memory for weights, staging and KV together."""
     kv_memory: AutoBytes = None
@@ -66,9 +73,22 @@ class Engine(Section):
     compile: AutoOrOff = "auto"
     """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
     time; off: the model runs as transformers has it."""
+    cuda_graphs: AutoOrOff = "auto"
+    """auto: on CUDA decode steps are recorded when a worker starts, for each of some batch sizes;
+    off: they are launched kernel by kernel."""
     profile: Profile = "auto"
     """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
     some; else a YAML file of step times, on the worker's machine."""
+
+
+class Attention(Section):
+    """How attention over the paged KV is computed."""
+
+    backend: AttentionBackend = "auto"
+    """auto: on CUDA the fastest of what is installed and fits, measured when a worker starts; on a
+    CPU native, else sdpa. native and triton: our own kernels for CPUs and CUDA; flashinfer and
+    flash (FlashAttention-3): where installed; flex: PyTorch's FlexAttention; sdpa: plain torch
+    operations."""
 
 
 class Scheduler(Section):
@@ -258,6 +278,7 @@ class Config(Section):
     """Several clusters share one Ray by name."""
     model: Model = Model()
     engine: Engine = Engine()
+    attention: Attention = Attention()
     scheduler: Scheduler = Scheduler()
     workers: tuple[WorkerPool, ...] = DEFAULT_POOLS
     router: Router = Router()
@@ -278,6 +299,12 @@ class Config(Section):
     def _has_its_pool(self) -> Config:
         if self.transfer.handoff == "pool" and not self.pool.enabled:
             raise ValueError("pool.enabled: true for transfer.handoff: pool")
+        return self
+
+    @model_validator(mode="after")
+    def _encodes_once(self) -> Config:
+        if self.engine.kv_dtype == "fp8" and self.transfer.codec != "none":
+            raise ValueError("transfer.codec: none for engine.kv_dtype: fp8")
         return self
 
     @model_validator(mode="after")

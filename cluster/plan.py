@@ -15,6 +15,8 @@ from cluster.pool_names import host_pool_address
 from cluster.qos import qos_tiers, router_tiers, tier_match
 from cluster.resolve import device_share, router_names, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from engine.options import CudaOptions
+from kvrelay.types import Role
 from router.policies import Policies
 from router.preload import PreloadText
 
@@ -164,6 +166,13 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         tenant_weights=tuple(config.qos.tenant_weights.items()),
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
         tensor=pool.parallel.tensor,
+        attention=config.attention.backend,
+        cuda=CudaOptions(
+            graphs=config.engine.cuda_graphs == "auto",
+            fp8_kv=config.engine.kv_dtype == "fp8",
+            goes_first=pool.role is not Role.PREFILL,
+            tf32=config.engine.matmul_precision == "high",
+        ),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.options import DEFAULT_OPTIONS, CudaOptions
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Role
 from router.policies import DEFAULT_POLICIES, Policies
@@ -26,7 +27,7 @@ class WorkerSettings:
     same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
     `trace_dir` None: nothing is traced. `cpu_pinning` auto: it gets CPUs of its own if it can.
-    `tensor` processes share the model, and `cpu_threads`.
+    `attention` is a backend or "auto". `tensor` processes share the model, and `cpu_threads`.
     """
 
     name: str
@@ -66,6 +67,8 @@ class WorkerSettings:
     qos: QosTiers = ONE_TIER
     tenant_weights: tuple[tuple[str, float], ...] = ()
     mixed_chunk_tokens: int = 512
+    attention: str = "auto"
+    cuda: CudaOptions = DEFAULT_OPTIONS
     tensor: int = 1
 
     @property

@@ -45,6 +45,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
             block_size=settings.block_size,
             blocks=None,
             limits=limits,
+            attention=settings.attention,
             compiled=settings.compile == "auto",
         )
     return load_engine(
@@ -56,6 +57,8 @@ def open_engine(settings: WorkerSettings) -> Engine:
         limits=limits,
         allocate=memfd.allocate if _shares_memory(settings) else None,
         compiled=settings.compile == "auto",
+        attention=settings.attention,
+        cuda=settings.cuda,
     )
 
 

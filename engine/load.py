@@ -7,11 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.backends.choice import choose_backend
+from engine.backends.recording import record_decode
 from engine.checkpoint import Checkpoint
 from engine.compiled.build import compile_model
+from engine.compiled.padding import sizes
 from engine.model import Model, load_model
-from engine.native.backend import NativeBackend
-from engine.native.kernel import kernel_for
+from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.parallel.group import Group
 from engine.parallel.ranks import ALONE, Ranks, own_layout
 from engine.parallel.share import check_shares, profile_of_all, share_out
@@ -36,38 +38,45 @@ def load_engine(
     limits: EngineLimits,
     allocate: Allocate | None = None,
     attention: str = "auto",
+    cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
     ranks: Ranks = ALONE,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
-    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` "sdpa"
-    leaves it to torch's operations; "auto" takes our kernel where the device and the host can.
-    `compiled`: take seconds to make steps faster. All of `ranks` call this, for an engine with
-    their share of the model; only rank 0's is used directly.
+    `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
+    backend of `engine.backends` or "auto". `compiled`: take seconds to make steps faster. All of
+    `ranks` call this, for an engine with their share of the model; only rank 0's is used directly.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
+    if torch.device(device).type == "cuda":
+        torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     wanted = _max_model_len(checkpoint, limits)
     with _memory_errors(device):
         loaded = ranks.in_turn(
             lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
         )
-    check_shares(loaded, ranks.group)
-    model = compile_model(loaded.model) if compiled else loaded.model
-    layout = derive_layout(loaded.shapes, dtype=model.dtype_name, block_size=block_size)
+    own_shapes, model = check_shares(loaded, ranks.group), loaded.model
+    if compiled:
+        model = compile_model(model)
+        for rows in sizes(limits.max_running_requests):
+            model.prepare(rows, rows)  # else the first decode step of each size takes longer
+    kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
+    layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
     own = own_layout(layout, ranks.group)
-    kernel = None if attention == "sdpa" else kernel_for(own, model.device)
+    backend = choose_backend(attention, model, own, own_shapes)
 
     def build(memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
         facts = _facts(checkpoint, layout, model, sizing.max_model_len, ranks.group)
-        backend = None if kernel is None else NativeBackend(kernel, memory.parts[0])
+        made = backend.open(memory.parts[0])
         return Engine(
             model,
             memory,
             facts,
             sizing,
             needs_masks=loaded.needs_masks,
-            backend=backend,
+            backend=made,
+            goes_first=cuda.goes_first,
             ranks=ranks,
         )
 
@@ -82,7 +91,10 @@ def load_engine(
 
     with _memory_errors(device):
         profile = (
-            profile_of_all(profile_memory(model, own, limits, wanted, run), ranks.group)
+            profile_of_all(
+                profile_memory(model, own, limits, wanted, run, copies_kv=backend.copies_kv),
+                ranks.group,
+            )
             if blocks is None
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )
@@ -90,7 +102,10 @@ def load_engine(
         if ranks.group is None or ranks.group.rank == 0:
             sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
         memory = ranks.memory(layout, sizing.blocks, torch.device(device), allocate)
-        return build(memory, sizing, ranks)
+        engine = build(memory, sizing, ranks)
+        if cuda.graphs:
+            record_decode(engine, limits.max_running_requests)
+        return engine
 
 
 @contextmanager

@@ -59,10 +59,12 @@ class Model:
         with attention_state(state):
             return self.whole(token_ids, positions, logit_rows)
 
-    def prepare(self, tokens: int) -> None:
-        """What the first step of so many tokens would do besides. The head's part is small: few
-        steps want the logits of many tokens."""
+    def prepare(self, tokens: int, rows: int) -> None:
+        """What the first step of so many tokens, and of so many rows of logits, does besides."""
         prepare(getattr(self.module, self.module.base_model_prefix), rounded(tokens))
+        head = self.module.get_output_embeddings()
+        if head is not None:
+            prepare(head, rounded(rows))
 
     def whole(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor

@@ -14,12 +14,17 @@ from kvrelay.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer keeps per token, and how far it looks back; `heads` ask for it."""
+    """What one attention layer keeps per token, how far it looks back, and how it scores."""
 
-    heads: int
     planes: tuple[Plane, ...]
     window: int | None
-    is_plain: bool
+    query_heads: int
+    has_softcap: bool
+    has_sinks: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.has_softcap or self.has_sinks)
 
 
 @dataclass(slots=True)
@@ -39,10 +44,11 @@ class _Recorder:
             Plane(name="v", heads=value.shape[1], dim=value.shape[3]),
         )
         self.shapes[layer] = LayerShape(
-            heads=query.shape[1],
             planes=planes,
             window=scores.window,
-            is_plain=scores.is_plain,
+            query_heads=query.shape[1],
+            has_softcap=scores.softcap is not None,
+            has_sinks=scores.sinks is not None,
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 

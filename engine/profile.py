@@ -27,19 +27,20 @@ def profile_memory(
     limits: EngineLimits,
     max_model_len: int,
     run: Callable[[KvMemory, StepBatch], object],
+    *,
+    copies_kv: bool = True,
 ) -> MemoryProfile:
-    """`run` executes a step in the given memory. Contexts are short here; what long ones add
-    (gathered KV, masks) is computed."""
+    """`run` executes a step in the given memory. Contexts are short here; what long ones add is
+    computed: gathered KV and masks, with `copies_kv`."""
     chunk = min(limits.prefill_chunk_tokens, max_model_len)
     memory = KvMemory(layout, layout.blocks_for(chunk), model.device)
     batch = _largest_batch(layout, chunk, limits.max_running_requests)
     peak = _peak_bytes(model.device, lambda: run(memory, batch))
-    gathered = max(_gathered_bytes(layout, g, max_model_len) for g in range(len(layout.groups)))
-    masks = 2 * len(layout.groups) * chunk * max_model_len * layout.element_bytes
+    long = _long_bytes(layout, chunk, max_model_len) if copies_kv else 0
     return MemoryProfile(
         total_bytes=_total_bytes(model),
         weight_bytes=model.weight_bytes,
-        activation_bytes=peak + gathered + masks,
+        activation_bytes=peak + long,
         staging_bytes=_staging_bytes(model.device, layout, limits),
     )
 
@@ -58,6 +59,11 @@ def _staging_bytes(device: torch.device, layout: KvLayout, limits: EngineLimits)
     )
     on_host = limits.staging_slabs + limits.sending_slabs
     return staging.slab_bytes * (on_host if device.type == "cpu" else _GPU_SLABS)
+
+
+def _long_bytes(layout: KvLayout, chunk: int, max_model_len: int) -> int:
+    gathered = max(_gathered_bytes(layout, g, max_model_len) for g in range(len(layout.groups)))
+    return gathered + 2 * len(layout.groups) * chunk * max_model_len * layout.element_bytes
 
 
 def _gathered_bytes(layout: KvLayout, group: int, max_model_len: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.backends.backend import Backend, Prepared
+from engine.backends.backend import Backend, Prepared, Replays
 from engine.layer_marks import LayerLag, LayerMarks, LayerWatch
 from engine.layer_places import layer_places
 from engine.longrope import LongRope
@@ -20,6 +20,7 @@ from engine.sampler import sample
 from engine.sizing import KvSizing
 from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
+from engine.streams import StepStream
 from kvpool.copies import CopyPairs
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
@@ -51,9 +52,11 @@ class Engine:
         *,
         needs_masks: bool = False,
         backend: Backend | None = None,
+        goes_first: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
-        """`backend` None: attention in plain torch operations."""
+        """`backend` None: attention in plain torch operations. `goes_first`: before the steps of
+        other workers on the device."""
         self.model = model
         self.memory = memory
         self.facts = facts
@@ -63,9 +66,12 @@ class Engine:
         self._ranks = ranks
         self._own = memory.parts[0]
         self._planner = Planner(self._own.layout, model.device, model.dtype, needs_masks)
+        self._stream = StepStream(model.device, goes_first=goes_first)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
         self._places = layer_places(self._own.layout)
-        self._backend = backend
+        self.backend = backend
+        self.graphs: Replays | None = None
+        """What runs the steps that it has recorded, instead of the model."""
 
     @property
     def layout(self) -> KvLayout:
@@ -76,6 +82,10 @@ class Engine:
 
         A layer of `marks` is told once it has all slices' KV, and before this returns.
         """
+        with self._stream.within():
+            return self._run(batch, marks)
+
+    def _run(self, batch: StepBatch, marks: LayerMarks | None) -> StepOutcome:
         wanted = [piece.samples for piece in batch.slices]
         if marks is not None and self._watch is not None:
             marks = self._watch.behind(marks)
@@ -91,6 +101,10 @@ class Engine:
 
     def logits(self, batch: StepBatch, marks: LayerMarks | None = None) -> torch.Tensor:
         """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order."""
+        if self.graphs is not None and marks is None:
+            found = self.graphs.logits(batch.slices)
+            if found is not None:
+                return found.to(torch.float32, copy=True)
         if self.model.longrope is None:
             return self._forward(batch.slices, marks)
         return self._forward_apart(self.model.longrope, batch.slices)
@@ -143,8 +157,8 @@ class Engine:
         is_long: bool = False,
     ) -> torch.Tensor:
         self._ranks.tell(slices, is_long)
-        if self._backend is not None:
-            return self._run_prepared(self._backend.prepare(slices, marks))
+        if self.backend is not None:
+            return self._run_prepared(self.backend.prepare(slices, marks))
         plan = self._planner.plan(slices)
         state = PagedAttention(self._own, plan, self._places, marks)
         return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()

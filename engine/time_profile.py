@@ -33,7 +33,7 @@ def guess_times(engine: Engine, *, most_sequences: int) -> LinearTimes:
     model, layout = engine.model, engine.layout
     size = ModelSize(
         weight_bytes=model.weight_bytes,
-        parameters=model.weight_bytes // layout.element_bytes,
+        parameters=model.weight_bytes // model.dtype.itemsize,
         layers=sum(len(group.layers) for group in layout.groups),
         kv_elements=layout.bytes_per_token // layout.element_bytes,
         kv_token_bytes=layout.bytes_per_token,
@@ -58,8 +58,8 @@ def profile_times(
         pool_tokens=engine.memory.blocks * engine.layout.block_size,
     )
     # What a first step of so many tokens does once is no part of its time.
-    for tokens in sorted({shape.rows * shape.tokens for shape, _ in shapes}):
-        engine.model.prepare(tokens)
+    for tokens, rows in {(shape.rows * shape.tokens, shape.rows) for shape, _ in shapes}:
+        engine.model.prepare(tokens, rows)
     seconds: dict[Shape, list[float]] = {}
     started_s = clock()
     for shape, is_essential in shapes * _MOST_ROUNDS:

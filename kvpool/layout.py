@@ -21,7 +21,7 @@ NO_BLOCK = BlockId(-1)
 Tables = tuple[tuple[BlockId, ...], ...]
 """# layer group |-> blocks, in token order: the `i`-th holds tokens `[i, i + 1) x block_size`"""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,9 +77,10 @@ class Deciding:
 
     def _in_reserve(self, request: Request) -> bool:
         """Whether the tier's own share of decode places has room for it, beside what other routers
-        have sent."""
-        taken = self.workers.held(request.tier.name) + len(request.choices)
-        return taken <= request.tier.own_places(self.workers.decode_places)
+        have sent. One request is always let through: nothing else shows that things are better."""
+        held = self.workers.held(request.tier.name)
+        own = request.tier.own_places(self.workers.decode_places)
+        return held == 0 or held + len(request.choices) <= own
 
     def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
         """What was admitted once is taken wherever there is a place for it."""

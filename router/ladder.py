@@ -23,7 +23,7 @@ LOOKS_EVERY_S = 0.1
 
 
 class Step(IntEnum):
-    """Each includes those before it. `TRIP`: only the tier's reserve is served."""
+    """Each includes those before it. `TRIP`: only the tier's reserve is served, or one request."""
 
     NORMAL = 0
     TIGHTEN = 1

@@ -39,7 +39,7 @@ class Running:
 
     def next_slice(self, chunk_tokens: int) -> SequenceSlice:
         if self.done_tokens == self.rope_border_tokens and len(self.prompt) <= self.done_tokens:
-            self.done_tokens = 0
+            self.done_tokens, self.rope_border_tokens = 0, None
         end = min(len(self.text), self.done_tokens + chunk_tokens)
         return SequenceSlice(
             key=RequestKey(self.name, 0),

@@ -19,7 +19,7 @@ from bench.peers import PEERS
 PYTHON = PEERS / "vllm" / "bin" / "python"
 CACHE = PEERS / "vllm-cache"
 """Of what it compiles, a minute and a half the first time, for a model at one path."""
-PATIENCE_S = 60.0
+PATIENCE_S = 15.0
 
 
 class Peer:
@@ -92,10 +92,10 @@ def _environment(cores: Sequence[int]) -> dict[str, str]:
 
 
 def _end(peer: Peer) -> None:
-    """Its session, so that no engine process stays."""
+    """By itself, or in the end its session, so that no engine process stays."""
     with suppress(ProcessLookupError):
         os.killpg(peer.process.pid, signal.SIGCONT)
-        os.killpg(peer.process.pid, signal.SIGTERM)
+        peer.process.terminate()
     with suppress(subprocess.TimeoutExpired):
         peer.process.wait(PATIENCE_S)
     with suppress(ProcessLookupError):

@@ -31,6 +31,16 @@ class Backend(Protocol):
     ) -> Prepared: ...
 
 
+class Replays(Protocol):
+    """Runs steps that have been recorded."""
+
+    def logits(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        """`[slices that sample, vocab]`, overwritten by the next step; None: not such a step."""
+
+    def replay(self, sequences: int) -> torch.Tensor:
+        """The step that was asked for last, of so many sequences, again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:
     """What the layers of a layer group have in common. `window` counts the token itself."""

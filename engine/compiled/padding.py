@@ -24,6 +24,11 @@ def rounded(tokens: int) -> int:
     return -(-tokens // size) * size
 
 
+def sizes(most: int) -> list[int]:
+    """Of steps of up to `most` tokens."""
+    return sorted({rounded(tokens) for tokens in range(1, most + 1)})
+
+
 def padded(forward: Forward) -> Forward:
     """`forward` for any number of tokens and of rows."""
 

@@ -8,20 +8,25 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention import Scores
-from engine.backends.backend import Prepared
+from engine.backends.backend import GroupShape, Prepared
 from engine.backends.step_arrays import TableCache, step_arrays
 from engine.layer_marks import LayerMarks
-from engine.layer_places import layer_places
-from engine.native.kernel import Kernel
+from engine.native.kernel import kernel_for
 from engine.native.layers import Layers
 from engine.step import SequenceSlice
 from kvpool.memory import KvMemory
 
 
 class NativeBackend:
-    def __init__(self, kernel: Kernel, memory: KvMemory) -> None:
-        self._kernel, self._memory = kernel, memory
-        self._places = layer_places(memory.layout)
+    def __init__(
+        self,
+        memory: KvMemory,
+        shapes: tuple[GroupShape, ...],
+        places: Mapping[int, tuple[int, int]],
+    ) -> None:
+        kernel = kernel_for(memory.layout, memory.device)
+        assert kernel is not None, "asked before"
+        self._kernel, self._memory, self._places = kernel, memory, places
         self._tables = TableCache()
 
     def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:

@@ -79,6 +79,7 @@ def load_followed(channel: Channel) -> Engine:
         block_size=orders["block_size"],
         blocks=orders["blocks"],
         limits=EngineLimits(**orders["limits"]),
+        attention=orders["attention"],
         compiled=orders["compiled"],
         ranks=Following(channel, group),
     )

@@ -22,6 +22,7 @@ def load_split(
     block_size: int,
     blocks: int | None,
     limits: EngineLimits,
+    attention: str = "auto",
     compiled: bool = True,
 ) -> Engine:
     """As `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0, and is to
@@ -32,7 +33,7 @@ def load_split(
         )
     settings = {"device": device, "dtype": dtype, "block_size": block_size, "blocks": blocks}
     orders = {**settings, "path": str(checkpoint.path), "limits": asdict(limits)}
-    orders["compiled"] = compiled
+    orders |= {"attention": attention, "compiled": compiled}
     leader = Leader(size, threads, orders)
     try:
         return load_engine(
@@ -42,6 +43,7 @@ def load_split(
             block_size=block_size,
             blocks=blocks,
             limits=limits,
+            attention=attention,
             compiled=compiled,
             ranks=leader,
         )

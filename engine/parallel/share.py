@@ -42,15 +42,16 @@ def share_out(model: Model, group: Group | None) -> Loaded:
     return Loaded(model=model, shapes=shapes, reference=reference)
 
 
-def check_shares(loaded: Loaded, group: Group | None) -> None:
-    """That each rank's layers keep its own heads alone. Raises ModelError."""
+def check_shares(loaded: Loaded, group: Group | None) -> dict[int, LayerShape]:
+    """The shapes of this rank's layers, which keep its own heads alone. Raises ModelError."""
     if group is None:
-        return
+        return loaded.shapes
     own = probe(loaded.model)
     for layer, whole in loaded.shapes.items():
         heads = [plane.heads * group.size for plane in own[layer].planes]
         if heads != [plane.heads for plane in whole.planes]:
             raise whole_attention(loaded.model.config.model_type)
+    return own
 
 
 def profile_of_all(profile: MemoryProfile, group: Group | None) -> MemoryProfile:
@@ -68,6 +69,6 @@ def profile_of_all(profile: MemoryProfile, group: Group | None) -> MemoryProfile
 
 
 def _check_heads(model: Model, shapes: dict[int, LayerShape], size: int) -> None:
-    heads = [shape.heads for shape in shapes.values()]
+    heads = [shape.query_heads for shape in shapes.values()]
     kv_heads = [plane.heads for shape in shapes.values() for plane in shape.planes]
     check_degree(size, model.config.model_type, heads, kv_heads)

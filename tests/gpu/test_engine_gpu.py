@@ -1,20 +1,40 @@
-"""The same exactness on a CUDA device."""
+"""The same exactness on a CUDA device, by each backend that serves fp32, and with decode steps that
+are recorded."""
 
 from __future__ import annotations
 
-import pytest
+from itertools import product
 
+import pytest
+import torch
+
+from engine.checkpoint import open_checkpoint
+from engine.load import load_engine
+from engine.options import CudaOptions
+from engine.sizing import EngineLimits
 from tests.drive import run_mixed, start
-from tests.models import FAMILIES
+from tests.models import FAMILIES, random_checkpoint
 from tests.reference import assert_same_tokens
-from tests.unit.test_engine_exact import CHUNK_TOKENS, TOKENS, Case, check_alone, load_case
+from tests.unit.test_engine_exact import (
+    BLOCK_SIZE,
+    CHUNK_TOKENS,
+    TOKENS,
+    Case,
+    check_alone,
+    load_case,
+)
 
 pytestmark = pytest.mark.gpu
+_CASES = [
+    *product(sorted(FAMILIES), ("triton", "sdpa")),
+    *product(("llama", "gemma2", "gpt_oss"), ("flex",)),
+]
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=_CASES, ids="-".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return load_case(tmp_path_factory, request.param, device="cuda")
+    family, attention = request.param
+    return load_case(tmp_path_factory, family, "cuda", attention=attention)
 
 
 def test_logits_of_sequences_alone(case: Case) -> None:
@@ -22,8 +42,59 @@ def test_logits_of_sequences_alone(case: Case) -> None:
         check_alone(case.engine, reference)
 
 
-def test_tokens_in_mixed_batches(case: Case) -> None:
+def test_kv_kept_in_fp8_takes_half(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Loading compares the logits with the model's own."""
+    folder = random_checkpoint(tmp_path_factory.mktemp("fp8"), "llama")
+    engines = [
+        load_engine(
+            open_checkpoint(str(folder)),
+            device="cuda",
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            blocks=32,
+            limits=EngineLimits(
+                max_model_len=256, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=2
+            ),
+            attention="triton",
+            cuda=CudaOptions(fp8_kv=fp8_kv),
+        )
+        for fp8_kv in (False, True)
+    ]
+    whole, half = (engine.layout.bytes_per_token for engine in engines)
+    assert whole == 2 * half
+
+
+def test_tf32_is_taken_only_where_it_is_asked_for(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    case = load_case(tmp_path_factory, "llama", "cuda", attention="triton")
+    reference = case.references[3]
+    check_alone(case.engine, reference)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(AssertionError, match="logits differ"):
+            check_alone(case.engine, reference)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def _check_mixed(case: Case) -> None:
     sequences = start(case.engine, [r.prompt for r in case.references], max_tokens=TOKENS)
     run_mixed(case.engine, sequences, chunk_tokens=CHUNK_TOKENS)
     for reference, one in zip(case.references, sequences, strict=True):
         assert_same_tokens(reference, one.emitted)
+
+
+def test_tokens_in_mixed_batches(case: Case) -> None:
+    _check_mixed(case)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_recorded_steps_change_no_token(
+    family: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = load_case(tmp_path_factory, family, "cuda", attention="triton")
+    assert case.engine.graphs is not None
+    _check_mixed(case)
+    monkeypatch.setattr(case.engine, "graphs", None)
+    _check_mixed(case)

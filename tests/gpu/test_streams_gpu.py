@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.streams import StepStream
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory import KvMemory
 from kvpool.memory_sections import gather_write
@@ -15,6 +16,15 @@ from kvpool.write import Side, TokenSpan
 pytestmark = pytest.mark.gpu
 _GROUP = LayerGroup(layers=(0, 1), planes=(Plane(name="k", heads=8, dim=128),))
 _LONG_CYCLES = 1_000_000_000
+
+
+def test_steps_of_a_worker_that_goes_first_have_the_higher_priority() -> None:
+    """CUDA's lower numbers are the higher priorities."""
+    found = []
+    for goes_first in (True, False):
+        with StepStream(torch.device("cuda"), goes_first=goes_first).within():
+            found.append(torch.cuda.current_stream().priority)
+    assert found[0] < found[1] == torch.cuda.default_stream().priority
 
 
 def test_a_gather_runs_beside_a_step() -> None:

@@ -16,7 +16,7 @@ from engine.compiled import build, library, native, recordings
 from engine.compiled.build import compile_model
 from engine.compiled.library import Fused
 from engine.compiled.linear import Packed, PackedLinear
-from engine.compiled.padding import rounded
+from engine.compiled.padding import rounded, sizes
 from engine.families import has_experts
 from engine.load import load_engine
 from engine.model import Model, load_model
@@ -31,8 +31,13 @@ FAR = {"float32": 1e-5, "bfloat16": 0.05}
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for each test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(library, "_library", native.load_library)
     return tmp_path / "cache" / "kvrelay"
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not loaded the fused operations yet."""
+    monkeypatch.setattr(library, "_library", native.load_library)
 
 
 def plain_model(
@@ -62,8 +67,13 @@ def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torc
     return build.row_differences(torch.cat(found), torch.cat(expected))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, "float32") for family in sorted(FAMILIES)),
+        *((family, "bfloat16") for family in ("llama", "gemma2", "gpt_oss", "qwen3_moe")),
+    ],
+)
 def test_logits_stay(family: str, dtype: str, tmp_path: Path) -> None:
     model = plain_model(tmp_path, family, dtype)
     expected, nbytes = all_logits(model), model.weight_bytes
@@ -131,6 +141,7 @@ def test_off_leaves_the_model_alone(tmp_path: Path) -> None:
     assert not any(isinstance(m, PackedLinear) for m in engine.model.module.modules())
 
 
+@pytest.mark.usefixtures("new_process")
 def test_without_a_compiler_operations_stay_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +163,7 @@ def test_a_compiler_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.Mo
         native.load_library()
 
 
+@pytest.mark.usefixtures("new_process")
 def test_the_next_start_captures_nothing(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +198,7 @@ def test_a_damaged_recording_is_made_anew(tmp_path: Path, cache: Path, damage: s
     assert path.read_text() == whole
 
 
+@pytest.mark.usefixtures("new_process")
 def test_a_cache_that_can_not_be_written_costs_only_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,9 +254,14 @@ def test_steps_of_any_size_have_few_sizes() -> None:
 
 
 @torch.inference_mode()
+def test_decode_steps_of_all_sizes_are_prepared() -> None:
+    assert sizes(18) == [*range(1, 17), 20]
+
+
 def test_tokens_that_are_added_are_not_seen(tmp_path: Path) -> None:
     """Attention gets the step's own, and logits are those of the rows that were asked for."""
     compiled = compile_model(plain_model(tmp_path))
+    assert compiled.flat is not None
     tokens, seen = 37, set()
 
     class Watching(build._OwnTokens):
@@ -281,10 +299,11 @@ def test_preparing_covers_what_steps_need(tmp_path: Path, monkeypatch: pytest.Mo
         return call(self, x)
 
     monkeypatch.setattr(Packed, "__call__", counted)
-    compiled.prepare(37)
+    compiled.prepare(37, 5)
     prepared = set(sizes)
     sizes.clear()
     logits(compiled, 37)
-    assert len(prepared) == 4
-    assert prepared <= set(sizes)
+    assert len(prepared) == 5
+    assert set(sizes) - prepared == {(compiled.module.lm_head.packed.kind, 40)}
+    assert prepared - set(sizes) == {(compiled.module.lm_head.packed.kind, 5)}
     assert {size for _, size in sizes} == {40}

@@ -270,6 +270,18 @@ def test_the_ladder_tightens_then_caps_then_trips() -> None:
     assert "the reserve of tier free is served until gold's latencies" in lower.message
 
 
+def test_a_tripped_tier_without_reserve_is_served_one_by_one() -> None:
+    at = core(PerToken(sequence_s=0.01), places=8)
+    for step in (1, 2, 3):
+        slow_down(at, 1.2 * step)
+    assert len(asked_for(submit(at, "a", "free", now_s=4.0))) == 1
+    (refusal,) = refusals(submit(at, "b", "free", now_s=4.1))
+    assert refusal.reason == "tier_share_exhausted"
+    at.handle(Aborted(request_id="a"), 4.2)
+    says(at, "d", released("a"), now_s=4.2)
+    assert len(asked_for(submit(at, "b", "free", now_s=4.3))) == 1
+
+
 def test_a_reserve_is_that_of_all_routers() -> None:
     at = core(PerToken(sequence_s=0.01), places=8)
     for step in (1, 2, 3):

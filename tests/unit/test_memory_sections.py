@@ -92,6 +92,25 @@ def test_long_runs_of_blocks_arrive_byte_for_byte(order: list[int]) -> None:
     assert torch.equal(slab.view(torch.bfloat16).view(2, -1, 4, 256), wanted[:, slots])
 
 
+def test_kv_of_a_byte_a_value_arrives_byte_for_byte() -> None:
+    """Odd shapes: no row is a whole number of words."""
+    planes = (Plane(name="k", heads=3, dim=5), Plane(name="v", heads=1, dim=7))
+    group = LayerGroup(layers=(0, 1), planes=planes)
+    layout = KvLayout(groups=(group,), dtype="float8_e4m3fn", block_size=4)
+    source, target = KvMemory(layout, 6, "cpu"), KvMemory(layout, 6, "cpu")
+    source.flat.random_(1, 256)
+    side = Side(tables=(tuple(map(BlockId, [4, 1, 5])),), block_size=4)
+    write = _whole_write(layout, 2, 9)
+    slab = torch.zeros(write.nbytes, dtype=torch.uint8)
+    gather_write(source, side, write, slab)
+    scatter_write(target, side, write, slab)
+    slots = [18, 19, 4, 5, 6, 7, 20, 21, 22]
+    for ours, theirs in zip(target.planes[0], source.planes[0], strict=True):
+        found, sent = ours.view(torch.uint8), theirs.view(torch.uint8)
+        assert torch.equal(found[:, slots], sent[:, slots])
+        assert int((found != 0).sum()) == sent[:, slots].numel()
+
+
 def test_a_block_that_is_not_held_is_never_read() -> None:
     layout = KvLayout(
         groups=(LayerGroup(layers=(0,), planes=(Plane(name="k", heads=1, dim=8),)),),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +25,35 @@ EVERY_KIND: Slices = (
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Kernel:
+def kernel() -> Iterator[Kernel]:
+    """On three threads, whatever the machine has."""
     try:
-        return open_kernel(built_kernel())
+        opened = open_kernel(built_kernel())
     except BuildError as error:
         pytest.skip(str(error))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield opened
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the names are x86's")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE))
+def test_older_processors(
+    processor: str, dtype: str, kernel: Kernel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Without fused products of bfloat16, with narrower vectors, with none but the first."""
+    needs = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512bw"}[processor]
+    if needs not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor has no {needs}")
+    folder = tmp_path_factory.getbasetemp() / "older"
+    older = open_kernel(built_kernel(folder, processor))
+    heads = Heads(query=6, kv=2, dim=40, value_dim=40)
+    if not older.serves(make_batch(((0, 1),), heads, dtype=dtype).layout):
+        pytest.skip(f"the compiler has no {dtype} for it")
+    batch = make_batch(EVERY_KIND, heads, dtype=dtype, window=300)
+    check(batch, older, Scores(scaling=0.3, softcap=9.0, sinks=torch.linspace(-1, 1, 6)))
 
 
 def check(batch: Batch, kernel: Kernel, scores: Scores) -> None:

@@ -25,10 +25,14 @@ def _run(arguments: list[str], **environment: str) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_kernels_interpreted_on_the_cpu() -> None:
-    tests = ["tests/unit/triton_interpreted.py", "-p", "no:cacheprovider"]
-    _run(["-m", "pytest", *tests], TRITON_INTERPRET="1")
+@pytest.mark.parametrize(
+    "tests", ["triton_interpreted", "attention_interpreted", "triton_engine_interpreted"]
+)
+def test_kernels_interpreted_on_the_cpu(tests: str) -> None:
+    arguments = ["-m", "pytest", f"tests/unit/{tests}.py", "-p", "no:cacheprovider"]
+    _run(arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
-def test_kernels_compiled_for_devices_make_16_byte_accesses(tmp_path: Path) -> None:
-    _run(["-m", "tests.unit.triton_compiled"], TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled"])
+def test_kernels_compiled_for_devices_reach_memory_as_meant(program: str, tmp_path: Path) -> None:
+    _run(["-m", f"tests.unit.{program}"], TRITON_CACHE_DIR=str(tmp_path))

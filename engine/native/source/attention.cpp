@@ -65,27 +65,23 @@ void attend_item(const Shape& shape, const Item& item, Parts& parts) {
   const Call& call = shape.call;
   const int per_head = (item.row_end - item.row_begin + Rows::kRows - 1) / Rows::kRows;
   const int heads = item.head_end - item.head_begin;
-  const size_t score_floats = size_t(kTileKeys + Tile::kSpare) * kBlockRows;
-  scratch.need(per_head * heads * Rows::bytes(call.key_dim, call.value_dim) + Tile::bytes(call) +
+  const size_t score_floats = Rows::buffer_floats(heads);
+  scratch.need(per_head * heads * Rows::bytes(call.key_dim, call.value_dim) + Tile::bytes(call, heads) +
                2 * Scratch::bytes_of<float>(score_floats) +
-               Scratch::bytes_of<float>(call.value_dim));
+               Scratch::bytes_of<float>(kLanes * std::max(call.key_dim, call.value_dim)));
+  float* buffer = scratch.take<float>(kLanes * std::max(call.key_dim, call.value_dim));
   all_rows.resize(per_head * heads);
   for (int i = 0; i < per_head * heads; ++i)
     all_rows[i].open(shape, item, item.head_begin + i / per_head,
-                     item.row_begin + i % per_head * Rows::kRows, scratch);
-  Tile tile(call, scratch);
+                     item.row_begin + i % per_head * Rows::kRows, scratch, buffer);
+  Tile tile(call, item, scratch);
   float* scores = scratch.take<float>(score_floats);
   Unit* weights = scratch.take<Unit>(score_floats);
   if constexpr (std::is_same<Unit, float>::value) weights = scores;
   for (int64_t at = item.key_begin / kTileKeys * kTileKeys; at < item.key_end; at += kTileKeys) {
     tile.find(call, item, at);
-    for (int h = 0; h < heads; ++h) {
-      tile.read(call, item.head_begin + h);
-      for (int i = h * per_head; i < (h + 1) * per_head; ++i)
-        all_rows[i].attend_tile(tile, at, call, scores, weights);
-    }
+    Rows::attend_tile(all_rows, tile, at, call, scores, weights);
   }
-  float* buffer = scratch.take<float>(call.value_dim);
   for (const Rows& rows : all_rows)
     rows.each_row(buffer, [&](int row, float top, float total, const float* out) {
       if (item.parts > 1)

@@ -3,6 +3,7 @@
 
 #include "softmax.h"
 #include "tile_rows.h"
+#include "transpose.h"
 
 template <class Number, class Route>
 struct Block {
@@ -22,7 +23,8 @@ struct Block {
            5 * Scratch::bytes_of<float>(kBlockRows);
   }
 
-  void open(const Shape& shape, const Item& item, int kv_head, int begin, Scratch& scratch) {
+  void open(const Shape& shape, const Item& item, int kv_head, int begin, Scratch& scratch,
+            float* buffer) {
     head = kv_head, row_begin = begin;
     rows = std::min(kBlockRows, item.row_end - begin);
     count = (rows + kLanes - 1) / kLanes;
@@ -34,7 +36,7 @@ struct Block {
     run.out = scratch.take<float>(size_t(value_dim) * lanes());
     std::memset(run.out, 0, sizeof(float) * value_dim * lanes());
     see(shape, item);
-    pack(shape, item);
+    pack(shape, item, reinterpret_cast<Unit*>(buffer));
   }
 
   // Lanes behind the last row see what it sees.
@@ -50,17 +52,21 @@ struct Block {
     all_to = run.last[0], last_key = run.last[lanes() - 1];
   }
 
-  void pack(const Shape& shape, const Item& item) {
-    const int units = shape.call.key_dim / Route::kNumbers, width = lanes();
-    if (rows < width) std::memset(query, 0, sizeof(Unit) * units * width);
-    for (int lane = 0; lane < rows; ++lane) {
-      const Number* from = shape.query<Number>(item.slice, head, row_begin + lane);
-      for (int u = 0; u < units; ++u) put(from + u * Route::kNumbers, query + u * width + lane);
+  void pack(const Shape& shape, const Item& item, Unit* buffer) {
+    const int units = shape.call.key_dim / Route::kNumbers;
+    for (int lane = 0; lane < lanes(); lane += kLanes) {
+      const int held = std::min(kLanes, rows - lane);
+      std::memset(buffer + held * units, 0, sizeof(Unit) * (kLanes - held) * units);
+      for (int i = 0; i < held; ++i) {
+        const Number* from = shape.query<Number>(item.slice, head, row_begin + lane + i);
+        if constexpr (Route::kNumbers == 2)
+          std::memcpy(buffer + i * units, from, sizeof(Unit) * units);
+        else
+          widen(from, units, buffer + i * units);
+      }
+      to_lanes(buffer, units, query + lane, lanes());
     }
   }
-
-  static void put(const Number* from, float* to) { *to = to_float(*from); }
-  static void put(const BFloat16* from, int32_t* to) { std::memcpy(to, from, sizeof *to); }
 
   // The first and the last key of the tile at `position` that some row sees, as [begin, end).
   int begin(int64_t position) const {
@@ -75,18 +81,19 @@ struct Block {
   void attend(const TileRows<Number, Route>& tile, int64_t position, int begin, int end,
               const Call& call, float* scores, Unit* weights) {
     const Curve curve(call.scaling, call.softcap);
-    score<Route, kCount>(tile.keys, begin, end, query, call.key_dim / Route::kNumbers, scores);
+    const int place = head - tile.first_head, units = call.key_dim / Route::kNumbers;
+    score<Route, kCount>(tile.keys, place * units, begin, end, query, units, scores);
     if (call.softcap > 0) cap<kCount>(scores, begin, end, curve);
     const bool open = position + begin >= all_from && position + end - 1 <= all_to;
     (open ? soften<Route, kCount, false> : soften<Route, kCount, true>)(
         scores, begin, end, int32_t(position), curve, run, weights);
-    weigh<Route, kCount>(tile.values, value_dim, begin / Route::kNumbers,
+    weigh<Route, kCount>(tile.values, place * value_dim, value_dim, begin / Route::kNumbers,
                          (end + Route::kNumbers - 1) / Route::kNumbers, weights, run.shrink,
                          run.out);
   }
 
-  void attend_tile(const TileRows<Number, Route>& tile, int64_t position, const Call& call,
-                   float* scores, Unit* weights) {
+  void attend(const TileRows<Number, Route>& tile, int64_t position, const Call& call,
+              float* scores, Unit* weights) {
     const int begin = this->begin(position), end = this->end(position, tile.end);
     if (begin >= end) return;
     switch (count) {
@@ -99,12 +106,23 @@ struct Block {
     }
   }
 
+  static size_t buffer_floats(int) {
+    return size_t(kTileKeys + TileRows<Number, Route>::kSpare) * kBlockRows;
+  }
+
+  static void attend_tile(std::vector<Block>& blocks, TileRows<Number, Route>& tile,
+                          int64_t position, const Call& call, float* scores, Unit* weights) {
+    tile.read_keys(call), tile.read_values(call);
+    for (Block& block : blocks) block.attend(tile, position, call, scores, weights);
+  }
+
   // take(row, top, total, out): each row's results.
   template <class Take>
   void each_row(float* buffer, Take take) const {
     for (int lane = 0; lane < rows; ++lane) {
-      for (int d = 0; d < value_dim; ++d) buffer[d] = run.out[d * lanes() + lane];
-      take(row_begin + lane, run.top[lane], run.total[lane], buffer);
+      const int place = lane % kLanes;
+      if (place == 0) from_lanes(run.out + lane, lanes(), value_dim, buffer);
+      take(row_begin + lane, run.top[lane], run.total[lane], buffer + place * value_dim);
     }
   }
 };

@@ -24,7 +24,7 @@ struct Few {
            Scratch::bytes_of<float>(size_t(value_dim) * kFewRows);
   }
 
-  void open(const Shape& shape, const Item& item, int kv_head, int, Scratch& scratch) {
+  void open(const Shape& shape, const Item& item, int kv_head, int, Scratch& scratch, float*) {
     const Call& call = shape.call;
     head = kv_head, rows = item.row_end, units = call.key_dim / Route::kNumbers;
     value_dim = call.value_dim;
@@ -46,24 +46,25 @@ struct Few {
       widen(from, units, to);
   }
 
-  void score_keys(const Unit* const* keys, int begin, int end, float* scores) const {
-    for (int key = begin; key < end; key += kLanes)
-      for (int row = 0; row < rows; ++row) {
-        Floats sums[kLanes] = {};
-        int u = 0;
-        for (; u + kLanes <= units; u += kLanes) {
-          const Vector asked = load<Vector>(query + row * units + u);
+  // Those of kLanes keys from `key` on.
+  void score_keys(const Unit* const* keys, int at, int key, float* scores) const {
+    for (int row = 0; row < rows; ++row) {
+      Floats sums[kLanes] = {};
+      int u = 0;
+      for (; u + kLanes <= units; u += kLanes) {
+        const Vector asked = load<Vector>(query + row * units + u);
 #pragma GCC unroll 16
-          for (int i = 0; i < kLanes; ++i)
-            sums[i] = Route::add(sums[i], asked, load<Vector>(keys[key + i] + u));
-        }
-        if (u < units) {
-          const Vector asked = load_some<Vector>(query + row * units + u, units - u);
-          for (int i = 0; i < kLanes; ++i)
-            sums[i] = Route::add(sums[i], asked, load_some<Vector>(keys[key + i] + u, units - u));
-        }
-        store(scores + row * kTileKeys + key, sums_of(sums));
+        for (int i = 0; i < kLanes; ++i)
+          sums[i] = Route::add(sums[i], asked, load<Vector>(keys[key + i] + at + u));
       }
+      if (u < units) {
+        const Vector asked = load_some<Vector>(query + row * units + u, units - u);
+        for (int i = 0; i < kLanes; ++i)
+          sums[i] = Route::add(sums[i], asked,
+                               load_some<Vector>(keys[key + i] + at + u, units - u));
+      }
+      store(scores + row * kTileKeys + key, sums_of(sums));
+    }
   }
 
   // A row's scores to weights; those of keys that it doesn't see are 0.
@@ -95,14 +96,15 @@ struct Few {
   }
 
   template <int kRows, int kWidth>
-  void weigh_part(const Unit* const* values, const Unit* weights, int begin, int end, int from, int dim) {
+  void weigh_part(const Unit* const* values, const Unit* weights, int begin, int end, int from, int at,
+                  int dim) {
     Floats sums[kRows][kWidth];
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kWidth; ++v)
         sums[r][v] = load<Floats>(out + (from + r) * value_dim + dim + v * kLanes) * shrink[from + r];
     for (int u = begin; u < end; ++u) {
       Vector value[kWidth];
-      for (int v = 0; v < kWidth; ++v) value[v] = load<Vector>(values[u] + dim + v * kLanes);
+      for (int v = 0; v < kWidth; ++v) value[v] = load<Vector>(values[u] + at + dim + v * kLanes);
       for (int r = 0; r < kRows; ++r)
         for (int v = 0; v < kWidth; ++v)
           sums[r][v] = Route::add(sums[r][v], value[v], weights[(from + r) * kUnits + u]);
@@ -113,42 +115,59 @@ struct Few {
   }
 
   template <int kRows>
-  void weigh_rows(const Unit* const* values, const Unit* weights, int begin, int end, int from) {
+  void weigh_rows(const Unit* const* values, const Unit* weights, int begin, int end, int from, int at) {
     int dim = 0;
     for (; dim + 4 * kLanes <= value_dim; dim += 4 * kLanes)
-      weigh_part<kRows, 4>(values, weights, begin, end, from, dim);
+      weigh_part<kRows, 4>(values, weights, begin, end, from, at, dim);
     for (; dim + kLanes <= value_dim; dim += kLanes)
-      weigh_part<kRows, 1>(values, weights, begin, end, from, dim);
-    for (; dim < value_dim; ++dim) weigh_tail<kRows>(values, weights, begin, end, from, dim);
+      weigh_part<kRows, 1>(values, weights, begin, end, from, at, dim);
+    for (; dim < value_dim; ++dim) weigh_tail<kRows>(values, weights, begin, end, from, at, dim);
   }
 
   template <int kRows>
-  void weigh_tail(const Unit* const* values, const Unit* weights, int begin, int end, int from, int dim) {
+  void weigh_tail(const Unit* const* values, const Unit* weights, int begin, int end, int from, int at,
+                  int dim) {
     for (int r = from; r < from + kRows; ++r) {
       Floats sum = all(out[r * value_dim + dim] * shrink[r]);
       for (int u = begin; u < end; ++u)
-        sum = Route::add(sum, Vector{} + values[u][dim], weights[r * kUnits + u]);
+        sum = Route::add(sum, Vector{} + values[u][at + dim], weights[r * kUnits + u]);
       out[r * value_dim + dim] = sum[0];
     }
   }
 
-  void attend_tile(const TileRows<Number, Route>& tile, int64_t position, const Call& call,
-                   float* scores, Unit* weights) {
-    const Curve curve(call.scaling, call.softcap);
-    const int begin = tile.begin / kLanes * kLanes, end = tile.end;
-    score_keys(tile.keys, begin, end, scores);
-    for (int row = 0; row < rows; ++row)
-      soften_row(row, position, begin, end, curve, scores + row * kTileKeys, weights + row * kUnits);
-    const int from = tile.begin / Route::kNumbers;
-    const int to = (end + Route::kNumbers - 1) / Route::kNumbers;
+  void weigh(const Unit* const* values, const Unit* weights, int begin, int end, int at) {
     int row = 0;
-    for (; row + 4 <= rows; row += 4) weigh_rows<4>(tile.values, weights, from, to, row);
+    for (; row + 4 <= rows; row += 4) weigh_rows<4>(values, weights, begin, end, row, at);
     switch (rows - row) {
-      case 3: return weigh_rows<3>(tile.values, weights, from, to, row);
-      case 2: return weigh_rows<2>(tile.values, weights, from, to, row);
-      case 1: return weigh_rows<1>(tile.values, weights, from, to, row);
+      case 3: return weigh_rows<3>(values, weights, begin, end, row, at);
+      case 2: return weigh_rows<2>(values, weights, begin, end, row, at);
+      case 1: return weigh_rows<1>(values, weights, begin, end, row, at);
     }
   }
+
+  // All heads of some keys, then of the next ones.
+  static void attend_tile(std::vector<Few>& heads, TileRows<Number, Route>& tile, int64_t position,
+                          const Call& call, float* scores, Unit* weights) {
+    const Curve curve(call.scaling, call.softcap);
+    const int begin = tile.begin / kLanes * kLanes, end = tile.end, per_head = kFewRows * kTileKeys;
+    tile.read_keys(call);
+    for (int key = begin; key < end; key += kLanes)
+      for (size_t h = 0; h < heads.size(); ++h)
+        heads[h].score_keys(tile.keys, int(h) * heads[h].units, key, scores + h * per_head);
+    for (size_t h = 0; h < heads.size(); ++h)
+      for (int row = 0; row < heads[h].rows; ++row)
+        heads[h].soften_row(row, position, begin, end, curve,
+                            scores + h * per_head + row * kTileKeys,
+                            weights + (h * kFewRows + row) * kUnits);
+    tile.read_values(call);
+    const int from = tile.begin / Route::kNumbers;
+    const int to = (end + Route::kNumbers - 1) / Route::kNumbers;
+    for (size_t h = 0; h < heads.size(); ++h)
+      heads[h].weigh(tile.values, weights + h * kFewRows * kUnits, from, to,
+                     int(h) * heads[h].value_dim);
+  }
+
+  static size_t buffer_floats(int heads) { return size_t(heads) * kFewRows * kTileKeys; }
 
   template <class Take>
   void each_row(float*, Take take) const {

@@ -43,13 +43,14 @@ struct Column {
     const Ints place = all(position + key);
     return (place >= first) & (place <= last);
   }
-  Floats largest(int begin, int end, Floats best) const {
+  Floats largest(int begin, int end, Floats top) const {
+    Floats best = all(kLeast);
     for (int key = begin; key < end; ++key) {
-      Floats score = load<Floats>(scores + key * width) * factor;
+      Floats score = load<Floats>(scores + key * width);
       if (kMasked) score = sees(key) ? score : all(kLeast);
       best = larger(best, score);
     }
-    return best;
+    return larger(top, best * factor);
   }
   template <bool kRough>
   Floats weight(int key, Floats best) const {

@@ -1,0 +1,75 @@
+"""Which tiles suit a CUDA device: one layer's attention with Llama-3.1-8B's heads, by tiling.
+
+What `engine.backends.tilings` holds should be the best of these on the devices that matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import torch
+
+from engine.backends.backend import GroupShape
+from engine.backends.measure import measure_work
+from engine.backends.needs import Wanted
+from engine.backends.tilings import CHUNK, DECODE, Tiling
+from engine.backends.triton import TritonBackend
+from kvpool.layout import KvLayout, LayerGroup, Plane
+
+_DECODES = {"64 x 8192": (64, 1, 8191), "64 x 2048": (64, 1, 2047), "1 x 2048": (1, 1, 2047)}
+_CHUNKS = {"8192 alone": (1, 8192, 0), "512 after 7680": (1, 512, 7680)}
+
+
+def _wanted(dtype: str) -> Wanted:
+    planes = tuple(Plane(name=name, heads=8, dim=128) for name in "kv")
+    group = LayerGroup(layers=(0,), planes=planes)
+    return Wanted(
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        layout=KvLayout(groups=(group,), dtype=dtype, block_size=16),
+        groups=(GroupShape(query_heads=32, kv_heads=8, dim=128, value_dim=128, window=None),),
+    )
+
+
+def _decode_tilings() -> Iterator[Tiling]:
+    for keys, stages, warps, programs in product((32, 64, 128), (3, 4, 5), (2, 4), (1, 2, 3, 4)):
+        yield replace(DECODE, keys=keys, stages=stages, warps=warps, per_processor=programs)
+
+
+def _chunk_tilings() -> Iterator[Tiling]:
+    for rows, keys, stages, warps in product((64, 128), (32, 64, 128), (2, 3, 4), (4, 8)):
+        for programs in (1, 2):
+            yield replace(
+                CHUNK, rows=rows, keys=keys, stages=stages, warps=warps, per_processor=programs
+            )
+
+
+def _show(kind: str, tiling: Tiling, works: dict[str, tuple[int, int, int]], dtype: str) -> None:
+    wanted, open_backend = _wanted(dtype), partial(TritonBackend, **{kind: tiling})
+    try:
+        times = [1e6 * measure_work(open_backend, wanted, *work) for work in works.values()]
+    except Exception as error:  # too much shared memory, or registers
+        print(kind, tiling, "not possible:", str(error).splitlines()[0][:80])
+        return
+    shown = ", ".join(f"{name}: {time:.1f} us" for name, time in zip(works, times, strict=True))
+    print(f"{kind} {tiling}: {shown}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kv", default="bfloat16", help="bfloat16 or float8_e4m3fn")
+    parser.add_argument("--kind", choices=("decode", "chunk"), action="append")
+    args = parser.parse_args()
+    kinds = args.kind or ["decode", "chunk"]
+    for tiling in _decode_tilings() if "decode" in kinds else ():
+        _show("decode", tiling, _DECODES, args.kv)
+    for tiling in _chunk_tilings() if "chunk" in kinds else ():
+        _show("chunk", tiling, _CHUNKS, args.kv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""A random model of Llama-3.1-8B's shape in bf16, made on the device, and steps for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine import attention
+from engine.backends.choice import choose_backend
+from engine.backends.recording import record_decode
+from engine.model import Model
+from engine.probe import derive_layout, probe
+from engine.runner import Engine, EngineFacts
+from engine.sizing import KvSizing
+from engine.step import SampleRequest, SequenceSlice, StepBatch
+from kvpool.layout import BlockId, KvLayout
+from kvpool.memory import KvMemory
+from kvrelay.types import RequestKey, Sampling
+
+LLAMA_8B = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131_072,
+    rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+    tie_word_embeddings=False,
+)
+_BLOCK_SIZE = 16
+_SAMPLING = Sampling(max_tokens=1, seed=0)
+
+
+def random_engine(
+    device: str, *, tokens: int, batch: int, backend: str, graphs: bool
+) -> tuple[Engine, str]:
+    """Room for `tokens` tokens of KV together; decode steps of up to `batch` are recorded. And the
+    attention backend's name."""
+    attention.register()
+    torch.manual_seed(0)
+    with torch.device(device):
+        module = AutoModelForCausalLM.from_config(
+            LLAMA_8B, dtype=torch.bfloat16, attn_implementation=attention.NAME
+        )
+    module = module.eval().requires_grad_(False)
+    model = Model(module, LLAMA_8B, torch.device(device), torch.bfloat16)
+    shapes = probe(model)
+    layout = derive_layout(shapes, dtype=model.dtype_name, block_size=_BLOCK_SIZE)
+    chosen = choose_backend(backend, model, layout, shapes)
+    memory = KvMemory(layout, layout.blocks_for(tokens) + batch, device)
+    for plane in memory.planes[0]:
+        plane.normal_()  # zeros take less power, and so less time
+    longest = LLAMA_8B.max_position_embeddings
+    sizing = KvSizing(
+        blocks=memory.blocks, tokens=tokens, max_model_len=longest, kv_bytes=0, reason=""
+    )
+    facts = EngineFacts(
+        architecture="LlamaForCausalLM",
+        vocab_size=LLAMA_8B.vocab_size,
+        max_model_len=longest,
+        fingerprint="",
+        device=device,
+        dtype=model.dtype_name,
+    )
+    engine = Engine(model, memory, facts, sizing, backend=chosen.open(memory), goes_first=True)
+    if graphs:
+        record_decode(engine, batch)
+    return engine, chosen.name
+
+
+def decode_batch(layout: KvLayout, contexts: Sequence[int]) -> StepBatch:
+    """One token for each of sequences with so many tokens, the new one counted; their blocks lie
+    in no order."""
+    free = list(range(sum(map(layout.blocks_for, contexts))))
+    random.Random(0).shuffle(free)
+    slices = []
+    for i, context in enumerate(contexts):
+        blocks = [free.pop() for _ in range(layout.blocks_for(context))]
+        slices.append(whole_slice(i, (7,), context - 1, blocks))
+    return StepBatch(slices=tuple(slices))
+
+
+def whole_slice(
+    number: int, token_ids: tuple[int, ...], start: int, blocks: Sequence[int]
+) -> SequenceSlice:
+    wanted = SampleRequest(sampling=_SAMPLING, choice=0, index=0, prompt_ids=(), emitted_ids=())
+    return SequenceSlice(
+        key=RequestKey(str(number), 0),
+        choice=0,
+        token_ids=token_ids,
+        start=start,
+        tables=(tuple(map(BlockId, blocks)),),
+        samples=(wanted,),
+    )

@@ -1,0 +1,83 @@
+"""Attention by FlashAttention-3, over its public paged interface (`flash_attn_interface`, from the
+folder hopper/ of its repository). Hopper only; blocks may have any size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from flash_attn_interface import flash_attn_with_kvcache
+
+from engine.attention import Scores
+from engine.backends.backend import GroupShape, Prepared
+from engine.backends.inputs import Inputs, Named, layer_blocks
+from engine.backends.step_arrays import TableCache, step_arrays
+from engine.backends.triton_launch import store
+from engine.backends.visible import starts_of, visible
+from engine.layer_marks import LayerMarks
+from engine.step import SequenceSlice
+from kvpool.memory import KvMemory
+
+
+class FlashBackend:
+    def __init__(
+        self,
+        memory: KvMemory,
+        shapes: tuple[GroupShape, ...],
+        places: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self._memory, self._places = memory, places
+        self._tables = TableCache()
+
+    def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
+        layout = self._memory.layout
+        step = step_arrays(layout, slices, self._tables)
+        named = Named.of(step)
+        named.arrays["row_starts"] = starts_of(step.counts)
+        for group in range(len(layout.groups)):
+            seen = visible(layout, group, step)
+            named.arrays |= {f"{group}.table": seen.table(), f"{group}.tokens": seen.tokens}
+        inputs = named.send(self._memory.device)
+        most = int(step.counts.max())
+        return inputs.prepared(_State(self._memory, self._places, inputs, most, marks))
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    memory: KvMemory
+    places: Mapping[int, tuple[int, int]]
+    inputs: Inputs
+    most_tokens: int
+    marks: LayerMarks | None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        group, index = self.places[layer]
+        keys, values = self.memory.layer(group, index)
+        store(key[0], value[0], keys, values, self.inputs.slots(group))
+        if self.marks is not None:
+            self.marks.wrote(layer)
+        keys, values = layer_blocks(self.memory, group, index)
+        views = self.inputs.views
+        out: torch.Tensor = flash_attn_with_kvcache(
+            query[0].transpose(0, 1),
+            keys,
+            values,
+            cache_seqlens=views[f"{group}.tokens"],
+            page_table=views[f"{group}.table"],
+            cu_seqlens_q=views["row_starts"],
+            max_seqlen_q=self.most_tokens,
+            softmax_scale=scores.scaling,
+            causal=True,
+            window_size=(-1, -1) if scores.window is None else (scores.window - 1, 0),
+            softcap=scores.softcap or 0.0,
+            num_splits=0,
+        )
+        return out[None]

@@ -1,0 +1,100 @@
+"""Attention by FlashInfer (arXiv:2501.01005), over its public paged wrapper, which plans a step's
+work once for all layers. One wrapper serves decode rows and chunks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+from engine.attention import Scores
+from engine.backends.backend import GroupShape, Prepared
+from engine.backends.inputs import Inputs, Named, layer_blocks
+from engine.backends.step_arrays import StepArrays, TableCache, step_arrays
+from engine.backends.triton_launch import store
+from engine.backends.visible import starts_of, visible
+from engine.layer_marks import LayerMarks
+from engine.step import SequenceSlice
+from kvpool.memory import KvMemory
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+class FlashInferBackend:
+    def __init__(
+        self,
+        memory: KvMemory,
+        shapes: tuple[GroupShape, ...],
+        places: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self._memory, self._shapes, self._places = memory, shapes, places
+        self._tables = TableCache()
+        self._wrappers = [_wrapper(memory.device) for _ in shapes]
+
+    def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
+        step = step_arrays(self._memory.layout, slices, self._tables)
+        inputs = Named.of(step).send(self._memory.device)
+        state = _State(
+            self._memory, self._shapes, self._places, self._wrappers, step, inputs, marks
+        )
+        return inputs.prepared(state)
+
+
+def _wrapper(device: torch.device) -> Any:
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    memory: KvMemory
+    shapes: tuple[GroupShape, ...]
+    places: Mapping[int, tuple[int, int]]
+    wrappers: list[Any]
+    step: StepArrays
+    inputs: Inputs
+    marks: LayerMarks | None
+    planned: set[int] = field(default_factory=set)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        group, index = self.places[layer]
+        keys, values = self.memory.layer(group, index)
+        store(key[0], value[0], keys, values, self.inputs.slots(group))
+        if self.marks is not None:
+            self.marks.wrote(layer)
+        if group not in self.planned:
+            self._plan(group, scores, query.dtype)
+        rows = query[0].transpose(0, 1).contiguous()
+        out: torch.Tensor = self.wrappers[group].run(rows, layer_blocks(self.memory, group, index))
+        return out[None]
+
+    def _plan(self, group: int, scores: Scores, dtype: torch.dtype) -> None:
+        """With what only the first layer's call says: how its scores are made."""
+        layout, shape = self.memory.layout, self.shapes[group]
+        seen = visible(layout, group, self.step)
+        last = (seen.tokens - 1) % layout.block_size + 1
+        indices = (starts_of(self.step.counts), starts_of(seen.counts), seen.blocks, last)
+        self.wrappers[group].plan(
+            *(torch.from_numpy(array).int() for array in indices),
+            shape.query_heads,
+            shape.kv_heads,
+            shape.dim,
+            layout.block_size,
+            causal=True,
+            sm_scale=scores.scaling,
+            window_left=-1 if scores.window is None else scores.window - 1,
+            logits_soft_cap=scores.softcap,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        self.planned.add(group)

@@ -1,0 +1,88 @@
+"""Decode steps recorded once for each of some batch sizes, and replayed: the device gets all of a
+step's kernels at once, so Python's time per kernel no longer shows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.backends.static_decode import StaticDecode
+from engine.model import Model
+from engine.step import SequenceSlice
+
+Run = Callable[[], torch.Tensor]
+Record = Callable[[Run], Run]
+"""Makes of a run one that does the same over the same memory, at once."""
+
+_WARM = 2
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """Batch sizes that are recorded: half of the rows at most are padding, from 16 on a third."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        between = size + size // 2
+        if size >= 16 and between < most:
+            sizes.append(between)
+        size *= 2
+    return (*sizes, most)
+
+
+class DecodeGraphs:
+    """`inputs` are large enough for `most` sequences."""
+
+    def __init__(self, model: Model, inputs: StaticDecode, most: int, record: Record) -> None:
+        self._inputs = inputs
+        self._sizes = bucket_sizes(most)
+        self._replays: dict[int, Run] = {}
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            self._replays[size] = record(self._forward(model, size))
+
+    def logits(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        """Of the slices that sample; None where the step is none of those recorded. Overwritten by
+        the next step."""
+        if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 for s in slices):
+            return None
+        self._inputs.load(slices)
+        rows = self.replay(len(slices))[: len(slices)]
+        if all(s.samples for s in slices):
+            return rows
+        return rows[[i for i, s in enumerate(slices) if s.samples]]
+
+    def replay(self, sequences: int) -> torch.Tensor:
+        """The step loaded last, of so many; logits `[rows, vocab]`, of padding too."""
+        return self._replays[self._sizes[bisect_left(self._sizes, sequences)]]()
+
+    def _forward(self, model: Model, size: int) -> Run:
+        def run() -> torch.Tensor:
+            step = self._inputs.prepared(size)
+            return model.forward(step.token_ids, step.positions, step.logit_rows, step.state)
+
+        return run
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share their memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        beside = torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            for _ in range(_WARM):
+                run()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay

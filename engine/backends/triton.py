@@ -1,0 +1,155 @@
+"""Attention by our own Triton kernels: steps are prepared on the CPU and sent in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from engine.backends.backend import GroupShape, Prepared
+from engine.backends.inputs import Inputs, Named
+from engine.backends.step_arrays import Ints, StepArrays, TableCache, step_arrays
+from engine.backends.tilings import CHUNK, DECODE, Tiling, chunk_tiling, decode_tiling
+from engine.backends.triton_launch import DeviceWork, Parts, part_elements
+from engine.backends.triton_state import GroupTensors, Launch, TritonState
+from engine.backends.work import divide, most_parts, query_tiles
+from engine.layer_marks import LayerMarks
+from engine.step import SequenceSlice
+from kvpool.memory import KvMemory
+
+_LEAST_KEYS = 256
+"""A program gets no fewer: cutting finer costs more in joins than it gains."""
+_INTERPRETED_PROCESSORS = 4
+
+
+class TritonBackend:
+    """`places` is layer |-> (layer group, index in it), `shapes` are the layer groups'."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        shapes: tuple[GroupShape, ...],
+        places: Mapping[int, tuple[int, int]],
+        *,
+        decode: Tiling = DECODE,
+        chunk: Tiling = CHUNK,
+    ) -> None:
+        self.memory, self.shapes, self.places = memory, shapes, places
+        self._decode, self._chunk = decode, chunk
+        self._processors = _processors(memory.device)
+        self._tables = TableCache()
+        self.parts = self._new_parts()
+
+    def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
+        named, tilings = self.arrays(self.step(slices))
+        return self.prepared(named.send(self.memory.device), tilings, marks)
+
+    def step(self, slices: Sequence[SequenceSlice]) -> StepArrays:
+        return step_arrays(self.memory.layout, slices, self._tables)
+
+    def arrays(self, step: StepArrays) -> tuple[Named, dict[str, Tiling]]:
+        """All that the device is sent, the block tables last; and # launch |-> tiling"""
+        named, tilings, begin = Named.of(step), {}, 0
+        for g, group in enumerate(step.groups):
+            for kind, chosen in _kinds(step):
+                tiling = self.tiling(g, int(step.counts[chosen].max()))
+                tilings[f"{g}.{kind}"] = tiling
+                work = self._work(g, step, chosen, group.table_starts + begin, tiling)
+                named.arrays |= {f"{g}.{kind}.{name}": array for name, array in work.items()}
+            begin += len(group.tables)
+        named.arrays["tables"] = np.concatenate([group.tables for group in step.groups])
+        return named, tilings
+
+    def programs(self, tiling: Tiling) -> int:
+        return self._processors * tiling.per_processor
+
+    def prepared(
+        self,
+        inputs: Inputs,
+        tilings: Mapping[str, Tiling],
+        marks: LayerMarks | None,
+        rows: int | None = None,
+    ) -> Prepared:
+        """`rows`: that many of the rows, some of which may be padding."""
+        groups = tuple(
+            GroupTensors(
+                slots=inputs.slots(g)[:rows],
+                launches=tuple(
+                    self._launch(g, name, inputs.views, tiling)
+                    for name, tiling in tilings.items()
+                    if name.startswith(f"{g}.")
+                ),
+            )
+            for g in range(len(self.shapes))
+        )
+        state = TritonState(self.memory, groups, self.places, self.parts, marks, rows is not None)
+        return inputs.prepared(state, rows)
+
+    def tiling(self, group: int, tokens: int) -> Tiling:
+        shape = self.shapes[group]
+        dim, size = max(shape.dim, shape.value_dim), self.memory.layout.element_bytes
+        if tokens == 1:
+            return decode_tiling(shape.group, dim, size, self._decode)
+        return chunk_tiling(tokens, shape.group, dim, size, self._chunk)
+
+    def _work(
+        self, group: int, step: StepArrays, chosen: slice, table_starts: Ints, tiling: Tiling
+    ) -> dict[str, Ints]:
+        shape = self.shapes[group]
+        tiles = query_tiles(
+            rows=step.rows[chosen],
+            counts=step.counts[chosen],
+            positions=step.starts[chosen],
+            tables=table_starts[chosen],
+            tile_tokens=tiling.rows // shape.group,
+            window=shape.window,
+        )
+        work = divide(
+            tiles,
+            kv_heads=shape.kv_heads,
+            programs=self.programs(tiling),
+            key_tile=tiling.keys,
+            least_tiles=_LEAST_KEYS // tiling.keys,
+        )
+        return {
+            "queries": tiles.rows,
+            "pieces": work.pieces,
+            "starts": work.starts,
+            "joins": work.joins,
+        }
+
+    def _launch(
+        self, group: int, name: str, views: Mapping[str, torch.Tensor], tiling: Tiling
+    ) -> Launch:
+        parts = ("queries", "pieces", "starts", "joins")
+        work = DeviceWork(tables=views["tables"], **{p: views[f"{name}.{p}"] for p in parts})
+        is_decode = name.endswith(".decode")
+        rows = self.shapes[group].group if is_decode else tiling.rows
+        return Launch(work=work, tiling=tiling, joined_rows=rows)
+
+    def _new_parts(self) -> Parts:
+        """Enough for any launch."""
+        values, sizes = 0, 0
+        for group, shape in enumerate(self.shapes):
+            for tokens in (1, self._chunk.rows):
+                tiling = self.tiling(group, tokens)
+                slots = most_parts(self.programs(tiling))
+                found = part_elements(tiling.rows, shape.value_dim, slots)
+                values, sizes = max(values, found[0]), max(sizes, found[1])
+        device = self.memory.device
+        return Parts(
+            values=torch.empty(values, dtype=torch.float32, device=device),
+            sizes=torch.empty(sizes, dtype=torch.float32, device=device),
+        )
+
+
+def _kinds(step: StepArrays) -> list[tuple[str, slice]]:
+    kinds = [("decode", slice(0, step.decodes)), ("chunk", slice(step.decodes, None))]
+    return [(name, chosen) for name, chosen in kinds if len(step.counts[chosen])]
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,187 @@
+"""Which attention backend is taken, and what is said when the one asked for can't be."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backends import choice, needs
+from engine.backends.backend import GroupShape
+from engine.backends.flex import sparse_blocks
+from engine.backends.graphs import bucket_sizes
+from engine.backends.needs import Wanted
+from engine.checkpoint import open_checkpoint
+from engine.load import load_engine
+from engine.sizing import EngineLimits
+from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvrelay.errors import ModelError
+from tests.drive import run_mixed, start
+from tests.models import random_checkpoint
+from tests.reference import assert_same_tokens, generate_reference
+
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
+_SHAPE = GroupShape(query_heads=4, kv_heads=2, dim=64, value_dim=64, window=None)
+_PLANES = (Plane(name="k", heads=2, dim=64), Plane(name="v", heads=2, dim=64))
+_LAYOUT = KvLayout(
+    groups=(LayerGroup(layers=(0,), planes=_PLANES),), dtype="bfloat16", block_size=16
+)
+
+
+def _wanted(device: torch.device, shape: GroupShape = _SHAPE, layout: KvLayout = _LAYOUT) -> Wanted:
+    return Wanted(device=device, dtype=torch.bfloat16, layout=layout, groups=(shape,))
+
+
+def _refusal(
+    name: str, device: torch.device, shape: GroupShape = _SHAPE, layout: KvLayout = _LAYOUT
+) -> str:
+    with pytest.raises(ModelError) as found:
+        choice.choose(name, _wanted(device, shape, layout))
+    text = str(found.value)
+    assert text.startswith(f"attention.backend: {name} can't be used: ")
+    return text
+
+
+@pytest.mark.parametrize("name", ["triton", "flex", "flashinfer", "flash"])
+def test_what_needs_a_gpu_says_so(name: str) -> None:
+    assert "this worker runs on cpu: use sdpa, or use auto" in _refusal(name, _CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [("flashinfer", "flashinfer-python"), ("flash", "FlashAttention-3")]
+)
+def test_what_isnt_installed_says_how_to_install_it(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "find_spec", lambda module: None)
+    assert how in _refusal(name, _CUDA)
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flash"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "why"),
+    [
+        (_SHAPE, "float32", "not float32"),
+        (replace(_SHAPE, has_sinks=True), "bfloat16", "no sinks"),
+        (replace(_SHAPE, dim=512, value_dim=512), "bfloat16", "dims"),
+    ],
+)
+def test_what_doesnt_fit_the_model_says_why(
+    name: str, shape: GroupShape, dtype: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "find_spec", lambda module: ModuleSpec(module, None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why in _refusal(name, _CUDA, shape, replace(_LAYOUT, dtype=dtype))
+
+
+def test_flash_attention_3_asks_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "find_spec", lambda module: ModuleSpec(module, None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "Hopper" in _refusal("flash", _CUDA)
+
+
+@pytest.mark.parametrize(("reason", "taken"), [(None, "native"), ("no compiler", "sdpa")])
+def test_auto_on_a_cpu_takes_our_kernel_if_it_can(
+    reason: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(needs.NEEDS, "native", lambda wanted: reason)
+    assert choice.choose("auto", _wanted(_CPU)) == taken
+
+
+def test_the_cpus_kernel_is_refused_on_cuda_and_where_it_isnt_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "runs on cuda: use triton" in _refusal("native", _CUDA)
+    monkeypatch.setattr(needs, "kernel_for", lambda layout, device: None)
+    assert "use sdpa" in _refusal("native", _CPU)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex", "flashinfer", "flash"])
+def test_fp8_kv_is_served_by_triton_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "find_spec", lambda module: ModuleSpec(module, None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kept = replace(_LAYOUT, dtype="float8_e4m3fn")
+    assert "use triton" in _refusal(name, _CUDA, layout=kept) or name in ("sdpa", "flex")
+    assert choice.choose("auto", _wanted(_CUDA, layout=kept)) == "triton"
+    with pytest.raises(ModelError, match=r"only triton, on CUDA, serves engine\.kv_dtype: fp8"):
+        choice.choose("auto", _wanted(_CPU, layout=kept))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "capability 8.9" in _refusal("triton", _CUDA, layout=kept)
+
+
+def test_auto_takes_the_fastest_overall_and_says_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times: Mapping[str, dict[str, float]] = {
+        "triton": {"decode": 2e-5, "prefill": 1e-4},
+        "flash": {"decode": 1e-5, "prefill": 3e-4},
+        "sdpa": {"decode": 9e-5, "prefill": 9e-4},
+    }
+    for name in ("triton", "flash"):
+        monkeypatch.setitem(needs.NEEDS, name, lambda wanted: None)
+    monkeypatch.setattr(choice, "opener", lambda name: name)
+    monkeypatch.setitem(sys.modules, "engine.backends.measure", _Measured(times))
+    with caplog.at_level("INFO"):
+        assert choice.choose("auto", _wanted(_CUDA)) == "triton"
+    assert "flash: decode 10 us, prefill 300 us" in caplog.text
+    assert "triton is used" in caplog.text
+
+
+class _Measured:
+    def __init__(self, times: Mapping[str, dict[str, float]]) -> None:
+        self.measure = lambda name, wanted: times[name]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (6, (1, 2, 4, 6)), (64, (1, 2, 4, 8, 16, 24, 32, 48, 64)), (33, None)],
+)
+def test_recorded_batch_sizes(most: int, sizes: tuple[int, ...] | None) -> None:
+    found = bucket_sizes(most)
+    assert found[-1] == most
+    assert sizes is None or found == sizes
+    assert all(b <= 2 * a for a, b in pairwise(found))
+
+
+def test_flex_meets_every_tile_that_a_query_sees() -> None:
+    counts, keys = np.array([1, 1, 300, 1]), np.array([700, 20, 310, 5])
+    met, number = sparse_blocks(counts, keys)
+    query_owner, key_owner = (np.repeat(np.arange(4), n) for n in (counts, keys))
+    for tile in range(len(met)):
+        owners = set(query_owner[128 * tile : 128 * tile + 128].tolist())
+        wanted = {i // 128 for i, owner in enumerate(key_owner) if owner in owners}
+        found = met[tile, : number[tile]].tolist()
+        assert wanted == set(found) and len(found) == len(set(found))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_flex_serves_windows_soft_caps_and_sinks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncompiled; loading compares its logits with the model's own."""
+    monkeypatch.setitem(needs.NEEDS, "flex", lambda wanted: None)
+    limits = EngineLimits(max_model_len=128, prefill_chunk_tokens=32, max_running_requests=2)
+    engine = load_engine(
+        open_checkpoint(str(random_checkpoint(tmp_path, family))),
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        blocks=24,
+        limits=limits,
+        attention="flex",
+        compiled=False,
+    )
+    prompts = [[3 + i % 89 for i in range(n)] for n in (60, 5)]
+    references = [generate_reference(engine.model, p, tokens=4) for p in prompts]
+    sequences = start(engine, prompts, max_tokens=4)
+    run_mixed(engine, sequences, chunk_tokens=32)
+    for reference, one in zip(references, sequences, strict=True):
+        assert_same_tokens(reference, one.emitted)

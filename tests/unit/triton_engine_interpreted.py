@@ -1,0 +1,151 @@
+"""Whole models over the Triton kernels, interpreted on the CPU, against transformers: run by
+`test_triton` in a process of its own, where TRITON_INTERPRET=1 holds from the first import on."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.backends.choice import group_shapes, opener
+from engine.backends.graphs import DecodeGraphs
+from engine.backends.static_decode import StaticDecode
+from engine.backends.triton import TritonBackend
+from engine.checkpoint import open_checkpoint
+from engine.layer_places import layer_places
+from engine.load import load_engine
+from engine.options import CudaOptions
+from engine.probe import probe
+from engine.runner import Engine
+from engine.sizing import EngineLimits
+from engine.step import SequenceSlice, StepBatch
+from tests.drive import Running, run_mixed, start, step_forced
+from tests.models import VOCAB_SIZE, random_checkpoint
+from tests.reference import assert_same_tokens, generate_reference
+from tests.unit import fake_attention_libraries
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"
+_CHUNK_TOKENS, _TOKENS = 32, 4
+
+
+def _engine(
+    folder: Path, family: str, attention: str = "triton", *, fp8_kv: bool = False
+) -> Engine:
+    limits = EngineLimits(
+        max_model_len=128, prefill_chunk_tokens=_CHUNK_TOKENS, max_running_requests=4
+    )
+    return load_engine(
+        open_checkpoint(str(random_checkpoint(folder, family))),
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        blocks=24,
+        limits=limits,
+        attention=attention,
+        compiled=False,
+        cuda=CudaOptions(fp8_kv=fp8_kv),
+    )
+
+
+def _prompts(*lengths: int) -> list[list[int]]:
+    letters = random.Random(5)
+    return [[letters.randrange(2, VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+def _check(engine: Engine) -> None:
+    prompts = _prompts(1, 17, 60)
+    references = [generate_reference(engine.model, p, tokens=_TOKENS) for p in prompts]
+    sequences = start(engine, prompts, max_tokens=_TOKENS)
+    run_mixed(engine, sequences, chunk_tokens=_CHUNK_TOKENS)
+    for reference, one in zip(references, sequences, strict=True):
+        assert_same_tokens(reference, one.emitted)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_tokens_in_mixed_batches(family: str, tmp_path: Path) -> None:
+    """Loading has compared the logits with the model's own already."""
+    _check(_engine(tmp_path, family))
+
+
+def test_kv_kept_in_fp8_takes_a_quarter_and_passes_the_check_at_loading(tmp_path: Path) -> None:
+    """It compares the logits with the model's own."""
+    engine = _engine(tmp_path, "llama", fp8_kv=True)
+    elements = 2 * 2 * 2 * 16  # layers, planes, heads, dims
+    assert engine.layout.bytes_per_token == elements
+    assert engine.memory.planes[0][0].dtype is torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return _engine(tmp_path_factory.mktemp("gemma2"), "gemma2", attention="sdpa")
+
+
+@pytest.mark.parametrize("name", ["triton", "flash", "flashinfer"])
+def test_backends_serve_windows_and_soft_caps(
+    name: str, gemma: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries' calls are checked against stand-ins that do what their pages say."""
+    for module, stand_in in fake_attention_libraries.modules().items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    shapes = group_shapes(gemma.layout, probe(gemma.model))
+    backend = opener(name)(gemma.memory, shapes, layer_places(gemma.layout))
+    monkeypatch.setattr(gemma, "backend", backend)
+    _check(gemma)
+
+
+class _Counted(DecodeGraphs):
+    replayed = 0
+
+    def logits(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+        found = super().logits(slices)
+        self.replayed += found is not None
+        return found
+
+
+def test_replayed_steps_give_the_same_tokens(
+    gemma: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replaying is running here: what counts is that all inputs are found at the same place."""
+    shapes = group_shapes(gemma.layout, probe(gemma.model))
+    backend = TritonBackend(gemma.memory, shapes, layer_places(gemma.layout))
+    monkeypatch.setattr(gemma, "backend", backend)
+    graphs = _Counted(gemma.model, StaticDecode(backend, 4, 128), 4, lambda run: run)
+    monkeypatch.setattr(gemma, "graphs", graphs)
+    _check(gemma)
+    assert graphs.replayed >= _TOKENS - 1
+
+
+def test_padded_rows_write_nothing(gemma: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = group_shapes(gemma.layout, probe(gemma.model))
+    backend = TritonBackend(gemma.memory, shapes, layer_places(gemma.layout))
+    sequences = start(gemma, _prompts(5, 9, 3), max_tokens=3)
+    for one in sequences:
+        step_forced(gemma, one, [7, 7, 7], chunk_tokens=16)
+    graphs = DecodeGraphs(gemma.model, StaticDecode(backend, 4, 128), 4, lambda run: run)
+    pieces = [one.next_slice(16) for one in sequences]
+    plain = gemma.logits(StepBatch(slices=tuple(pieces)))
+    for plane in (plane for group in gemma.memory.planes for plane in group):
+        before = plane.clone()
+        found = graphs.logits(pieces)
+        assert found is not None
+        assert torch.allclose(found, plain, atol=1e-4)
+        changed = (plane != before).flatten(2).any(2).any(0).nonzero()[:, 0].tolist()
+        assert set(changed) <= {_slot(one, g) for one in sequences for g in range(2)}
+
+
+def _slot(one: Running, group: int) -> int:
+    return one.tables[group][one.done_tokens // 16] * 16 + one.done_tokens % 16
+
+
+def test_other_steps_are_not_replayed(gemma: Engine) -> None:
+    shapes = group_shapes(gemma.layout, probe(gemma.model))
+    backend = TritonBackend(gemma.memory, shapes, layer_places(gemma.layout))
+    graphs = DecodeGraphs(gemma.model, StaticDecode(backend, 2, 128), 2, lambda run: run)
+    short, long = (one.next_slice(16) for one in start(gemma, _prompts(1, 2), max_tokens=3))
+    assert graphs.logits([short, long]) is None
+    assert graphs.logits([short] * 3) is None
