@@ -151,6 +151,7 @@ def worker(
     model: ModelOption = None,
     name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
     cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
+    tensor: Annotated[int, typer.Option(min=1, help="Processes that share the model.")] = 1,
     cpu_pinning: Annotated[
         str | None, typer.Option(metavar="auto|off", help="CPUs of its own, on device cpu.")
     ] = None,
@@ -167,7 +168,7 @@ def worker(
     overrides = [
         *given(model__path=model),
         *only(parsed(set_), WORKER_KEYS),
-        *given(workers=[_pool(device, cpu_threads, cpu_pinning)]),
+        *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor)]),
         *given(name=pool, pool__enabled=None if pool is None else True),
     ]
 
@@ -251,7 +252,14 @@ def _host(given: str | None, join: list[str]) -> str:
     return given or host_towards(join)
 
 
-def _pool(device: str, cpu_threads: int | None, cpu_pinning: str | None) -> dict[str, object]:
+def _pool(
+    device: str, cpu_threads: int | None, cpu_pinning: str | None, tensor: int
+) -> dict[str, object]:
     """Role both stands in for the worker's own: a cluster file needs both sides."""
-    pool: dict[str, object] = {"role": Role.BOTH, "device": device, "cpu_threads": cpu_threads}
+    pool: dict[str, object] = {
+        "role": Role.BOTH,
+        "device": device,
+        "cpu_threads": cpu_threads,
+        "parallel": {"tensor": tensor},
+    }
     return pool if cpu_pinning is None else pool | {"cpu_pinning": cpu_pinning}

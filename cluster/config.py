@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from cluster.config_qos import Qos
 from cluster.config_router import Router
@@ -102,15 +102,9 @@ class Scheduler(Section):
 
 
 class Parallel(Section):
-    tensor: int = 1
-    """Devices that share one model copy; only 1 works so far."""
-
-    @field_validator("tensor")
-    @classmethod
-    def _only_one(cls, given: int) -> int:
-        if given != 1:
-            raise ValueError("1: tensor parallelism isn't supported yet")
-        return given
+    tensor: Count = 1
+    """Processes of one machine that share one model copy, each with some of its heads; only with
+    device cpu so far."""
 
 
 class WorkerPool(Section):
@@ -125,13 +119,29 @@ class WorkerPool(Section):
     accelerator_type: str | None = None
     """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
     cpu_threads: AutoCount = None
-    """Threads of one worker; auto: the CPUs, shared out."""
+    """Threads of one worker, of all its processes together; auto: the CPUs, shared out."""
     cpu_pinning: AutoOrOff = "auto"
     """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
     the host uses, where there are enough; off: wherever the system puts it."""
     parallel: Parallel = Parallel()
     dtype: Dtype | None = None
     """null: as model.dtype says."""
+
+    @field_validator("parallel")
+    @classmethod
+    def _on_its_device(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+        device = others.data.get("device", "cpu")
+        if given.tensor > 1 and device != "cpu":
+            raise ValueError(f"tensor: 1 on device {device}: ranks share the host's memory so far")
+        return given
+
+    @field_validator("parallel")
+    @classmethod
+    def _has_its_threads(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+        threads = others.data.get("cpu_threads")
+        if threads is not None and threads % given.tensor:
+            raise ValueError(f"tensor: a degree that divides the {threads} cpu_threads")
+        return given
 
 
 class Ucx(Section):

@@ -165,6 +165,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         qos=qos_tiers(config.qos),
         tenant_weights=tuple(config.qos.tenant_weights.items()),
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
+        tensor=pool.parallel.tensor,
         attention=config.attention.backend,
         cuda=CudaOptions(
             graphs=config.engine.cuda_graphs == "auto",

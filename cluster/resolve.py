@@ -27,7 +27,7 @@ class Site:
 
 def resolve(config: Config, site: Site) -> Config:
     """The same cluster with nothing left to the machine's choice; idempotent."""
-    share = threads_per_worker(config.workers, site)
+    share = threads_per_rank(config.workers, site)
     pools = tuple(_resolve_pool(pool, config.workers, share, site) for pool in config.workers)
     if sum(pool.replicas * (pool.cpu_threads or 0) for pool in pinned(pools)) > site.total_cpus:
         pools = tuple(pool.model_copy(update={"cpu_pinning": "off"}) for pool in pools)
@@ -61,11 +61,12 @@ def device_share(pool: WorkerPool, pools: tuple[WorkerPool, ...]) -> int:
     return sum(other.replicas for other in pools if other.device == pool.device)
 
 
-def threads_per_worker(pools: tuple[WorkerPool, ...], site: Site) -> int:
-    """CPU threads of a CPU worker without a number of its own: an equal share, at least one."""
+def threads_per_rank(pools: tuple[WorkerPool, ...], site: Site) -> int:
+    """CPU threads of each rank of a CPU worker without a number of its own: an equal share, at
+    least one."""
     asked = sum(pool.replicas * (pool.cpu_threads or 0) for pool in pools)
-    on_gpus = sum(p.replicas for p in pools if p.device != "cpu" and p.cpu_threads is None)
-    sharing = sum(p.replicas for p in pools if p.device == "cpu" and p.cpu_threads is None)
+    on_gpus = sum(_ranks(p) for p in pools if p.device != "cpu" and p.cpu_threads is None)
+    sharing = sum(_ranks(p) for p in pools if p.device == "cpu" and p.cpu_threads is None)
     spare = floor((site.total_cpus - asked - on_gpus) / max(1, sharing))
     return max(1, min(spare, site.node_cpus))
 
@@ -78,13 +79,20 @@ def pinned(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
 def _resolve_pool(
     pool: WorkerPool, pools: tuple[WorkerPool, ...], share: int, site: Site
 ) -> WorkerPool:
-    threads = pool.cpu_threads or (share if pool.device == "cpu" else 1)
-    workers = sum(p.replicas for p in pools)
-    fits = 0 < site.total_cpus < workers and pool.cpu_threads is None
-    resources = {"CPU": floor(site.total_cpus / workers * 100) / 100 if fits else float(threads)}
+    size = pool.parallel.tensor
+    each = min(share, max(1, site.node_cpus // size)) if pool.device == "cpu" else 1
+    threads = pool.cpu_threads or size * each
+    ranks = sum(_ranks(p) for p in pools)
+    fits = 0 < site.total_cpus < ranks and pool.cpu_threads is None
+    cpus = size * floor(site.total_cpus / ranks * 100) / 100 if fits else float(threads)
+    resources = {"CPU": cpus}
     if pool.device != "cpu":
         resources["GPU"] = floor(1e4 / device_share(pool, pools)) / 1e4
     return pool.model_copy(update={"cpu_threads": threads, "resources": resources | pool.resources})
+
+
+def _ranks(pool: WorkerPool) -> int:
+    return pool.replicas * pool.parallel.tensor
 
 
 def _resolve_model(model: Model, site: Site) -> Model:

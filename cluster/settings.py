@@ -27,7 +27,7 @@ class WorkerSettings:
     same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
     `trace_dir` None: nothing is traced. `cpu_pinning` auto: it gets CPUs of its own if it can.
-    `attention` is a backend or "auto".
+    `attention` is a backend or "auto". `tensor` processes share the model, and `cpu_threads`.
     """
 
     name: str
@@ -69,6 +69,11 @@ class WorkerSettings:
     mixed_chunk_tokens: int = 512
     attention: str = "auto"
     cuda: CudaOptions = DEFAULT_OPTIONS
+    tensor: int = 1
+
+    @property
+    def threads_per_rank(self) -> int | None:
+        return None if self.cpu_threads is None else max(1, self.cpu_threads // self.tensor)
 
     @property
     def own_chunk_tokens(self) -> int:

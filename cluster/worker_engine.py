@@ -9,6 +9,7 @@ from cluster.worker_formats import block_names, codecs_of
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
+from engine.parallel.load import load_split
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from kvpool.tables import BlockTables
@@ -33,8 +34,22 @@ def open_engine(settings: WorkerSettings) -> Engine:
         staging_bytes=settings.staging_bytes,
         sending_slabs=int(any(scheme in UNMAPPED for scheme in settings.transports)),
     )
+    checkpoint = open_checkpoint(settings.model, settings.revision)
+    if settings.tensor > 1:
+        return load_split(
+            checkpoint,
+            settings.tensor,
+            threads=settings.threads_per_rank or 1,
+            device=settings.device,
+            dtype=settings.dtype,
+            block_size=settings.block_size,
+            blocks=None,
+            limits=limits,
+            attention=settings.attention,
+            compiled=settings.compile == "auto",
+        )
     return load_engine(
-        open_checkpoint(settings.model, settings.revision),
+        checkpoint,
         device=settings.device,
         dtype=settings.dtype,
         block_size=settings.block_size,

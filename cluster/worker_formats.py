@@ -26,7 +26,8 @@ def block_names(settings: WorkerSettings, engine: Engine) -> BlockNames:
 def codec_offer(settings: WorkerSettings, engine: Engine) -> CodecOffer:
     """Measured, unless none is configured."""
     codecs = codecs_of(settings)
-    speeds = measure_codecs(engine.layout, engine.memory.device, codecs) if codecs else ()
+    pool = engine.memory
+    speeds = measure_codecs(pool.layout, pool.device, codecs, pool.map.ranks) if codecs else ()
     return CodecOffer(speeds=speeds, only_if_faster=settings.codec == "auto")
 
 

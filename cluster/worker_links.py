@@ -40,6 +40,7 @@ def open_links(
             slab_bytes=staging.payload_bytes,
             offer=offer,
             mixed_precision=settings.allow_mixed_precision,
+            ranks=engine.memory.map.ranks,
         ),
         name=settings.name,
     )
@@ -50,7 +51,7 @@ def open_links(
         options=endpoint_options(settings),
         require=[LinkKind(kind) for kind in settings.require],
         memory=engine.memory,
-        copies=measure_copies(engine.layout, engine.memory.device),
+        copies=measure_copies(engine.layout, engine.memory.device, engine.memory.map.ranks),
     )
 
 

@@ -45,6 +45,7 @@ class WorkerParts:
     """A worker that is ready to run its loop; `close` ends its other threads."""
 
     loop: WorkerLoop
+    engine: Engine
     device: Device
     links: PeerLinks
     mover: Mover
@@ -56,6 +57,7 @@ class WorkerParts:
 
     def close(self) -> None:
         self.device.close()
+        self.engine.close()
         if self.pool is not None:
             self.pool.close()
         self.mover.close()
@@ -67,10 +69,25 @@ class WorkerParts:
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
     """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
     pinned = _pinned(settings)
-    if settings.cpu_threads is not None:
-        use_threads(settings.cpu_threads)
+    if settings.threads_per_rank is not None:
+        use_threads(settings.threads_per_rank)
     trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
     engine = open_engine(settings)
+    try:
+        return _build_around(engine, settings, inbox, trace, pinned)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _build_around(
+    engine: Engine,
+    settings: WorkerSettings,
+    inbox: queue.SimpleQueue[Incoming],
+    trace: Trace,
+    pinned: Pinned,
+) -> WorkerParts:
+    engine.watch(lambda error: inbox.put(Crashed(error)))
     tables = open_tables(settings, engine)
     staging = plan_staging(
         engine.layout,
@@ -83,7 +100,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     links = open_links(settings, engine, staging, offer, inbox)
     mover = open_mover(engine, staging, links, inbox, trace)
     stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
-    device = Device(stepping, settings.cpu_threads, inbox.put)
+    device = Device(stepping, settings.threads_per_rank, inbox.put)
     openings = open_caches(settings, tables, staging)
     bound = checked_bound(settings, engine)
     times = step_times(settings, engine)
@@ -109,6 +126,7 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
     log.info("%s, over %s", staging.reason, ", ".join(links.endpoints.schemes))
     return WorkerParts(
         loop=loop,
+        engine=engine,
         device=device,
         links=links,
         mover=mover,

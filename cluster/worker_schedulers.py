@@ -50,6 +50,7 @@ def decode_scheduler(
         canary_every=settings.canary_every if canary_bound is not None else 0,
     )
     receiver.pools.offer = offer
+    receiver.pools.ranks = engine.memory.map.ranks
     longrope = engine.model.longrope
     batch = Batch(
         openings=openings,

@@ -19,11 +19,12 @@ from kvrelay.types import Incarnation
 @dataclass(slots=True, kw_only=True)
 class PeerPools:
     """`layout` is this worker's own, `slab_bytes` what one of its slabs holds, `offer` the codecs
-    that it allows."""
+    that it allows; its `ranks` share the heads."""
 
     layout: KvLayout
     slab_bytes: int
     offer: CodecOffer = NO_CODEC
+    ranks: int = 1
     _facts: dict[Incarnation, KvFacts] = field(default_factory=dict)
     _costs: dict[Incarnation, LinkCost] = field(default_factory=dict)
     _choices: dict[Incarnation, CodecChoice] = field(default_factory=dict)
@@ -85,7 +86,8 @@ class PeerPools:
         if facts is None or choice.cost is None or not self._is_readable(facts):
             return _encoded(write, choice.codec)
         source = self._source(facts, ahead, write)
-        if choice.cost.choose(transfer_shape(write, source, target)) is Way.COLLATED:
+        shape = transfer_shape(write, source, target, (facts.ranks, self.ranks))
+        if choice.cost.choose(shape) is Way.COLLATED:
             return _encoded(write, choice.codec)
         return FetchPiece(
             peer=peer,

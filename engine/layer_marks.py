@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,26 @@ class LayerMarks:
     def wrote(self, layer: int) -> None:
         if layer in self.layers:
             self.tell(layer)
+
+
+class LayerLag:
+    """Tells `marks` of a layer when the next one is written, and of the last at the end."""
+
+    def __init__(self, marks: LayerMarks) -> None:
+        self._marks = marks
+        self._written: int | None = None
+
+    def before(self, layers: Iterable[int]) -> LayerMarks:
+        """Marks to be told at once, for all of the model's `layers`."""
+        return LayerMarks(frozenset(layers), self._next)
+
+    def end(self) -> None:
+        if self._written is not None:
+            self._marks.wrote(self._written)
+
+    def _next(self, layer: int) -> None:
+        self.end()
+        self._written = layer
 
 
 class LayerWatch:

@@ -14,7 +14,10 @@ from engine.compiled.build import compile_model
 from engine.compiled.padding import sizes
 from engine.model import Model, load_model
 from engine.options import DEFAULT_OPTIONS, CudaOptions
-from engine.probe import derive_layout, probe
+from engine.parallel.group import Group
+from engine.parallel.ranks import ALONE, Ranks, own_layout
+from engine.parallel.share import check_shares, profile_of_all, share_out
+from engine.probe import derive_layout
 from engine.profile import profile_memory
 from engine.runner import Engine, EngineFacts
 from engine.self_check import check_against_eager
@@ -37,55 +40,69 @@ def load_engine(
     attention: str = "auto",
     cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
+    ranks: Ranks = ALONE,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
-    backend of `engine.backends` or "auto". `compiled`: take seconds to make steps faster.
+    backend of `engine.backends` or "auto". `compiled`: take seconds to make steps faster. All of
+    `ranks` call this, for an engine with their share of the model; only rank 0's is used directly.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
-    model = load_model(checkpoint, device=device, dtype=dtype)
+    wanted = _max_model_len(checkpoint, limits)
+    with _memory_errors(device):
+        loaded = ranks.in_turn(
+            lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
+        )
+    own_shapes, model = check_shares(loaded, ranks.group), loaded.model
     if compiled:
         model = compile_model(model)
         for rows in sizes(limits.max_running_requests):
             model.prepare(rows, rows)  # else the first decode step of each size takes longer
-    shapes = probe(model)
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
-    layout = derive_layout(shapes, dtype=kept, block_size=block_size)
-    needs_masks = not all(shape.is_plain for shape in shapes.values())
-    wanted = _max_model_len(checkpoint, limits)
-    backend = choose_backend(attention, model, layout, shapes)
+    layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
+    own = own_layout(layout, ranks.group)
+    backend = choose_backend(attention, model, own, own_shapes)
 
-    def build(memory: KvMemory, sizing: KvSizing) -> Engine:
-        facts = _facts(checkpoint, layout, model, sizing.max_model_len)
-        made = backend.open(memory)
+    def build(memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
+        facts = _facts(checkpoint, layout, model, sizing.max_model_len, ranks.group)
+        made = backend.open(memory.parts[0])
         return Engine(
             model,
             memory,
             facts,
             sizing,
-            needs_masks=needs_masks,
+            needs_masks=loaded.needs_masks,
             backend=made,
             goes_first=cuda.goes_first,
+            ranks=ranks,
         )
 
     draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
     with _memory_errors(device):
-        check_against_eager(model, layout, lambda memory, batch: build(memory, draft).logits(batch))
+        check_against_eager(
+            model, own, loaded.reference, lambda memory, batch: build(memory, draft).logits(batch)
+        )
 
     def run(memory: KvMemory, batch: StepBatch) -> object:
         return build(memory, draft).run(batch)
 
     with _memory_errors(device):
         profile = (
-            profile_memory(model, layout, limits, wanted, run, copies_kv=backend.copies_kv)
+            profile_of_all(
+                profile_memory(model, own, limits, wanted, run, copies_kv=backend.copies_kv),
+                ranks.group,
+            )
             if blocks is None
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )
-        sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
-        engine = build(KvMemory(layout, sizing.blocks, torch.device(device), allocate), sizing)
+        sizing = draft
+        if ranks.group is None or ranks.group.rank == 0:
+            sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
+        memory = ranks.memory(layout, sizing.blocks, torch.device(device), allocate)
+        engine = build(memory, sizing, ranks)
         if cuda.graphs:
             record_decode(engine, limits.max_running_requests)
         return engine
@@ -120,13 +137,15 @@ def _max_model_len(checkpoint: Checkpoint, limits: EngineLimits) -> int:
     return found
 
 
-def _facts(checkpoint: Checkpoint, layout: KvLayout, model: Model, limit: int) -> EngineFacts:
+def _facts(
+    checkpoint: Checkpoint, layout: KvLayout, model: Model, limit: int, group: Group | None
+) -> EngineFacts:
     return EngineFacts(
         architecture=checkpoint.architecture,
         vocab_size=checkpoint.vocab_size,
         max_model_len=limit,
         fingerprint=layout.logical_fingerprint(checkpoint.fingerprint_source),
-        device=_device_name(model.device),
+        device=_device_name(model.device) + (f", {group.size} ranks" if group else ""),
         dtype=model.dtype_name,
     )
 

@@ -18,6 +18,7 @@ from engine.compiled.linear import packed_bytes, prepare
 from engine.compiled.padding import rounded
 from engine.families import check_family, longrope_border_tokens
 from engine.longrope import LongRope
+from engine.parallel.group import Group
 from kvrelay.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,6 +35,8 @@ class Model:
     longrope: LongRope | None = None
     flat: Forward | None = None
     """The forward pass as a graph, where there is one."""
+    group: Group | None = None
+    """The ranks that share the model, of which this holds one's part; None: all of it is here."""
 
     @property
     def dtype_name(self) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from engine.backends.backend import Backend, Prepared, Replays
-from engine.layer_marks import LayerMarks, LayerWatch
+from engine.layer_marks import LayerLag, LayerMarks, LayerWatch
 from engine.layer_places import layer_places
 from engine.longrope import LongRope
 from engine.model import Model
 from engine.paged import PagedAttention
+from engine.parallel.ranks import ALONE, Ranks
 from engine.plan import Planner
 from engine.sampler import sample
 from engine.sizing import KvSizing
@@ -22,6 +24,7 @@ from engine.streams import StepStream
 from kvpool.copies import CopyPairs
 from kvpool.layout import KvLayout
 from kvpool.memory import KvMemory
+from kvrelay.errors import PeerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,8 @@ class EngineFacts:
 
 
 class Engine:
-    """Runs steps. Not thread safe: one step at a time."""
+    """Runs steps. Not thread safe: one step at a time. With several ranks this is rank 0, whose
+    `memory` has all heads, of which it computes its own; `close` ends the others."""
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Engine:
         needs_masks: bool = False,
         backend: Backend | None = None,
         goes_first: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`backend` None: attention in plain torch operations. `goes_first`: before the steps of
         other workers on the device."""
@@ -58,10 +63,12 @@ class Engine:
         self.sizing = sizing
         self.canary_bound = 0.0
         """What sketches tell of this worker's own noise; 0: not measured."""
-        self._planner = Planner(memory.layout, model.device, model.dtype, needs_masks)
+        self._ranks = ranks
+        self._own = memory.parts[0]
+        self._planner = Planner(self._own.layout, model.device, model.dtype, needs_masks)
         self._stream = StepStream(model.device, goes_first=goes_first)
         self._watch = LayerWatch() if model.device.type == "cuda" else None
-        self._places = layer_places(memory.layout)
+        self._places = layer_places(self._own.layout)
         self.backend = backend
         self.graphs: Replays | None = None
         """What runs the steps that it has recorded, instead of the model."""
@@ -82,7 +89,7 @@ class Engine:
         wanted = [piece.samples for piece in batch.slices]
         if marks is not None and self._watch is not None:
             marks = self._watch.behind(marks)
-        logits = self.logits(batch, marks)
+        logits = self._marked_logits(batch, marks)
         tokens = iter(sample(logits, [s for s in wanted if s]))
         if self._watch is not None:
             self._watch.drain()
@@ -102,8 +109,31 @@ class Engine:
             return self._forward(batch.slices, marks)
         return self._forward_apart(self.model.longrope, batch.slices)
 
+    def follow(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+        """This rank's part of a step that rank 0 runs."""
+        rope = self.model.longrope
+        with nullcontext() if rope is None else rope.long(is_long):
+            self._forward(slices)
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def watch(self, lost: Callable[[PeerError], None]) -> None:
+        """`lost` is called, on a thread, when another rank has ended by itself."""
+        self._ranks.watch(lost)
+
     def copy_blocks(self, pairs: CopyPairs) -> None:
         self.memory.copy_blocks(pairs)
+
+    def _marked_logits(self, batch: StepBatch, marks: LayerMarks | None) -> torch.Tensor:
+        """The other ranks have surely written a layer when this one has come to the next: it had to
+        wait for their parts in between."""
+        if marks is None or self._ranks.group is None:
+            return self.logits(batch, marks)
+        lag = LayerLag(marks)
+        logits = self.logits(batch, lag.before(self._places))
+        lag.end()
+        return logits
 
     def _forward_apart(self, rope: LongRope, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Short and long sequences run in calls of their own; the logits come back in order. No
@@ -114,18 +144,23 @@ class Engine:
             if not picked:
                 continue
             with rope.long(is_long):
-                parts.append(self._forward([slices[i] for i in picked]))
+                parts.append(self._forward([slices[i] for i in picked], is_long=is_long))
             places += [i for i in picked if slices[i].samples]
         order = sorted(range(len(places)), key=places.__getitem__)
         return torch.cat(parts)[order]
 
     def _forward(
-        self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None
+        self,
+        slices: Sequence[SequenceSlice],
+        marks: LayerMarks | None = None,
+        *,
+        is_long: bool = False,
     ) -> torch.Tensor:
+        self._ranks.tell(slices, is_long)
         if self.backend is not None:
             return self._run_prepared(self.backend.prepare(slices, marks))
         plan = self._planner.plan(slices)
-        state = PagedAttention(self.memory, plan, self._places, marks)
+        state = PagedAttention(self._own, plan, self._places, marks)
         return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
 
     def _run_prepared(self, step: Prepared) -> torch.Tensor:

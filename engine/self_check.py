@@ -28,10 +28,16 @@ _STEPS = (
 Logits = Callable[[KvMemory, StepBatch], torch.Tensor]
 
 
-def check_against_eager(model: Model, layout: KvLayout, logits: Logits) -> None:
+def eager_reference(model: Model) -> torch.Tensor:
+    """What `check_against_eager` compares with, `[sequences, tokens, vocab]`; of a whole model."""
+    return model.eager_logits(_token_ids(model)).float()
+
+
+def check_against_eager(
+    model: Model, layout: KvLayout, reference: torch.Tensor, logits: Logits
+) -> None:
     """`logits` runs a step in the given memory. Raises ModelError, naming the family."""
     token_ids = _token_ids(model)
-    reference = model.eager_logits(token_ids).float()
     blocks = layout.blocks_for(_TOKENS)
     memory = KvMemory(layout, 3 * blocks, model.device)
     worst = 0.0

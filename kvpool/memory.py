@@ -20,6 +20,8 @@ class KvMemory:
 
     All are views of `flat`, uint8 `[bytes]`, laid out as PoolMap says, so that a link which can
     share memory shares them all as one region. `allocate` None takes plain memory of `device`.
+    With several `ranks` the tensors are those of `parts`, each of a rank's heads; without, the
+    memory is its only part.
     """
 
     def __init__(
@@ -28,33 +30,48 @@ class KvMemory:
         blocks: int,
         device: torch.device | str,
         allocate: Allocate | None = None,
+        *,
+        ranks: int = 1,
     ) -> None:
-        nbytes = PoolMap(layout=layout, blocks=blocks).nbytes
+        nbytes = PoolMap(layout=layout, blocks=blocks, ranks=ranks).nbytes
         if allocate is None:
             flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         else:
             flat = allocate(nbytes)
-        self._lay_out(layout, blocks, flat)
+        self._lay_out(PoolMap(layout=layout, blocks=blocks, ranks=ranks), flat)
 
     @classmethod
-    def over(cls, layout: KvLayout, blocks: int, flat: torch.Tensor) -> KvMemory:
+    def over(cls, pool: PoolMap, flat: torch.Tensor) -> KvMemory:
         """A pool that lies in `flat` already, such as a peer's seen through a window."""
         memory = cls.__new__(cls)
-        memory._lay_out(layout, blocks, flat)
+        memory._lay_out(pool, flat)
         return memory
 
-    def _lay_out(self, layout: KvLayout, blocks: int, flat: torch.Tensor) -> None:
-        self.layout = layout
-        self.blocks = blocks
+    def _lay_out(self, pool: PoolMap, flat: torch.Tensor) -> None:
+        self.layout = pool.layout
+        self.blocks = pool.blocks
         self.flat = flat
         self.device = flat.device
-        self.map = PoolMap(layout=layout, blocks=blocks)
-        assert flat.numel() == self.map.nbytes, (flat.numel(), self.map.nbytes)
+        self.map = pool
+        assert flat.numel() == pool.nbytes, (flat.numel(), pool.nbytes)
+        self._parts = tuple(self._part(r) for r in range(pool.ranks)) if pool.ranks > 1 else ()
+        if self._parts:
+            return
         # layer group |-> plane |-> [layers, slots, heads, dim]
         self.planes: list[list[torch.Tensor]] = [
             [self._plane(group, plane) for plane in range(len(spec.planes))]
-            for group, spec in enumerate(layout.groups)
+            for group, spec in enumerate(pool.layout.groups)
         ]
+
+    @property
+    def parts(self) -> tuple[KvMemory, ...]:
+        """# rank |-> its heads"""
+        return self._parts or (self,)
+
+    def _part(self, rank: int) -> KvMemory:
+        pool = self.map.parts[rank]
+        start = self.map.part_offset(rank)
+        return KvMemory.over(pool, self.flat[start : start + pool.nbytes])
 
     def _plane(self, group: int, plane: int) -> torch.Tensor:
         spec = self.layout.groups[group]
@@ -81,6 +98,11 @@ class KvMemory:
 
     def copy_blocks(self, pairs: CopyPairs) -> None:
         """Copy-on-write: `pairs[group]` are (source, destination) blocks. Done on return."""
+        for part in self.parts:
+            part._copy_blocks(pairs)
+        self.settle()
+
+    def _copy_blocks(self, pairs: CopyPairs) -> None:
         size = self.layout.block_size
         for planes, group_pairs in zip(self.planes, pairs, strict=True):
             for source, target in group_pairs:
@@ -88,4 +110,3 @@ class KvMemory:
                     plane[:, target * size : (target + 1) * size] = plane[
                         :, source * size : (source + 1) * size
                     ]
-        self.settle()

@@ -12,19 +12,19 @@ import torch
 
 from kvpool.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec
 from kvpool.memory_rows import Rows
-from kvpool.memory_views import PlaneViews
+from kvpool.memory_views import SlabViews
 
 _PIECE_ELEMENTS = 1 << 20
 """4 MiB in float32; smaller ones spend their time on starting operations (measured)."""
 _MAGNITUDE_BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFF_FFFF)}
 
 
-def gather_changed(views: PlaneViews, rows: Rows, codec: Codec) -> None:
-    """`rows` are by token. What isn't finite makes its codec block and head NaN as a whole, so that
-    a broken pool stays visible."""
+def gather_changed(views: SlabViews, rows: Rows, dtype: torch.dtype, codec: Codec) -> None:
+    """`rows`, of `dtype`, are by token. What isn't finite makes its codec block and head NaN as
+    a whole, so that a broken pool stays visible."""
     for layers, tokens in _pieces(views):
         values = views.values[layers, tokens]
-        found = torch.empty(values.shape, dtype=views.pool.dtype, device=values.device)
+        found = torch.empty(values.shape, dtype=dtype, device=values.device)
         rows.part(layers, _rows_of(tokens, rows, views)).gather(found)
         if views.scales is None:
             values.copy_(found)
@@ -32,17 +32,17 @@ def gather_changed(views: PlaneViews, rows: Rows, codec: Codec) -> None:
             _encode(found, values, views.scales[layers, _codec_blocks(tokens)], codec)
 
 
-def scatter_changed(views: PlaneViews, rows: Rows, codec: Codec) -> None:
+def scatter_changed(views: SlabViews, rows: Rows, dtype: torch.dtype, codec: Codec) -> None:
     """The inverse, as far as the codec allows. Only the blocks' owner calls it."""
     for layers, tokens in _pieces(views):
         values = views.values[layers, tokens]
         if views.scales is not None:
             values = _decode(values, views.scales[layers, _codec_blocks(tokens)], codec)
         part = rows.part(layers, _rows_of(tokens, rows, views))
-        part.scatter(values.to(views.pool.dtype, memory_format=torch.contiguous_format))
+        part.scatter(values.to(dtype, memory_format=torch.contiguous_format))
 
 
-def _pieces(views: PlaneViews) -> Iterator[tuple[slice, slice]]:
+def _pieces(views: SlabViews) -> Iterator[tuple[slice, slice]]:
     """(layers, tokens) of each; tokens begin at codec blocks, and are whole ones or the last."""
     layers, tokens, heads, dim = views.values.shape
     whole = tokens // CODEC_BLOCK_TOKENS * CODEC_BLOCK_TOKENS
@@ -60,7 +60,7 @@ def _layer_pieces(layers: int, tokens: slice, row: int) -> Iterator[tuple[slice,
         yield slice(first, min(first + most, layers)), tokens
 
 
-def _rows_of(tokens: slice, rows: Rows, views: PlaneViews) -> slice:
+def _rows_of(tokens: slice, rows: Rows, views: SlabViews) -> slice:
     each = rows.index.shape[1] // views.values.shape[1]
     return slice(tokens.start * each, tokens.stop * each)
 

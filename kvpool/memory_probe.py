@@ -26,19 +26,21 @@ _MOST_BYTES = 32 * 2**20
 _ROUNDS = 4  # of which the first warms up
 
 
-def measure_copies(layout: KvLayout, device: torch.device | str) -> tuple[Sample, ...]:
+def measure_copies(
+    layout: KvLayout, device: torch.device | str, ranks: int = 1
+) -> tuple[Sample, ...]:
     """Of all layers: blocks that lie together, and blocks that lie apart."""
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
-    memory = KvMemory(layout, blocks, device)
+    memory = KvMemory(layout, blocks, device, ranks=ranks)
     return tuple(sample for count in sorted({2, blocks}) for sample in _samples(memory, count))
 
 
 def measure_codecs(
-    layout: KvLayout, device: torch.device | str, codecs: Iterable[Codec]
+    layout: KvLayout, device: torch.device | str, codecs: Iterable[Codec], ranks: int = 1
 ) -> tuple[CodecSpeed, ...]:
     """On blocks that lie together: what lies apart costs a run each, whatever the codec."""
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
-    memory = KvMemory(layout, blocks, device)
+    memory = KvMemory(layout, blocks, device, ranks=ranks)
     return tuple(_codec_speed(memory, codec) for codec in codecs)
 
 

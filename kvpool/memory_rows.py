@@ -19,6 +19,7 @@ from kvpool.memory import KvMemory
 from kvpool.memory_views import row_index
 from kvpool.pool_map import PoolMap
 from kvpool.reslice import End, GroupSlice, PlaneSlice
+from kvpool.shard import Shard
 from kvpool.write import Section, Side
 
 Bytes = NDArray[np.uint8]
@@ -75,18 +76,44 @@ class Place:
         return starts[:, :, None] + np.arange(self.nbytes // row_bytes)
 
 
-def place_of(pool: PoolMap, part: GroupSlice, plane: PlaneSlice, end: End, tokens: int) -> Place:
-    """Of pieces of `tokens` slots; where only some heads travel, of one."""
-    held = pool.layout.groups[part.group].planes[plane.plane].heads
-    assert tokens == 1 or plane.heads == held, (tokens, plane.heads, held)
-    layer, head = part.first_layer(end), plane.first_head(end)
-    head_bytes = plane.dim * pool.layout.element_bytes
+def places_of(
+    pool: PoolMap, part: GroupSlice, plane: PlaneSlice, end: End, tokens: int
+) -> list[Place]:
+    """Of pieces of `tokens` slots, one for each rank that holds some of the heads, in their order;
+    where only some of a rank's heads travel, or several ranks hold them, of one slot."""
+    total = pool.layout.groups[part.group].planes[plane.plane].heads
+    first = plane.first_head(end)
+    found = []
+    for rank in range(pool.ranks):
+        held = Shard(rank=rank, size=pool.ranks).heads(total)
+        heads = range(max(first, held.start), min(first + plane.heads, held.stop))
+        if heads:
+            assert tokens == 1 or heads == range(total), (tokens, heads, total)
+            inside = range(heads.start - held.start, heads.stop - held.start)
+            found.append(_place(pool, rank, part, plane, end, inside, tokens))
+    return found
+
+
+def _place(
+    pool: PoolMap,
+    rank: int,
+    part: GroupSlice,
+    plane: PlaneSlice,
+    end: End,
+    heads: range,
+    tokens: int,
+) -> Place:
+    """`heads` are the rank's own numbers."""
+    own, layer = pool.parts[rank], part.first_layer(end)
+    head_bytes = plane.dim * own.layout.element_bytes
+    row = own.layout.groups[part.group].planes[plane.plane].heads * head_bytes
+    start = pool.part_offset(rank) + own.row_offset(part.group, plane.plane, layer, 0)
     return Place(
-        start=pool.row_offset(part.group, plane.plane, layer, 0) + head * head_bytes,
-        layer=pool.slots * held * head_bytes,
+        start=start + heads.start * head_bytes,
+        layer=own.slots * row,
         layers=part.layers,
-        step=tokens * held * head_bytes,
-        nbytes=tokens * plane.heads * head_bytes,
+        step=tokens * row,
+        nbytes=tokens * len(heads) * head_bytes,
     )
 
 
@@ -101,6 +128,7 @@ def section_rows(memory: KvMemory, section: Section, side: Side, end: End) -> Ro
     them, tokens, or parts of a token where only some of its heads travel."""
     part, planes = section.part, memory.layout.groups[section.part.group].planes
     whole = all(plane.heads == planes[plane.plane].heads for plane in part.planes)
+    whole = whole and memory.map.ranks == 1
     tokens = gcd(side.block_size, section.start, section.tokens) if whole else 1
     return _rows(memory, section, side, end, part.planes, tokens)
 
@@ -118,28 +146,35 @@ def _rows(
     planes: Sequence[PlaneSlice],
     tokens: int,
 ) -> Rows:
-    places = [place_of(memory.map, section.part, plane, end, tokens) for plane in planes]
-    row_bytes = gcd(*(place.grain for place in places))
+    places = [places_of(memory.map, section.part, plane, end, tokens) for plane in planes]
+    row_bytes = gcd(*(place.grain for each in places for place in each))
     pieces = row_index(side.tables[section.part.group], section, side.block_size, tokens).numpy()
-    found = [place.rows(pieces, row_bytes).reshape(place.layers, -1) for place in places]
+    found = [_rows_of_plane(each, pieces, row_bytes) for each in places]
     index = np.concatenate(found, axis=1)
     pool = pool_rows(memory, row_bytes)
     assert not index.size or index.max() < len(pool), (index.max(), len(pool))
     return Rows(pool=pool, index=index)
 
 
+def _rows_of_plane(places: Sequence[Place], pieces: Index, row_bytes: int) -> Index:
+    """`[layers, rows of a layer]`: by piece, in each by rank"""
+    rows = [place.rows(pieces, row_bytes) for place in places]
+    each = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=2)
+    return each.reshape(len(each), -1)
+
+
 class BlockRows:
     """Whole blocks of every group, in their canonical order, over the rows of `memory`."""
 
     def __init__(self, memory: KvMemory) -> None:
-        starts, steps, groups = [*zip(*_plane_blocks(memory.map), strict=True)]
-        row_bytes = gcd(*starts, *steps)
-        counts = [step // row_bytes for step in steps]
+        starts, sizes, steps, groups = [*zip(*_block_pieces(memory.map), strict=True)]
+        row_bytes = gcd(*starts, *sizes, *steps)
+        counts = [size // row_bytes for size in sizes]
         self._pool = pool_rows(memory, row_bytes)
         self._first = np.concatenate(
             [start // row_bytes + np.arange(n) for start, n in zip(starts, counts, strict=True)]
         )
-        self._step = np.repeat(counts, counts)
+        self._step = np.repeat([step // row_bytes for step in steps], counts)
         self._group = np.repeat(groups, counts)
 
     def of(self, blocks: Sequence[Sequence[int]]) -> Rows:
@@ -149,11 +184,15 @@ class BlockRows:
         return Rows(pool=self._pool, index=self._first + self._step * ids[:, self._group])
 
 
-def _plane_blocks(pool: PoolMap) -> Iterator[tuple[int, int, int]]:
-    """(where block 0 begins, bytes of a block, group) of each layer's planes"""
+def _block_pieces(pool: PoolMap) -> Iterator[tuple[int, int, int, int]]:
+    """(where block 0 has it, its bytes, bytes from block to block, group) of each piece of a block:
+    of each layer's planes, token by token and rank by rank where several ranks share the heads"""
+    tokens = pool.layout.block_size if pool.ranks == 1 else 1
     for index, group in enumerate(pool.layout.groups):
         for layer in range(len(group.layers)):
-            for number, plane in enumerate(group.planes):
-                token_bytes = plane.elements * pool.layout.element_bytes
-                start = pool.row_offset(index, number, layer, 0)
-                yield start, token_bytes * pool.layout.block_size, index
+            for plane in range(len(group.planes)):
+                for token in range(0, pool.layout.block_size, tokens):
+                    for rank, part in enumerate(pool.parts):
+                        row = part.token_bytes(index, plane)
+                        start = pool.part_offset(rank) + part.row_offset(index, plane, layer, token)
+                        yield start, tokens * row, pool.layout.block_size * row, index

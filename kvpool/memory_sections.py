@@ -12,7 +12,7 @@ from kvpool.codec import Codec, WireFormat
 from kvpool.memory import KvMemory
 from kvpool.memory_codec import gather_changed, scatter_changed
 from kvpool.memory_rows import plane_rows, section_rows
-from kvpool.memory_views import plane_views, row_index
+from kvpool.memory_views import plane_views, row_index, slab_views
 from kvpool.reslice import End
 from kvpool.write import Section, Side, Write
 
@@ -35,7 +35,7 @@ def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Ten
 
 def _device(memory: KvMemory) -> torch.device:
     """With its number, which `memory.device` may lack."""
-    return memory.planes[0][0].device
+    return memory.flat.device
 
 
 def _move(
@@ -50,9 +50,10 @@ def _move(
         (rows.gather if end is End.SOURCE else rows.scatter)(payload)
     else:
         change = gather_changed if end is End.SOURCE else scatter_changed
-        views = plane_views(memory, section, wire, slab, end)
+        dtype = getattr(torch, memory.layout.dtype)
+        views = slab_views(section, wire, slab)
         for plane, seen in zip(section.part.planes, views, strict=True):
-            change(seen, plane_rows(memory, section, side, end, plane), wire.codec)
+            change(seen, plane_rows(memory, section, side, end, plane), dtype, wire.codec)
 
 
 def _move_planes(

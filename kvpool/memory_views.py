@@ -21,39 +21,43 @@ _VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlaneViews:
-    """One plane of one section.
-
-    `pool` is `[layers, slots, heads held, dim]`, of which heads `[head, head + heads)` travel;
-    `values` the slab's `[layers, tokens, heads, dim]`; `scales` its float32
-    `[layers, codec blocks, heads]`, None without a codec. The slab's have gaps only between layers.
+class SlabViews:
+    """One plane of one section in a slab: `values` `[layers, tokens, heads, dim]`; `scales` float32
+    `[layers, codec blocks, heads]`, None without a codec. There are gaps only between layers.
     """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlaneViews(SlabViews):
+    """`pool` is `[layers, slots, heads held, dim]`, of which `[head, head + heads)` travel."""
 
     pool: torch.Tensor
     head: int
-    values: torch.Tensor
-    scales: torch.Tensor | None
+
+
+def slab_views(section: Section, wire: WireFormat, slab: torch.Tensor) -> list[SlabViews]:
+    """# plane of the section |-> its views; `slab` is the whole write's payload, uint8."""
+    values, scales = _slab_values(section, wire, slab), _slab_scales(section, wire, slab)
+    return [SlabViews(values=v, scales=s) for v, s in zip(values, scales, strict=True)]
 
 
 def plane_views(
     memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
 ) -> list[PlaneViews]:
-    """`slab` is the whole write's payload, uint8."""
+    """`slab` is the whole write's payload, uint8; of a memory with one rank."""
     part = section.part
     first = part.first_layer(end)
     return [
         PlaneViews(
             pool=memory.planes[part.group][plane.plane].narrow(0, first, part.layers),
             head=plane.first_head(end),
-            values=values,
-            scales=scales,
+            values=views.values,
+            scales=views.scales,
         )
-        for plane, values, scales in zip(
-            part.planes,
-            _slab_values(section, wire, slab),
-            _slab_scales(section, wire, slab),
-            strict=True,
-        )
+        for plane, views in zip(part.planes, slab_views(section, wire, slab), strict=True)
     ]
 
 

@@ -61,6 +61,7 @@ def _facts(kv: KvFacts) -> peer_pb2.KvFacts:
         ],
         codecs_only_if_faster=kv.offer.only_if_faster,
         mixed_precision=kv.mixed_precision,
+        ranks=kv.ranks,
     )
 
 
@@ -68,6 +69,8 @@ def _facts_of(kv: peer_pb2.KvFacts) -> KvFacts:
     """Raises PeerError."""
     if kv.dtype not in DTYPE_BYTES:
         raise PeerError(f"a peer sent KV of dtype {kv.dtype!r}, which this version does not know")
+    if kv.ranks < 1:
+        raise PeerError("a peer sent KV of no rank")
     return KvFacts(
         dtype=kv.dtype,
         block_size=kv.block_size,
@@ -86,6 +89,7 @@ def _facts_of(kv: peer_pb2.KvFacts) -> KvFacts:
             only_if_faster=kv.codecs_only_if_faster,
         ),
         mixed_precision=kv.mixed_precision,
+        ranks=kv.ranks,
     )
 
 

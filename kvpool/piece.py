@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
@@ -163,12 +164,17 @@ def _paired(sources: Sequence[TokenRun], targets: Sequence[TokenRun]) -> Iterato
             right = next(ours, None)
 
 
-def transfer_shape(write: Write, source: Side, target: Side) -> TransferShape:
+def transfer_shape(
+    write: Write, source: Side, target: Side, ranks: tuple[int, int] = (1, 1)
+) -> TransferShape:
+    """`ranks`: those that share the heads at the source, and at the target. Where they differ, a
+    token's heads lie apart at one of the ends, and each is read by itself."""
     descriptors = source_runs = target_runs = 0
+    shares = sum(ranks) - gcd(*ranks)  # pairs of a source's and a target's rank with common heads
     for section in write.sections:
         theirs, ours = source.runs(section), target.runs(section)
-        pairs = len([*_paired(theirs, ours)])
-        descriptors += section.part.layers * len(section.part.planes) * pairs
+        pairs = len([*_paired(theirs, ours)]) if ranks[0] == ranks[1] else section.tokens
+        descriptors += section.part.layers * len(section.part.planes) * shares * pairs
         source_runs += len(theirs)
         target_runs += len(ours)
     return TransferShape(

@@ -4,15 +4,19 @@ A peer that knows layout and number of blocks finds the same places:
 
 [plane 0 of group 0 | plane 1 of group 0 | ... | plane 0 of group 1 | ...)
 
-each `[layers, slots, heads, dim]`, slot = block x block_size + token, on a border of 256 bytes.
+each `[layers, slots, heads, dim]`, slot = block x block_size + token, on a border of 256 bytes. A
+worker with several tensor parallel ranks has as many such maps, of each rank's heads, one after
+another.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvpool.codec_choice import NO_CODEC, CodecOffer
 from kvpool.layout import KvLayout
+from kvpool.shard import Shard, ShardLayout
 
 _ALIGNED_BYTES = 256
 """Loads of every width, and copy engines, are at their best from such an address."""
@@ -23,7 +27,7 @@ class KvFacts:
     """What a peer must know of this worker's KV memory: its pool, and what one slab holds.
 
     `region` is the whole pool's, as the link calls it; empty where the link can't read it.
-    `mixed_precision`: KV of another dtype may come and go, converted.
+    `mixed_precision`: KV of another dtype may come and go, converted. `ranks` share the heads.
     """
 
     dtype: str
@@ -33,12 +37,16 @@ class KvFacts:
     region: str = ""
     offer: CodecOffer = NO_CODEC
     mixed_precision: bool = False
+    ranks: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PoolMap:
+    """`layout` is the whole model's; places of planes are told by the map of each rank."""
+
     layout: KvLayout
     blocks: int
+    ranks: int = 1
 
     @property
     def slots(self) -> int:
@@ -46,21 +54,43 @@ class PoolMap:
 
     @property
     def nbytes(self) -> int:
+        if self.ranks > 1:
+            return self.ranks * self.parts[0].nbytes
         return self._end(self._planes)
+
+    @cached_property
+    def shards(self) -> tuple[ShardLayout, ...]:
+        """# rank |-> what of the model it holds"""
+        shards = (Shard(rank=rank, size=self.ranks) for rank in range(self.ranks))
+        return tuple(ShardLayout(model=self.layout, shard=shard) for shard in shards)
+
+    @cached_property
+    def parts(self) -> tuple[PoolMap, ...]:
+        """# rank |-> the map of its heads; they are alike, and follow one another"""
+        if self.ranks == 1:
+            return (self,)
+        return tuple(PoolMap(layout=one.local, blocks=self.blocks) for one in self.shards)
+
+    def part_offset(self, rank: int) -> int:
+        return sum(part.nbytes for part in self.parts[:rank])
 
     def offset(self, group: int, plane: int) -> int:
         """Bytes before the plane."""
+        assert self.ranks == 1, "asked of a rank's part"
         before = sum(len(g.planes) for g in self.layout.groups[:group]) + plane
         return self._end(self._planes[:before])
 
     def plane_bytes(self, group: int, plane: int) -> int:
-        spec = self.layout.groups[group]
-        row = spec.planes[plane].elements * self.layout.element_bytes
-        return len(spec.layers) * self.slots * row
+        layers = len(self.layout.groups[group].layers)
+        return layers * self.slots * self.token_bytes(group, plane)
+
+    def token_bytes(self, group: int, plane: int) -> int:
+        """The heads of one token."""
+        return self.layout.groups[group].planes[plane].elements * self.layout.element_bytes
 
     def row_offset(self, group: int, plane: int, layer: int, slot: int) -> int:
         """Bytes before the heads of one token in the group's `layer`-th layer."""
-        row = self.layout.groups[group].planes[plane].elements * self.layout.element_bytes
+        row = self.token_bytes(group, plane)
         return self.offset(group, plane) + (layer * self.slots + slot) * row
 
     @property

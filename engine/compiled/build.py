@@ -22,6 +22,7 @@ from engine.compiled.merging import pack_graph, pack_modules
 from engine.compiled.native import NoCompiler
 from engine.compiled.norms import fuse_norms
 from engine.compiled.padding import padded
+from engine.compiled.ranks import call_group
 from engine.compiled.recordings import recorded
 from engine.compiled.rotaries import call_rotaries
 from engine.compiled.source import write_forward
@@ -67,6 +68,8 @@ def compile_model(model: Model) -> Model:
 
 def _captured(model: Model) -> Captured:
     made = recorded(model)
+    if model.group is not None:
+        call_group(made, model.group)
     call_rotaries(made, model.module)
     fold_constants(made)
     return made

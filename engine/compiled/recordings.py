@@ -66,5 +66,6 @@ def _key(model: Model) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_"}
     sources = [Path(str(part.__file__)).read_text() for part in (attention, capturing, recording)]
     versions = (torch.__version__, transformers.__version__, model.dtype_name)
-    text = json.dumps([config, versions, sources], sort_keys=True, default=str)
+    shapes = [(name, *part.shape) for name, part in model.module.named_parameters()]
+    text = json.dumps([config, versions, sources, shapes], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -311,12 +311,13 @@ def test_what_another_version_sends_is_refused() -> None:
     ("changes", "message"),
     [
         ({"dtype": "int4"}, "KV of dtype 'int4'"),
+        ({"ranks": 0}, "KV of no rank"),
         ({"codecs": [peer_pb2.CodecSpeed(codec=9)]}, "codec 9"),
         ({"codecs": [peer_pb2.CodecSpeed(codec=1, encode_per_s=1)]}, "speed of 0 per second"),
     ],
 )
 def test_facts_that_can_not_be_used_are_refused(changes: dict[str, Any], message: str) -> None:
-    facts = peer_pb2.KvFacts(**({"dtype": "float32"} | changes))
+    facts = peer_pb2.KvFacts(**({"dtype": "float32", "ranks": 1} | changes))
     payload = peer_pb2.PeerMessage(hello=peer_pb2.PeerHello(kv=facts)).SerializeToString()
     with pytest.raises(PeerError, match=message):
         peer_wire.decode(payload)

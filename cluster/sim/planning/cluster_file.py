@@ -57,4 +57,4 @@ def servable_file(
 def obstacles(fleet: Fleet) -> list[str]:
     """Why `kvrelay serve` can't start it yet; empty when it can."""
     wide = [pool.copy.name for pool in fleet.pools if pool.copy.parallel.devices > 1]
-    return [f"{name}: a worker serves on one device so far" for name in wide]
+    return [f"{name}: a worker serves on one GPU so far" for name in wide]

@@ -76,7 +76,7 @@ class PeerHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvFacts, _Mapping]] = ..., name: _Optional[str] = ..., probe_region: _Optional[str] = ...) -> None: ...
 
 class KvFacts(_message.Message):
-    __slots__ = ("block_size", "blocks", "slab_bytes", "region", "dtype", "codecs", "codecs_only_if_faster", "mixed_precision")
+    __slots__ = ("block_size", "blocks", "slab_bytes", "region", "dtype", "codecs", "codecs_only_if_faster", "mixed_precision", "ranks")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class KvFacts(_message.Message):
     CODECS_FIELD_NUMBER: _ClassVar[int]
     CODECS_ONLY_IF_FASTER_FIELD_NUMBER: _ClassVar[int]
     MIXED_PRECISION_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     blocks: int
     slab_bytes: int
@@ -93,7 +94,8 @@ class KvFacts(_message.Message):
     codecs: _containers.RepeatedCompositeFieldContainer[CodecSpeed]
     codecs_only_if_faster: bool
     mixed_precision: bool
-    def __init__(self, block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., region: _Optional[str] = ..., dtype: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[CodecSpeed, _Mapping]]] = ..., codecs_only_if_faster: _Optional[bool] = ..., mixed_precision: _Optional[bool] = ...) -> None: ...
+    ranks: int
+    def __init__(self, block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., region: _Optional[str] = ..., dtype: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[CodecSpeed, _Mapping]]] = ..., codecs_only_if_faster: _Optional[bool] = ..., mixed_precision: _Optional[bool] = ..., ranks: _Optional[int] = ...) -> None: ...
 
 class CodecSpeed(_message.Message):
     __slots__ = ("codec", "encode_per_s", "decode_per_s")

@@ -1,0 +1,78 @@
+"""The line between rank 0 and one other: messages in order; it ends when either process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from kvpool.transport.memfd import Loan, Mapping, Place
+
+_LENGTH_BYTES = 8
+
+
+class Channel:
+    """One end. Sends and receives raise OSError or EOFError once the other end is gone."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, payload: bytes) -> None:
+        self._end.sendall(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload)
+
+    def receive(self) -> bytes:
+        return self._exactly(int.from_bytes(self._exactly(_LENGTH_BYTES), "little"))
+
+    def send_facts(self, **facts: Any) -> None:
+        self.send(json.dumps(facts).encode())
+
+    def receive_facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(self.receive())
+        return facts
+
+    def send_memory(self, loan: Loan) -> None:
+        self.send_facts(**asdict(loan.place))
+        socket.send_fds(self._end, [b"m"], [loan.fd])
+
+    def receive_memory(self) -> torch.Tensor:
+        """What the other end lends, uint8 `[bytes]`; mapped as long as a tensor is over it."""
+        place = Place(**self.receive_facts())
+        _, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
+        if not descriptors:
+            raise EOFError("the other rank is gone")
+        try:
+            return Mapping(descriptors[0], place).memory
+        finally:
+            os.close(descriptors[0])
+
+    def wait_end(self) -> None:
+        """Returns once the other end is gone, or this one closed; takes no message."""
+        watch = select.poll()
+        watch.register(self._end, select.POLLRDHUP)
+        watch.poll()
+
+    def close(self) -> None:
+        self._end.close()
+
+    def shut(self) -> None:
+        """Wakes those who wait at either end."""
+        with suppress(OSError):  # the other end is gone already
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            piece = self._end.recv(count - len(parts))
+            if not piece:
+                raise EOFError("the other rank is gone")
+            parts += piece
+        return bytes(parts)

@@ -1,0 +1,116 @@
+"""The process of a rank but the first: loads its share, then runs the steps that rank 0 tells.
+
+Started by `leader` as `python -m engine.parallel.follower DESCRIPTOR`; it ends when that line does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine.checkpoint import open_checkpoint
+from engine.load import load_engine
+from engine.parallel.channel import Channel
+from engine.parallel.group import Group
+from engine.parallel.message import decode_step
+from engine.runner import Engine
+from engine.sizing import EngineLimits
+from engine.step import SequenceSlice
+from engine.threads import use_threads
+from kvpool.layout import KvLayout
+from kvpool.memory import Allocate, KvMemory
+from kvpool.pool_map import PoolMap
+from kvrelay.errors import PeerError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Following:
+    """This rank's side."""
+
+    def __init__(self, channel: Channel, group: Group) -> None:
+        self.group = group
+        self._channel = channel
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        done = work()
+        self._channel.send_facts(done=True)
+        self.group.connect(self._channel.receive_memory())
+        self.group.sum(torch.zeros(1))
+        return done
+
+    def memory(
+        self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
+    ) -> KvMemory:
+        blocks = self._channel.receive_facts()["blocks"]
+        pool = PoolMap(layout=layout, blocks=blocks, ranks=self.group.size)
+        return KvMemory.over(pool, self._channel.receive_memory()).parts[self.group.rank]
+
+    def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+        pass
+
+    def watch(self, lost: Callable[[PeerError], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def load_followed(channel: Channel) -> Engine:
+    """By rank 0's orders, which come when it is this rank's turn. Raises ModelError."""
+    orders: dict[str, Any] = channel.receive_facts()
+    use_threads(orders["threads"])
+    group = Group(orders["rank"], orders["size"], Path(orders["meeting"]))
+    return load_engine(
+        open_checkpoint(orders["path"]),
+        device=orders["device"],
+        dtype=orders["dtype"],
+        block_size=orders["block_size"],
+        blocks=orders["blocks"],
+        limits=EngineLimits(**orders["limits"]),
+        attention=orders["attention"],
+        compiled=orders["compiled"],
+        ranks=Following(channel, group),
+    )
+
+
+def follow(channel: Channel) -> None:
+    engine = load_followed(channel)
+    while True:
+        engine.follow(*decode_step(channel.receive()))
+
+
+def _end_with(channel: Channel) -> None:
+    """Wherever this rank is: rank 0 is gone, or has no more need of it."""
+    channel.wait_end()
+    os._exit(0)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains first
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+    try:
+        follow(channel)
+    except EOFError:
+        pass
+    except Exception as error:
+        log.exception("a rank gives up")
+        channel.send_facts(error=" ".join(str(error).split()))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

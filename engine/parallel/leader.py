@@ -1,0 +1,171 @@
+"""Rank 0's side of a worker's ranks: starts the others, tells them each step, ends with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine.parallel.board import board_bytes
+from engine.parallel.channel import Channel
+from engine.parallel.group import Group
+from engine.parallel.message import encode_step
+from engine.step import SequenceSlice
+from kvpool.layout import KvLayout
+from kvpool.memory import Allocate, KvMemory
+from kvpool.transport import memfd
+from kvrelay.errors import ModelError, PeerError
+
+T = TypeVar("T")
+
+_PATIENCE_S = 5.0
+
+
+class Leader:
+    """The other ranks are child processes, which end when this one does, however it ends."""
+
+    def __init__(self, size: int, threads: int, orders: dict[str, Any]) -> None:
+        """`orders` are what the followers load, as `load_followed` takes it; `threads` of each."""
+        self._folder = Path(tempfile.mkdtemp(prefix=f"kvrelay-ranks-{os.getpid()}-"))
+        meeting = self._folder / "meeting"
+        self.group = Group(0, size, meeting)
+        self._orders = orders | {"size": size, "meeting": str(meeting), "threads": threads}
+        self._closing = False
+        self._ending = threading.Lock()
+        self._lost: Future[PeerError] = Future()
+        self._loans: list[memfd.Loan] = []
+        self._followers = [_Follower(rank, threads) for rank in range(1, size)]
+        for one in self._followers:
+            threading.Thread(
+                target=self._watch, args=(one,), name="kvrelay-ranks", daemon=True
+            ).start()
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Raises ModelError when another rank can't do its part."""
+        done = work()
+        for one in self._followers:
+            one.load(self._orders)
+        board = memfd.allocate(board_bytes(self.group.size), "kvrelay-board")
+        for one in self._followers:
+            one.channel.send_memory(self._lend(board))
+        self.group.connect(board)
+        self.group.sum(torch.zeros(1))  # all have met
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return done
+
+    def memory(
+        self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
+    ) -> KvMemory:
+        """Memory of this process that the others map, each rank's heads together."""
+        size = self.group.size
+        memory = KvMemory(layout, blocks, device, allocate or memfd.allocate, ranks=size)
+        for one in self._followers:
+            one.channel.send_facts(blocks=blocks)
+            one.channel.send_memory(self._lend(memory.flat))
+        return memory
+
+    def _lend(self, memory: torch.Tensor) -> memfd.Loan:
+        """Kept, with its memory, until the others have ended."""
+        self._loans.append(memfd.lend(memory))
+        return self._loans[-1]
+
+    def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+        """Raises PeerError when one is gone."""
+        message = encode_step(slices, is_long)
+        for one in self._followers:
+            try:
+                one.channel.send(message)
+            except OSError as error:
+                raise PeerError(one.obituary()) from error
+
+    def watch(self, lost: Callable[[PeerError], None]) -> None:
+        """`lost` is called, on a thread, when a rank ends by itself; none is left then."""
+        self._lost.add_done_callback(lambda lost_one: lost(lost_one.result()))
+
+    def last_words(self) -> str | None:
+        """Why a follower has given up, if one has."""
+        found = (one.last_words() for one in self._followers)
+        return next((words for words in found if words), None)
+
+    def close(self) -> None:
+        """The others end; idempotent."""
+        with self._ending:
+            self._closing = True
+        for one in self._followers:
+            one.end()
+        self.group.close()
+        self._loans.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _watch(self, one: _Follower) -> None:
+        one.channel.wait_end()
+        with self._ending:
+            if self._closing:
+                return
+            self._closing = True
+        self.group.give_up()
+        for other in self._followers:
+            if other is not one:
+                other.process.kill()  # who waits for its part over gloo hears of it
+        self._lost.set_result(PeerError(one.obituary()))
+
+
+class _Follower:
+    def __init__(self, rank: int, threads: int) -> None:
+        self.rank = rank
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engine.parallel.follower", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "OMP_NUM_THREADS": str(threads),
+                },
+            )
+        self.channel = Channel(ours)
+
+    def load(self, orders: dict[str, Any]) -> None:
+        """Returns when it has. Raises ModelError when it can't."""
+        try:
+            self.channel.send_facts(rank=self.rank, **orders)
+            facts = self.channel.receive_facts()
+        except (OSError, EOFError) as error:
+            raise ModelError(f"{self.obituary()} while it loaded the model") from error
+        if "error" in facts:
+            raise ModelError(facts["error"])
+
+    def last_words(self) -> str | None:
+        try:
+            self.process.wait(_PATIENCE_S)
+            words: str | None = self.channel.receive_facts().get("error")
+        except (subprocess.TimeoutExpired, OSError, EOFError):
+            return None
+        return words
+
+    def obituary(self) -> str:
+        try:
+            code = self.process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return f"rank {self.rank} does not answer"
+        return f"rank {self.rank} has ended with exit code {code}"
+
+    def end(self) -> None:
+        """It has nothing to put away."""
+        self.process.kill()
+        self.process.wait()
+        self.channel.shut()
+        self.channel.close()

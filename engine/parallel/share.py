@@ -1,0 +1,74 @@
+"""From a whole model to one rank's share of it, and what is to be known of the whole first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.model import Model
+from engine.parallel.degree import check_degree
+from engine.parallel.group import Group
+from engine.parallel.split import check_plan, split, whole_attention
+from engine.probe import LayerShape, probe
+from engine.self_check import eager_reference
+from engine.sizing import MemoryProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """`model` is this rank's share; `shapes` of its layers, and the `reference` logits, are those
+    of the whole."""
+
+    model: Model
+    shapes: dict[int, LayerShape]
+    reference: torch.Tensor
+
+    @property
+    def needs_masks(self) -> bool:
+        return not all(shape.is_plain for shape in self.shapes.values())
+
+
+def share_out(model: Model, group: Group | None) -> Loaded:
+    """Raises ModelError for a family, or heads, that this degree can't split."""
+    if group is not None:
+        check_plan(model.module)
+    shapes = probe(model)
+    reference = eager_reference(model)
+    if group is not None:
+        _check_heads(model, shapes, group.size)
+        split(model.module, group)
+        model = replace(model, group=group)
+    return Loaded(model=model, shapes=shapes, reference=reference)
+
+
+def check_shares(loaded: Loaded, group: Group | None) -> dict[int, LayerShape]:
+    """The shapes of this rank's layers, which keep its own heads alone. Raises ModelError."""
+    if group is None:
+        return loaded.shapes
+    own = probe(loaded.model)
+    for layer, whole in loaded.shapes.items():
+        heads = [plane.heads * group.size for plane in own[layer].planes]
+        if heads != [plane.heads for plane in whole.planes]:
+            raise whole_attention(loaded.model.config.model_type)
+    return own
+
+
+def profile_of_all(profile: MemoryProfile, group: Group | None) -> MemoryProfile:
+    """Of all ranks of one host, which are alike, by what one has measured."""
+    if group is None:
+        return profile
+    others = group.size - 1
+    return replace(
+        profile,
+        total_bytes=profile.total_bytes + others * profile.weight_bytes,
+        weight_bytes=group.size * profile.weight_bytes,
+        activation_bytes=group.size * profile.activation_bytes,
+        staging_bytes=group.size * profile.staging_bytes,
+    )
+
+
+def _check_heads(model: Model, shapes: dict[int, LayerShape], size: int) -> None:
+    heads = [shape.query_heads for shape in shapes.values()]
+    kv_heads = [plane.heads for shape in shapes.values() for plane in shape.planes]
+    check_degree(size, model.config.model_type, heads, kv_heads)

@@ -1,0 +1,160 @@
+"""Leaves of a loaded model what one rank holds, by the family's own tensor parallel plan.
+
+The plan is transformers': a name pattern |-> how that linear layer, or parameter, is cut.
+Embeddings stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.parallel.group import Group
+from engine.parallel.layers import Joined, Summed
+from kvrelay.errors import ModelError
+
+_CUT = {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "packed_colwise"}
+_SUMMED = {"moe_tp_experts", "all_reduce"}
+_WHOLE = {
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "local_params",
+    "mla_kv_a_proj",
+}
+_KNOWN = _CUT | _SUMMED | _WHOLE
+_JOINED = {"colwise_gather_output", "colwise_rep"}
+
+
+def check_plan(module: Any) -> None:
+    """Raises ModelError for a family without a plan, or with one that can't be followed."""
+    family, plan = module.config.model_type, _plan(module)
+    if not plan:
+        raise ModelError(
+            f"the {family} family can't be split over ranks: transformers has no tensor parallel "
+            "plan for it: set parallel.tensor to 1"
+        )
+    odd = sorted({style for style in plan.values() if style not in _KNOWN})
+    if odd:
+        raise ModelError(
+            f"the {family} family can't be split over ranks: its plan asks for {', '.join(odd)}: "
+            "set parallel.tensor to 1"
+        )
+    if "rowwise" not in plan.values():
+        raise whole_attention(family)
+
+
+def whole_attention(family: str) -> ModelError:
+    return ModelError(
+        f"the {family} family can't be split over ranks: its plan leaves attention whole: set "
+        "parallel.tensor to 1"
+    )
+
+
+def split(module: Any, group: Group) -> None:
+    """In place. Raises ModelError where `check_plan` does, and for sizes that don't divide."""
+    check_plan(module)
+    plan, cutter = _plan(module), _Cutter(module.config.model_type, group)
+    for name, _ in [*module.named_parameters()]:
+        if style := plan.get(_pattern(name)):
+            cutter.cut_parameter(module, name, style)
+    for name, inner in [*module.named_modules()]:
+        if style := plan.get(_pattern(name)):
+            cutter.cut_module(module, name, inner, style)
+
+
+def _plan(module: Any) -> Mapping[str, str]:
+    plan: Mapping[str, str] | None = module.tp_plan
+    return plan or {}
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+class _Cutter:
+    def __init__(self, family: str, group: Group) -> None:
+        self._family = family
+        self._group = group
+
+    def cut_parameter(self, module: nn.Module, name: str, style: str) -> None:
+        """One without a module of its own, such as all experts' weights in one."""
+        owner, _, key = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        tensor = holder.get_parameter(key)
+        match style:
+            case "colwise":
+                found = self._share(name, tensor, max(0, tensor.ndim - 2))
+            case "rowwise":
+                found = self._share(name, tensor, tensor.ndim - 1)
+            case "packed_colwise":
+                found = self._packed_share(name, tensor, tensor.ndim - 2)
+            case _:
+                return
+        holder.register_parameter(key, _frozen(found))
+
+    def cut_module(self, module: nn.Module, name: str, inner: nn.Module, style: str) -> None:
+        if style in _SUMMED:
+            module.set_submodule(name, Summed(inner, self._group))
+        elif style in _CUT:
+            if not isinstance(inner, nn.Linear):
+                raise ModelError(
+                    f"the {self._family} family can't be split over ranks: {name} is a "
+                    f"{type(inner).__name__}: set parallel.tensor to 1"
+                )
+            module.set_submodule(name, self._linear(name, inner, style))
+
+    def _linear(self, name: str, inner: nn.Linear, style: str) -> nn.Module:
+        outputs = inner.out_features
+        match style:
+            case "rowwise":
+                bias = inner.bias
+                inner.register_parameter("bias", None)
+                self._set(inner, self._share(name, inner.weight, 1))
+                return Summed(inner, self._group, bias)
+            case "packed_colwise":
+                self._set(inner, self._packed_share(name, inner.weight, 0))
+                if inner.bias is not None:
+                    inner.bias = _frozen(self._packed_share(name, inner.bias, 0))
+                return inner
+        share = self._padded_share if style in _JOINED else self._share
+        self._set(inner, share(name, inner.weight, 0))
+        if inner.bias is not None:
+            inner.bias = _frozen(share(name, inner.bias, 0))
+        return Joined(inner, self._group, outputs) if style in _JOINED else inner
+
+    def _set(self, linear: nn.Linear, weight: torch.Tensor) -> None:
+        linear.weight = _frozen(weight)
+        linear.out_features, linear.in_features = weight.shape
+
+    def _share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """A copy, so that the whole can be freed."""
+        each, rest = divmod(tensor.shape[dim], self._group.size)
+        if rest:
+            raise ModelError(
+                f"parallel.tensor {self._group.size} can't split {name} of this {self._family} "
+                f"model: it has {tensor.shape[dim]} rows or columns"
+            )
+        return tensor.narrow(dim, self._group.rank * each, each).clone()
+
+    def _packed_share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Of both halves, gate and up."""
+        halves = tensor.chunk(2, dim=dim)
+        return torch.cat([self._share(name, half, dim) for half in halves], dim=dim)
+
+    def _padded_share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Of one size on all ranks, filled up with zeros on the last: vocabularies may be odd."""
+        assert dim == 0, name
+        each = -(-len(tensor) // self._group.size)
+        share = tensor[self._group.rank * each : (self._group.rank + 1) * each]
+        padded = tensor.new_zeros(each, *tensor.shape[1:])
+        padded[: len(share)] = share
+        return padded
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,137 @@
+"""Workers of several ranks in a live cluster: KV goes between any degrees, and a rank that dies
+takes only its worker along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster import kv_status
+from engine.checkpoint import open_checkpoint
+from engine.model import load_model
+from kvrelay.client import Client
+from kvrelay.types import Role
+from tests.integration.ray_head import Marked, marked, until
+from tests.integration.split_kit import WorkerHost, running_cluster, worker_settings
+from tests.integration.test_handoff_exact import ask, check, prompts
+from tests.integration.test_plain_processes import KVRELAY, Process, start_router
+from tests.models import random_checkpoint
+from tests.reference import generate_reference
+
+TOKENS = 32
+LENGTHS = [1, 16, 65, 200]
+
+
+@pytest.mark.parametrize(
+    ("family", "degrees", "changes"),
+    [
+        ("llama", (2, 1), {}),
+        ("gemma2", (1, 2), {}),
+        ("mistral", (2, 2), {"handoff": "pull"}),
+    ],
+)
+def test_degrees_differ_and_tokens_do_not(
+    family: str,
+    degrees: tuple[int, int],
+    changes: dict[str, str],
+    hosts: tuple[WorkerHost, WorkerHost],
+    tmp_path: Path,
+) -> None:
+    model = random_checkpoint(tmp_path / family, family)
+    loaded = load_model(open_checkpoint(str(model)), device="cpu", dtype="float32")
+    asked = prompts(LENGTHS)
+    references = [generate_reference(loaded, prompt, tokens=TOKENS) for prompt in asked]
+    roles = (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE))
+    workers = [
+        (host, worker_settings(name, role, model, tensor=tensor, cpu_threads=tensor, **changes))
+        for host, (name, role), tensor in zip(hosts, roles, degrees, strict=True)
+    ]
+    with running_cluster(model, workers) as cluster:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            together = list(pool.map(lambda prompt: ask(cluster, prompt, tokens=TOKENS), asked))
+        again = ask(cluster, asked[-1], tokens=TOKENS)  # its beginning is cached now
+    check(together, references)
+    check([again], references[-1:])
+    assert not ranks_of(hosts), "they end with their workers"
+
+
+def ranks_of(hosts: tuple[WorkerHost, WorkerHost]) -> list[psutil.Process]:
+    return [child for host in hosts for child in psutil.Process(host.pid).children()]
+
+
+def test_a_bad_degree_is_refused_in_a_line(
+    hosts: tuple[WorkerHost, WorkerHost], llama: Path
+) -> None:
+    settings = worker_settings("decode-0", Role.DECODE, llama, tensor=4, cpu_threads=4)
+    with pytest.raises(AssertionError, match=r"parallel\.tensor 4 can't split the heads"):
+        hosts[0].start(settings)
+    assert not ranks_of(hosts)
+
+
+@pytest.fixture
+def here() -> Iterator[Marked]:
+    with marked() as environment:
+        yield environment
+        assert not environment.processes(), "all have ended by themselves"
+
+
+def start_worker(here: Marked, router: str, role: str, tensor: int, log: Path) -> Process:
+    options = (f"--role={role}", f"--tensor={tensor}", f"--cpu-threads={tensor}")
+    small = ("--set=engine.kv_memory=16MiB", "--set=model.dtype=float32")
+    return here.start(KVRELAY, "worker", f"--join={router}", *options, *small, log=log)
+
+
+def generate(router: str, number: int) -> tuple[int, ...]:
+    with Client(router, timeout_s=60) as client:
+        answer = client.generate(
+            f"It was {number}", max_tokens=200, ignore_eos=True, temperature=0.0
+        )
+    return answer.token_ids
+
+
+def rank_of(worker: Process) -> psutil.Process:
+    (rank,) = psutil.Process(worker.pid).children()
+    return rank
+
+
+def test_a_rank_that_dies_takes_its_worker_along_and_no_request(
+    here: Marked, tmp_path: Path
+) -> None:
+    router, address = start_router(here, tmp_path / "router", http_port="0", grpc_port="0")
+    prefill = start_worker(here, address, "prefill", 1, tmp_path / "prefill")
+    decode = [start_worker(here, address, "decode", 2, tmp_path / f"decode-{i}") for i in (0, 1)]
+    until(lambda: len(servers(address)) == 3)
+    expected = [generate(address, number) for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(generate, address, number) for number in range(4)]
+        name = until(lambda: busy(address))
+        (doomed,) = [number for number, one in enumerate(decode) if name == f"decode-{one.pid}"]
+        rank_of(decode[doomed]).kill()
+        assert [one.result() for one in asked] == expected
+    assert decode[doomed].wait(30) != 0
+    said = (tmp_path / f"decode-{doomed}").read_text()
+    assert "rank 1 has ended with exit code -9" in said or "a rank is gone" in said, said
+
+    orphan = rank_of(decode[1 - doomed])
+    decode[1 - doomed].kill()
+    decode[1 - doomed].wait(30)
+    until(lambda: not orphan.is_running())
+    for process in (prefill, router):
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def servers(router: str) -> list[str]:
+    with Client(router, timeout_s=30) as client:
+        return [worker.role for worker in client.server_info().workers]
+
+
+def busy(router: str) -> str:
+    """The first decode worker that holds KV of a request."""
+    workers = kv_status.of_router(router).workers
+    holding = (one.worker for one in workers if one.held and one.worker.startswith("decode"))
+    return next(holding, "")

@@ -1,0 +1,162 @@
+"""KV shared out among ranks: everything that moves it finds the same bytes as in one pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvpool.codec import Codec
+from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.memory import KvMemory
+from kvpool.memory_direct import fetch
+from kvpool.memory_host import HostBlocks
+from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.piece import transfer_shape
+from kvpool.pool_map import KvFacts
+from kvpool.shard import Shard, ShardLayout
+from kvpool.transfer_plan import cut
+from kvpool.write import Side, TokenSpan, Write
+from kvrelay.errors import PeerError
+from tests.unit.pieces_kit import BLOCKS, random_memory, random_tables
+from tests.unit.test_memory_direct import Unmapped, connected
+
+PLANES = (Plane(name="k", heads=4, dim=3), Plane(name="v", heads=4, dim=5))
+LAYOUT = KvLayout(
+    groups=(
+        LayerGroup(layers=(0, 2), planes=PLANES),
+        LayerGroup(layers=(1,), planes=PLANES[:1], window=30),
+    ),
+    dtype="bfloat16",
+    block_size=8,
+)
+SPAN = TokenSpan(start=5, tokens=41, next_position=46)
+
+
+def numbers(seed: int, layout: KvLayout = LAYOUT) -> KvMemory:
+    """One pool of finite numbers."""
+    memory, generator = KvMemory(layout, BLOCKS, "cpu"), torch.Generator().manual_seed(seed)
+    for planes in memory.planes:
+        for plane in planes:
+            plane.copy_(torch.randn(plane.shape, generator=generator))
+    return memory
+
+
+def split(memory: KvMemory, ranks: int) -> KvMemory:
+    """The same KV, each head with its rank."""
+    shared = KvMemory(memory.layout, memory.blocks, "cpu", ranks=ranks)
+    for mine, whole in zip(planes_of(shared), planes_of(memory), strict=True):
+        for plane, all_heads in zip(mine, torch.chunk(whole[0], ranks, dim=2), strict=True):
+            plane.copy_(all_heads)
+    return shared
+
+
+def planes_of(memory: KvMemory) -> list[list[torch.Tensor]]:
+    """# plane |-> rank |-> `[layers, slots, heads, dim]`"""
+    by_rank = [[plane for planes in part.planes for plane in planes] for part in memory.parts]
+    return [list(planes) for planes in zip(*by_rank, strict=True)]
+
+
+def assert_same(one: KvMemory, other: KvMemory) -> None:
+    for ours, theirs in zip(planes_of(one), planes_of(other), strict=True):
+        whole, expected = torch.cat(ours, dim=2), torch.cat(theirs, dim=2)
+        assert torch.equal(whole.view(torch.int16), expected.view(torch.int16))
+
+
+def side(seed: int) -> Side:
+    return Side(tables=random_tables(LAYOUT, 46, seed), block_size=LAYOUT.block_size)
+
+
+def written(codec: Codec = Codec.NONE, wire_dtype: str | None = None) -> Write:
+    one = ShardLayout(model=LAYOUT, shard=Shard())
+    (write,) = cut(one, one, span=SPAN, staging_bytes=1 << 20, codec=codec, wire_dtype=wire_dtype)
+    return write
+
+
+FORMATS = [(Codec.NONE, None), (Codec.NONE, "float32"), (Codec.INT8, None), (Codec.FP8, None)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("codec", "wire_dtype"), FORMATS)
+def test_a_slab_is_the_same_whoever_holds_the_heads(
+    ranks: int, codec: Codec, wire_dtype: str | None
+) -> None:
+    write, memory = written(codec, wire_dtype), numbers(1)
+    slabs = [torch.zeros(write.nbytes, dtype=torch.uint8) for _ in range(2)]
+    gather_write(memory, side(1), write, slabs[0])
+    gather_write(split(memory, ranks), side(1), write, slabs[1])
+    assert torch.equal(*slabs)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("codec", "wire_dtype"), FORMATS)
+def test_a_slab_is_shared_out(ranks: int, codec: Codec, wire_dtype: str | None) -> None:
+    write, memory = written(codec, wire_dtype), numbers(1)
+    slab = torch.zeros(write.nbytes, dtype=torch.uint8)
+    gather_write(numbers(2), side(2), write, slab)
+    shared = split(memory, ranks)
+    scatter_write(memory, side(1), write, slab)
+    scatter_write(shared, side(1), write, slab)
+    assert_same(shared, memory)
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "unmapped"])
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (4, 2), (2, 4), (2, 2)])
+def test_blocks_are_read_from_the_ranks_of_a_peer(theirs: int, ours: int, mapped: bool) -> None:
+    source, target = numbers(1), numbers(2)
+    expected = numbers(2)
+    slab = torch.zeros(written().nbytes, dtype=torch.uint8)
+    gather_write(source, side(1), written(), slab)
+    scatter_write(expected, side(2), written(), slab)
+    peer, shared = split(source, theirs), split(target, ours)
+    with connected() as (owner, link):
+        kv = facts(peer, owner.adopt(peer.flat).name)
+        reader = link if mapped else Unmapped(link)
+        fetch(shared, side(2), reader, kv, side(1), written())  # type: ignore[arg-type]
+    if isinstance(reader, Unmapped):
+        shape = transfer_shape(written(), side(1), side(2), (theirs, ours))
+        assert reader.reads == shape.descriptors
+    assert_same(shared, expected)
+
+
+def facts(memory: KvMemory, region: str) -> KvFacts:
+    return KvFacts(
+        dtype=LAYOUT.dtype,
+        block_size=LAYOUT.block_size,
+        blocks=memory.blocks,
+        slab_bytes=0,
+        region=region,
+        ranks=memory.map.ranks,
+    )
+
+
+def test_a_peer_whose_ranks_can_not_share_the_heads_is_not_read() -> None:
+    memory = numbers(1)
+    with connected() as (owner, link):
+        kv = replace(facts(memory, owner.adopt(memory.flat).name), ranks=3)
+        with pytest.raises(PeerError, match="pool of 3 ranks"):
+            fetch(memory, side(2), link, kv, side(1), written())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_pool_node_gets_whole_blocks(ranks: int) -> None:
+    memory = random_memory(LAYOUT, 1)
+    places = [(BlockId(i), BlockId((5 * i + 1) % BLOCKS)) for i in (7, 2, 3)]
+    staging = [torch.empty(3 * LAYOUT.bytes_per_block, dtype=torch.uint8) for _ in range(2)]
+    whole = HostBlocks(memory, staging[0])
+    shared = HostBlocks(split(memory, ranks), staging[1])
+    assert torch.equal(whole.gather(places), shared.gather(places))
+    elsewhere = [(BlockId(11), BlockId(4)), (BlockId(12), BlockId(3)), (BlockId(0), BlockId(0))]
+    whole.scatter(elsewhere)
+    shared.scatter(elsewhere)
+    assert_same(shared._memory, memory)
+
+
+def test_a_block_is_copied_on_every_rank() -> None:
+    memory = numbers(1)
+    shared = split(memory, 2)
+    for one in (memory, shared):
+        one.copy_blocks((((BlockId(3), BlockId(9)),), ((BlockId(2), BlockId(0)),)))
+    assert_same(shared, memory)
+    assert_same(shared, split(memory, 4))
