@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from cluster.config_load import Override, load_config
+from cluster.config.load import Override, load_config
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report
 from cluster.sim.run import simulate

@@ -26,7 +26,7 @@ from engine.sizing import EngineLimits
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.codec import Codec
 from kvpool.layout import BlockId, Tables
-from kvpool.memory_collate import read_slab, slab_bytes, write_slab
+from kvpool.memory.collate import read_slab, slab_bytes, write_slab
 from kvpool.piece import Piece, cut_span
 from kvpool.write import TokenSpan
 from kvrelay.types import RequestKey, Sampling

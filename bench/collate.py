@@ -19,8 +19,8 @@ import torch
 from bench.report import Reading, Row, interleave, print_table, write_json
 from kvpool.codec import Codec
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.memory import KvMemory
-from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.sections import gather_write, scatter_write
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import Side, TokenSpan, Write

@@ -20,7 +20,7 @@ from random import Random
 
 import yaml
 
-from cluster.config_load import Override, load_config
+from cluster.config.load import Override, load_config
 from cluster.sim.profile import BUILT_IN, read_profile
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report, Spread

@@ -23,7 +23,7 @@ from engine.backends.needs import Wanted
 from engine.probe import probe
 from engine.runner import Engine
 from engine.step import StepBatch
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 THUNDER_MLA = (4641, 45118, 1730, 1696)
 _REPEATS = 20

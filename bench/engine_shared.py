@@ -14,7 +14,7 @@ from engine.layer_places import layer_places
 from engine.runner import Engine
 from engine.step import SequenceSlice, StepBatch
 from kvpool.layout import BlockId
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey
 
 _PROMPT_TOKENS = 2048

@@ -25,15 +25,15 @@ from transformers import LlamaConfig
 from bench.engine import EngineRun, Load
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, print_table, write_json
-from cluster.pool_names import host_pool_address
-from cluster.pool_side import PoolSide
+from cluster.pool.names import host_pool_address
+from cluster.pool.side import PoolSide
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from kvpool.hashes import BlockHash, block_hash, cache_salt
 from kvpool.layout import BlockId
-from kvpool.pool_client_events import (
+from kvpool.pool.client_events import (
     ClientEvent,
     FromNode,
     OfferBlocks,
@@ -42,7 +42,7 @@ from kvpool.pool_client_events import (
     PrefixFetched,
     WantPrefix,
 )
-from kvpool.pool_messages import BlocksChanged, PoolTier
+from kvpool.pool.messages import BlocksChanged, PoolTier
 from kvrelay.types import Incarnation, RequestKey
 
 _TOKENS = 4096

@@ -17,7 +17,7 @@ from engine.runner import Engine, EngineFacts
 from engine.sizing import KvSizing
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.layout import BlockId, KvLayout
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey, Sampling
 
 LLAMA_8B = LlamaConfig(

@@ -1,5 +1,5 @@
 """`python -m cluster`: the `kvrelay` command where only the source tree is at hand."""
 
-from cluster.cli import main
+from cluster.cli.main import main
 
 main()

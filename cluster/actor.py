@@ -16,7 +16,7 @@ from cluster.supervision import Home
 from kvrelay.errors import KvrelayError
 
 if TYPE_CHECKING:
-    from cluster.worker import WorkerProcess
+    from cluster.worker.process import WorkerProcess
 
 EVERY_INTERFACE = ("0.0.0.0", "::")
 JOIN_TIMEOUT_S = 30.0
@@ -62,7 +62,7 @@ class WorkerHost:
         return _home()
 
     async def start(self) -> str | StartFailed:
-        from cluster.worker import WorkerProcess
+        from cluster.worker.process import WorkerProcess
 
         try:
             self._worker = self._worker or WorkerProcess(self._settings)
@@ -90,7 +90,7 @@ class PoolNodeHost:
 
     def __init__(self, settings: PoolNodeSettings) -> None:
         configure_logging("pool-node")
-        from cluster.pool_node import PoolNode
+        from cluster.pool.node import PoolNode
 
         self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
         self._address: str | None = None

@@ -11,8 +11,8 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.table import Table
 
-from cluster.config import Config
-from cluster.config_load import Override, load_config
+from cluster.config.load import Override, load_config
+from cluster.config.schema import Config
 from cluster.rays import connected
 from kvrelay.client import Client
 from kvrelay.errors import KvrelayError

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.worker_events import Crashed, Stepped
+from cluster.worker.events import Crashed, Stepped
 from engine.layer_marks import LayerMarks
 from engine.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.threads import use_threads

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 
-from cluster.block_reports import BlockReports
-from cluster.pool_report import cached_blocks
+from cluster.pool.report import cached_blocks
+from cluster.worker.block_reports import BlockReports
 from decode_worker.receiver import Receiver
 from kvpool.blocks import BlockState
 from kvpool.tables import BlockTables

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError
 
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.controller import Controller
 from cluster.controller_report import Report
 from cluster.fleet import CONTROLLER, NAMESPACE, Handle, actor_name

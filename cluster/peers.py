@@ -15,8 +15,8 @@ from kvpool.codec import Codec
 from kvpool.handoff import LinkProbed, PeerHello, PeerMessage, Ping, Pong, SlabLent
 from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.link_cost import LinkCost, Sample
-from kvpool.memory import KvMemory
-from kvpool.peer_wire import decode, encode
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.peer_wire.wire import decode, encode
 from kvpool.transport.base import Callbacks, Connection
 from kvpool.transport.endpoints import DEFAULTS, EndpointOptions, Endpoints, scheme_of
 from kvpool.transport.fabric import LinkKind

@@ -43,7 +43,7 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
 
 async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT; raises what made the worker stop by itself."""
-    from cluster.worker import WorkerProcess
+    from cluster.worker.process import WorkerProcess
 
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
@@ -56,7 +56,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
 
 async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drain_s: float) -> None:
     """Serve until SIGTERM or SIGINT; raises what made the node stop by itself."""
-    from cluster.pool_node import PoolNode
+    from cluster.pool.node import PoolNode
 
     stopping = _stop_signals()
     node = PoolNode(settings)

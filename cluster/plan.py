@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import get_args
 
-from cluster.config import Config, Preload, Ucx, WorkerPool
-from cluster.config_router import Router
-from cluster.config_types import FarTransport
-from cluster.pool_names import host_pool_address
+from cluster.config.router import Router
+from cluster.config.schema import Config, Preload, Ucx, WorkerPool
+from cluster.config.types import FarTransport
+from cluster.pool.names import host_pool_address
 from cluster.qos import qos_tiers, router_tiers, tier_match
 from cluster.resolve import device_share, router_names, worker_names
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings

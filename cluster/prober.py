@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvpool.handoff import LinkProbed, Ping, Pong
 from kvpool.link_cost import LinkCost, Sample, fit
-from kvpool.peer_wire import encode
+from kvpool.peer_wire.wire import encode
 from kvpool.transport import probe
 from kvpool.transport.base import Connection, RegionName
 from kvpool.transport.endpoints import Endpoints, scheme_of

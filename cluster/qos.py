@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.config_qos import Qos, Tier
+from cluster.config.qos import Qos, Tier
 from kvrelay.qos import ONE_TIER, LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives
 from router.tier_match import TierMatch

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.net import split_address
 from cluster.resolve import Site
 from cluster.site import local_site

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import PurePath
 
-from cluster.config import Config, Model, WorkerPool
+from cluster.config.schema import Config, Model, WorkerPool
 from kvrelay.types import Role
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.block_reports import BlockReports
-from cluster.worker_events import RouterStream
+from cluster.worker.block_reports import BlockReports
+from cluster.worker.events import RouterStream
 from kvrelay.messages import Counters, WorkerEvent
 from kvrelay.types import RequestKey
 

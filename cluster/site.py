@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.resolve import Site
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import assert_never
 
-from cluster.pool_homes import PoolHomes
+from cluster.pool.homes import PoolHomes
 from cluster.supervised import STARTS_BEFORE_FATAL, Limits, Process
 from cluster.supervision import (
     Announce,

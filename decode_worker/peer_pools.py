@@ -11,7 +11,7 @@ from kvpool.handoff_events import FetchPiece
 from kvpool.layout import KvLayout, Tables
 from kvpool.link_cost import LinkCost, Way
 from kvpool.piece import check_cut, holds, source_side, transfer_shape
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.write import Side, Write
 from kvrelay.types import Incarnation
 

@@ -18,8 +18,8 @@ from decode_worker.standing import Standing
 from kvpool.block_names import HashChain
 from kvpool.holder import Holder
 from kvpool.openings import Openings
-from kvpool.restores import Restored
 from kvpool.tables import BlockTables
+from kvpool.tiers.restores import Restored
 from kvrelay.messages import Released, WorkerEvent
 from kvrelay.types import RequestKey, RequestSpec
 

@@ -17,7 +17,7 @@ from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
 from engine.step import Command, Emit, Sampled, StepDone, StepWanted
 from kvpool.canary import LogitSketch
-from kvpool.restores import Restored
+from kvpool.tiers.restores import Restored
 from kvrelay.messages import (
     Abort,
     Generate,

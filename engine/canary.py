@@ -20,7 +20,7 @@ from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.canary import LogitSketch
 from kvpool.codec import Codec
 from kvpool.layout import BlockId, Tables
-from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.memory.sections import gather_write, scatter_write
 from kvpool.piece import cut_span
 from kvpool.write import Side, TokenSpan
 from kvrelay.types import RequestKey, Sampling

@@ -24,7 +24,7 @@ from engine.self_check import check_against_eager
 from engine.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.step import StepBatch
 from kvpool.layout import KvLayout
-from kvpool.memory import Allocate, KvMemory
+from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
 
 

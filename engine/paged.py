@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention import Scores
 from engine.layer_marks import LayerMarks
 from engine.plan import ChunkPlan, DecodeBucket, GroupPlan, StepPlan
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 _SCORES_BYTES = 64 << 20
 """The explicit score matrix is computed in pieces of at most this size."""

@@ -13,7 +13,7 @@ from engine.plan import GATHER_BYTES, layer_block_bytes
 from engine.sizing import EngineLimits, MemoryProfile
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.layout import BlockId, KvLayout
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.staging import plan_staging
 from kvrelay.types import RequestKey, Sampling
 

@@ -23,7 +23,7 @@ from engine.step import SequenceSlice, StepBatch, StepOutcome
 from engine.streams import StepStream
 from kvpool.copies import CopyPairs
 from kvpool.layout import KvLayout
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvrelay.errors import PeerError
 
 

@@ -9,7 +9,7 @@ import torch
 from engine.model import Model
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.layout import BlockId, KvLayout
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvrelay.errors import ModelError
 from kvrelay.types import RequestKey, Sampling
 

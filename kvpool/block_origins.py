@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvpool.hashes import BlockHash
-from kvpool.pool_messages import ChainBlock, PoolTier
+from kvpool.pool.messages import ChainBlock, PoolTier
 from kvpool.tenants import TenantBlocks, most_of
 
 Since = dict[BlockHash, float]

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
 from kvpool.holding import places
-from kvpool.pool_client_events import DropPrefix, PrefixFetched, WantPrefix
-from kvpool.restore_cost import RestoreCost
-from kvpool.restores import Restored
+from kvpool.pool.client_events import DropPrefix, PrefixFetched, WantPrefix
 from kvpool.tables import BlockTables
+from kvpool.tiers.restore_cost import RestoreCost
+from kvpool.tiers.restores import Restored
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 

@@ -32,7 +32,7 @@ from enum import StrEnum
 from kvpool.canary import LogitSketch
 from kvpool.codec import Codec
 from kvpool.piece import Piece, PieceBlocks
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.pull import PullMessage
 from kvpool.slabs import LeaseId, SlabId
 from kvrelay.types import Incarnation, RequestKey

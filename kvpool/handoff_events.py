@@ -8,7 +8,7 @@ from kvpool.handoff import PeerMessage, SlabFilled, SlabLent
 from kvpool.layout import Tables
 from kvpool.link_cost import LinkCost
 from kvpool.piece import Piece
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.write import Side, Write
 from kvrelay.types import Incarnation, RequestKey

@@ -13,7 +13,7 @@ from kvpool.far_fetches import AskFar, FarFetches
 from kvpool.handoff_events import SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
-from kvpool.pool_client_events import (
+from kvpool.pool.client_events import (
     DropPrefix,
     PrefixFetched,
     PrefixFound,
@@ -24,9 +24,9 @@ from kvpool.pool_client_events import (
 from kvpool.pull import PullBlocks
 from kvpool.pull_grants import PullGrants
 from kvpool.pulls import PullEvent, Pulls
-from kvpool.restores import Restored, Restores
 from kvpool.tables import BlockTables
-from kvpool.write_behind import WriteBehind
+from kvpool.tiers.restores import Restored, Restores
+from kvpool.tiers.write_behind import WriteBehind
 from kvrelay.messages import PrefixSource
 from kvrelay.types import PrefixOrigin, RequestKey
 

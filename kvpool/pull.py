@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from kvpool.hashes import BlockHash
 from kvpool.layout import KvLayout, Tables
 from kvpool.piece import PieceBlocks, span_tokens_most
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import Side, TokenSpan, Write

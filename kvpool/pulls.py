@@ -21,7 +21,7 @@ from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
 from kvpool.piece import source_side
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.pull import (
     BlocksPulled,
     PullBlocks,
@@ -33,9 +33,9 @@ from kvpool.pull import (
     pull_blocks_most,
     pulled_writes,
 )
-from kvpool.restore_cost import RestoreCost
-from kvpool.restores import Restored
 from kvpool.tables import BlockTables
+from kvpool.tiers.restore_cost import RestoreCost
+from kvpool.tiers.restores import Restored
 from kvrelay.errors import PeerError
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin

@@ -16,8 +16,8 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.handoff_events import FromPeer, LayersWritten, PeerLost, SendPeer, SlabWritten
-from kvpool.pool_client_events import OfferSettled
-from kvpool.pool_map import KvFacts
+from kvpool.pool.client_events import OfferSettled
+from kvpool.pool.map import KvFacts
 from kvrelay.types import Incarnation, RequestKey
 from prefill_worker.job import Job
 from prefill_worker.jobs import Jobs

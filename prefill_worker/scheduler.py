@@ -16,8 +16,8 @@ from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
 from kvpool.holder import Holder
 from kvpool.openings import Openings
-from kvpool.restores import Restored
 from kvpool.tables import BlockTables
+from kvpool.tiers.restores import Restored
 from kvrelay.messages import Abort, Lifetime, Prefill, WorkerEvent
 from prefill_worker import handoffs
 from prefill_worker.handoffs import Handoffs

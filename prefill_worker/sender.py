@@ -31,7 +31,7 @@ from kvpool.handoff import (
 from kvpool.handoff_events import SendPeer, WriteSlab
 from kvpool.layout import KvLayout, Tables
 from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.write import TokenSpan, Write
 from kvrelay.messages import Prefill
 from kvrelay.values import value

@@ -18,7 +18,7 @@ import uvicorn
 
 from kvrelay.errors import ConfigError
 from router.generation import Dispatcher
-from router.grpc_face import Health, InferenceFace, create_grpc_server
+from router.grpc_api.face import Health, InferenceFace, create_grpc_server
 from router.http.app import create_app
 from router.http.face import HttpFace
 from router.metrics import RouterMetrics

@@ -8,9 +8,9 @@ from multiprocessing.context import ForkServerContext
 
 _PRELOADED = [
     "cluster.plain",
-    "cluster.pool_node",
-    "cluster.worker",
-    "cluster.config_load",
+    "cluster.pool.node",
+    "cluster.worker.process",
+    "cluster.config.load",
     "transformers.models.llama.modeling_llama",
     "kvpool.transport.registry",
     "pydantic",

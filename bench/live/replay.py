@@ -13,8 +13,8 @@ from bench.live.outcome import Objectives
 from bench.live.points import Simulated, quantile
 from bench.live.stack import Policy, cluster_file, durations
 from bench.live.told import Told
-from cluster.config import Config
-from cluster.config_load import load_config
+from cluster.config.load import load_config
+from cluster.config.schema import Config
 from cluster.sim.ledgers import Outcome
 from cluster.sim.readers import read_trace
 from cluster.sim.run import simulate

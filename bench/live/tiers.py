@@ -13,8 +13,8 @@ import yaml
 from bench.live.outcome import Objectives
 from bench.live.stack import processes
 from bench.plain_cluster import PlainCluster
-from cluster.config import Config
-from cluster.config_load import load_config
+from cluster.config.load import load_config
+from cluster.config.schema import Config
 
 FILE = Path(__file__).parents[2] / "deploy" / "configs" / "qos.yaml"
 _WORKER_SECTIONS = ("engine", "scheduler")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.papers.side_by_side import Claim, print_claims, write_claims
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim import run
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report, spread

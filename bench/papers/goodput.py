@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim import run
 from cluster.sim.ledgers import Outcome
 from cluster.sim.simulation import Scale

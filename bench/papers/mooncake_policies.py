@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench.papers.side_by_side import Claim, print_claims, write_claims
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim import run
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report

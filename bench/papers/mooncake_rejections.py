@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.papers.mooncake_policies import cluster_of
 from bench.papers.side_by_side import Claim, print_claims, write_claims
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report, report
 from cluster.sim.router import SimRouter

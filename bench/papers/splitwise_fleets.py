@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.papers.goodput import highest_rate
 from bench.papers.side_by_side import Claim, print_claims, write_claims
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim import run
 from cluster.sim.ledgers import Outcome
 from cluster.sim.profiles.load import build_profile, parse_profile

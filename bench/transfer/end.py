@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 from bench.transfer.shape import Shape
-from kvpool.memory import KvMemory
-from kvpool.memory_sections import gather_write
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.sections import gather_write
 from kvpool.transport import memfd
 from kvpool.transport.base import Callbacks, Connection
 from kvpool.transport.probe import PROBE_BYTES

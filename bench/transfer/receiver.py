@@ -15,10 +15,10 @@ import torch
 
 from bench.transfer.end import FINGERPRINT, End
 from bench.transfer.shape import SLABS, Shape
-from kvpool.memory_collate import read_slab
-from kvpool.memory_direct import fetch
+from kvpool.memory.collate import read_slab
+from kvpool.memory.direct import fetch
 from kvpool.piece import Piece
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.transport.registry import schemes
 from kvpool.write import Side
 

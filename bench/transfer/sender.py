@@ -12,8 +12,8 @@ import torch
 from bench.transfer.end import FINGERPRINT, End, Message
 from bench.transfer.shape import Shape
 from kvpool.link_cost import LinkCost, TransferShape, Way, fit
-from kvpool.memory_collate import write_slab
-from kvpool.memory_probe import measure_copies
+from kvpool.memory.collate import write_slab
+from kvpool.memory.probe import measure_copies
 from kvpool.piece import Piece, transfer_shape
 from kvpool.transport import probe
 from kvpool.transport.base import RegionName

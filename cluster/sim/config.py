@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from cluster.config_types import AutoCount, Count, Section
+from cluster.config.types import AutoCount, Count, Section
 from cluster.quantities import Bytes, Seconds
 
 ProfileSource = str | dict[str, Any] | None

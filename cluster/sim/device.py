@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.sim.answers import Answers
 from cluster.sim.clock import Clock
 from cluster.sim.step_runs import run_s, steps_begun
-from cluster.worker_events import Incoming, Stepped
+from cluster.worker.events import Incoming, Stepped
 from engine.latency import StepTimes, StepWork, decode_work, prefill_work
 from engine.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
 from kvpool.handoff_events import LayersWritten
@@ -26,7 +26,7 @@ class _Running:
 
 
 class SimDevice:
-    """Implements cluster.worker_loop.StepDevice; `post` gets the outcomes."""
+    """Implements cluster.worker.loop.StepDevice; `post` gets the outcomes."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from cluster.sim.clock import Clock
 from cluster.sim.config import Simulation
 from cluster.sim.ledgers import Outcome
 from cluster.sim.worker import SimWorker
-from cluster.worker_events import FromRouter, RouterJoined
+from cluster.worker.events import FromRouter, RouterJoined
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives
 from router.core import RouterCore
@@ -37,7 +37,7 @@ from router.request import Request
 
 
 class _Stream:
-    """Implements cluster.worker_events.RouterStream: from one worker."""
+    """Implements cluster.worker.events.RouterStream: from one worker."""
 
     def __init__(self, router: SimRouter, worker: Incarnation) -> None:
         self._router = router

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim.ledgers import Outcome
 from cluster.sim.plots import draw
 from cluster.sim.report import Report, report

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.plan import router_settings, worker_settings
 from cluster.resolve import Site, resolve, worker_names
 from cluster.sim.answers import Answers

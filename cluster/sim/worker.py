@@ -13,10 +13,10 @@ from cluster.sim.clock import Clock
 from cluster.sim.device import SimDevice
 from cluster.sim.fabric import Fabric
 from cluster.sim.links import Post, SimLinks, SimMover
-from cluster.worker_caches import open_caches
-from cluster.worker_events import Incoming
-from cluster.worker_loop import WorkerLoop
-from cluster.worker_qos import prefill_order, standing
+from cluster.worker.caches import open_caches
+from cluster.worker.events import Incoming
+from cluster.worker.loop import WorkerLoop
+from cluster.worker.qos import prefill_order, standing
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
@@ -30,7 +30,7 @@ from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost
 from kvpool.layout import KvLayout
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.slabs import SlabId, SlabPool, SlabState
 from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables

@@ -18,7 +18,7 @@ from engine.layer_places import layer_places
 from engine.model import Model
 from engine.probe import LayerShape
 from kvpool.layout import KvLayout
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvrelay.errors import ModelError
 
 log = logging.getLogger(__name__)

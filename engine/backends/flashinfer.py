@@ -18,7 +18,7 @@ from engine.backends.triton_launch import store
 from engine.backends.visible import starts_of, visible
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 _WORKSPACE_BYTES = 256 << 20
 

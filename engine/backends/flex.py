@@ -18,7 +18,7 @@ from engine.backends.step_arrays import Ints, StepArrays, TableCache, step_array
 from engine.backends.visible import Visible, starts_of, visible
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 _TILE = 128
 _Mod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -11,7 +11,7 @@ from engine.attention import AttentionState
 from engine.backends.backend import Prepared
 from engine.backends.packing import Packing
 from engine.backends.step_arrays import Ints, StepArrays
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 
 @dataclass(frozen=True, slots=True)

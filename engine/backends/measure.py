@@ -13,7 +13,7 @@ from engine.backends.backend import Backend, GroupShape
 from engine.backends.needs import Wanted
 from engine.step import SequenceSlice
 from kvpool.layout import BlockId, KvLayout
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey
 
 Open = Callable[[KvMemory, tuple[GroupShape, ...], Mapping[int, tuple[int, int]]], Backend]

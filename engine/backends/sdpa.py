@@ -11,7 +11,7 @@ from engine.layer_marks import LayerMarks
 from engine.paged import PagedAttention
 from engine.plan import Planner
 from engine.step import SequenceSlice
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 
 class SdpaBackend:

@@ -16,7 +16,7 @@ from engine.backends.triton_state import GroupTensors, Launch, TritonState
 from engine.backends.work import divide, most_parts, query_tiles
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 _LEAST_KEYS = 256
 """A program gets no fewer: cutting finer costs more in joins than it gains."""

@@ -11,7 +11,7 @@ from engine.attention import Scores
 from engine.backends.tilings import Tiling
 from engine.backends.triton_launch import DeviceWork, Parts, attend, store
 from engine.layer_marks import LayerMarks
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from engine.layer_marks import LayerMarks
 from engine.native.kernel import kernel_for
 from engine.native.layers import Layers
 from engine.step import SequenceSlice
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 
 
 class NativeBackend:

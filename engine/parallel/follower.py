@@ -27,8 +27,8 @@ from engine.sizing import EngineLimits
 from engine.step import SequenceSlice
 from engine.threads import use_threads
 from kvpool.layout import KvLayout
-from kvpool.memory import Allocate, KvMemory
-from kvpool.pool_map import PoolMap
+from kvpool.memory.kv_memory import Allocate, KvMemory
+from kvpool.pool.map import PoolMap
 from kvrelay.errors import PeerError
 
 T = TypeVar("T")

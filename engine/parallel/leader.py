@@ -22,7 +22,7 @@ from engine.parallel.group import Group
 from engine.parallel.message import encode_step
 from engine.step import SequenceSlice
 from kvpool.layout import KvLayout
-from kvpool.memory import Allocate, KvMemory
+from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvpool.transport import memfd
 from kvrelay.errors import ModelError, PeerError
 

@@ -10,7 +10,7 @@ import torch
 from engine.parallel.group import Group
 from engine.step import SequenceSlice
 from kvpool.layout import KvLayout
-from kvpool.memory import Allocate, KvMemory
+from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvpool.shard import Shard, ShardLayout
 from kvrelay.errors import PeerError
 

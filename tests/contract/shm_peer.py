@@ -13,8 +13,8 @@ from multiprocessing.context import ForkServerProcess
 import torch
 
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
-from kvpool.memory import KvMemory
-from kvpool.memory_collate import write_slab
+from kvpool.memory.collate import write_slab
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.piece import Piece, cut_span
 from kvpool.plan import chunk_bytes
 from kvpool.transport.base import Connection, RegionName

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool.memory import KvMemory
-from kvpool.memory_collate import read_slab, slab_bytes
+from kvpool.memory.collate import read_slab, slab_bytes
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport import control_wire, memfd
 from kvpool.transport.base import Region, RegionName
 from kvpool.transport.control_wire import Packet

@@ -12,12 +12,12 @@ import pytest
 
 from cluster.device import Device
 from cluster.settings import WorkerSettings
-from cluster.worker import WorkerProcess
-from cluster.worker_events import Call
-from cluster.worker_loop import WorkerLoop
+from cluster.worker.events import Call
+from cluster.worker.loop import WorkerLoop
+from cluster.worker.process import WorkerProcess
 from decode_worker.peer_pools import PeerPools
 from kvpool.link_cost import LinkCost
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import Incarnation
 from tests.integration.split_kit import PATIENCE_S
 

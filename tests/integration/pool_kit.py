@@ -18,13 +18,13 @@ from uuid import uuid4
 
 import torch
 
-from cluster import cli
-from cluster.pool_side import PoolAnswer, PoolEvent, PoolSide
+from cluster.cli import main as cli
+from cluster.pool.side import PoolAnswer, PoolEvent, PoolSide
 from kvpool.far_fetches import AskFar
 from kvpool.hashes import BlockHash, block_hash, cache_salt
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.memory import KvMemory
-from kvpool.pool_client_events import (
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.pool.client_events import (
     ClientTick,
     OfferBlocks,
     OfferedBlock,

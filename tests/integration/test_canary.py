@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import status
-from cluster.pool_names import host_pool_address
+from cluster.pool.names import host_pool_address
 from engine.checkpoint import open_checkpoint
 from engine.model import load_model
 from kvrelay.types import Role

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cluster.worker import WorkerProcess
+from cluster.worker.process import WorkerProcess
 from engine.checkpoint import open_checkpoint
 from engine.model import Model, load_model
 from kvrelay.errors import ModelError

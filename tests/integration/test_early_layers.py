@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import cluster.mover
+import cluster.worker.mover
 from cluster.device import StepEngine
 from engine.checkpoint import open_checkpoint
 from engine.layer_marks import LayerMarks
@@ -55,13 +55,13 @@ def test_the_first_write_starts_before_the_step_ends(
     asked = prompts([40, 100])
     monkeypatch.setattr(piece, "LAYER_GROUP_BYTES", 1024)
     piece.cut_span.cache_clear()
-    written, write_slab = threading.Event(), cluster.mover.write_slab
+    written, write_slab = threading.Event(), cluster.worker.mover.write_slab
 
     def noticed(*args: object, **options: object) -> int:
         written.set()
         return write_slab(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cluster.mover, "write_slab", noticed)
+    monkeypatch.setattr(cluster.worker.mover, "write_slab", noticed)
     with unmeasured(), LocalHost() as first, LocalHost() as second:
         workers = [
             (first, worker_settings("prefill-0", Role.PREFILL, model)),

@@ -13,7 +13,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from cluster.pool_names import host_pool_address
+from cluster.pool.names import host_pool_address
 from engine.checkpoint import open_checkpoint
 from engine.model import load_model
 from kvpool.block_names import BlockNames

@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cluster.config import Config
-from cluster.config_load import load_config
+from cluster.config.load import load_config
+from cluster.config.schema import Config
 from tests.integration.manifests import (
     DEPLOY,
     OVERLAYS,

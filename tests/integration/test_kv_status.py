@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import kv_status
-from cluster.cli import app
-from cluster.pool_names import host_pool_address
+from cluster.cli.main import app
+from cluster.pool.names import host_pool_address
 from kvpool.tenants import tenant_label
 from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import GetKvResponse

@@ -15,10 +15,10 @@ from uuid import uuid4
 import pytest
 import torch
 
-from cluster.pool_names import host_pool_address
-from cluster.pool_node import PoolNode
+from cluster.pool.names import host_pool_address
+from cluster.pool.node import PoolNode
 from cluster.settings import PoolNodeSettings
-from kvpool.pool_client_events import PrefixFetched
+from kvpool.pool.client_events import PrefixFetched
 from kvrelay.types import Incarnation, RequestKey
 from tests.integration import pool_kit
 from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.pool_names import host_pool_address
+from cluster.pool.names import host_pool_address
 from cluster.settings import WorkerSettings
 from engine.checkpoint import open_checkpoint
 from engine.model import load_model

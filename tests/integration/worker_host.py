@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection
 from typing import Any, assert_never
 
 from cluster.settings import WorkerSettings
-from cluster.worker import WorkerProcess
+from cluster.worker.process import WorkerProcess
 from kvpool.cached_block import Place
 from kvpool.layout import NO_BLOCK, Tables
-from kvpool.memory import KvMemory
-from kvpool.memory_host import HostBlocks
+from kvpool.memory.host import HostBlocks
+from kvpool.memory.kv_memory import KvMemory
 
 
 @dataclass(frozen=True, slots=True)

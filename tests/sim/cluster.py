@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-from cluster.pool_news import PoolNews
-from cluster.pool_turns import PoolOutcome
+from cluster.pool.news import PoolNews
+from cluster.pool.turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
 from kvpool.handoff import HandoffMode
@@ -24,7 +24,7 @@ from kvpool.handoff_events import (
     SendPeer,
     WriteSlab,
 )
-from kvpool.restores import Restored
+from kvpool.tiers.restores import Restored
 from kvrelay.from_worker_wire import decode_event, encode_event
 from kvrelay.messages import (
     Abort,

@@ -26,7 +26,7 @@ from kvpool.handoff_events import (
     WriteSlab,
 )
 from kvpool.layout import KvLayout
-from kvpool.peer_wire import decode, encode
+from kvpool.peer_wire.wire import decode, encode
 from kvpool.transport.base import MAX_MESSAGE_BYTES
 from kvpool.write import Side
 from kvrelay.messages import Abort, Prefill, WorkerEvent

@@ -15,7 +15,7 @@ from kvpool.canary import LogitSketch
 from kvpool.copies import CopyPairs
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
 from kvpool.link_cost import TransferShape, Way
-from kvpool.restore_cost import RestoreCost
+from kvpool.tiers.restore_cost import RestoreCost
 from kvpool.write import Side, Write
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling

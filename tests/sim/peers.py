@@ -20,7 +20,7 @@ from kvpool.handoff_events import (
     SlabWritten,
     WriteSlab,
 )
-from kvpool.peer_wire import decode, encode
+from kvpool.peer_wire.wire import decode, encode
 from kvpool.slabs import SlabId
 from kvpool.write import Side
 from kvrelay.messages import Abort

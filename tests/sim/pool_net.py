@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 
-from kvpool.pool_events import (
+from kvpool.pool.events import (
     DropWorker,
     FromWorker,
     PoolCommand,
@@ -18,8 +18,8 @@ from kvpool.pool_events import (
     WorkerJoined,
     WorkerLost,
 )
-from kvpool.pool_messages import FromPool, PoolFormat, PoolHello, PoolMessage, PoolWelcome, ToPool
-from kvpool.pool_wire import Assembler, encode
+from kvpool.pool.messages import FromPool, PoolFormat, PoolHello, PoolMessage, PoolWelcome, ToPool
+from kvpool.pool.wire import Assembler, encode
 from kvrelay.types import WIRE_VERSION, Incarnation
 from tests.sim.contents import GARBAGE
 from tests.sim.pool_node import Host, PoolNode

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from kvpool.eviction import open_policy
 from kvpool.hashes import BlockHash
-from kvpool.host_tier import HostTier
-from kvpool.pool_events import (
+from kvpool.pool.events import (
     Load,
     PoolCommand,
     PoolEvent,
@@ -23,7 +22,8 @@ from kvpool.pool_events import (
     Spill,
     WriteSlots,
 )
-from kvpool.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
+from kvpool.tiers.host_tier import HostTier
+from kvpool.tiers.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
 from kvrelay.types import Incarnation
 from tests.sim.contents import GARBAGE, Content, checksum, stands_for
 from tests.sim.simulation import LEASE_S, Simulation

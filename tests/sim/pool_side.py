@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.pool_news import PoolNews
-from cluster.pool_side import PoolAnswer
-from cluster.pool_turns import PoolTurns
+from cluster.pool.news import PoolNews
+from cluster.pool.side import PoolAnswer
+from cluster.pool.turns import PoolTurns
 from kvpool.cached_block import Place
 from kvpool.hashes import BlockHash
 from kvpool.openings import Openings
-from kvpool.pool_client import PoolClient
-from kvpool.pool_client_events import (
+from kvpool.pool.client import PoolClient
+from kvpool.pool.client_events import (
     BlocksFetched,
     BlocksStored,
     ClientEvent,
@@ -27,7 +27,7 @@ from kvpool.pool_client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.pool_messages import FromPool, PoolWelcome, ToPool
+from kvpool.pool.messages import FromPool, PoolWelcome, ToPool
 from kvrelay.types import Incarnation, RequestKey
 from tests.sim.contents import Content, checksum, put_block, stands_for, take_block, torn
 from tests.sim.model import Memory
@@ -89,7 +89,7 @@ class PoolSide:
         self._jobs: list[StoreBlocks | FetchBlocks] = []
         self._is_moving = False
 
-    # --- as cluster.pool_side -------------------------------------------------------------------
+    # --- as cluster.pool.side -------------------------------------------------------------------
 
     def handle(self, event: ClientEvent) -> list[PoolAnswer]:
         match event:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster.preloads import Preloads
+from cluster.worker.preloads import Preloads
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
@@ -26,12 +26,12 @@ from kvpool.layout import KvLayout
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
 from kvpool.piece import Piece
-from kvpool.pool_map import KvFacts
-from kvpool.restores import Restores
+from kvpool.pool.map import KvFacts
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
+from kvpool.tiers.restores import Restores
+from kvpool.tiers.write_behind import WriteBehind
 from kvpool.write import Side
-from kvpool.write_behind import WriteBehind
 from kvrelay.messages import WorkerHello
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role

@@ -7,7 +7,7 @@ import random
 import torch
 
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
-from kvpool.memory import KvMemory
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.piece import Piece, cut_span
 from kvpool.write import Side, TokenSpan, Write
 

@@ -13,10 +13,9 @@ from random import Random
 
 from kvpool.eviction import open_policy
 from kvpool.hashes import BlockHash
-from kvpool.host_tier import HostTier
 from kvpool.layout import BlockId
-from kvpool.pool_client import PoolClient
-from kvpool.pool_client_events import (
+from kvpool.pool.client import PoolClient
+from kvpool.pool.client_events import (
     BlocksFetched,
     BlocksStored,
     ClientCommand,
@@ -40,7 +39,7 @@ from kvpool.pool_client_events import (
     UnpinPrefix,
     WantPrefix,
 )
-from kvpool.pool_events import (
+from kvpool.pool.events import (
     DropWorker,
     FromWorker,
     PoolCommand,
@@ -55,8 +54,9 @@ from kvpool.pool_events import (
     WorkerLost,
     WriteSlots,
 )
-from kvpool.pool_messages import BlocksChanged, FromPool, PoolTier, PoolWelcome, ToPool
-from kvpool.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
+from kvpool.pool.messages import BlocksChanged, FromPool, PoolTier, PoolWelcome, ToPool
+from kvpool.tiers.host_tier import HostTier
+from kvpool.tiers.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
 from kvrelay.types import Incarnation, RequestKey
 from tests.unit.naive_prefix_index import hashes_of
 

@@ -7,7 +7,7 @@ import pytest
 from kvpool import tenants
 from kvpool.block_origins import BlockOrigins
 from kvpool.hashes import BlockHash
-from kvpool.pool_messages import ChainBlock, PoolTier
+from kvpool.pool.messages import ChainBlock, PoolTier
 from kvpool.tenants import OTHERS, TenantBlocks
 
 HOST, DISK = PoolTier.HOST, PoolTier.DISK

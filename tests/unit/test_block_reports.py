@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import block_reports
-from cluster.block_reports import BlockReports
+from cluster.worker import block_reports
+from cluster.worker.block_reports import BlockReports
 from kvpool.block_news import BlockNews
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
-from kvpool.pool_client_events import FromNode, PoolJoined, PoolLost
-from kvpool.pool_messages import BlocksChanged, PoolTier, PoolWelcome
+from kvpool.pool.client_events import FromNode, PoolJoined, PoolLost
+from kvpool.pool.messages import BlocksChanged, PoolTier, PoolWelcome
 from kvpool.tables import BlockTables
 from kvrelay.messages import BlockChanges
 from kvrelay.types import Incarnation, RequestKey, Tier

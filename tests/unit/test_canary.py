@@ -12,9 +12,9 @@ from engine.step import Command, Sampled, StepDone, StepOutcome, StepWanted
 from kvpool.canary import LogitSketch, is_chosen
 from kvpool.handoff import Commit, HandoffMode, SlabFilled, SlabLent
 from kvpool.handoff_events import ScatterSlab, SlabScattered
-from kvpool.pool_client_events import PrefixFetched, PrefixFound, SeekPrefix, SpoilPrefix
-from kvpool.restore_cost import RestoreCost
-from kvpool.restores import Restores
+from kvpool.pool.client_events import PrefixFetched, PrefixFound, SeekPrefix, SpoilPrefix
+from kvpool.tiers.restore_cost import RestoreCost
+from kvpool.tiers.restores import Restores
 from kvrelay.messages import Abort, RequestFailed, Stop
 from kvrelay.types import RequestSpec
 from tests.unit.worker_kit import (

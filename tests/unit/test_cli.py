@@ -15,11 +15,12 @@ import pytest
 import yaml
 
 import cluster
-from cluster import cli, launch
-from cluster.cli_options import devices, only
-from cluster.cli_process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
-from cluster.config import Config, Section
-from cluster.config_load import Override, load_config
+from cluster import launch
+from cluster.cli import main as cli
+from cluster.cli.options import devices, only
+from cluster.cli.process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
+from cluster.config.load import Override, load_config
+from cluster.config.schema import Config, Section
 from cluster.net import host_towards
 from cluster.plan import pool_node_settings, router_settings, worker_settings
 from cluster.resolve import Site, resolve
@@ -337,8 +338,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_help_and_config_import_nothing_heavy() -> None:
     heavy = ["torch", "ray", "transformers", "grpc", "numpy"]
     done = python(
-        "import sys\nfrom cluster.cli import main\nfrom cluster.site import local_site\n"
-        "import cluster.plan, cluster.config_load\nlocal_site()\n"
+        "import sys\nfrom cluster.cli.main import main\nfrom cluster.site import local_site\n"
+        "import cluster.plan, cluster.config.load\nlocal_site()\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     assert done.stdout == "[]\n", done.stderr
@@ -370,7 +371,7 @@ def test_serve_without_ray_says_what_to_do() -> None:
     done = python(
         WITHOUT_RAY
         + "sys.argv = ['kvrelay', 'serve', '--http-port', '0']\n"
-        + "from cluster.cli import main\nmain()"
+        + "from cluster.cli.main import main\nmain()"
     )
     assert done.returncode == 2
     assert done.stderr == (

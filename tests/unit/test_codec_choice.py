@@ -18,7 +18,7 @@ from kvpool.codec_choice import (
 )
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.link_cost import LinkCost, TransferShape, Way
-from kvpool.memory_probe import measure_codecs
+from kvpool.memory.probe import measure_codecs
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import TokenSpan

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpool.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec, WireFormat
 from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
-from kvpool.memory import KvMemory
-from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.sections import gather_write, scatter_write
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import Section, Side, TokenSpan, Write

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from cluster.config import Config
-from cluster.config_load import Override, load_config
+from cluster.config.load import Override, load_config
+from cluster.config.schema import Config
 from cluster.plan import NODE_HOST, Placement, plan_cluster, router_settings, shortage
 from cluster.quantities import (
     format_duration,

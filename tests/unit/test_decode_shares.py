@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.worker_counters import tier_loads
+from cluster.worker.counters import tier_loads
 from decode_worker.scheduler import DecodeScheduler
 from engine.latency_fit import LinearTimes
 from engine.step import Emit, StepWanted

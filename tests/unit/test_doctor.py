@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster import cli, doctor
-from cluster.config_load import Override, load_config
+from cluster import doctor
+from cluster.cli import main as cli
+from cluster.config.load import Override, load_config
 from cluster.doctor import Diagnosis, examine
 from kvpool.transport.fabric import LinkKind
 from kvpool.transport.gpus import GpuFacts

@@ -20,7 +20,7 @@ from engine.load import load_engine
 from engine.model import load_model
 from engine.runner import Engine
 from engine.sizing import EngineLimits
-from kvpool.memory_collate import slab_bytes
+from kvpool.memory.collate import slab_bytes
 from kvrelay.errors import ModelError
 from tests.models import family_config, random_checkpoint
 

@@ -8,11 +8,11 @@ from kvpool.far_fetches import AskFar, FarFetches
 from kvpool.holder import Holder
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.openings import Openings
-from kvpool.pool_client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
-from kvpool.restore_cost import RestoreCost
-from kvpool.restores import Restored, Restores
+from kvpool.pool.client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.tables import BlockTables
-from kvpool.write_behind import WriteBehind
+from kvpool.tiers.restore_cost import RestoreCost
+from kvpool.tiers.restores import Restored, Restores
+from kvpool.tiers.write_behind import WriteBehind
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 

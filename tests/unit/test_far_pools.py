@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster import far_pools
-from cluster.far_pools import FarLink, FarPools, FromFar
+from cluster.pool import far_pools
+from cluster.pool.far_pools import FarLink, FarPools, FromFar
 from kvpool.far_fetches import AskFar
 from kvpool.hashes import BlockHash
 from kvpool.layout import BlockId
-from kvpool.pool_client_events import (
+from kvpool.pool.client_events import (
     BlocksFetched,
     DropPrefix,
     FetchBlocks,
@@ -21,8 +21,8 @@ from kvpool.pool_client_events import (
     PrefixFetched,
     WantPrefix,
 )
-from kvpool.pool_messages import FetchDone, Fetched, FetchWanted, PoolWelcome, ToPool
-from kvpool.tier_blocks import PoolPlace
+from kvpool.pool.messages import FetchDone, Fetched, FetchWanted, PoolWelcome, ToPool
+from kvpool.tiers.tier_blocks import PoolPlace
 from kvrelay.types import Incarnation, RequestKey
 
 NODE = Incarnation("node")

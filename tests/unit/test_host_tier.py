@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.eviction import open_policy
-from kvpool.host_tier import HostTier
-from kvpool.pool_events import (
+from kvpool.pool.events import (
     DropWorker,
     FromWorker,
     Load,
@@ -22,7 +21,7 @@ from kvpool.pool_events import (
     WorkerLost,
     WriteSlots,
 )
-from kvpool.pool_messages import (
+from kvpool.pool.messages import (
     BlocksChanged,
     ChainBlock,
     FetchDone,
@@ -39,7 +38,8 @@ from kvpool.pool_messages import (
     ToPool,
     Unpin,
 )
-from kvpool.tier_blocks import PoolPlace, TierBlocks
+from kvpool.tiers.host_tier import HostTier
+from kvpool.tiers.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.types import Incarnation
 from tests.unit.naive_prefix_index import hashes_of
 
@@ -237,7 +237,7 @@ def test_blocks_go_to_disk_and_come_back() -> None:
 def test_what_continues_a_block_that_could_not_be_written_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvpool.disk_tier._BATCH_BLOCKS", 1)
+    monkeypatch.setattr("kvpool.tiers.disk_tier._BATCH_BLOCKS", 1)
     node = Node(slots=4)
     spill = Spill(hash=A, parent=None, place=P0, checksum=100, slot=P0)
     assert node.store(*CHAIN[:3]) == [WriteSlots(batch=1, spills=(spill,))]

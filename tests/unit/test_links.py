@@ -22,8 +22,8 @@ from kvpool.handoff import PeerHello, RenewLeases, SlabLent
 from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.link_cost import Sample, Step
-from kvpool.memory_probe import measure_copies
-from kvpool.pool_map import KvFacts
+from kvpool.memory.probe import measure_copies
+from kvpool.pool.map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transport import fabric, probe
 from kvpool.transport.base import Connection, RegionName

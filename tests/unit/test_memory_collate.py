@@ -9,8 +9,8 @@ import torch
 
 from kvpool.codec import Codec
 from kvpool.layout import BlockId, KvLayout, Tables
-from kvpool.memory import KvMemory
-from kvpool.memory_collate import read_slab, write_slab
+from kvpool.memory.collate import read_slab, write_slab
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.piece import Piece
 from kvpool.slab import HEADER_BYTES
 from kvpool.write import TokenSpan, Write

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvpool.memory import KvMemory
-from kvpool.memory_direct import fetch
+from kvpool.memory.direct import fetch
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.piece import PieceBlocks, piece_blocks, source_side, transfer_shape
-from kvpool.pool_map import KvFacts, PoolMap
+from kvpool.pool.map import KvFacts, PoolMap
 from kvpool.transport.base import Callbacks, Connection, Read, RegionName
 from kvpool.transport.loopback import LoopbackEndpoint
 from kvpool.write import TokenSpan

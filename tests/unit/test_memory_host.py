@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.memory import KvMemory
-from kvpool.memory_host import HostBlocks, checksums, fetch_blocks, store_blocks
-from kvpool.memory_sections import gather_write
+from kvpool.memory.host import HostBlocks, checksums, fetch_blocks, store_blocks
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.sections import gather_write
 from kvpool.shard import Shard, ShardLayout
-from kvpool.tier_blocks import PoolPlace
+from kvpool.tiers.tier_blocks import PoolPlace
 from kvpool.transfer_plan import cut
 from kvpool.transport.base import Connection, Region
 from kvpool.write import Side as Blocks

@@ -21,7 +21,7 @@ from bench.papers import (
 from bench.papers.goodput import Objectives, attainment, highest_rate, poisson
 from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
 from bench.papers.silicon_rows import Measured, read_measured
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim import run
 from cluster.sim.ledgers import Outcome
 from cluster.sim.profiles.roofline import Precision

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.block_reports import BlockReports
+from cluster.worker.block_reports import BlockReports
 from kvpool.block_names import HashChain
 from kvpool.block_news import BlockNews
 from kvpool.blocks import BlockState

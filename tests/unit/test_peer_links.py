@@ -15,9 +15,9 @@ from kvpool.codec_choice import CodecOffer, CodecSpeed
 from kvpool.handoff import Committed, PeerHello, PeerMessage, RenewLeases, SlabLent
 from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.memory import KvMemory
-from kvpool.peer_wire import encode
-from kvpool.pool_map import KvFacts
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.peer_wire.wire import encode
+from kvpool.pool.map import KvFacts
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.transport.base import Connection, RegionName
 from kvrelay.errors import PeerError

@@ -11,10 +11,9 @@ import pytest
 import yaml
 
 from bench.papers.goodput import poisson
-from cluster.cli import app
-from cluster.config import Config
-from cluster.config_load import load_config
-from cluster.model_facts import find_facts
+from cluster.cli.main import app
+from cluster.config.load import load_config
+from cluster.config.schema import Config
 from cluster.sim.planning.candidates import Fleet, Kind, fastest, fits, grown, kinds, smallest
 from cluster.sim.planning.cluster_file import obstacles, servable_file
 from cluster.sim.planning.copies import Copy, copies, simulated_kv
@@ -23,6 +22,7 @@ from cluster.sim.planning.settle import Task, enough, fastest_rate
 from cluster.sim.profiles.known_names import known_device
 from cluster.sim.simulation import kv_layout
 from cluster.sim.trace import TraceRequest
+from cluster.worker.model_facts import find_facts
 from engine.latency import decode_work, prefill_work
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role

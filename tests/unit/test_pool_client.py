@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvpool.layout import BlockId
-from kvpool.pool_client import PoolClient
-from kvpool.pool_client_events import (
+from kvpool.pool.client import PoolClient
+from kvpool.pool.client_events import (
     BlocksFetched,
     BlocksStored,
     ClientCommand,
@@ -30,7 +30,7 @@ from kvpool.pool_client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.pool_messages import (
+from kvpool.pool.messages import (
     ChainBlock,
     FetchDone,
     Fetched,
@@ -43,7 +43,7 @@ from kvpool.pool_messages import (
     StoreGranted,
     StoreWanted,
 )
-from kvpool.tier_blocks import PoolPlace
+from kvpool.tiers.tier_blocks import PoolPlace
 from kvrelay.types import Incarnation, RequestKey
 from tests.unit.naive_prefix_index import hashes_of
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from cluster.pool_disk import PoolDisk
-from kvpool.disk_files import DiskFiles
-from kvpool.pool_events import (
+from cluster.pool.disk import PoolDisk
+from kvpool.pool.events import (
     Load,
     ReadSlots,
     SlotOutcome,
@@ -20,8 +19,9 @@ from kvpool.pool_events import (
     Spill,
     WriteSlots,
 )
-from kvpool.pool_messages import PoolFormat
-from kvpool.tier_blocks import PoolPlace
+from kvpool.pool.messages import PoolFormat
+from kvpool.tiers.disk_files import DiskFiles
+from kvpool.tiers.tier_blocks import PoolPlace
 from tests.unit.naive_prefix_index import hashes_of
 
 SIZE = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.hashes import BlockHash
-from kvpool.pool_messages import (
+from kvpool.pool.messages import (
     BlocksChanged,
     ChainBlock,
     FetchDone,
@@ -27,8 +27,8 @@ from kvpool.pool_messages import (
     StoreWanted,
     Unpin,
 )
-from kvpool.pool_wire import MAX_PART_BYTES, Assembler, encode
-from kvpool.tier_blocks import PoolPlace
+from kvpool.pool.wire import MAX_PART_BYTES, Assembler, encode
+from kvpool.tiers.tier_blocks import PoolPlace
 from kvpool.transport.base import MAX_MESSAGE_BYTES
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.eviction import policies
-from kvpool.pool_messages import PoolTier
+from kvpool.pool.messages import PoolTier
 from tests.unit.pool_world import World
 
 _STEPS = 2500

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config_load import read_yaml
+from cluster.config.load import read_yaml
 from cluster.sim.profiles.known_names import _bundled, known_device
 from cluster.sim.profiles.load import HardwareProfile, load_profile, parse_profile
 from engine.latency import NotCovered, decode_work, prefill_work

@@ -15,16 +15,16 @@ from kvpool.holder import Holder
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
-from kvpool.peer_wire import decode, encode
+from kvpool.peer_wire.wire import decode, encode
 from kvpool.piece import paired_runs
-from kvpool.pool_client_events import PrefixFound
-from kvpool.pool_map import KvFacts
+from kvpool.pool.client_events import PrefixFound
+from kvpool.pool.map import KvFacts
 from kvpool.pull import BlocksPulled, PullBlocks, PullGranted, PullRead, PullSettled, PullWanted
 from kvpool.pull_grants import PullGrants
 from kvpool.pulls import Pulls
-from kvpool.restore_cost import RestoreCost
-from kvpool.restores import Restored, Restores
 from kvpool.tables import BlockTables
+from kvpool.tiers.restore_cost import RestoreCost
+from kvpool.tiers.restores import Restored, Restores
 from kvpool.transport.base import MAX_MESSAGE_BYTES
 from kvpool.write import Side
 from kvrelay.messages import PrefixSource

@@ -8,11 +8,11 @@ from kvpool.block_names import HashChain
 from kvpool.blocks import BlockState
 from kvpool.holder import Holder
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
-from kvpool.pool_client_events import PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
-from kvpool.restore_cost import RestoreCost
-from kvpool.restores import Restored, Restores
+from kvpool.pool.client_events import PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
 from kvpool.tables import BlockTables
-from kvpool.write_behind import WriteBehind
+from kvpool.tiers.restore_cost import RestoreCost
+from kvpool.tiers.restores import Restored, Restores
+from kvpool.tiers.write_behind import WriteBehind
 from kvrelay.types import PrefixOrigin, RequestKey
 
 SIZE = 4

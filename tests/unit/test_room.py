@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config_load import Override, load_config
+from cluster.config.load import Override, load_config
 from cluster.plan import ClusterPlan, Placement, placements, plan_cluster, shortage
 from cluster.resolve import Site, resolve
 

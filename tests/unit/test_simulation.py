@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import cluster.sim.simulation
 import cluster.sim.worker
-import cluster.worker_parts
-import cluster.worker_schedulers
+import cluster.worker.parts
+import cluster.worker.schedulers
 import router.dispatcher
-from cluster.cli import app
-from cluster.config_load import Override, load_config
+from cluster.cli.main import app
+from cluster.config.load import Override, load_config
 from cluster.sim.ledgers import Outcome
 from cluster.sim.report import Report
 from cluster.sim.run import Result, as_json, simulate, simulate_rates
@@ -264,7 +264,7 @@ def test_pools_tell_how_busy_they_were_and_what_that_cost(tmp_path: Path) -> Non
 
 
 def test_simulator_and_shells_run_the_same_classes() -> None:
-    shells = vars(cluster.worker_parts) | vars(cluster.worker_schedulers)
+    shells = vars(cluster.worker.parts) | vars(cluster.worker.schedulers)
     simulated = vars(cluster.sim.worker)
     for name in SHARED:
         assert simulated[name] is shells[name]
@@ -272,7 +272,7 @@ def test_simulator_and_shells_run_the_same_classes() -> None:
     simulation = ClusterSimulation(load_config(None), trace(1), Scale())
     assert type(simulation.routers[0].core) is type(router.dispatcher.begin(Beginning()))
     for worker in simulation.fleet.workers.values():
-        assert type(worker.loop) is cluster.worker_parts.WorkerLoop
+        assert type(worker.loop) is cluster.worker.parts.WorkerLoop
 
 
 def test_a_router_that_knows_the_objectives_keeps_them_for_those_it_takes() -> None:

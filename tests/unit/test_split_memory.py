@@ -9,12 +9,12 @@ import torch
 
 from kvpool.codec import Codec
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.memory import KvMemory
-from kvpool.memory_direct import fetch
-from kvpool.memory_host import HostBlocks
-from kvpool.memory_sections import gather_write, scatter_write
+from kvpool.memory.direct import fetch
+from kvpool.memory.host import HostBlocks
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.sections import gather_write, scatter_write
 from kvpool.piece import transfer_shape
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import Side, TokenSpan, Write

@@ -1,7 +1,7 @@
 import pytest
 
 from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.memory_collate import slab_bytes
+from kvpool.memory.collate import slab_bytes
 from kvpool.slab import HEADER_BYTES
 from kvpool.staging import CACHED_BYTES, plan_staging
 from kvrelay.errors import ConfigError

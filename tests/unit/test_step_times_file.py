@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.step_times_file import read_step_times
+from cluster.worker.step_times_file import read_step_times
 from engine.latency import decode_work
 from kvrelay.errors import ConfigError
 

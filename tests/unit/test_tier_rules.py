@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config_qos import Qos, Tier
+from cluster.config.qos import Qos, Tier
 from cluster.qos import qos_tiers, tier_match
 from kvrelay.errors import InvalidRequest
 from router.tier_rules import ONE_FOR_ALL, TierRules

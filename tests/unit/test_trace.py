@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.trace import NO_TRACE, TraceFile, open_trace
-from cluster.traced_engine import TracedEngine
+from cluster.worker.traced_engine import TracedEngine
 from engine.layer_marks import LayerMarks
 from engine.nvtx import nvtx
 from engine.step import SequenceSlice, StepBatch, StepOutcome

@@ -10,7 +10,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import peer_wire
 from kvpool.canary import LogitSketch
 from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer, CodecSpeed
@@ -33,8 +32,9 @@ from kvpool.handoff import (
     TransferCancelled,
 )
 from kvpool.layout import DTYPE_BYTES
+from kvpool.peer_wire import wire as peer_wire
 from kvpool.piece import Piece, PieceBlocks
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.transport.base import MAX_MESSAGE_BYTES
 from kvpool.write import TokenSpan
 from kvrelay import from_worker_wire, report_wire, to_worker_wire

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cluster.worker import WorkerProcess
-from cluster.worker_events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
-from cluster.worker_loop import WorkerLoop
+from cluster.worker.events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
+from cluster.worker.loop import WorkerLoop
+from cluster.worker.process import WorkerProcess
 from engine.correction import StepPace
 from engine.latency import decode_work, prefill_work
 from engine.latency_fit import LinearTimes

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpool.memory_triton_kernels import copy_rows, decode_blocks, encode_blocks
+from kvpool.memory.triton_kernels import copy_rows, decode_blocks, encode_blocks
 
 _WIDE = {"v4.b32", "v2.b64"}
 _COPY_ARGUMENTS = {"slots": "*i32", "tokens": "i32", "pool_layer": "i32", "slab_layer": "i32"}

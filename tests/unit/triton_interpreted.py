@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from kvpool.codec import Codec
 from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
-from kvpool.memory import KvMemory
-from kvpool.memory_sections import gather_write, scatter_write
-from kvpool.memory_triton import gather_planes, scatter_planes
-from kvpool.memory_views import plane_views, row_index
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.sections import gather_write, scatter_write
+from kvpool.memory.triton import gather_planes, scatter_planes
+from kvpool.memory.views import plane_views, row_index
 from kvpool.reslice import End
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut

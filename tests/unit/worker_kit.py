@@ -14,7 +14,7 @@ from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
 from kvpool.openings import Openings
 from kvpool.piece import Piece, PieceBlocks
-from kvpool.pool_map import KvFacts
+from kvpool.pool.map import KvFacts
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
 from kvpool.write import TokenSpan

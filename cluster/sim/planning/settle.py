@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.config import Config
+from cluster.config.schema import Config
 from cluster.sim import run
 from cluster.sim.ledgers import Outcome
 from cluster.sim.planning.candidates import Fleet, fits, grown

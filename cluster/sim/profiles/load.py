@@ -10,7 +10,7 @@ from typing import assert_never
 
 from pydantic import ValidationError
 
-from cluster.config_load import Node, describe, read_yaml
+from cluster.config.load import Node, describe, read_yaml
 from cluster.sim.profiles.distserve import distserve_times
 from cluster.sim.profiles.dynamo import dynamo_times
 from cluster.sim.profiles.known_names import known_device, shape_of

@@ -1,0 +1,137 @@
+"""`kvrelay serve`, `demo` and `status`: whole clusters, on Ray."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from cluster.cli.options import (
+    ConfigFile,
+    Format,
+    FormatOption,
+    GrpcPort,
+    HttpPort,
+    ModelOption,
+    NameOption,
+    RayAddress,
+    SetOption,
+    devices,
+    given,
+    parsed,
+    replicas,
+)
+
+
+def serve(
+    config: ConfigFile = None,
+    model: ModelOption = None,
+    device: Annotated[
+        str | None, typer.Option(help="Of every worker: cpu (the default), cuda or cuda:N.")
+    ] = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Decode workers.")] = None,
+    name: NameOption = None,
+    ray_address: RayAddress = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it serves, and leave it running.")
+    ] = False,
+    set_: SetOption = None,
+) -> None:
+    """Start a cluster, and stop it with Ctrl-C.
+
+    Without arguments: one router, one prefill and one decode worker on this machine's CPU, with the
+    bundled model, on a Ray of their own. With RAY_ADDRESS or --ray-address: on that Ray.
+    """
+    began_s = time.monotonic()
+    overrides = given(
+        name=name,
+        model__path=model,
+        router__http_port=http_port,
+        router__grpc_port=grpc_port,
+        ray__address=ray_address,
+    )
+    overrides += devices(config, device)
+    overrides += replicas(config, "prefill", prefill) + replicas(config, "decode", decode)
+
+    from cluster.config.load import load_config
+    from cluster.site import located
+
+    loaded = located(load_config(config, overrides + parsed(set_)))
+    from cluster.rays import connected
+
+    with connected(loaded, log_to_driver=True) as here:
+        from cluster import launch
+
+        say = launch.Stopwatch(began_s)
+        say(f"Ray has started at {here.address}" if here.own else f"joined Ray at {here.address}")
+        launch.serve(loaded, here, detach=detach, say=say)
+    say("detached" if detach else "stopped, nothing is left")
+
+
+def stop(name: NameOption = None, ray_address: RayAddress = None) -> None:
+    """Drain a cluster that runs on Ray and remove it, such as one that was detached."""
+    began_s = time.monotonic()
+    from cluster.rays import joined
+    from cluster.rays import ray_address as ray_to_join
+
+    with joined(ray_to_join(ray_address) or "auto"):
+        from cluster import launch
+
+        say = launch.Stopwatch(began_s)
+        launch.stop(name, say=say)
+        say("stopped, nothing is left")
+
+
+def demo() -> None:
+    """Start the default cluster, stream three answers, show where their time went, stop."""
+    from cluster.demo import run_demo
+
+    run_demo()
+
+
+def status(
+    name: NameOption = None,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="A router's gRPC address: no Ray is asked."),
+    ] = None,
+    ray_address: RayAddress = None,
+    kv: Annotated[bool, typer.Option("--kv", help="Who holds which KV, and since when.")] = False,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --kv: only what is this tenant's.")
+    ] = None,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Show a running cluster: its processes, their state, their free KV blocks."""
+    from cluster import status as statuses
+    from cluster.rays import ray_address as ray_to_join
+
+    if kv:
+        ray = ray_to_join(ray_address) or "auto"
+        routers = [address] if address else statuses.routers_of(name, ray)
+        _kv_status(routers, tenant, format_)
+        return
+
+    if address is not None:
+        facts = statuses.of_router(address)
+    else:
+        facts = statuses.of_cluster(name, ray_to_join(ray_address) or "auto")
+    if format_ is Format.JSON:
+        print(statuses.as_json(facts))
+    else:
+        statuses.print_table(facts)
+
+
+def _kv_status(routers: list[str], tenant: str | None, format_: Format) -> None:
+    from cluster import kv_status
+    from cluster.status import as_json
+
+    found = kv_status.of_routers(routers)
+    if format_ is Format.JSON:
+        print(as_json(kv_status.as_facts(found)))
+    else:
+        kv_status.print_tables(found, tenant=tenant)

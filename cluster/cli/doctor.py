@@ -1,0 +1,59 @@
+"""`kvrelay doctor`: what links this host can have, and which a cluster file would get."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from cluster.cli.options import ConfigFile, Format, FormatOption, SetOption, parsed
+
+if TYPE_CHECKING:
+    from cluster.doctor import Diagnosis
+
+EXIT_PROBLEM = 1
+
+
+def doctor(
+    config: ConfigFile = None,
+    format_: FormatOption = Format.TABLE,
+    set_: SetOption = None,
+) -> None:
+    """Try every transport on this host, and say what a cluster file would use.
+
+    Exits with 1 when the cluster could not run here.
+    """
+    from cluster.config.load import load_config
+    from cluster.doctor import examine
+
+    found = examine(load_config(config, parsed(set_)))
+    if format_ is Format.JSON:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        _print(found)
+    if found.problems:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _print(found: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True, highlight=False)
+    for finding in found.findings:
+        verdict = f"usable ({finding.kind})" if finding.usable else f"not usable: {finding.why}"
+        console.print(f"[bold]{finding.transport}[/bold]  {verdict}", markup=True)
+        for name, text in ({"needs": finding.needs} | finding.facts).items():
+            console.print(f"    {name}: {text}", markup=False)
+    table = Table("from", "to", "on one host", "between hosts", box=None)
+    for choice in found.choices:
+        ends = (choice.prefill, choice.decode)
+        table.add_row(*ends, choice.same_host or "nothing", choice.between_hosts or "nothing")
+    if found.choices:
+        console.print(table)
+    for problem in found.problems:
+        console.print(f"problem: {problem}", markup=False)
+    if not found.problems:
+        console.print("this cluster can run here")

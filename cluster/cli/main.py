@@ -1,0 +1,89 @@
+"""The `kvrelay` command: its entry point, and how errors end it.
+
+Commands import what they need when they run, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from cluster.cli import cluster as cli_cluster
+from cluster.cli import config as cli_config
+from cluster.cli import doctor as cli_doctor
+from cluster.cli import plan as cli_plan
+from cluster.cli import process as cli_process
+from cluster.cli import simulate as cli_simulate
+from kvrelay.errors import KvrelayError
+
+CLICK_ERROR = typer.BadParameter.__mro__[2]
+EXIT_ERROR = 2
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"kvrelay {metadata.version('kvrelay')}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="kvrelay",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show it.")
+    ] = False,
+) -> None:
+    """Serve language models with prefill and decode on separate workers."""
+
+
+app.command("serve")(cli_cluster.serve)
+app.command("stop")(cli_cluster.stop)
+app.command("demo")(cli_cluster.demo)
+app.command("status")(cli_cluster.status)
+app.command("doctor")(cli_doctor.doctor)
+app.command("simulate")(cli_simulate.simulate)
+app.command("plan")(cli_plan.plan)
+app.command("router", rich_help_panel="Single processes, without Ray")(cli_process.router)
+app.command("worker", rich_help_panel="Single processes, without Ray")(cli_process.worker)
+app.command("pool-node", rich_help_panel="Single processes, without Ray")(cli_process.pool_node)
+app.add_typer(cli_config.app, name="config")
+
+
+def main() -> None:
+    """Run one command: exit 0 when it did its work, 2 with one line on stderr when it can't."""
+    try:
+        code = app(prog_name="kvrelay", standalone_mode=False)
+    except typer.Abort:
+        sys.exit(130)
+    except KvrelayError as error:
+        _fail(str(error))
+    except Exception as error:
+        if not isinstance(error, CLICK_ERROR):
+            raise
+        _fail(_usage(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Exception) -> str:
+    """What click has to say, and where help is."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "kvrelay"
+    text = error.format_message()  # type: ignore[attr-defined]
+    text = text.replace("Value error, ", "").rstrip(".")
+    return f"{text} (see {command} --help)" if text else f"see {command} --help"
+
+
+def _fail(message: str) -> None:
+    print(f"kvrelay: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(EXIT_ERROR)

@@ -1,0 +1,99 @@
+"""Options that several commands share, and how they become overrides of the cluster file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.config.load import Override, load_config
+from kvrelay.errors import ConfigError
+
+
+class Format(StrEnum):
+    TABLE = "table"
+    JSON = "json"
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[CONFIG]", envvar="KVRELAY_CONFIG", help="The cluster file (YAML)."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any key, such as engine.block_size=32."),
+]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="A folder or a hub id; without it the bundled model.")
+]
+HttpPort = Annotated[int | None, typer.Option("--http-port", help="0: the system chooses.")]
+GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="0: the system chooses.")]
+NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's name.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray, or auto to find one."),
+]
+FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
+
+
+def given(**options: object) -> list[Override]:
+    """One override for each option that was given; `__` in a name stands for a dot."""
+    return [
+        Override(tuple(name.split("__")), value)
+        for name, value in options.items()
+        if value is not None
+    ]
+
+
+def parsed(texts: Iterable[str] | None) -> list[Override]:
+    return [Override.parse(text) for text in texts or ()]
+
+
+def only(overrides: Iterable[Override], known: Collection[str]) -> list[Override]:
+    """All of them. Raises ConfigError for a key that the command would not use. A section that is
+    known is known with all that is in it."""
+    kept, sections = list(overrides), tuple(f"{key}." for key in known)
+    for override in kept:
+        for key in _keys(".".join(override.path), override.value):
+            if key not in known and not key.startswith(sections):
+                raise ConfigError(f"--set {key}: not used here, only {', '.join(known)} are")
+    return kept
+
+
+def _keys(path: str, value: object) -> Iterator[str]:
+    """The full keys that a value sets: a whole section may be given at once."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _keys(f"{path}.{key}", inner)
+    else:
+        yield path
+
+
+def devices(path: Path | None, device: str | None) -> list[Override]:
+    """`--device D`: of every pool. Raises ConfigError where the cluster file names another."""
+    if device is None:
+        return []
+    pools = load_config(path).workers
+    for index, pool in enumerate(pools):
+        if "device" in pool.model_fields_set and pool.device != device:
+            raise ConfigError(
+                f"--device {device}: the cluster file says workers.{index}.device: {pool.device}"
+            )
+    return [Override(("workers", str(index), "device"), device) for index in range(len(pools))]
+
+
+def replicas(path: Path | None, role: str, count: int | None) -> list[Override]:
+    """`--prefill N`: the replicas of the role's one pool."""
+    if count is None:
+        return []
+    pools = load_config(path).workers
+    matching = [index for index, pool in enumerate(pools) if pool.role == role]
+    if len(matching) != 1:
+        raise ConfigError(
+            f"--{role} {count}: the cluster file has {len(matching)} {role} pools, "
+            "use --set workers.INDEX.replicas=N"
+        )
+    return [Override(("workers", str(matching[0]), "replicas"), count)]

@@ -1,0 +1,204 @@
+"""`kvrelay plan`: what of a model fits where, and what serving it takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli.options import Format, FormatOption
+
+if TYPE_CHECKING:
+    from cluster.sim.profiles.capacity import Capacity, ModelFacts
+    from cluster.sim.profiles.schema import Dtype
+
+_DEFAULT_DEVICES = "h200-sxm,h100-sxm,a100-80gb-sxm,l40s"
+_FILE_COLUMNS = 140
+_GB = 1e9
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a hub id, or a name such as llama-2-70b.")
+]
+DevicesOption = Annotated[
+    str, typer.Option("--gpus", help="Device names, by commas; with a trace NAME:COUNT.")
+]
+ContextOption = Annotated[int, typer.Option("--context", min=1, help="Tokens of a sequence.")]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option("--weights", help="Their format, such as float8; without it as stored."),
+]
+KvOption = Annotated[
+    str | None, typer.Option("--kv", help="The KV cache's format; without it float16.")
+]
+FractionOption = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0)]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Search fleets for these requests; needs --slo.")
+]
+SloOption = Annotated[
+    str | None, typer.Option("--slo", metavar="TTFT,TPOT", help="Such as 2s,100ms.")
+]
+
+
+def plan(
+    model: ModelArgument,
+    gpus: DevicesOption = _DEFAULT_DEVICES,
+    context: ContextOption = 4096,
+    weights: WeightsOption = None,
+    kv: KvOption = None,
+    memory_fraction: FractionOption = 0.9,
+    trace: TraceOption = None,
+    slo: SloOption = None,
+    attainment: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="The share of requests to meet the SLO.")
+    ] = 0.9,
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Per hour; find the best goodput for it too.")
+    ] = None,
+    price: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="Of a device and hour.")
+    ] = None,
+    rate_scale: Annotated[float, typer.Option(min=0.001, help="Times the trace's rate.")] = 1.0,
+    limit: Annotated[int | None, typer.Option(min=2, help="Only so many requests.")] = None,
+    tries: Annotated[int, typer.Option(min=1, help="Fleets to simulate.")] = 12,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="To simulate in; without it one per CPU.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the cheapest plan's cluster file.")
+    ] = None,
+    format_: FormatOption = Format.TABLE,
+) -> None:
+    """Print a model's weights and KV, what of it fits on devices, and how fast they could be.
+
+    With --trace, --slo and --gpus NAME:COUNT,...: search roles, degrees of parallelism and mixes
+    of devices for the cheapest fleet that holds the SLO, by simulation.
+    """
+    from cluster.cli.plan_search import Asked, search
+    from cluster.worker.model_facts import find_facts
+
+    facts = find_facts(model, weights=_dtype(weights), kv=_dtype(kv))
+    if trace is None and slo is None:
+        _plan_alone(facts, gpus, context, memory_fraction, format_)
+        return
+    asked = Asked(
+        model=model,
+        gpus=gpus,
+        memory_fraction=memory_fraction,
+        trace=trace,
+        slo=slo,
+        attainment=attainment,
+        budget=budget,
+        prices=tuple(price or ()),
+        rate_scale=rate_scale,
+        limit=limit,
+        tries=tries,
+        processes=processes,
+        out=out,
+    )
+    search(facts, asked, format_)
+
+
+def _plan_alone(
+    facts: ModelFacts, gpus: str, context: int, memory_fraction: float, format_: Format
+) -> None:
+    from cluster.sim.profiles.capacity import smallest_copy
+    from cluster.sim.profiles.known_names import known_device
+
+    names = [name.strip() for name in gpus.split(",")]
+    copies = {
+        name: smallest_copy(facts, name, known_device(name), context, memory_fraction)
+        for name in names
+    }
+    if format_ is Format.JSON:
+        print(json.dumps(_as_json(facts, copies), indent=2))
+    else:
+        _print(facts, copies, context)
+
+
+def _dtype(given: str | None) -> Dtype | None:
+    """Raises ConfigError, with the formats there are."""
+    from cluster.sim.profiles.schema import BYTES_PER_PARAMETER
+    from kvrelay.errors import ConfigError
+
+    for known in BYTES_PER_PARAMETER:
+        if known == given:
+            return known
+    if given is None:
+        return None
+    raise ConfigError(f"{given}: unknown format, expected one of {', '.join(BYTES_PER_PARAMETER)}")
+
+
+def _as_json(facts: ModelFacts, copies: dict[str, Capacity | None]) -> dict[str, object]:
+    return {
+        "model": facts.shape.name,
+        "parameters": facts.shape.parameters,
+        "active_parameters": facts.shape.active_parameters + facts.shape.head_parameters,
+        "precision": asdict(facts.precision),
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes_per_token": facts.kv_bytes_per_token,
+        "state_bytes_per_sequence": facts.shape.state_bytes_per_sequence,
+        "devices": [asdict(copy) for copy in copies.values() if copy],
+        "too_small": [name for name, copy in copies.items() if copy is None],
+    }
+
+
+def _print(facts: ModelFacts, copies: dict[str, Capacity | None], context: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
+    for line in _facts_lines(facts):
+        console.print(line, markup=False)
+    table = Table(box=None, title=f"at {context:,} tokens of context", title_justify="left")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "device" else "right")
+    for name, copy in copies.items():
+        table.add_row(*(_cells(copy) if copy else (name, "more than 16")))
+    console.print(table)
+    console.print("bounds: every rate of the data sheet reached, no overheads", markup=False)
+
+
+_HEADINGS = (
+    "device",
+    "devices",
+    "weights each",
+    "KV tokens",
+    "batch",
+    "TPOT alone",
+    "TPOT of batch",
+    "decode tok/s",
+    "prefill",
+    "prefill tok/s",
+)
+
+
+def _cells(copy: Capacity) -> tuple[str, ...]:
+    return (
+        copy.device,
+        str(copy.devices),
+        f"{copy.weight_bytes_per_device / _GB:.4g} GB",
+        f"{copy.kv_tokens:,}",
+        f"{copy.batch:,}",
+        f"{copy.least_tpot_s * 1e3:.2f} ms",
+        f"{copy.batch_tpot_s * 1e3:.2f} ms",
+        f"{copy.decode_tokens_per_s:,.0f}",
+        f"{copy.prefill_s * 1e3:.1f} ms",
+        f"{copy.prefill_tokens_per_s:,.0f}",
+    )
+
+
+def _facts_lines(facts: ModelFacts) -> list[str]:
+    shape = facts.shape
+    active = shape.active_parameters + shape.head_parameters
+    lines = [
+        f"{shape.name}: {shape.parameters / 1e9:.4g} billion parameters, {active / 1e9:.4g} active",
+        f"weights  {facts.weight_bytes / _GB:.4g} GB ({facts.precision.weights})",
+        f"KV       {facts.kv_bytes_per_token:,.0f} B per token ({facts.precision.kv})",
+    ]
+    if shape.state_bytes_per_sequence:
+        lines.append(f"state    {shape.state_bytes_per_sequence:,} B per sequence")
+    return lines

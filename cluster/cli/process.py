@@ -1,0 +1,265 @@
+"""`kvrelay router`, `kvrelay worker` and `kvrelay pool-node`: single processes, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from cluster.cli.options import (
+    GrpcPort,
+    HttpPort,
+    ModelOption,
+    NameOption,
+    SetOption,
+    given,
+    only,
+    parsed,
+)
+from kvrelay.types import Role
+
+WORKER_KEYS = (
+    "model.path",
+    "model.revision",
+    "model.dtype",
+    "model.max_model_len",
+    "engine.block_size",
+    "engine.memory_fraction",
+    "engine.kv_memory",
+    "engine.prefix_caching",
+    "engine.eviction",
+    "engine.compile",
+    "engine.profile",
+    "engine.cuda_graphs",
+    "engine.kv_dtype",
+    "engine.matmul_precision",
+    "attention.backend",
+    "scheduler.prefill_chunk_tokens",
+    "scheduler.mixed_chunk_tokens",
+    "scheduler.max_running_requests",
+    "transfer.transports",
+    "transfer.handoff",
+    "transfer.codec",
+    "transfer.allow_mixed_precision",
+    "transfer.require",
+    "transfer.ucx.tls",
+    "transfer.ucx.net_devices",
+    "transfer.ucx.rndv_threshold_bytes",
+    "transfer.ucx.max_eager_rails",
+    "transfer.staging_slabs",
+    "transfer.staging_bytes",
+    "transfer.canary_every",
+    "transfer.lease_ttl",
+    "network.host",
+    "network.port_range",
+    "network.secret",
+    "observability.trace_dir",
+    "pool.enabled",
+    "qos.tiers",
+    "qos.tenant_weights",
+    "drain_timeout",
+)
+ROUTER_KEYS = (
+    "name",
+    "model.path",
+    "model.revision",
+    "model.served_name",
+    "router.host",
+    "router.http_port",
+    "router.grpc_port",
+    "router.max_body",
+    "router.record",
+    "router.record_size",
+    "router.placement.policy",
+    "router.placement.local_prefill",
+    "router.placement.move_hot_spots",
+    "router.dispatch",
+    "router.admission.policy",
+    "router.admission.queue_limit",
+    "qos.header",
+    "qos.ladder.enabled",
+    "qos.ladder.window",
+    "qos.ladder.hold",
+    "qos.ladder.calm",
+    "qos.ladder.stricter",
+    "qos.ladder.easing",
+    "qos.ladder.tail",
+    "qos.tiers",
+    "preload",
+    "drain_timeout",
+)
+POOL_KEYS = (
+    "name",
+    "pool.host_memory",
+    "pool.disk",
+    "pool.disk_size",
+    "pool.policy",
+    "pool.transports",
+    "transfer.transports",
+    "transfer.ucx.tls",
+    "transfer.ucx.net_devices",
+    "transfer.ucx.rndv_threshold_bytes",
+    "transfer.ucx.max_eager_rails",
+    "transfer.lease_ttl",
+    "network.host",
+    "network.port_range",
+    "network.secret",
+    "drain_timeout",
+)
+
+
+def router(
+    model: ModelOption = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
+    http_port: HttpPort = None,
+    grpc_port: GrpcPort = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Run a router; workers join it with kvrelay worker --join."""
+    overrides = given(
+        name=name,
+        model__path=model,
+        router__host=host,
+        router__http_port=http_port,
+        router__grpc_port=grpc_port,
+    )
+    overrides += only(parsed(set_), ROUTER_KEYS)
+
+    from cluster.config.load import load_config
+    from cluster.logs import configure_logging
+    from cluster.plan import router_settings
+    from cluster.resolve import resolve
+    from cluster.site import local_site
+
+    config = resolve(load_config(None, overrides), local_site())
+    configure_logging("router")
+    from cluster.plain import run_router
+
+    asyncio.run(run_router(router_settings(config), drain_s=config.drain_timeout))
+
+
+def worker(
+    join: Annotated[
+        list[str],
+        typer.Option(metavar="HOST:PORT", help="A router's gRPC address."),
+    ],
+    role: Annotated[Role, typer.Option(help="What this worker does.")],
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    model: ModelOption = None,
+    name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
+    cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
+    tensor: Annotated[int, typer.Option(min=1, help="Processes that share the model.")] = 1,
+    cpu_pinning: Annotated[
+        str | None, typer.Option(metavar="auto|off", help="CPUs of its own, on device cpu.")
+    ] = None,
+    device_share: Annotated[int, typer.Option(min=1, help="Workers on this device.")] = 1,
+    pool: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Use this host's pool node of this name."),
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """Run one worker and join it to one or more routers."""
+    import os
+
+    overrides = [
+        *given(model__path=model),
+        *only(parsed(set_), WORKER_KEYS),
+        *given(workers=[_pool(device, cpu_threads, cpu_pinning, tensor)]),
+        *given(name=pool, pool__enabled=None if pool is None else True),
+    ]
+
+    from cluster.config.load import load_config
+    from cluster.logs import configure_logging
+    from cluster.plan import worker_settings
+    from cluster.resolve import resolve
+    from cluster.site import local_site
+
+    loaded = load_config(None, overrides)
+    site = replace(local_site(), host=_host(loaded.network.host, join))
+    config = resolve(loaded, site)
+    process_name = name or f"{role}-{os.getpid()}"
+    settings = worker_settings(config, config.workers[0], process_name)
+    settings = replace(settings, role=role, device_share=device_share)
+    configure_logging(process_name)
+    from cluster.plain import run_worker
+
+    asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
+
+
+def pool_node(
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Shared memory to use, such as 64GiB.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A folder that keeps KV over restarts.")
+    ] = None,
+    disk_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most that it takes there.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What goes first: lru, lfu or reuse.")
+    ] = None,
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Serve workers of other hosts too: nixl or ucx."),
+    ] = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="A router's gRPC address: it tells what is held."),
+    ] = None,
+    name: NameOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Run this host's pool node: it keeps KV in memory and on disk when workers are gone."""
+    overrides = given(
+        name=name,
+        pool__host_memory=host_memory,
+        pool__disk=disk,
+        pool__disk_size=disk_size,
+        pool__policy=policy,
+        pool__transports=transport,
+    )
+    overrides += only(parsed(set_), POOL_KEYS)
+
+    from cluster.config.load import load_config
+    from cluster.logs import configure_logging
+    from cluster.plan import pool_node_settings
+    from cluster.resolve import resolve
+    from cluster.site import local_site
+
+    loaded = load_config(None, overrides)
+    site = local_site()
+    if join:
+        site = replace(site, host=_host(loaded.network.host, join))
+    config = resolve(loaded, site)
+    configure_logging("pool-node")
+    from cluster.plain import run_pool_node
+
+    settings = pool_node_settings(config)
+    asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
+
+
+def _host(given: str | None, join: list[str]) -> str:
+    """Where to listen."""
+    from cluster.net import host_towards, split_address
+
+    for address in join:
+        split_address(address, "--join")
+    return given or host_towards(join)
+
+
+def _pool(
+    device: str, cpu_threads: int | None, cpu_pinning: str | None, tensor: int
+) -> dict[str, object]:
+    """Role both stands in for the worker's own: a cluster file needs both sides."""
+    pool: dict[str, object] = {
+        "role": Role.BOTH,
+        "device": device,
+        "cpu_threads": cpu_threads,
+        "parallel": {"tensor": tensor},
+    }
+    return pool if cpu_pinning is None else pool | {"cpu_pinning": cpu_pinning}

@@ -1,0 +1,180 @@
+"""From a YAML file and `--set` options to a `Config`, or to one line that says what is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Hashable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cluster.config.schema import DEFAULT_POOLS, Config
+from kvrelay.errors import ConfigError
+
+Node = Any
+"""What YAML holds: mappings, lists and scalars, not yet checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """One `--set path.to.key=value`: list items by their index."""
+
+    path: tuple[str, ...]
+    value: Node
+
+    @staticmethod
+    def parse(text: str) -> Override:
+        """The value is read as YAML. Raises ConfigError without a "="."""
+        path, equals, value = text.partition("=")
+        if not equals or not path:
+            raise ConfigError(f"--set {text}: expected path.to.key=value")
+        return Override(tuple(path.split(".")), _parse_yaml(value, f"--set {path}"))
+
+
+def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config:
+    """Raises ConfigError: the file, the path of the key, what was given and what was expected."""
+    raw = {} if path is None else read_yaml(path)
+    where = "" if path is None else f"{path}: "
+    raw.setdefault(
+        "workers", [pool.model_dump(mode="json", exclude_unset=True) for pool in DEFAULT_POOLS]
+    )
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        return Config.model_validate_json(json.dumps(raw, default=str))
+    except ValidationError as error:
+        raise ConfigError(where + describe(error)) from None
+
+
+def describe(
+    error: ValidationError, root: type[BaseModel] = Config, whole: str = "the cluster file"
+) -> str:
+    """The first thing that is wrong, in one line, and how many more there are. `root` is what was
+    read, `whole` its name. A misspelt key also leaves the right one missing: that comes later."""
+    first, *others = sorted(error.errors(), key=lambda one: one["type"] == "missing")
+    more = f" (and {len(others)} more)" if others else ""
+    return _describe_one(first, root, whole) + more
+
+
+def _describe_one(error: ErrorDetails, root: type[BaseModel], whole: str) -> str:
+    path = ".".join(str(part) for part in error["loc"]) or whole
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{path}: unknown key, {_nearest(error['loc'], root)}"
+        case "missing":
+            return f"{path}: missing, it is required"
+        case "value_error" if isinstance(error["input"], dict):
+            return f"{path}: expected {_expected(error)}"  # of several keys together
+        case _:
+            return f"{path}: got {_shown(error['input'])}, expected {_expected(error)}"
+
+
+def _expected(error: ErrorDetails) -> str:
+    return error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+
+
+def _shown(given: object) -> str:
+    match given:
+        case dict():
+            return "a mapping"
+        case list():
+            return f"a list of {len(given)}"
+        case _:
+            return json.dumps(given)
+
+
+def _nearest(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
+    known = list(_keys_at(location[:-1], root))
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(known))}"
+
+
+def _keys_at(location: tuple[int | str, ...], root: type[BaseModel]) -> Iterable[str]:
+    """The keys that the section at `location` knows."""
+    section = root
+    for part in location:
+        if isinstance(part, str) and part in section.model_fields:  # else a name that users give
+            section = _section_of(section.model_fields[part].annotation)
+    return section.model_fields
+
+
+def _section_of(annotation: Any) -> type[BaseModel]:
+    """The model itself, or the model that a tuple or a mapping by names holds."""
+    if get_origin(annotation) is None:
+        return annotation
+    return next(one for one in get_args(annotation) if _is_section(one))
+
+
+def _is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def read_yaml(path: Path) -> dict[str, Node]:
+    """Raises ConfigError for anything but a readable mapping; an empty file is an empty one."""
+    try:
+        raw = _parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: can't read it: {reason}") from None
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: got {_shown(raw)}, expected a mapping of keys")
+    return raw
+
+
+def _parse_yaml(text: str, where: str) -> Node:
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "unreadable"
+        raise ConfigError(f"{where}{line}: not valid YAML: {problem}") from None
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win in silence; here they are an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Node]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                problem = f"the key {key} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _apply(raw: Node, override: Override) -> None:
+    """Set one key in place, making sections on the way; lists only by an index they have."""
+    at = raw
+    for depth, part in enumerate(override.path):
+        last = depth == len(override.path) - 1
+        key = _key_in(at, part, override.path[: depth + 1])
+        if last:
+            at[key] = deepcopy(override.value)
+        elif isinstance(at, dict):
+            at = at[key] if isinstance(at.get(key), dict | list) else at.setdefault(key, {})
+        else:
+            at = at[key]
+
+
+def _key_in(at: Node, part: str, path: tuple[str, ...]) -> str | int:
+    shown = ".".join(path)
+    match at:
+        case dict():
+            return part
+        case list() if part.isdecimal() and int(part) < len(at):
+            return int(part)
+        case list():
+            raise ConfigError(f"--set {shown}: expected an index below {len(at)}")
+        case _:
+            raise ConfigError(f"--set {shown}: {'.'.join(path[:-1])} has no keys below it")

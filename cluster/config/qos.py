@@ -1,0 +1,111 @@
+"""The `qos` section of a cluster file. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from cluster.config.types import AutoBool, Count, Name, Section
+from cluster.quantities import Seconds
+
+
+class Degrade(Section):
+    """What may be done before a request of the tier is refused."""
+
+    max_tokens: Count | None = None
+    """Its output is cut to so many tokens; null: it isn't."""
+    defer: Seconds | None = None
+    """It may wait for so long until it can be served; null: not at all."""
+
+
+class Tier(Section):
+    """Requests that are served alike. Objectives hold for requests that bring none of their own."""
+
+    priority: Annotated[int, Field(ge=0)] = 0
+    """Lower goes first."""
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Of prefill time and decode places: always there for this tier, lent to others while it isn't
+    used."""
+    ttft: Seconds | None = None
+    """Time to first token."""
+    tpot: Seconds | None = None
+    """Mean time per token after the first."""
+    degrade: Degrade = Degrade()
+    default: bool = False
+    """The tier of requests that match none. Exactly one tier has it."""
+    match: tuple[str, ...] = ()
+    """Values of the header that mean this tier, besides its name."""
+    api_keys: tuple[str, ...] = Field(default=(), repr=False)
+    """Bearer tokens that mean this tier."""
+
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Ladder(Section):
+    """How the admission of a tier is tightened while its latencies leave its objectives: first it
+    is stricter, then output is cut where `degrade.max_tokens` allows it, then only the tier's
+    reserve is served. For tiers with objectives."""
+
+    enabled: AutoBool = None
+    """auto: with every router.admission.policy but none, which then takes all."""
+    window: Seconds = 60.0
+    """Latencies that count are so young at most."""
+    hold: Seconds = 10.0
+    """Between two steps up."""
+    calm: Seconds = 30.0
+    """Well inside the objectives, before a step down."""
+    stricter: Share = 0.8
+    """Of its objectives a request has to keep on the first step."""
+    easing: Share = 0.8
+    """The 99th percentile is well inside up to this share of the objective."""
+    tail: Annotated[float, Field(ge=1)] = 2.0
+    """The 99.9th percentile may be so many times the objective."""
+
+
+class Qos(Section):
+    """Tiers of service. Without any, all requests are alike."""
+
+    header: str = "x-customer-tier"
+    """The HTTP header, or gRPC metadata, that names a request's tier."""
+    tiers: dict[Name, Tier] = Field(default_factory=dict)
+    ladder: Ladder = Ladder()
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Inside a tier tenants get prefill time in proportion to these; 1 where none is given."""
+
+    @field_validator("header")
+    @classmethod
+    def _lower_case(cls, given: str) -> str:
+        if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", given):
+            raise ValueError("the name of a header in lower case")
+        if given == "authorization" or given.startswith("grpc-"):
+            raise ValueError("another header: that one has a meaning of its own")
+        return given
+
+    @field_validator("tiers")
+    @classmethod
+    def _shares_fit(cls, given: dict[str, Tier]) -> dict[str, Tier]:
+        total = sum(tier.share for tier in given.values())
+        if total > 1 + 1e-9:
+            raise ValueError(f"shares that sum to 1 at most, not {total:g}")
+        return given
+
+    @model_validator(mode="after")
+    def _one_default(self) -> Qos:
+        defaults = [name for name, tier in self.tiers.items() if tier.default]
+        if self.tiers and len(defaults) != 1:
+            named = ", ".join(defaults) or "none"
+            raise ValueError(f"default: true in exactly one tier, not in {named}")
+        return self
+
+    @model_validator(mode="after")
+    def _each_match_once(self) -> Qos:
+        """A tier's name is one of its values."""
+        matches = [v for name, tier in self.tiers.items() for v in {name, *tier.match}]
+        keys = [key for tier in self.tiers.values() for key in tier.api_keys]
+        for field, values in (("match", matches), ("api_keys", keys)):
+            if len({*values}) < len(values):
+                raise ValueError(f"{field}: each value in one tier only")
+        return self

@@ -1,0 +1,108 @@
+"""What reaches a worker's loop from its other threads, through one queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.pool.news import FromFar
+from engine.step import StepDone
+from kvpool.handoff_events import (
+    FromPeer,
+    LayersWritten,
+    LinkMeasured,
+    PeerLost,
+    PieceFetched,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+)
+from kvpool.pool.client_events import (
+    BlocksFetched,
+    BlocksStored,
+    FromNode,
+    PoolJoined,
+    PoolLost,
+)
+from kvpool.pull import BlocksPulled
+from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent
+
+
+class RouterStream(Protocol):
+    """One router's open stream; `send` is thread safe and never blocks."""
+
+    def send(
+        self,
+        events: Sequence[WorkerEvent],
+        counters: Counters,
+        blocks: Sequence[BlockChanges] = (),
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FromRouter:
+    stream: RouterStream
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class RouterJoined:
+    stream: RouterStream
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    stream: RouterStream
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The device has run a step and is free."""
+
+    done: StepDone
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run this on the loop's thread, between two events."""
+
+    function: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """A thread beside the loop has died of a bug: so does the worker."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    pass
+
+
+Incoming = (
+    FromRouter
+    | RouterJoined
+    | RouterLost
+    | FromPeer
+    | PeerLost
+    | LinkMeasured
+    | SlabWritten
+    | SlabScattered
+    | SlabReplaced
+    | PieceFetched
+    | BlocksPulled
+    | LayersWritten
+    | PoolJoined
+    | PoolLost
+    | FromNode
+    | BlocksStored
+    | BlocksFetched
+    | FromFar
+    | Stepped
+    | Call
+    | Crashed
+    | Close
+)

@@ -1,0 +1,354 @@
+"""The loop of a worker: receive, decide, keep the device busy, tell. One thread owns all state.
+
+Both schedulers live here over one set of block tables; the role only tells routers what to send.
+The simulator drives the same loop on a clock of its own, without the inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, get_args
+
+from cluster.pool.news import PoolNews
+from cluster.router_streams import RouterStreams
+from cluster.trace import NO_TRACE, Trace
+from cluster.worker.block_reports import BlockReports
+from cluster.worker.counters import Totals, count
+from cluster.worker.events import (
+    Call,
+    Close,
+    Crashed,
+    FromRouter,
+    Incoming,
+    RouterJoined,
+    RouterLost,
+    RouterStream,
+    Stepped,
+)
+from cluster.worker.preloads import Preloads
+from cluster.worker.pull_turns import PullTurns
+from decode_worker.scheduler import DecodeScheduler
+from engine.correction import StepPace
+from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
+from kvpool.handoff import TO_PREFILL, Commit, PeerHello
+from kvpool.handoff_events import (
+    FetchPiece,
+    FromPeer,
+    LayersWritten,
+    LinkMeasured,
+    PeerLost,
+    PieceFetched,
+    ReplaceSlab,
+    ScatterSlab,
+    SendPeer,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+    WriteSlab,
+)
+from kvpool.openings import Openings
+from kvpool.pull import BlocksPulled, PullBlocks, PullMessage
+from kvpool.tiers.restores import Restored
+from kvrelay.messages import (
+    Abort,
+    Counters,
+    Generate,
+    LinkState,
+    Prefill,
+    Preload,
+    Released,
+    RequestFailed,
+    Reserve,
+    ReserveRefused,
+    Stop,
+    ToWorker,
+    WorkerEvent,
+)
+from kvrelay.types import RequestKey
+from prefill_worker.scheduler import PrefillScheduler
+
+if TYPE_CHECKING:
+    from cluster.pool.turns import PoolOutcome, PoolTurns
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+_TO_PREFILL = frozenset(TO_PREFILL)
+_OF_PULLS = frozenset(get_args(PullMessage))
+_LAST = (Released, ReserveRefused)
+"""Of a request at this worker."""
+
+MoveJob = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
+
+
+class StepDevice(Protocol):
+    """Runs one step at a time; its end comes back as Stepped."""
+
+    def submit(self, step: RunStep) -> None: ...
+
+
+class Links(Protocol):
+    """To peers."""
+
+    def send(self, command: SendPeer) -> None: ...
+
+    def states(self) -> tuple[LinkState, ...]: ...
+
+
+class Moves(Protocol):
+    """Moves KV, in order; the outcome of each job comes back."""
+
+    def put(self, job: MoveJob) -> None: ...
+
+
+class WorkerLoop:
+    def __init__(
+        self,
+        device: StepDevice,
+        openings: Openings,
+        prefill: PrefillScheduler,
+        decode: DecodeScheduler,
+        inbox: queue.SimpleQueue[Incoming],
+        *,
+        max_model_len: int,
+        pace: StepPace,
+        most_steps: int = 1,
+        clock: Callable[[], float] | None = None,
+        trace: Trace = NO_TRACE,
+    ) -> None:
+        """`most_steps`: so many the device may run in a row, while no prompt waits. `clock` None:
+        the machine's."""
+        self._now = clock or time.monotonic
+        self._most_steps = most_steps
+        self._device = device
+        self._pace = pace
+        self._openings = openings
+        self.prefill = prefill
+        self.decode = decode
+        self.inbox = inbox
+        self.draining = False
+        self._trace = trace
+        self._preloads = Preloads(openings.tables, max_model_len)
+        self._pool: PoolTurns | None = None
+        self._pulls = PullTurns(openings, self._now)
+        self.reports = BlockReports(openings.tables.cache)
+        self._streams = RouterStreams(self.reports, self.counters)
+        self._next_tick_s = 0.0
+        self._closing = False
+        self._stepping: DecodeScheduler | PrefillScheduler | None = None
+        self._turns: deque[DecodeScheduler | PrefillScheduler] = deque([decode, prefill])
+        self._totals = Totals()
+        self._link_states: Callable[[], tuple[LinkState, ...]] = tuple
+
+    def attach(self, links: Links, mover: Moves, pool: PoolTurns | None) -> None:
+        self._links = links
+        self._link_states = links.states
+        self._mover = mover
+        self._pool = pool
+
+    @property
+    def idle(self) -> bool:
+        return self._streams.idle
+
+    def run(self) -> None:
+        """Until Close; raises what a thread beside it raised."""
+        while not self._closing:
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait for something to happen, settle all that has, keep the device busy, tell."""
+        self._receive()
+        self.act()
+
+    def act(self) -> None:
+        """Keep the device busy, tell."""
+        self._start_step()
+        while self._pool is not None and self._pooled(self._pool.turn()):
+            self._start_step()
+        if self._stepping is None:
+            self._pace.idle()
+        self._execute(self._pulls.take_commands())
+        self._streams.flush()
+
+    # --- receive --------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        timeout_s = max(0.0, self._next_tick_s - self._now())
+        with suppress(queue.Empty):
+            self.settle(self.inbox.get(timeout=timeout_s))
+        while not self.inbox.empty():
+            self.settle(self.inbox.get_nowait())
+        if self._now() >= self._next_tick_s:
+            self.tick()
+
+    def tick(self) -> None:
+        self._next_tick_s = self._now() + TICK_S
+        self._both(Tick())
+        self._totals.orphaned_blocks = self._openings.tables.orphaned()
+        if self._pool is not None:
+            self._pooled(self._pool.tick())
+        self._pooled(self._pulls.tick())
+        self._streams.tick()
+
+    def settle(self, event: Incoming) -> None:
+        match event:
+            case FromPeer():
+                self._from_peer(event)
+            case Stepped(done=done):
+                self._stepped(done)
+            case FromRouter(stream=stream, message=message):
+                self._from_router(stream, message)
+            case PieceFetched() | SlabScattered() | SlabReplaced():
+                self._execute(self.decode.handle(event, self._now()))
+            case SlabWritten():
+                self._execute(self.prefill.handle(event, self._now()))
+            case BlocksPulled():
+                self._pooled(self._pulls.handle(event))
+            case PeerLost():
+                self._both(event)
+                self._pooled(self._pulls.handle(event))
+            case LinkMeasured(peer=peer, name=name):
+                self._execute(self.decode.handle(event, self._now()))
+                if choice := self.decode.receiver.pools.choice(peer).reason:
+                    log.info("KV from %s: %s", name, choice)
+            case LayersWritten():
+                if self._stepping is self.prefill:
+                    self._execute(self.prefill.handle(event, self._now()))
+            case _ if isinstance(event, PoolNews):
+                self._from_pool(event)
+            case RouterJoined(stream=stream):
+                self._streams.join(stream)
+            case RouterLost(stream=stream):
+                for key in self._streams.leave(stream):
+                    if key not in self._preloads:
+                        self._both(Abort(key=key))
+            case Call(function=function):
+                function()
+            case Crashed(error=error):
+                raise error
+            case Close():
+                self._closing = True
+
+    def _from_peer(self, event: FromPeer) -> None:
+        kind = type(event.message)
+        if kind in _TO_PREFILL:
+            self._execute(self.prefill.handle(event, self._now()))
+        elif kind is PeerHello:
+            self._both(event)
+            self._pooled(self._pulls.handle(event))
+        elif kind in _OF_PULLS:
+            self._pooled(self._pulls.handle(event))
+        elif isinstance(event.message, Commit):
+            with self._trace.span("commit", request=event.message.key.request_id):
+                self._execute(self.decode.handle(event, self._now()))
+        else:
+            self._execute(self.decode.handle(event, self._now()))
+
+    def _pooled(self, outcomes: Iterable[PoolOutcome]) -> bool:
+        """Whether a step may be possible now that was not."""
+        for event in outcomes:
+            if isinstance(event, Restored) and event.holder.side != "prefill":
+                self._execute(self.decode.handle(event, self._now()))
+            else:
+                self._execute(self.prefill.handle(event, self._now()))
+        return any(isinstance(event, Restored) for event in outcomes)
+
+    def _from_pool(self, event: PoolNews) -> None:
+        assert self._pool is not None, "there is no pool"
+        self.reports.from_pool(event)
+        self._pooled(self._pool.handle(event))
+
+    def _from_router(self, stream: RouterStream, message: ToWorker) -> None:
+        match message:
+            case Preload(spec=spec):
+                if not self.draining and self._preloads.begin(spec):
+                    self._start(stream, Generate(spec=spec))
+            case Reserve(spec=spec) | Generate(spec=spec) | Prefill(spec=spec):
+                if spec.key in self._streams:
+                    self._refuse(stream, spec.key, "duplicate_request")
+                elif self.draining and not isinstance(message, Prefill):
+                    self._refuse(stream, spec.key, "draining")
+                else:
+                    self._start(stream, message)
+            case Stop(key=key) if self._streams.is_from(stream, key):
+                self._execute(self.decode.handle(message, self._now()))
+            case Abort(key=key) if self._streams.is_from(stream, key):
+                self._both(message)
+            case Stop() | Abort():
+                pass  # nothing of it is held for this router
+
+    def _start(self, stream: RouterStream, message: Reserve | Generate | Prefill) -> None:
+        self._streams.begin(stream, message.spec.key)
+        if isinstance(message, Prefill):
+            self._execute(self.prefill.handle(message, self._now()))
+        else:
+            self._execute(self.decode.handle(message, self._now()))
+
+    def _refuse(self, stream: RouterStream, key: RequestKey, reason: str) -> None:
+        self._streams.answer(stream, ReserveRefused(key=key, at_s=self._now(), reason=reason))
+
+    def _both(self, event: Abort | FromPeer | PeerLost | Tick) -> None:
+        self._execute(self.prefill.handle(event, self._now()))
+        self._execute(self.decode.handle(event, self._now()))
+
+    # --- decide and run -------------------------------------------------------------------------
+
+    def _start_step(self) -> None:
+        """The schedulers take turns at the device."""
+        if self._stepping is not None or not (self.decode.has_work or self.prefill.has_work):
+            return
+        for scheduler in list(self._turns):
+            if self._stepping is None:
+                self._turns.rotate(-1)
+                if scheduler.has_work:
+                    self._offer(scheduler)
+
+    def _offer(self, scheduler: DecodeScheduler | PrefillScheduler) -> None:
+        most_steps = 1 if self.prefill.has_work else self._most_steps
+        for command in scheduler.handle(StepWanted(most_steps=most_steps), self._now()):
+            if isinstance(command, RunStep):
+                self._stepping = scheduler
+                self._pace.begun(command.batch.work, self._now())
+                self._device.submit(command)
+            else:
+                self._execute([command])
+
+    def _stepped(self, done: StepDone) -> None:
+        scheduler, self._stepping = self._stepping, None
+        assert scheduler is not None, "a step ended that was not begun"
+        self._pace.ended(self._now(), done.steps)
+        self._totals.steps += 1
+        self._totals.busy_s += done.seconds
+        self._execute(scheduler.handle(done, self._now()))
+
+    def _execute(self, commands: Iterable[Command | PullBlocks]) -> None:
+        for command in commands:
+            match command:
+                case Emit(events=events):
+                    self._emit(events)
+                case SendPeer():
+                    self._links.send(command)
+                case WriteSlab() | ScatterSlab() | FetchPiece() | ReplaceSlab() | PullBlocks():
+                    self._mover.put(command)
+                case RunStep():
+                    raise AssertionError("a step that was not offered")
+
+    # --- settle ---------------------------------------------------------------------------------
+
+    def _emit(self, events: Iterable[WorkerEvent]) -> None:
+        for event in events:
+            self._streams.tell(event)
+            if isinstance(event, RequestFailed):
+                log.warning("%s failed: %s: %s", event.key, event.reason, event.message)
+            if isinstance(event, _LAST):
+                self._streams.end(event.key)
+                self._preloads.ended(event, self._now())
+
+    def counters(self) -> Counters:
+        links = self._link_states()
+        return count(self._openings, self.prefill, self.decode, self._totals, self._pace, links)

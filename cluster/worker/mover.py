@@ -1,0 +1,233 @@
+"""The transfer thread of a worker: collates blocks into lent slabs, scatters filled ones, reads
+peers' blocks.
+
+It runs beside the device thread, on blocks that no step writes: a prompt's finished chunks on one
+side, blocks reserved for a handoff on the other.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from cluster.peers import PeerLinks
+from cluster.trace import NO_TRACE, Trace, Value
+from engine.threads import use_threads
+from kvpool.handoff import SlabFilled
+from kvpool.handoff_events import (
+    FetchPiece,
+    PieceFetched,
+    ReplaceSlab,
+    ScatterSlab,
+    SlabReplaced,
+    SlabScattered,
+    SlabWritten,
+    WriteSlab,
+)
+from kvpool.memory.collate import read_slab, write_slab
+from kvpool.memory.direct import fetch
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.pull import BlocksPulled, PullBlocks
+from kvpool.slab import HEADER_BYTES
+from kvpool.slabs import SlabId
+from kvpool.transport.base import RegionName
+from kvpool.transport.endpoints import SharedRegion
+from kvpool.write import Side, Write
+from kvrelay.errors import PeerError
+from kvrelay.types import RequestKey
+
+Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
+Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled
+
+
+class Mover:
+    """`regions[slab]` is the registered memory of this worker's own staging slabs."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        links: PeerLinks,
+        fingerprint: str,
+        *,
+        slabs: int,
+        slab_bytes: int,
+        post: Callable[[Outcome], None],
+        crashed: Callable[[BaseException], None],
+        trace: Trace = NO_TRACE,
+    ) -> None:
+        self._memory = memory
+        self._links = links
+        self._fingerprint = fingerprint
+        self._post = post
+        self._crashed = crashed
+        self._trace = trace
+        self._slab_bytes = slab_bytes
+        self.regions: dict[SlabId, SharedRegion] = {
+            SlabId(i): links.endpoints.register(self._slab_bytes) for i in range(slabs)
+        }
+        self._staging: SharedRegion | None = None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvrelay-mover", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        for region in self.regions.values():
+            self._links.endpoints.deregister(region)
+        self.regions.clear()
+        if self._staging is not None:
+            self._links.endpoints.deregister(self._staging)
+
+    def _run(self) -> None:
+        use_threads(1)
+        try:
+            with self._memory.beside():
+                self._work()
+        except Exception as error:
+            self._crashed(error)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            match job:
+                case WriteSlab():
+                    self._post(self._write(job))
+                case ScatterSlab():
+                    self._post(self._scatter(job))
+                case FetchPiece():
+                    self._post(self._fetch(job))
+                case PullBlocks():
+                    self._post(self._pull(job))
+                case ReplaceSlab(slab_id=slab_id):
+                    self._post(self._replace(slab_id))
+
+    def _write(self, job: WriteSlab) -> SlabWritten:
+        started_s, error = time.monotonic(), None
+        try:
+            self._gather(job)
+            filled = SlabFilled(
+                key=job.lent.key,
+                piece=job.lent.piece,
+                slab_id=job.lent.slab_id,
+                lease_id=job.lent.lease_id,
+            )
+            self._links.notify(job.peer, filled)
+        except PeerError as failure:
+            error = str(failure)
+        return SlabWritten(
+            key=job.lent.key,
+            piece=job.lent.piece,
+            bytes=job.write.nbytes,
+            seconds=time.monotonic() - started_s,
+            error=error,
+        )
+
+    def _gather(self, job: WriteSlab) -> None:
+        connection = self._links.connection(job.peer)
+        region = RegionName(job.lent.region)
+        window = connection.window(region)
+        needed = HEADER_BYTES + job.write.nbytes
+        staging = window if window is not None else self._own_staging(needed).memory
+        facts = _facts(job.lent.key, job.lent.piece, job.write)
+        with self._trace.span("gather", **facts):
+            size = write_slab(
+                self._memory,
+                job.tables,
+                job.piece,
+                job.write,
+                fingerprint=self._fingerprint,
+                lease_id=job.lent.lease_id,
+                window=staging,
+            )
+        if window is None:
+            with self._trace.span("write", **facts):
+                connection.write(region, 0, staging[:size])
+
+    def _own_staging(self, needed_bytes: int) -> SharedRegion:
+        """Registered on first use, for links that cannot map the peer's slab; again for a peer
+        whose slabs are larger than this worker's."""
+        if self._staging is not None and self._staging.memory.numel() < needed_bytes:
+            self._links.endpoints.deregister(self._staging)
+            self._staging = None
+        if self._staging is None:
+            size = max(self._slab_bytes, needed_bytes)
+            self._staging = self._links.endpoints.register(size)
+        return self._staging
+
+    def _scatter(self, job: ScatterSlab) -> SlabScattered:
+        started_s, error = time.monotonic(), None
+        filled = job.filled
+        try:
+            with self._trace.span("scatter", **_facts(filled.key, filled.piece, job.write)):
+                read_slab(
+                    self._memory,
+                    job.tables,
+                    job.piece,
+                    job.write,
+                    fingerprint=self._fingerprint,
+                    lease_id=filled.lease_id,
+                    window=self.regions[filled.slab_id].memory_on(self._links.scheme(job.peer)),
+                )
+        except PeerError as failure:
+            error = str(failure)
+        return SlabScattered(
+            key=filled.key,
+            piece=filled.piece,
+            slab_id=filled.slab_id,
+            lease_id=filled.lease_id,
+            bytes=job.write.nbytes,
+            seconds=time.monotonic() - started_s,
+            error=error,
+        )
+
+    def _fetch(self, job: FetchPiece) -> PieceFetched:
+        started_s = time.monotonic()
+        with self._trace.span("fetch", **_facts(job.key, job.piece, job.write)):
+            error = self._read(job)
+        return PieceFetched(
+            key=job.key,
+            piece=job.piece,
+            bytes=job.write.nbytes,
+            seconds=time.monotonic() - started_s,
+            error=error,
+        )
+
+    def _pull(self, job: PullBlocks) -> BlocksPulled:
+        started_s = time.monotonic()
+        error = self._read(job)
+        seconds = time.monotonic() - started_s
+        return BlocksPulled(pull=job.pull, bytes=job.write.nbytes, seconds=seconds, error=error)
+
+    def _read(self, job: FetchPiece | PullBlocks) -> str | None:
+        """Why it failed, if it did."""
+        target = Side(tables=job.tables, block_size=self._memory.layout.block_size)
+        try:
+            connection = self._links.connection(job.peer)
+            fetch(self._memory, target, connection, job.kv, job.source, job.write)
+        except PeerError as failure:
+            return str(failure)
+        return None
+
+    def _replace(self, slab_id: SlabId) -> SlabReplaced:
+        self._links.endpoints.deregister(self.regions[slab_id])
+        self.regions[slab_id] = self._links.endpoints.register(self._slab_bytes)
+        return SlabReplaced(slab_id=slab_id, region=self.regions[slab_id].name)
+
+
+def _facts(key: RequestKey, piece: int, write: Write) -> dict[str, Value]:
+    """What a trace says of a piece; `end` is the token that it goes up to."""
+    return {
+        "request": key.request_id,
+        "piece": piece,
+        "bytes": write.nbytes,
+        "end": max(section.start + section.tokens for section in write.sections),
+        "last_layer": write.last_layer,
+    }

@@ -1,0 +1,202 @@
+"""Puts a worker together from its settings: engine, blocks, schedulers, links, threads."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from dataclasses import dataclass
+
+from cluster.device import Device
+from cluster.host_cpus import ranges
+from cluster.peers import PeerLinks
+from cluster.pinning import Pinned, pin
+from cluster.pool.side import PoolSide
+from cluster.pool.turns import PoolTurns
+from cluster.settings import WorkerSettings
+from cluster.trace import NO_TRACE, Trace, open_trace
+from cluster.worker.caches import open_caches
+from cluster.worker.engine import UNMAPPED, checked_bound, open_engine, open_tables
+from cluster.worker.events import Crashed, Incoming
+from cluster.worker.formats import codec_offer
+from cluster.worker.links import endpoint_options, open_links, open_mover
+from cluster.worker.loop import WorkerLoop
+from cluster.worker.mover import Mover
+from cluster.worker.schedulers import decode_scheduler, prefill_scheduler
+from cluster.worker.times import step_times
+from cluster.worker.traced_engine import TracedEngine
+from engine.correction import StepPace
+from engine.latency_fit import LinearTimes
+from engine.nvtx import nvtx
+from engine.runner import Engine
+from engine.threads import use_threads
+from kvpool.block_names import BlockNames
+from kvpool.handoff import HandoffMode
+from kvpool.openings import Openings
+from kvpool.staging import plan_staging
+from kvpool.tables import BlockTables
+from kvpool.transport.fabric import LinkKind
+from kvrelay.messages import WorkerHello
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """A worker that is ready to run its loop; `close` ends its other threads."""
+
+    loop: WorkerLoop
+    engine: Engine
+    device: Device
+    links: PeerLinks
+    mover: Mover
+    hello: WorkerHello
+    tables: BlockTables
+    pool: PoolTurns | None
+    trace: Trace
+    pinned: Pinned
+
+    def close(self) -> None:
+        self.device.close()
+        self.engine.close()
+        if self.pool is not None:
+            self.pool.close()
+        self.mover.close()
+        self.links.close()
+        self.trace.close()
+        self.pinned.release()
+
+
+def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
+    """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
+    pinned = _pinned(settings)
+    if settings.threads_per_rank is not None:
+        use_threads(settings.threads_per_rank)
+    trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
+    engine = open_engine(settings)
+    try:
+        return _build_around(engine, settings, inbox, trace, pinned)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _build_around(
+    engine: Engine,
+    settings: WorkerSettings,
+    inbox: queue.SimpleQueue[Incoming],
+    trace: Trace,
+    pinned: Pinned,
+) -> WorkerParts:
+    engine.watch(lambda error: inbox.put(Crashed(error)))
+    tables = open_tables(settings, engine)
+    staging = plan_staging(
+        engine.layout,
+        slabs=settings.staging_slabs,
+        chunk_tokens=settings.prefill_chunk_tokens,
+        total_bytes=settings.staging_bytes,
+        on_cpu=engine.memory.device.type == "cpu",
+    )
+    offer = codec_offer(settings, engine)
+    links = open_links(settings, engine, staging, offer, inbox)
+    mover = open_mover(engine, staging, links, inbox, trace)
+    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
+    device = Device(stepping, settings.threads_per_rank, inbox.put)
+    openings = open_caches(settings, tables, staging)
+    bound = checked_bound(settings, engine)
+    times = step_times(settings, engine)
+    pace = StepPace(times)
+    prefill = prefill_scheduler(settings, openings, bound, pace)
+    decode = decode_scheduler(settings, engine, staging, offer, openings, mover, bound, pace)
+    max_model_len = engine.facts.max_model_len
+    loop = WorkerLoop(
+        device,
+        openings,
+        prefill,
+        decode,
+        inbox,
+        max_model_len=max_model_len,
+        pace=pace,
+        trace=trace,
+    )
+    pool = _pool(settings, engine, openings, links, inbox)
+    loop.attach(links, mover, pool)
+    mover.start()
+    device.start()
+    log.info("%s on %s: %s", settings.role, engine.facts.device, engine.sizing.reason)
+    log.info("%s, over %s", staging.reason, ", ".join(links.endpoints.schemes))
+    return WorkerParts(
+        loop=loop,
+        engine=engine,
+        device=device,
+        links=links,
+        mover=mover,
+        hello=_hello(settings, engine, links, tables.names, times, pinned),
+        tables=tables,
+        pool=pool,
+        trace=trace,
+        pinned=pinned,
+    )
+
+
+def _pinned(settings: WorkerSettings) -> Pinned:
+    if settings.cpu_pinning == "off" or settings.device != "cpu" or settings.cpu_threads is None:
+        return Pinned({})
+    return pin(settings.cpu_threads)
+
+
+def _pool(
+    settings: WorkerSettings,
+    engine: Engine,
+    openings: Openings,
+    links: PeerLinks,
+    inbox: queue.SimpleQueue[Incoming],
+) -> PoolTurns | None:
+    if settings.pool_address is None:
+        return None
+    side = PoolSide(
+        engine.memory,
+        address=settings.pool_address,
+        incarnation=links.incarnation,
+        fingerprint=engine.facts.fingerprint,
+        wants_changes=settings.prefix_caching,
+        post=inbox.put,
+        crashed=lambda error: inbox.put(Crashed(error)),
+        far_transports=[scheme for scheme in settings.transports if scheme in UNMAPPED],
+        options=endpoint_options(settings),
+        require=[LinkKind(kind) for kind in settings.require],
+    )
+    side.start()
+    confirms = settings.handoff == HandoffMode.POOL
+    return PoolTurns(side, openings, confirms=confirms)
+
+
+def _hello(
+    settings: WorkerSettings,
+    engine: Engine,
+    links: PeerLinks,
+    names: BlockNames,
+    times: LinearTimes,
+    pinned: Pinned,
+) -> WorkerHello:
+    facts = engine.facts
+    return WorkerHello(
+        name=settings.name,
+        incarnation=links.incarnation,
+        role=settings.role,
+        device=facts.device,
+        cpus=ranges(pinned.cpus),
+        transport=",".join(links.endpoints.schemes),
+        transfer_addresses=links.endpoints.addresses,
+        fingerprint=facts.fingerprint,
+        architecture=facts.architecture,
+        block_size=engine.layout.block_size,
+        total_blocks=engine.memory.blocks,
+        max_model_len=facts.max_model_len,
+        max_running_requests=settings.max_running_requests,
+        prefill_chunk_tokens=settings.own_chunk_tokens,
+        vocab_size=facts.vocab_size,
+        physical_format=names.physical_format,
+        rope_border_tokens=names.rope_border_tokens,
+        step_times=times,
+        kv_token_bytes=engine.layout.bytes_per_block // engine.layout.block_size,
+    )

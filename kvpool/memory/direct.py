@@ -1,0 +1,132 @@
+"""A piece of a handoff read by its receiver straight out of a peer's pool, without a slab. Runs in
+the worker that owns the target's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.piece import PairedRun, paired_runs
+from kvpool.pool.map import KvFacts, PoolMap
+from kvpool.reslice import End, PlaneSlice, reslice
+from kvpool.transport.base import Connection, Read, RegionName
+from kvpool.write import Section, Side, Write
+from kvrelay.errors import PeerError
+
+
+def fetch(
+    memory: KvMemory,
+    target: Side,
+    connection: Connection,
+    kv: KvFacts,
+    source: Side,
+    write: Write,
+) -> None:
+    """Done when it returns. Every head travels, from the peer's rank that holds it to ours. Raises
+    PeerError."""
+    theirs = _map_of(memory, kv)
+    region = RegionName(kv.region)
+    window = connection.window(region)
+    if window is None:
+        connection.read_many([*_reads(memory, target, theirs, region, source, write)])
+        return
+    if window.numel() != theirs.nbytes:
+        raise PeerError(f"a pool of {window.numel()} bytes where {theirs.nbytes} were told")
+    _copy(memory, target, KvMemory.over(theirs, window), source, write)
+    memory.settle()
+
+
+def _map_of(memory: KvMemory, kv: KvFacts) -> PoolMap:
+    """Raises PeerError."""
+    layout = replace(memory.layout, block_size=kv.block_size)
+    planes = (plane for group in layout.groups for plane in group.planes)
+    if any(plane.heads % kv.ranks for plane in planes):
+        raise PeerError(f"a pool of {kv.ranks} ranks, which can't share this model's heads")
+    return PoolMap(layout=layout, blocks=kv.blocks, ranks=kv.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What one rank of the peer's holds of what one of ours does."""
+
+    theirs: int
+    ours: int
+    planes: tuple[PlaneSlice, ...]
+
+
+@lru_cache(maxsize=64)
+def _shared(theirs: PoolMap, ours: PoolMap, group: int) -> tuple[_Shared, ...]:
+    found = []
+    for source, their_shard in enumerate(theirs.shards):
+        for target, our_shard in enumerate(ours.shards):
+            parts = [p for p in reslice(their_shard, our_shard) if p.group == group]
+            found += [_Shared(theirs=source, ours=target, planes=p.planes) for p in parts]
+    return tuple(found)
+
+
+def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: Write) -> None:
+    """One strided copy per run, plane and pair of ranks covers all layers of a section."""
+    for section in write.sections:
+        for shared in _shared(peer.map, memory.map, section.part.group):
+            ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
+            theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE)
+            for run in paired_runs(section, source, target):
+                for into, out_of in zip(ours, theirs, strict=True):
+                    taken = out_of.narrow(1, run.source, run.tokens)
+                    into.narrow(1, run.target, run.tokens).copy_(taken)
+
+
+def _planes(part: KvMemory, section: Section, shared: _Shared, end: End) -> list[torch.Tensor]:
+    """# plane |-> `[layers, slots, heads, dim]` of one rank; the layer is the same for both"""
+    group, first, layers = section.part.group, section.part.source_layer, section.part.layers
+    return [
+        part.planes[group][plane.plane]
+        .narrow(0, first, layers)
+        .narrow(2, plane.first_head(end), plane.heads)
+        for plane in shared.planes
+    ]
+
+
+def _reads(
+    memory: KvMemory,
+    target: Side,
+    theirs: PoolMap,
+    region: RegionName,
+    source: Side,
+    write: Write,
+) -> Iterator[Read]:
+    """One descriptor per run, layer and plane; one per token where only some of a rank's heads
+    belong to one of ours."""
+    for section in write.sections:
+        for shared in _shared(theirs, memory.map, section.part.group):
+            ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
+            for plane, into in zip(shared.planes, ours, strict=True):
+                for run in paired_runs(section, source, target):
+                    yield from _reads_of_run(section, theirs, region, shared, plane, into, run)
+
+
+def _reads_of_run(
+    section: Section,
+    theirs: PoolMap,
+    region: RegionName,
+    shared: _Shared,
+    plane: PlaneSlice,
+    into: torch.Tensor,
+    run: PairedRun,
+) -> Iterator[Read]:
+    group, peer = section.part.group, theirs.parts[shared.theirs]
+    held = peer.layout.groups[group].planes[plane.plane].heads
+    whole = plane.heads == held and into[0, 0].numel() == into.stride(1)
+    step = run.tokens if whole else 1
+    within = plane.source_head * plane.dim * peer.layout.element_bytes
+    offset = theirs.part_offset(shared.theirs) + within
+    for i in range(section.part.layers):
+        for token in range(0, run.tokens, step):
+            layer, slot = section.part.source_layer + i, run.source + token
+            rows = into[i, run.target + token : run.target + token + step]
+            yield Read(region, offset + peer.row_offset(group, plane.plane, layer, slot), rows)

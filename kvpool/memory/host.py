@@ -1,0 +1,204 @@
+"""Whole blocks between a worker's paged memory and the places of a pool node. Runs in the worker.
+
+A place holds a block of every layer group: for each group, for each layer, for each plane
+`[token, head, dim]`. The bytes pass through staging memory of the worker's own, where their
+checksums are taken: before they are written to a place, and before they touch a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+
+import torch
+import xxhash
+
+from kvpool.cached_block import Place
+from kvpool.layout import LayerGroup
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.rows import BlockRows
+from kvpool.tiers.tier_blocks import PoolPlace
+from kvpool.transport.base import Connection, Read, RegionName, Write
+from kvrelay.errors import PeerError
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_STAGING_BYTES = 4 * 2**20  # about what a core's cache holds
+
+
+def staging_bytes(block_bytes: int) -> int:
+    """Staging for as many blocks as make sense, one at least."""
+    return max(1, _STAGING_BYTES // block_bytes) * block_bytes
+
+
+class HostBlocks:
+    """Copies between the blocks of `memory` and `staging`, CPU uint8 `[staging_bytes(...)]`."""
+
+    def __init__(self, memory: KvMemory, staging: torch.Tensor) -> None:
+        self._memory = memory
+        self.block_bytes = memory.layout.bytes_per_block
+        self._staging = staging.view(-1, self.block_bytes)
+        self._on_device = self._staging
+        self._rows: BlockRows | None = None
+        if memory.device.type == "cpu":
+            self._rows = BlockRows(memory)
+        else:
+            self._on_device = torch.empty_like(self._staging, device=memory.device)
+
+    @property
+    def batch_blocks(self) -> int:
+        return len(self._staging)
+
+    def gather(self, blocks: Sequence[Place]) -> torch.Tensor:
+        """uint8 `[len(blocks), block_bytes]`, valid until the next call; `batch_blocks` at most."""
+        if self._rows is not None:
+            self._rows.of(blocks).gather(self._staging[: len(blocks)])
+            return self._staging[: len(blocks)]
+        for plane, ids, in_place in self._planes(blocks):
+            in_place.copy_(plane.index_select(1, ids))
+        self._staging[: len(blocks)].copy_(self._on_device[: len(blocks)])
+        return self._staging[: len(blocks)]
+
+    def scatter(self, blocks: Sequence[Place]) -> None:
+        """The first rows of `staged` into `blocks`; done on return."""
+        if self._rows is not None:
+            self._rows.of(blocks).scatter(self._staging[: len(blocks)])
+            return
+        self._on_device[: len(blocks)].copy_(self._staging[: len(blocks)])
+        for plane, ids, in_place in self._planes(blocks):
+            plane.index_copy_(1, ids, in_place)
+        self._memory.settle()
+
+    def staged(self, blocks: int) -> torch.Tensor:
+        """uint8 `[blocks, block_bytes]`: what `scatter` takes."""
+        return self._staging[:blocks]
+
+    def _planes(
+        self, blocks: Sequence[Place]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """(in the pool `[layers, all blocks, elements]`, block ids, in the places `[layers, blocks,
+        elements]`) of each plane; elements are those of one layer's tokens of a block, as words."""
+        rows, size = self._on_device[: len(blocks)], self._memory.layout.block_size
+        at = 0
+        for index, group in enumerate(self._memory.layout.groups):
+            ids = torch.tensor([place[index] for place in blocks], device=self._memory.device)
+            for plane, in_place in zip(
+                self._memory.planes[index], self._in_places(rows, group, at), strict=True
+            ):
+                layers, _, heads, dim = plane.shape
+                in_pool = plane.view(layers, -1, size * heads * dim)
+                word = _widest_word(in_pool, in_place)
+                yield in_pool.view(word), ids, in_place.view(word)
+            at += group.elements_per_token * size
+
+    def _in_places(self, rows: torch.Tensor, group: LayerGroup, at: int) -> list[torch.Tensor]:
+        """# plane of the group |-> `[layers, blocks, elements]`, a strided view of the rows"""
+        size, elements = self._memory.layout.block_size, rows.view(self._memory.planes[0][0].dtype)
+        layers = len(group.layers)
+        per_layer = group.elements_per_token // layers * size
+        found, offset = [], elements.storage_offset() + at
+        for plane in group.planes:
+            shape = (layers, len(rows), plane.elements * size)
+            strides = (per_layer, elements.stride(0), 1)
+            found.append(elements.as_strided(shape, strides, offset))
+            offset += plane.elements * size
+        return found
+
+
+def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
+    """A type to copy these by: the fewer words, the faster."""
+    common = 8
+    for tensor in tensors:
+        size = tensor.element_size()
+        lengths = (*tensor.stride()[:-1], tensor.storage_offset(), tensor.shape[-1])
+        common = gcd(common, *(length * size for length in lengths))
+    return _WORDS[common]
+
+
+def checksums(rows: torch.Tensor) -> tuple[int, ...]:
+    """xxh3_64 of each row of CPU uint8 `[blocks, bytes]`."""
+    return tuple(xxhash.xxh3_64_intdigest(row.data) for row in rows.numpy())
+
+
+def store_blocks(
+    blocks: HostBlocks,
+    connection: Connection,
+    region: RegionName,
+    sources: Sequence[Place],
+    places: Sequence[PoolPlace],
+) -> tuple[int, ...]:
+    """Gather `sources[i]` into `places[i]` of the node's region; the checksums.
+
+    Raises PeerError when the node is gone; some places are written then.
+    """
+    found: list[int] = []
+    for at in range(0, len(places), blocks.batch_blocks):
+        end = at + blocks.batch_blocks
+        rows = blocks.gather(sources[at:end])
+        found += checksums(rows)
+        _write(connection, region, places[at:end], rows)
+    return tuple(found)
+
+
+def fetch_blocks(
+    blocks: HostBlocks,
+    connection: Connection,
+    region: RegionName,
+    places: Sequence[PoolPlace],
+    expected: Sequence[int],
+    targets: Sequence[Place],
+) -> int:
+    """Scatter `places[i]` into `targets[i]`; how many were, before the first whose bytes don't
+    match their checksum. Raises PeerError when the node is gone."""
+    done = 0
+    for at in range(0, len(places), blocks.batch_blocks):
+        end = at + blocks.batch_blocks
+        rows = blocks.staged(len(places[at:end]))
+        _read(connection, region, places[at:end], rows)
+        sound = _equal_prefix(checksums(rows), expected[at:end])
+        if sound:
+            blocks.scatter(targets[at : at + sound])
+        done += sound
+        if sound < len(rows):
+            break
+    return done
+
+
+def _write(
+    connection: Connection, region: RegionName, places: Sequence[PoolPlace], rows: torch.Tensor
+) -> None:
+    window = _window(connection, region, places, rows.shape[1])
+    if window is not None:
+        window.index_copy_(0, torch.tensor(places), rows)
+        return
+    size = rows.shape[1]
+    writes = [Write(region, p * size, row) for p, row in zip(places, rows, strict=True)]
+    connection.write_many(writes)
+
+
+def _read(
+    connection: Connection, region: RegionName, places: Sequence[PoolPlace], rows: torch.Tensor
+) -> None:
+    window = _window(connection, region, places, rows.shape[1])
+    if window is not None:
+        torch.index_select(window, 0, torch.tensor(places), out=rows)
+        return
+    size = rows.shape[1]
+    connection.read_many([Read(region, p * size, r) for p, r in zip(places, rows, strict=True)])
+
+
+def _window(
+    connection: Connection, region: RegionName, places: Sequence[PoolPlace], block_bytes: int
+) -> torch.Tensor | None:
+    """The node's places, `[places, block_bytes]`, where the link can map them."""
+    window = connection.window(region)
+    if window is None:
+        return None
+    rows = window[: window.numel() // block_bytes * block_bytes].view(-1, block_bytes)
+    if max(places) >= len(rows):
+        raise PeerError(f"the pool node names place {max(places)} of {len(rows)}")
+    return rows
+
+
+def _equal_prefix(found: Sequence[int], expected: Sequence[int]) -> int:
+    pairs = enumerate(zip(found, expected, strict=True))
+    return next((i for i, (ours, theirs) in pairs if ours != theirs), len(found))

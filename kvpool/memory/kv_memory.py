@@ -1,0 +1,112 @@
+"""The device tier's tensors: paged KV of every layer. Runs in the worker that owns the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from kvpool.copies import CopyPairs
+from kvpool.layout import KvLayout
+from kvpool.pool.map import PoolMap
+
+Allocate = Callable[[int], torch.Tensor]
+"""Zeros, uint8 `[bytes]`, on the device that the KV is to be on."""
+
+
+class KvMemory:
+    """One tensor per (layer group, plane): `[layers, slots, heads, dim]`, slot = block x size.
+
+    All are views of `flat`, uint8 `[bytes]`, laid out as PoolMap says, so that a link which can
+    share memory shares them all as one region. `allocate` None takes plain memory of `device`.
+    With several `ranks` the tensors are those of `parts`, each of a rank's heads; without, the
+    memory is its only part.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        blocks: int,
+        device: torch.device | str,
+        allocate: Allocate | None = None,
+        *,
+        ranks: int = 1,
+    ) -> None:
+        nbytes = PoolMap(layout=layout, blocks=blocks, ranks=ranks).nbytes
+        if allocate is None:
+            flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        else:
+            flat = allocate(nbytes)
+        self._lay_out(PoolMap(layout=layout, blocks=blocks, ranks=ranks), flat)
+
+    @classmethod
+    def over(cls, pool: PoolMap, flat: torch.Tensor) -> KvMemory:
+        """A pool that lies in `flat` already, such as a peer's seen through a window."""
+        memory = cls.__new__(cls)
+        memory._lay_out(pool, flat)
+        return memory
+
+    def _lay_out(self, pool: PoolMap, flat: torch.Tensor) -> None:
+        self.layout = pool.layout
+        self.blocks = pool.blocks
+        self.flat = flat
+        self.device = flat.device
+        self.map = pool
+        assert flat.numel() == pool.nbytes, (flat.numel(), pool.nbytes)
+        self._parts = tuple(self._part(r) for r in range(pool.ranks)) if pool.ranks > 1 else ()
+        if self._parts:
+            return
+        # layer group |-> plane |-> [layers, slots, heads, dim]
+        self.planes: list[list[torch.Tensor]] = [
+            [self._plane(group, plane) for plane in range(len(spec.planes))]
+            for group, spec in enumerate(pool.layout.groups)
+        ]
+
+    @property
+    def parts(self) -> tuple[KvMemory, ...]:
+        """# rank |-> its heads"""
+        return self._parts or (self,)
+
+    def _part(self, rank: int) -> KvMemory:
+        pool = self.map.parts[rank]
+        start = self.map.part_offset(rank)
+        return KvMemory.over(pool, self.flat[start : start + pool.nbytes])
+
+    def _plane(self, group: int, plane: int) -> torch.Tensor:
+        spec = self.layout.groups[group]
+        start, nbytes = self.map.offset(group, plane), self.map.plane_bytes(group, plane)
+        values = self.flat[start : start + nbytes].view(getattr(torch, self.layout.dtype))
+        shape = spec.planes[plane]
+        return values.view(len(spec.layers), self.map.slots, shape.heads, shape.dim)
+
+    def layer(self, group: int, index: int) -> list[torch.Tensor]:
+        """The planes `[slots, heads, dim]` of the group's `index`-th layer."""
+        return [plane[index] for plane in self.planes[group]]
+
+    def settle(self) -> None:
+        """Returns once all that this thread has queued for the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What this thread queues for the device within runs beside what others queue, not behind
+        it: only blocks that the device has done with may be touched, and `settle` ends it."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))
+
+    def copy_blocks(self, pairs: CopyPairs) -> None:
+        """Copy-on-write: `pairs[group]` are (source, destination) blocks. Done on return."""
+        for part in self.parts:
+            part._copy_blocks(pairs)
+        self.settle()
+
+    def _copy_blocks(self, pairs: CopyPairs) -> None:
+        size = self.layout.block_size
+        for planes, group_pairs in zip(self.planes, pairs, strict=True):
+            for source, target in group_pairs:
+                for plane in planes:
+                    plane[:, target * size : (target + 1) * size] = plane[
+                        :, source * size : (source + 1) * size
+                    ]

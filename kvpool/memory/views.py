@@ -1,0 +1,124 @@
+"""A section's planes as tensors: where they lie in a slab, and in the pool. Runs in the worker that
+owns the blocks. Views only: nothing is copied here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from kvpool.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
+from kvpool.layout import BlockId
+from kvpool.memory.kv_memory import KvMemory
+from kvpool.reslice import End
+from kvpool.write import Section
+
+_VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SlabViews:
+    """One plane of one section in a slab: `values` `[layers, tokens, heads, dim]`; `scales` float32
+    `[layers, codec blocks, heads]`, None without a codec. There are gaps only between layers.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlaneViews(SlabViews):
+    """`pool` is `[layers, slots, heads held, dim]`, of which `[head, head + heads)` travel."""
+
+    pool: torch.Tensor
+    head: int
+
+
+def slab_views(section: Section, wire: WireFormat, slab: torch.Tensor) -> list[SlabViews]:
+    """# plane of the section |-> its views; `slab` is the whole write's payload, uint8."""
+    values, scales = _slab_values(section, wire, slab), _slab_scales(section, wire, slab)
+    return [SlabViews(values=v, scales=s) for v, s in zip(values, scales, strict=True)]
+
+
+def plane_views(
+    memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
+) -> list[PlaneViews]:
+    """`slab` is the whole write's payload, uint8; of a memory with one rank."""
+    part = section.part
+    first = part.first_layer(end)
+    return [
+        PlaneViews(
+            pool=memory.planes[part.group][plane.plane].narrow(0, first, part.layers),
+            head=plane.first_head(end),
+            values=views.values,
+            scales=views.scales,
+        )
+        for plane, views in zip(part.planes, slab_views(section, wire, slab), strict=True)
+    ]
+
+
+def row_index(
+    table: Sequence[BlockId], section: Section, block_size: int, grain: int
+) -> torch.Tensor:
+    """int64 `[tokens / grain]`: each `grain` tokens' place in a pool seen as rows of `grain` slots.
+    Not to be changed: planes and layers of the same tokens share it.
+
+    `grain` divides the block size and the section's start and length.
+    """
+    first, last = section.start // block_size, -(-(section.start + section.tokens) // block_size)
+    blocks = tuple(table[first:last])
+    assert len(blocks) == last - first, f"a table of {len(table)} blocks ends before {last}"
+    each = block_size // grain
+    skipped = section.start // grain - first * each
+    return _rows(blocks, each, skipped, section.tokens // grain)
+
+
+@lru_cache(maxsize=64)
+def _rows(blocks: tuple[BlockId, ...], each: int, skipped: int, count: int) -> torch.Tensor:
+    """`count` of the blocks' rows, `each` in a block, after the first `skipped`."""
+    assert min(blocks) >= 0, "a block that isn't held"
+    rows = (np.array(blocks, dtype=np.int64)[:, None] * each + np.arange(each)).ravel()
+    return torch.from_numpy(rows[skipped : skipped + count])
+
+
+def _slab_values(section: Section, wire: WireFormat, slab: torch.Tensor) -> Iterator[torch.Tensor]:
+    """# plane of the section |-> `[layers, tokens, heads, dim]`"""
+    part = section.part
+    token_elements = part.elements_per_token_layer
+    nbytes = part.layers * section.tokens * token_elements * wire.element_bytes
+    dtype = _VALUES.get(wire.codec) or getattr(torch, wire.dtype)
+    return _per_plane(
+        slab.narrow(0, section.offset_bytes, nbytes).view(dtype),
+        section,
+        [(section.tokens, plane.heads, plane.dim) for plane in part.planes],
+    )
+
+
+def _slab_scales(
+    section: Section, wire: WireFormat, slab: torch.Tensor
+) -> Iterator[torch.Tensor | None]:
+    """# plane of the section |-> `[layers, codec blocks, heads]`"""
+    part, blocks = section.part, codec_blocks(section.tokens)
+    if wire.codec is Codec.NONE:
+        return iter([None] * len(part.planes))
+    values_end = wire.value_bytes(part.layers, section.tokens, part.elements_per_token_layer)
+    nbytes = part.layers * blocks * sum(plane.heads for plane in part.planes) * SCALE_BYTES
+    return _per_plane(
+        slab.narrow(0, section.offset_bytes + values_end, nbytes).view(torch.float32),
+        section,
+        [(blocks, plane.heads) for plane in part.planes],
+    )
+
+
+def _per_plane(
+    flat: torch.Tensor, section: Section, shapes: Sequence[tuple[int, ...]]
+) -> Iterator[torch.Tensor]:
+    """`flat` holds, for each layer, each plane's `shape`; yields `[layers, *shape]` of each."""
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    by_layer = flat.view(section.part.layers, sum(sizes))
+    for shape, piece in zip(shapes, by_layer.split(sizes, dim=1), strict=True):
+        yield piece.unflatten(1, shape)

@@ -1,0 +1,75 @@
+"""How a handoff ends, to protobuf and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import assert_never
+
+from kvpool.canary import LogitSketch
+from kvpool.handoff import CancelTransfer, Commit, Committed, EndMessage, TransferCancelled
+from kvpool.peer_wire.key import decode_key, encode_key
+from kvrelay.errors import PeerError
+from kvrelay.v1 import peer_pb2 as pb
+
+
+def encode_end(message: EndMessage) -> pb.PeerMessage:
+    key = encode_key(message.key)
+    match message:
+        case Commit():
+            return pb.PeerMessage(commit=_commit(message))
+        case Committed():
+            return pb.PeerMessage(committed=pb.Committed(key=key))
+        case CancelTransfer(reason=reason):
+            return pb.PeerMessage(cancel_transfer=pb.CancelTransfer(key=key, reason=reason))
+        case TransferCancelled(reason=reason):
+            cancelled = pb.TransferCancelled(key=key, reason=reason)
+            return pb.PeerMessage(transfer_cancelled=cancelled)
+        case _:
+            assert_never(message)
+
+
+def decode_end(envelope: pb.PeerMessage) -> EndMessage:
+    """Raises PeerError."""
+    match envelope.WhichOneof("message"):
+        case "commit":
+            return _commit_of(envelope.commit)
+        case "committed":
+            return Committed(key=decode_key(envelope.committed.key))
+        case "cancel_transfer":
+            cancel = envelope.cancel_transfer
+            return CancelTransfer(key=decode_key(cancel.key), reason=cancel.reason)
+        case "transfer_cancelled":
+            cancelled = envelope.transfer_cancelled
+            return TransferCancelled(key=decode_key(cancelled.key), reason=cancelled.reason)
+        case other:
+            raise PeerError(f"{other} is no end of a handoff")
+
+
+def _commit(message: Commit) -> pb.Commit:
+    return pb.Commit(
+        key=encode_key(message.key),
+        pieces=message.pieces,
+        first_token_ids=message.first_token_ids,
+        finished_choices=message.finished_choices,
+        sketch=None if message.sketch is None else pb.LogitSketch(**asdict(message.sketch)),
+    )
+
+
+def _commit_of(commit: pb.Commit) -> Commit:
+    return Commit(
+        key=decode_key(commit.key),
+        pieces=commit.pieces,
+        first_token_ids=tuple(commit.first_token_ids),
+        finished_choices=tuple(commit.finished_choices),
+        sketch=_sketch_of(commit.sketch) if commit.HasField("sketch") else None,
+    )
+
+
+def _sketch_of(sketch: pb.LogitSketch) -> LogitSketch:
+    return LogitSketch(
+        token_ids=tuple(sketch.token_ids),
+        logits=tuple(sketch.logits),
+        log_sum_exp=sketch.log_sum_exp,
+        spread=sketch.spread,
+        bound=sketch.bound,
+    )

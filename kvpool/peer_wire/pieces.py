@@ -1,0 +1,133 @@
+"""Messages about pieces and their slabs to protobuf and back."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from kvpool.handoff import (
+    PieceAhead,
+    PieceAwaited,
+    PieceComputed,
+    PieceMessage,
+    PieceRead,
+    SlabFilled,
+    SlabLent,
+)
+from kvpool.peer_wire.hello import CODECS, codec_of
+from kvpool.peer_wire.key import decode_key, encode_key
+from kvpool.piece import Piece
+from kvpool.pull_wire import decode_blocks, encode_blocks
+from kvpool.slabs import LeaseId, SlabId
+from kvpool.write import TokenSpan
+from kvrelay.errors import PeerError
+from kvrelay.v1 import peer_pb2 as pb
+
+
+def encode_piece(message: PieceMessage) -> pb.PeerMessage:
+    key, number = encode_key(message.key), _number(message)
+    match message:
+        case PieceAhead():
+            return pb.PeerMessage(piece_ahead=_ahead(message))
+        case SlabLent():
+            return pb.PeerMessage(slab_lent=_lent(message))
+        case SlabFilled():
+            return pb.PeerMessage(slab_filled=_filled(message))
+        case PieceAwaited():
+            return pb.PeerMessage(piece_awaited=pb.PieceAwaited(key=key, piece=number))
+        case PieceComputed():
+            return pb.PeerMessage(piece_computed=pb.PieceComputed(key=key, piece=number))
+        case PieceRead():
+            return pb.PeerMessage(piece_read=pb.PieceRead(key=key, piece=number))
+        case _:
+            assert_never(message)
+
+
+def decode_piece(envelope: pb.PeerMessage) -> PieceMessage:
+    """Raises PeerError."""
+    match envelope.WhichOneof("message"):
+        case "piece_ahead":
+            return _ahead_of(envelope.piece_ahead)
+        case "slab_lent":
+            return _lent_of(envelope.slab_lent)
+        case "slab_filled":
+            return _filled_of(envelope.slab_filled)
+        case "piece_awaited":
+            awaited = envelope.piece_awaited
+            return PieceAwaited(key=decode_key(awaited.key), piece=awaited.piece)
+        case "piece_computed":
+            computed = envelope.piece_computed
+            return PieceComputed(key=decode_key(computed.key), piece=computed.piece)
+        case "piece_read":
+            read = envelope.piece_read
+            return PieceRead(key=decode_key(read.key), piece=read.piece)
+        case other:
+            raise PeerError(f"{other} is no message about a piece")
+
+
+def _number(message: PieceMessage) -> int:
+    return message.number if isinstance(message, PieceAhead) else message.piece
+
+
+def _ahead(message: PieceAhead) -> pb.PieceAhead:
+    span = message.piece.span
+    return pb.PieceAhead(
+        key=encode_key(message.key),
+        number=message.number,
+        start=span.start,
+        tokens=span.tokens,
+        next_position=span.next_position,
+        index=message.piece.index,
+        held=map(encode_blocks, message.held),
+    )
+
+
+def _ahead_of(message: pb.PieceAhead) -> PieceAhead:
+    span = TokenSpan(
+        start=message.start, tokens=message.tokens, next_position=message.next_position
+    )
+    return PieceAhead(
+        key=decode_key(message.key),
+        number=message.number,
+        piece=Piece(span=span, index=message.index),
+        held=tuple(map(decode_blocks, message.held)),
+    )
+
+
+def _lent(message: SlabLent) -> pb.SlabLent:
+    return pb.SlabLent(
+        key=encode_key(message.key),
+        piece=message.piece,
+        slab_id=message.slab_id,
+        region=message.region,
+        lease_id=message.lease_id,
+        codec=CODECS[message.codec],
+    )
+
+
+def _lent_of(lent: pb.SlabLent) -> SlabLent:
+    return SlabLent(
+        key=decode_key(lent.key),
+        piece=lent.piece,
+        slab_id=SlabId(lent.slab_id),
+        region=lent.region,
+        lease_id=LeaseId(lent.lease_id),
+        codec=codec_of(lent.codec),
+    )
+
+
+def _filled(message: SlabFilled) -> pb.SlabFilled:
+    return pb.SlabFilled(
+        key=encode_key(message.key),
+        piece=message.piece,
+        slab_id=message.slab_id,
+        lease_id=message.lease_id,
+    )
+
+
+def _filled_of(filled: pb.SlabFilled) -> SlabFilled:
+    return SlabFilled(
+        key=decode_key(filled.key),
+        piece=filled.piece,
+        slab_id=SlabId(filled.slab_id),
+        lease_id=LeaseId(filled.lease_id),
+    )

@@ -1,0 +1,114 @@
+"""What a pool node's core hears and what it orders, as values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvpool.hashes import BlockHash
+from kvpool.pool.messages import FromPool, ToPool
+from kvpool.tiers.tier_blocks import PoolPlace
+from kvrelay.types import Incarnation
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    worker: Incarnation
+    wants_changes: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromWorker:
+    worker: Incarnation
+    message: ToPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLost:
+    """Its connection is gone, and with it its way to write."""
+
+    worker: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolTick:
+    """Leases may have ended. Comes several times a lease."""
+
+
+class SlotOutcome(Enum):
+    WRITTEN = auto()
+    DAMAGED = auto()
+    """The host place did not hold the bytes that the checksum is of."""
+    FAILED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsWritten:
+    batch: int
+    outcomes: tuple[SlotOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsRead:
+    """xxh3_64 of what is in each host place now; None: the slot was damaged or unreadable."""
+
+    batch: int
+    checksums: tuple[int | None, ...]
+
+
+PoolEvent = WorkerJoined | FromWorker | WorkerLost | PoolTick | SlotsWritten | SlotsRead
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellWorker:
+    worker: Incarnation
+    message: FromPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropWorker:
+    """It broke the protocol: tell it the reason and close; WorkerLost follows."""
+
+    worker: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spill:
+    hash: BlockHash
+    parent: BlockHash | None
+    place: PoolPlace
+    checksum: int
+    slot: PoolPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSlots:
+    """Copy host places to disk. The host may use a place anew meanwhile: then its bytes don't
+    match the checksum and must not be written."""
+
+    batch: int
+    spills: tuple[Spill, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    hash: BlockHash
+    slot: PoolPlace
+    place: PoolPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSlots:
+    """Copy slots, a chain below `parent`, into host places, which are reserved for it."""
+
+    batch: int
+    parent: BlockHash | None
+    loads: tuple[Load, ...]
+
+
+PoolCommand = TellWorker | DropWorker | WriteSlots | ReadSlots

@@ -1,0 +1,150 @@
+"""kvrelay.v1.Inference, and kvrelay.v1.Admin, with the standard health and reflection services."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvrelay.status import LEDGER_KEY
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from kvrelay.v1 import inference_pb2 as pb
+from router.generation import Dispatcher
+from router.grpc_api.admin import AdminFace
+from router.grpc_api.errors import abort_with
+from router.grpc_api.messages import (
+    objectives_in,
+    prompt_of,
+    quarantined_pair,
+    response_of,
+    sampling_of,
+    worker_info,
+)
+from router.serving import TextRequest, TextService
+
+ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+class InferenceFace(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, service: TextService, *, version: str, cluster: str) -> None:
+        self._service = service
+        self._version = version
+        self._cluster = cluster
+        self._started_s = time.monotonic()
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self._service.dispatcher
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        received_s = time.perf_counter()
+        try:
+            generation = await self._service.start(self._text_request(request, context, received_s))
+            async with aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    yield response_of(generation, delta)
+        except Exception as error:
+            await abort_with(context, error)
+        if request.ledger:
+            ledger = json.dumps(generation.ledger_ms())
+            context.set_trailing_metadata(((LEDGER_KEY, ledger),))
+
+    def _text_request(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, received_s: float
+    ) -> TextRequest:
+        """Raises InvalidRequest."""
+        metadata = {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
+        return TextRequest(
+            request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+            prompt=prompt_of(request),
+            sampling=sampling_of(request.sampling_params),
+            model=request.model,
+            tenant=request.tenant,
+            tier=self._service.tiers.tier_of(request.tier, metadata),
+            objectives=objectives_in(request.slo, context.time_remaining()),
+            received_s=received_s,
+        )
+
+    async def Abort(  # noqa: N802
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> pb.AbortResponse:
+        for request_id in request.request_ids:
+            self._service.dispatcher.abort(request_id)
+        return pb.AbortResponse()
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetModelInfoResponse:
+        try:
+            facts = self._service.facts()
+        except Exception as error:
+            await abort_with(context, error)
+        return pb.GetModelInfoResponse(
+            model=self._service.model_name,
+            architecture=facts.architecture,
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            eos_token_ids=self._service.defaults.eos_token_ids,
+            fingerprint=facts.fingerprint,
+        )
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        dispatcher = self._service.dispatcher
+        return pb.GetServerInfoResponse(
+            version=self._version,
+            cluster=self._cluster,
+            uptime_s=time.monotonic() - self._started_s,
+            ready=dispatcher.ready(),
+            running_requests=dispatcher.running_requests(),
+            workers=[worker_info(worker) for worker in dispatcher.workers()],
+            quarantined=[quarantined_pair(pair) for pair in dispatcher.quarantined()],
+        )
+
+
+class Health(health.aio.HealthServicer):
+    """SERVING, for the server and for the Inference service, exactly while requests can be."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        super().__init__()
+        self._dispatcher = dispatcher
+
+    async def refresh(self) -> None:
+        kinds = health_pb2.HealthCheckResponse
+        status = kinds.SERVING if self._dispatcher.ready() else kinds.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            await self.set(name, status)
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        await self.refresh()
+        return await super().Check(request, context)
+
+
+def create_grpc_server(
+    face: InferenceFace, watcher: Health, max_body_bytes: int
+) -> grpc.aio.Server:
+    """Without so_reuseport a second server on a busy port is an error, not a silent twin."""
+    server = grpc.aio.server(
+        options=(
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", max_body_bytes),
+        )
+    )
+    inference_pb2_grpc.add_InferenceServicer_to_server(face, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminFace(face.dispatcher), server)
+    health_pb2_grpc.add_HealthServicer_to_server(watcher, server)
+    names = (SERVICE_NAME, ADMIN_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
