@@ -19,7 +19,6 @@ from engine.compiled.graph import Captured
 from engine.compiled.layers import fuse_gates, fuse_rotary
 from engine.compiled.library import DTYPES, Fused, open_fused
 from engine.compiled.merging import pack_graph, pack_modules
-from engine.compiled.native import NoCompiler
 from engine.compiled.norms import fuse_norms
 from engine.compiled.padding import padded
 from engine.compiled.ranks import call_group
@@ -28,6 +27,7 @@ from engine.compiled.rotaries import call_rotaries
 from engine.compiled.source import write_forward
 from engine.families import has_experts
 from engine.model import Model
+from engine.native.build import BuildError
 from kvrelay.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def _open(dtype: torch.dtype) -> Fused | None:
         return None
     try:
         return open_fused(dtype)
-    except NoCompiler as error:
+    except BuildError as error:
         log.warning("compile: operations stay apart: %s", error)
         return None
 

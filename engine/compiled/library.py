@@ -5,12 +5,23 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.compiled.native import load_library
+from engine.native.build import BuildError, Source, built
 
+SOURCE = Source(
+    name="fused",
+    main=Path(__file__).with_name("fused.c"),
+    compilers=("gcc", "cc", "clang"),
+    flags=(
+        *("-std=c11", "-O3", "-fopenmp", "-fPIC", "-shared"),
+        *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math"),
+        *("-fno-signed-zeros", "-freciprocal-math"),
+    ),
+)
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 3 + [_COUNT] * 5 + [_FLOAT],
@@ -91,11 +102,20 @@ def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[.
     return function
 
 
+def load_library() -> ctypes.CDLL:
+    """Builds it where it isn't cached. Raises BuildError."""
+    path = built(SOURCE)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} can't be loaded ({error}): remove it") from error
+
+
 @cache
 def _library() -> ctypes.CDLL:
     return load_library()
 
 
 def open_fused(dtype: torch.dtype) -> Fused:
-    """`dtype` is one of DTYPES. Builds the library where it isn't cached. Raises NoCompiler."""
+    """`dtype` is one of DTYPES. Builds the library where it isn't cached. Raises BuildError."""
     return Fused(_library(), dtype)

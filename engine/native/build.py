@@ -1,4 +1,4 @@
-"""Builds the kernel with the host's compiler, once for each source, compiler and processor."""
+"""Builds our C and C++ with the host's compiler, once for each source, compiler and processor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,41 +17,47 @@ from engine.compiled.folder import cache_folder
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).parent / "source"
-COMPILERS = ("g++", "clang++", "c++")
-FLAGS = (
-    *("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast"),
-    *("-fPIC", "-shared", "-w"),
-)
 _TIMEOUT_S = 120
 
 
 class BuildError(Exception):
-    """There is no kernel on this host; the message says why and what to do."""
+    """It can't be had on this host; the message says why and what to do."""
 
 
-def find_compiler() -> str:
-    for name in COMPILERS:
-        if found := shutil.which(name):
-            return found
-    raise BuildError(f"no C++ compiler ({', '.join(COMPILERS)}) is installed: install g++")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """`main` is given to the first of `compilers` that there is; it includes `parts`."""
+
+    name: str
+    main: Path
+    parts: tuple[Path, ...] = ()
+    compilers: tuple[str, ...]
+    flags: tuple[str, ...]
+
+    def compiler(self) -> str:
+        for name in self.compilers:
+            if found := shutil.which(name):
+                return found
+        names = ", ".join(self.compilers)
+        raise BuildError(f"no compiler ({names}) is installed: install {self.compilers[0]}")
 
 
-def built_kernel(folder: Path | None = None, processor: str = "native") -> Path:
+def built(source: Source, folder: Path | None = None, processor: str = "native") -> Path:
     """The shared library's file, in `folder` (the user's cache); builds it if it isn't there.
 
     `processor` is what the compiler's -march takes. Workers that start together may each build it:
-    the file appears whole, under its own name.
+    the file appears whole, under its own name. Raises BuildError.
     """
-    compiler = find_compiler()
+    compiler = source.compiler()
     folder = folder or cache_folder() / "native"
-    flags = (*FLAGS, f"-march={processor}")
-    target = folder / f"attention-{_key(compiler, flags)}.so"
+    flags = (*source.flags, f"-march={processor}")
+    target = folder / f"{source.name}-{_key(source, compiler, flags)}.so"
     if not target.exists():
         began_s = time.monotonic()
-        _build((compiler, *flags), target)
+        _build([compiler, *flags], source.main, target)
         log.info(
-            "built the CPU attention kernel in %.1f s with %s, once for this host: %s",
+            "built the CPU's %s in %.1f s with %s, once for this host: %s",
+            source.name,
             time.monotonic() - began_s,
             compiler,
             target,
@@ -58,34 +65,36 @@ def built_kernel(folder: Path | None = None, processor: str = "native") -> Path:
     return target
 
 
-def _build(compiler: tuple[str, ...], target: Path) -> None:
+def _build(compiler: list[str], main: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             draft = Path(folder) / target.name
-            _compile(compiler, draft)
+            _compile(compiler, main, draft)
             os.replace(draft, target)
     except OSError as error:
-        raise BuildError(f"the kernel can't be kept in {target.parent}: {error}") from error
+        raise BuildError(f"{target.name} can't be kept in {target.parent}: {error}") from error
 
 
-def _compile(compiler: tuple[str, ...], target: Path) -> None:
-    command = [*compiler, "-o", str(target), str(SOURCE / "attention.cpp")]
+def _compile(compiler: list[str], main: Path, target: Path) -> None:
+    command = [*compiler, "-o", str(target), str(main), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler[0]} did not end within {_TIMEOUT_S} s") from error
     if done.returncode != 0:
         first = next(iter(done.stderr.strip().splitlines()), f"exit status {done.returncode}")
-        raise BuildError(f"{compiler[0]} could not build it ({first}): install g++ 10 or later")
+        raise BuildError(
+            f"{compiler[0]} could not build {main.name} ({first}): install gcc 10 or later"
+        )
 
 
-def _key(compiler: str, flags: tuple[str, ...]) -> str:
+def _key(source: Source, compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     digest = blake2b(digest_size=10)
     for part in (compiler, version, " ".join(flags), _processor()):
         digest.update(part.encode() + b"\0")
-    for path in sorted(SOURCE.iterdir()):
+    for path in (source.main, *source.parts):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

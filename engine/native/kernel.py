@@ -11,12 +11,23 @@ from pathlib import Path
 
 import torch
 
-from engine.native.build import BuildError, built_kernel
+from engine.native.build import BuildError, Source, built
 from engine.native.call import Call
 from kvpool.layout import KvLayout
 
 log = logging.getLogger(__name__)
 
+_FOLDER = Path(__file__).parent / "source"
+SOURCE = Source(
+    name="attention",
+    main=_FOLDER / "attention.cpp",
+    parts=tuple(sorted(_FOLDER.glob("*.h"))),
+    compilers=("g++", "clang++", "c++"),
+    flags=(
+        *("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=fast"),
+        *("-fPIC", "-shared", "-w"),
+    ),
+)
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -63,7 +74,7 @@ def _fork() -> int:
 def host_kernel() -> Kernel | None:
     """None, and one line in the log, where it can't be built."""
     try:
-        return open_kernel(built_kernel())
+        return open_kernel(built(SOURCE))
     except BuildError as error:
         log.warning("attention runs in torch's operations, slower than our kernel: %s", error)
         return None

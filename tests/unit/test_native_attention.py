@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import Scores
-from engine.native.build import BuildError, built_kernel
-from engine.native.kernel import Kernel, open_kernel
+from engine.native.build import BuildError, built
+from engine.native.kernel import SOURCE, Kernel, open_kernel
 from tests.unit.native_kit import Batch, Heads, Slices, make_batch
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
@@ -28,7 +28,7 @@ EVERY_KIND: Slices = (
 def kernel() -> Iterator[Kernel]:
     """On three threads, whatever the machine has."""
     try:
-        opened = open_kernel(built_kernel())
+        opened = open_kernel(built(SOURCE))
     except BuildError as error:
         pytest.skip(str(error))
     before = torch.get_num_threads()
@@ -48,7 +48,7 @@ def test_older_processors(
     if needs not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this processor has no {needs}")
     folder = tmp_path_factory.getbasetemp() / "older"
-    older = open_kernel(built_kernel(folder, processor))
+    older = open_kernel(built(SOURCE, folder, processor))
     heads = Heads(query=6, kv=2, dim=40, value_dim=40)
     if not older.serves(make_batch(((0, 1),), heads, dtype=dtype).layout):
         pytest.skip(f"the compiler has no {dtype} for it")

@@ -6,17 +6,19 @@ import logging
 import multiprocessing
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.native import build, kernel
-from engine.native.build import BuildError, built_kernel
+from engine.native.build import BuildError, Source, built
+from engine.native.kernel import SOURCE
 from kvpool.layout import KvLayout, LayerGroup, Plane
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(build.shutil.which, build.COMPILERS)), reason="no C++ compiler here"
+    not any(map(build.shutil.which, SOURCE.compilers)), reason="no C++ compiler here"
 )
 
 
@@ -26,11 +28,11 @@ def layout(dtype: str = "float32", dim: int = 16) -> KvLayout:
     return KvLayout(groups=(group,), dtype=dtype, block_size=16)
 
 
-def fake_compiler(folder: Path, script: str) -> str:
+def fake_compiler(folder: Path, script: str) -> Source:
     path = folder / "compiler"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
-    return str(path)
+    return replace(SOURCE, compilers=(str(path),))
 
 
 @pytest.fixture(autouse=True)
@@ -41,37 +43,35 @@ def _fresh_kernel() -> None:
 def test_no_compiler_is_said_once_and_torch_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    none = replace(SOURCE, compilers=("no-such-compiler",))
+    monkeypatch.setattr(kernel, "SOURCE", none)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert kernel.kernel_for(layout(), torch.device("cpu")) is None
     (line,) = caplog.messages
-    assert "no C++ compiler (no-such-compiler) is installed: install g++" in line
+    assert "no compiler (no-such-compiler) is installed: install no-such-compiler" in line
     kernel.host_kernel.cache_clear()
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     broken = fake_compiler(tmp_path, 'echo "error: unknown -march" >&2; exit 1')
-    monkeypatch.setattr(build, "find_compiler", lambda: broken)
-    with pytest.raises(BuildError, match=r"could not build it \(error: unknown -march\)"):
-        built_kernel(tmp_path / "cache")
+    expected = r"could not build attention.cpp \(error: unknown -march\)"
+    with pytest.raises(BuildError, match=expected):
+        built(broken, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_compiler_that_dies_leaves_no_half_of_a_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_that_dies_leaves_no_half_of_a_library(tmp_path: Path) -> None:
     script = 'while [ "$1" != -o ]; do shift; done; echo half > "$2"; kill -9 $$'
-    monkeypatch.setattr(build, "find_compiler", lambda: fake_compiler(tmp_path, script))
     with pytest.raises(BuildError, match="exit status -9"):
-        built_kernel(tmp_path / "cache")
+        built(fake_compiler(tmp_path, script), tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match=r"can't be kept in .*file"):
-        built_kernel(tmp_path / "file" / "cache")
+        built(SOURCE, tmp_path / "file" / "cache")
 
 
 def test_a_library_that_is_none_is_named(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_library_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def _build_in(folder: Path) -> None:
-    built_kernel(folder)
+    built(SOURCE, folder)
 
 
 @needs_compiler
@@ -101,7 +101,7 @@ def test_several_processes_build_one_file_that_is_used_again(
     (path,) = tmp_path.iterdir()
     made_ns = path.stat().st_mtime_ns
     with caplog.at_level(logging.INFO):
-        assert built_kernel(tmp_path) == path
+        assert built(SOURCE, tmp_path) == path
     assert path.stat().st_mtime_ns == made_ns
     assert not caplog.messages
     kernel.open_kernel(path)
