@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.messages import Generate, LinkState, WorkerHello
+from kvrelay.messages import Counters, Generate, LinkState, WorkerHello
 from kvrelay.types import Incarnation, Role
 from router.candidate import Candidate
 from router.core import RouterCore
@@ -60,7 +60,7 @@ def test_what_it_has_cached_of_the_prompt_counts() -> None:
     p, d = pair()
     other = timed(view("d2", D))[0]
     asked = demand(prompt_tokens=40, directory=with_cached("d2", 9))
-    p.counters.links = (slow_link("d"), slow_link("d2"))
+    p.counters = Counters(links=(slow_link("d"), slow_link("d2")))
     assert first(p, d, other, asked=asked).placement == placed("d2", None)
     for n in range(4):
         other.outlook.add(key(str(n)), expected())
@@ -73,7 +73,7 @@ def slow_link(peer: str) -> LinkState:
 
 def test_a_slow_link_speaks_for_it() -> None:
     p, d = pair()
-    p.counters.links = (slow_link("d"),)
+    p.counters = Counters(links=(slow_link("d"),))
     assert first(p, d).placement == placed("d", None)
 
 
