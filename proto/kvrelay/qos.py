@@ -35,7 +35,8 @@ class LadderRules:
     """When a router tightens a tier whose latencies leave its objectives (`router.ladder`).
 
     Latencies of the last `window_s` count. A step up: the 99th percentile is over the objective, or
-    the 99.9th over `tail` times it; the next one `hold_s` later at the earliest. A step down:
+    the 99.9th over `tail` times it; for the last step, to trip, both over `tail` times as much.
+    The next one comes `hold_s` later at the earliest. A step down:
     `calm_s` with the 99th percentile under `easing` times the objective. While it is tight,
     requests are judged by `stricter` times what they ask for.
     """

@@ -240,7 +240,7 @@ def test_without_patience_it_is_refused_at_once() -> None:
 
 def slow_down(at: RouterCore, now_s: float) -> list[Command]:
     for _ in range(100):
-        at.ladders.saw_tpot("gold", 0.4, begun_s=now_s, now_s=now_s)
+        at.ladders.saw_tpot("gold", 0.6, begun_s=now_s, now_s=now_s)
     return says(at, "p", now_s=now_s)
 
 
@@ -249,7 +249,7 @@ def test_the_ladder_tightens_then_caps_then_trips() -> None:
     assert len(asked_for(submit(at, "before", "gold"))) == 1
     at.handle(Aborted(request_id="before"), 1.5)
     says(at, "d", released("before"), now_s=1.5)
-    cause = "TPOT p99 is 400 ms, over 250 ms"
+    cause = "TPOT p99 is 600 ms, over 250 ms"
     assert slow_down(at, 2) == [LadderStepped(tier="gold", step=1, cause=cause)]
     (refusal,) = refusals(submit(at, "tight", "gold", now_s=2.1))
     assert (refusal.reason, refusal.hopeless) == ("tpot_unreachable", False)
@@ -259,7 +259,8 @@ def test_the_ladder_tightens_then_caps_then_trips() -> None:
     assert len(asked_for(submit(at, "other", "free", now_s=3.25))) == 1
     (sampling,) = asked_for(submit(at, "a", "gold", now_s=3.3))
     assert sampling.max_tokens == 4
-    assert slow_down(at, 4.4) == [LadderStepped(tier="gold", step=3, cause=cause)]
+    far = "TPOT p99 is 600 ms, over 500 ms"
+    assert slow_down(at, 4.4) == [LadderStepped(tier="gold", step=3, cause=far)]
     assert len(asked_for(submit(at, "b", "gold", now_s=4.5))) == 1  # 2 of 8 places are reserved
     (refusal,) = refusals(submit(at, "c", "gold", now_s=4.9))
     assert refusal.reason == "tier_share_exhausted"

@@ -51,8 +51,11 @@ def test_a_step_up_says_why_and_is_judged_by_what_came_after_it() -> None:
     assert one.climb(11) == "TPOT p99 is 150 ms, over 100 ms"
     assert one.climb(21) is None
     feed(one.tpot, 0.15, now_s=21)
-    assert one.climb(21) and one.step is Step.TRIP
-    feed(one.tpot, 0.15, now_s=40)
+    assert one.climb(21) is None and one.step is Step.CAP  # it trips only far outside
+    feed(one.tpot, 0.25, now_s=22)
+    assert one.climb(22) == "TPOT p99 is 250 ms, over 200 ms"
+    assert one.step is Step.TRIP
+    feed(one.tpot, 0.25, now_s=40)
     assert one.climb(41) is None and one.step is Step.TRIP
 
 
