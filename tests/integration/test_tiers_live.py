@@ -145,7 +145,7 @@ def test_the_ladder_climbs_and_comes_down_and_says_why(
 ) -> None:
     """All are taken, and none can keep the objective."""
     eager = QosTier(name="eager", capped_tokens=4, objectives=Objectives(ttft_s=1e-6))
-    rules = LadderRules(hold_s=0.0, calm_s=1.0)
+    rules = LadderRules(window_s=15.0, hold_s=0.0, calm_s=1.0)
     tiers = QosTiers(tiers=(eager,), default="eager", ladder=rules)
     none = Policies(admission="none")
     with (
