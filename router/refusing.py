@@ -29,8 +29,12 @@ class Refusing:
         soonest_s = refusal.retry_after_s
         if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
             return refusal
-        digest = digest_of(request.spec)
         retry_after_s = self.promises.make(
-            digest, refusal.work, soonest_s, now_s, request.tier.priority
+            digest_of(request.spec),
+            refusal.work,
+            soonest_s,
+            now_s,
+            request.tier.priority,
+            again=request.promise is not None,
         )
         return replace(refusal, retry_after_s=retry_after_s)
