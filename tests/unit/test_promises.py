@@ -86,7 +86,7 @@ def test_the_line_stays_as_it_was_told() -> None:
     assert promises.line().prefill_s == 51
     assert promises.claim(3, 2) is not None
     assert promises.line().prefill_s == 49.5, "the first two did not come"
-    assert promises.claim(100, 50) is not None
+    assert promises.claim(100, 50.9) is not None
     assert promises.line() == NOTHING_PROMISED, "nobody came for the others"
 
 
