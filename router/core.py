@@ -73,6 +73,8 @@ _LAST = (Released, ReserveRefused)
 """Of a request at a worker."""
 CONFIDENCE = 0.95
 """The share of admitted requests that are to keep their objectives."""
+AT_FIRST = 0.02
+"""By how much first tokens are taken to be later than predicted before any has come."""
 PLACING = KvAware()
 ADMITTING = Predictive()
 
@@ -120,7 +122,7 @@ class RouterCore:
         self.forecast = Forecast(
             self.workers,
             queue,
-            ttft=Margin(confidence=each),
+            ttft=Margin(confidence=each, at_first=AT_FIRST),
             tpot=Margin(confidence=each),
             lifetimes=Lifetimes(self.lengths),
         )

@@ -164,7 +164,7 @@ def prompt(number: int) -> tuple[int, ...]:
 def busy(tiers: QosTiers = ONE_TIER) -> RouterCore:
     """A prefill worker that takes 0.1 s per token and has two prompts."""
     core = RouterCore(tiers=tiers)
-    core.promises.delay_s = 0.0
+    core.promises.delay_s = core.forecast.ttft.at_first = 0.0
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
     core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
@@ -260,6 +260,14 @@ def test_where_little_is_known_lately_what_is_near_counts_too() -> None:
     for _ in range(256):
         margin.observe(1.0, 1.5, undisturbed=False)
     assert margin.apply(8.0) == pytest.approx(8 * 1.5, rel=1e-3), "nobody dared it for long"
+
+
+def test_as_long_as_nothing_is_known_some_margin_is_taken() -> None:
+    margin = Margin(confidence=0.9, at_first=0.02)
+    assert margin.apply(2.0) == pytest.approx(2.04)
+    for _ in range(30):
+        margin.observe(2.0, 2.0, undisturbed=False)
+    assert margin.apply(2.0) == 2.0
 
 
 def test_the_margin_covers_the_asked_share_of_requests() -> None:
