@@ -127,7 +127,7 @@ class RouterCore:
             lifetimes=Lifetimes(self.lengths),
         )
         self.ladders = Ladders(self.tiers)
-        self.refusing = Refusing(promises=self.promises)
+        self.refusing = Refusing(promises=self.promises, workers=self.workers)
         self.learning = Learning(
             workers=self.workers, lengths=self.lengths, ladders=self.ladders, forecast=self.forecast
         )

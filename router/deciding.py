@@ -116,7 +116,7 @@ class Deciding:
         if request.admitted or request.promise is not None or not self.promises:
             return NOTHING_PROMISED
         soon = self.promises.before(now_s + SOON_S, request.tier.priority)
-        return self.workers.per_worker(soon)
+        return self.workers.per_worker(soon.times(self.workers.all_by_own()))
 
     def _line(self, request: Request) -> Promised:
         """And if it has to come back."""

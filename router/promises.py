@@ -58,8 +58,8 @@ NOTHING_PROMISED = Promised()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """`likely`: of the work, what was expected when it was made. `again`: to one that had come back
-    for another."""
+    """`likely`: of the work, and of as much of other routers, what was expected when it was made.
+    `again`: to one that had come back for another."""
 
     due_s: float
     until_s: float
@@ -96,9 +96,10 @@ class Promises:
         priority: int = 0,
         *,
         again: bool = False,
+        all_by_own: float = 1.0,
     ) -> float:
         """In how many seconds to come back: what is told. Replaces the one that the same request
-        had."""
+        had. `all_by_own`: the promises of all routers by those of this one."""
         self._take(digest)
         retry_after_s = soonest_s + self.delay_s
         if len(self._open) < MOST_PROMISES:
@@ -107,7 +108,7 @@ class Promises:
                 due_s=due_s,
                 until_s=due_s + GRACE_S,
                 work=work,
-                likely=work.times(self.claims.of(again).value),
+                likely=work.times(self.claims.of(again).value * all_by_own),
                 priority=priority,
                 again=again,
             )
@@ -140,7 +141,7 @@ class Promises:
         return promise
 
     def line(self, priority: int = 0) -> Promised:
-        """All that was promised, of this priority or before it."""
+        """All that was promised, by any router, of this priority or before it."""
         return sum_of(work for other, work in self._all.items() if other <= priority)
 
     def before(self, end_s: float, priority: int = 0) -> Promised:

@@ -10,11 +10,13 @@ from router.promises import Promises, digest_of
 from router.refusal import Refusal
 from router.release_clock import ReleaseClock
 from router.request import Request
+from router.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusing:
     promises: Promises
+    workers: Workers
     releases: ReleaseClock = field(default_factory=ReleaseClock)
 
     def told(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
@@ -36,5 +38,6 @@ class Refusing:
             now_s,
             request.tier.priority,
             again=request.promise is not None,
+            all_by_own=self.workers.all_by_own(),
         )
         return replace(refusal, retry_after_s=retry_after_s)

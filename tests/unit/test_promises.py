@@ -90,6 +90,14 @@ def test_the_line_stays_as_it_was_told() -> None:
     assert promises.line() == NOTHING_PROMISED, "nobody came for the others"
 
 
+def test_others_promises_are_in_the_line_as_many_as_they_were_when_it_was_told() -> None:
+    promises = promised(0.5)
+    for all_by_own in (3, 1):
+        promises.make(all_by_own, work(1), soonest_s=1, now_s=0, all_by_own=all_by_own)
+    assert promises.line().prefill_s == 2
+    assert promises.before(2).prefill_s == 1, "its own"
+
+
 def test_who_had_come_back_already_counts_apart() -> None:
     promises = promised(1.0)
     for digest in range(50):
@@ -192,6 +200,18 @@ def test_later_ones_are_promised_later_times() -> None:
     core.promises.claims.first.value = 1.0
     times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
     assert times == pytest.approx([0.5, 1.5, 2.5], abs=0.02)
+
+
+def test_others_are_told_as_many_times() -> None:
+    """Two sequences of its own beside two of another router's, which tells times as well."""
+    core = busy()
+    core.promises.claims.first.value = 1.0
+    says(core, "d", running=4, now_s=0)
+    times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
+    assert times == pytest.approx([0.5, 2.5, 4.5], abs=0.02)
+    finish(core, "r0", 0, 0.6)
+    new = submit(core, "new", prompt(20), 0.6, ttft_s=3.5)
+    assert isinstance(new[0], Refuse), "another router's client may come before it, too"
 
 
 def test_who_comes_back_in_time_goes_before_who_comes_anew() -> None:
