@@ -167,6 +167,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
         tensor=pool.parallel.tensor,
         attention=config.attention.backend,
+        launch_ahead=config.engine.launch_ahead,
         cuda=CudaOptions(
             graphs=config.engine.cuda_graphs == "auto",
             fp8_kv=config.engine.kv_dtype == "fp8",

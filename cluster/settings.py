@@ -69,6 +69,7 @@ class WorkerSettings:
     mixed_chunk_tokens: int = 512
     attention: str = "auto"
     cuda: CudaOptions = DEFAULT_OPTIONS
+    launch_ahead: str = "auto"
     tensor: int = 1
 
     @property

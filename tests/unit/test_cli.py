@@ -213,6 +213,7 @@ SAMPLES: dict[str, object] = {
     "engine.compile": "off",
     "engine.profile": "off",
     "engine.cuda_graphs": "off",
+    "engine.launch_ahead": "off",
     "engine.kv_dtype": "fp8",
     "engine.matmul_precision": "high",
     "attention.backend": "flex",

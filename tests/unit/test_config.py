@@ -399,6 +399,7 @@ CHANGES = {
     "engine.compile": "off",
     "engine.profile": "off",
     "engine.cuda_graphs": "off",
+    "engine.launch_ahead": "on",
     "engine.kv_dtype": "fp8",
     "engine.matmul_precision": "high",
     "attention.backend": "triton",
