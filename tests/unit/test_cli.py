@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 import cluster
-from cluster import launch
 from cluster.cli import main as cli
 from cluster.cli.options import devices, only
 from cluster.cli.process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
@@ -25,6 +24,8 @@ from cluster.net import host_towards
 from cluster.plan import pool_node_settings, router_settings, worker_settings
 from cluster.resolve import Site, resolve
 from kvrelay.errors import ConfigError, KvrelayError
+
+launch = pytest.importorskip("cluster.launch", reason="no Ray here")
 
 COMMANDS = [
     *("serve", "stop", "demo", "status", "doctor", "plan"),
