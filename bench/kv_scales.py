@@ -109,7 +109,8 @@ def _distance(found: torch.Tensor, exact: torch.Tensor) -> str:
     worst = apart.abs().max() / (exact.max() - exact.min())
     return (
         f"largest difference {worst:.3f} of the range, rms {apart.std() / exact.std():.4f} "
-        f"standard deviations, divergence {divergence:.1e} nats, next token the same {100 * same:.1f} %"
+        f"standard deviations, divergence {divergence:.1e} nats, next token the same "
+        f"{100 * same:.1f} %"
     )
 
 
