@@ -166,6 +166,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         tenant_weights=tuple(config.qos.tenant_weights.items()),
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
         tensor=pool.parallel.tensor,
+        rank_timeout_s=config.engine.rank_timeout,
         attention=config.attention.backend,
         cuda=CudaOptions(
             graphs=config.engine.cuda_graphs == "auto",

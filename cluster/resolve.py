@@ -87,7 +87,8 @@ def _resolve_pool(
     cpus = size * floor(site.total_cpus / ranks * 100) / 100 if fits else float(threads)
     resources = {"CPU": cpus}
     if pool.device != "cpu":
-        resources["GPU"] = floor(1e4 / device_share(pool, pools)) / 1e4
+        part = floor(1e4 / device_share(pool, pools)) / 1e4
+        resources["GPU"] = part if size == 1 else float(size)
     return pool.model_copy(update={"cpu_threads": threads, "resources": resources | pool.resources})
 
 

@@ -35,6 +35,7 @@ WORKER_KEYS = (
     "engine.cuda_graphs",
     "engine.kv_dtype",
     "engine.matmul_precision",
+    "engine.rank_timeout",
     "attention.backend",
     "scheduler.prefill_chunk_tokens",
     "scheduler.mixed_chunk_tokens",

@@ -79,6 +79,9 @@ class Engine(Section):
     profile: Profile = "auto"
     """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
     some; else a YAML file of step times, on the worker's machine."""
+    rank_timeout: Seconds = 60.0
+    """With parallel.tensor above 1: a process of a worker that another one waits for so long, in a
+    step, hangs, and the worker ends."""
 
 
 class Attention(Section):
@@ -103,8 +106,8 @@ class Scheduler(Section):
 
 class Parallel(Section):
     tensor: Count = 1
-    """Processes of one machine that share one model copy, each with some of its heads; only with
-    device cpu so far."""
+    """Processes of one machine that share one model copy, each with some of its heads; on device
+    cuda each on a GPU of its own."""
 
 
 class WorkerPool(Section):
@@ -131,8 +134,16 @@ class WorkerPool(Section):
     @classmethod
     def _on_its_device(cls, given: Parallel, others: ValidationInfo) -> Parallel:
         device = others.data.get("device", "cpu")
-        if given.tensor > 1 and device != "cpu":
-            raise ValueError(f"tensor: 1 on device {device}: ranks share the host's memory so far")
+        if given.tensor > 1 and device not in ("cpu", "cuda"):
+            raise ValueError(f"tensor: 1 on device {device}: several ranks need cuda, or cpu")
+        return given
+
+    @field_validator("parallel")
+    @classmethod
+    def _has_its_gpus(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+        gpus = others.data.get("resources", {}).get("GPU", given.tensor)
+        if given.tensor > 1 and gpus != given.tensor and others.data.get("device") == "cuda":
+            raise ValueError(f"tensor: as many ranks as resources.GPU, which is {gpus:g}")
         return given
 
     @field_validator("parallel")
