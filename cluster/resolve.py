@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import PurePath
 
-from cluster.config.schema import Config, Model, WorkerPool
+from cluster.config.schema import Config, Model
+from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
 
 
