@@ -72,5 +72,5 @@ class Board:
         deadline_s = time.monotonic() + self.timeout_s
         while self._turns.min() < self._turn:
             if self.closed or time.monotonic() > deadline_s:
-                raise PeerError("a rank is gone, or hangs")
+                raise PeerError(f"rank {int(self._turns.argmin())} is gone, or hangs")
             time.sleep(_NAP_S)

@@ -105,8 +105,8 @@ def rank_of(worker: Process) -> psutil.Process:
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (psutil.Process.kill, "rank 1 has ended with exit code -9|a rank is gone"),
-        (psutil.Process.suspend, "a rank is gone, or hangs"),
+        (psutil.Process.kill, "rank 1 has ended with exit code -9|rank 1 is gone"),
+        (psutil.Process.suspend, "rank 1 is gone, or hangs"),
     ],
     ids=["killed", "stopped"],
 )
