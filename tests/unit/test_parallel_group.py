@@ -167,6 +167,16 @@ def test_only_what_is_new_of_a_table_is_told() -> None:
     assert_told(grown, hearer.decode(message)[0])
 
 
+def test_those_that_run_are_remembered_whoever_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message, "_SPARE_ROWS", 1)
+    teller, table = StepTeller(), blocks(*range(50))
+    told = []
+    for number in range(5):
+        told.append(len(teller.encode([piece((5,), 799, (table,), 1)], False)))
+        teller.encode([piece((5,), 15, (blocks(99),), 1, name=f"other {number}")], False)
+    assert set(told[1:]) == {told[0] - 4 * (2 + 50)}
+
+
 def random_tables(letters: random.Random, old: Tables) -> Tables:
     """Kept, grown, cut, a window's first blocks gone, or quite others."""
     grown = tuple((*table, BlockId(letters.randrange(99))) for table in old)
