@@ -156,13 +156,13 @@ def test_without_a_compiler_operations_stay_apart(
     assert_near(all_logits(compiled), expected, FAR["float32"])
     (warned,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert warned.getMessage() == (
-        "compile: operations stay apart: no compiler (gcc, cc, clang) is installed: install gcc"
+        "compile: operations stay apart: no compiler (g++, clang++, c++) is installed: install g++"
     )
 
 
 def test_a_compiler_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "SOURCE", replace(library.SOURCE, flags=("-no-such-flag",)))
-    with pytest.raises(BuildError, match=r"could not build fused\.c .*no-such-flag"):
+    with pytest.raises(BuildError, match=r"could not build fused\.cpp .*no-such-flag"):
         library.load_library()
 
 
