@@ -57,13 +57,21 @@ struct Product {
   }
 
  private:
+  // In tiles of about as many rows each.
   template <int kVectors>
   void all_rows(int column) const {
-    int row = 0;
-    for (; kMostRows > 4 && rows - row >= 6; row += 6) tile<6, kVectors>(row, column);
-    for (; kMostRows > 2 && rows - row >= 3; row += 3) tile<3, kVectors>(row, column);
-    for (; rows - row >= 2; row += 2) tile<2, kVectors>(row, column);
-    for (; row < rows; ++row) tile<1, kVectors>(row, column);
+    const int tiles = (rows + kMostRows - 1) / kMostRows;
+    for (int i = 0, row = 0; i < tiles; ++i) {
+      const int count = (rows - row + tiles - i - 1) / (tiles - i);
+      some_rows<kMostRows, kVectors>(row, count, column);
+      row += count;
+    }
+  }
+
+  template <int kRows, int kVectors>
+  void some_rows(int row, int count, int column) const {
+    if (count == kRows) return tile<kRows, kVectors>(row, column);
+    if constexpr (kRows > 1) some_rows<kRows - 1, kVectors>(row, count, column);
   }
 
   template <int kRows, int kVectors>
