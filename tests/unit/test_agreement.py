@@ -1,4 +1,4 @@
-"""In bf16 our logits are as near to fp32's as transformers' are, and to those as rounding allows."""
+"""In bf16 our logits are as near to fp32's as transformers', and to those as rounding allows."""
 
 from __future__ import annotations
 
