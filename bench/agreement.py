@@ -2,7 +2,7 @@
 
 There are two measures. What an order of summation makes: transformers beside itself with the
 model's hidden and inner dimensions permuted, which changes no sum but the order it is added in. And
-how far transformers itself is from the same weights in fp32: fused operations round less often.
+how far transformers itself is from the same weights in fp32.
 """
 
 from __future__ import annotations

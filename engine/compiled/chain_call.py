@@ -26,7 +26,7 @@ class Value(ctypes.Structure):
 
 class Op(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, c_int32) for name in ("kind", "heads", "width", "depth", "head_stride")),
+        *((name, c_int32) for name in ("kind", "heads", "width", "depth", "head_stride", "rounds")),
         ("eps", c_float),
         *((name, Value) for name in ("x", "y", "z", "out", "more")),
         *((name, c_void_p) for name in ("weight", "bias")),

@@ -30,6 +30,7 @@ class _Step:
     head_stride: int = 0
     depth: int = 0
     eps: float = 0.0
+    rounds: bool = False
     weight: int | None = None
     bias: int | None = None
 
@@ -138,19 +139,22 @@ class Gathered:
         return self._put(_Step(kind=OpKind.ADD, values=values, width=width), self._new(width))
 
     def _norm(self, node: Node) -> Place | None:
-        x, weight, eps = node.args
+        x, weight, eps, rounds = node.args
         values = self._read({"x": x})
         if values is None:
             return None
         return self._put(
             replace(
-                self._heads_of(OpKind.NORM, values), eps=_number(eps), weight=self._hold(weight)
+                self._heads_of(OpKind.NORM, values),
+                eps=_number(eps),
+                rounds=bool(rounds),
+                weight=self._hold(weight),
             ),
             self._like(values["x"]),
         )
 
     def _add_norm(self, node: Node) -> Place | None:
-        x, y, weight, eps = node.args
+        x, y, weight, eps, rounds = node.args
         values = self._read({"x": x, "y": y})
         if values is None or not _are_rows(values):
             return None
@@ -161,6 +165,7 @@ class Gathered:
             values=values | {"more": total},
             width=width,
             eps=_number(eps),
+            rounds=bool(rounds),
             weight=self._hold(weight),
         )
         self._pairs[node] = (total, self._put(step, normed))
@@ -252,6 +257,7 @@ class Gathered:
             depth=step.depth,
             head_stride=step.head_stride,
             eps=step.eps,
+            rounds=step.rounds,
             weight=step.weight,
             bias=step.bias,
             **values,

@@ -31,8 +31,8 @@ SOURCE = Source(
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _TEAM = [_POINTER, _COUNT]
 _SIGNATURES: dict[str, list[Any]] = {
-    "rms_norm": _TEAM + [_POINTER] * 3 + [_COUNT] * 5 + [_FLOAT],
-    "add_rms_norm": _TEAM + [_POINTER] * 5 + [_COUNT] * 2 + [_FLOAT],
+    "rms_norm": _TEAM + [_POINTER] * 3 + [_COUNT] * 5 + [_FLOAT, _COUNT],
+    "add_rms_norm": _TEAM + [_POINTER] * 5 + [_COUNT] * 2 + [_FLOAT, _COUNT],
     "rotate": _TEAM + [_POINTER] * 4 + [_COUNT] * 6,
     "silu_mul": _TEAM + [_POINTER] * 3 + [_COUNT] * 4,
     "gelu_tanh_mul": _TEAM + [_POINTER] * 3 + [_COUNT] * 4,
@@ -54,26 +54,36 @@ class Fused:
         self._silu_mul = _function(library, "silu_mul", dtype)
         self._gelu_tanh_mul = _function(library, "gelu_tanh_mul", dtype)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`x` `[1, tokens, width]` or `[1, tokens, heads, width]`, `weight` fp32 `[width]`."""
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool
+    ) -> torch.Tensor:
+        """`x` `[1, tokens, width]` or `[1, tokens, heads, width]`, `weight` fp32 `[width]`.
+
+        `rounds` what the weight is multiplied with.
+        """
         shape, strides = x.shape, x.stride()
         heads, head_stride = (shape[2], strides[2]) if len(shape) == 4 else (1, 0)
         out = x.new_empty(shape)
         self._rms_norm(
             self.fork, get_num_threads(), x.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            shape[1], heads, shape[-1], strides[1], head_stride, eps,
+            shape[1], heads, shape[-1], strides[1], head_stride, eps, rounds,
         )  # fmt: skip
         return out
 
     def add_rms_norm(
-        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        rounds: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x + other and its norm; both `[1, tokens, width]` and dense."""
         shape = x.shape
         total, out = x.new_empty(shape), x.new_empty(shape)
         self._add_rms_norm(
             self.fork, get_num_threads(), x.data_ptr(), other.data_ptr(), weight.data_ptr(),
-            total.data_ptr(), out.data_ptr(), shape[1], shape[2], eps,
+            total.data_ptr(), out.data_ptr(), shape[1], shape[2], eps, rounds,
         )  # fmt: skip
         return total, out
 

@@ -1,4 +1,4 @@
-"""In bf16 our logits are as near to fp32's as transformers', and to those as rounding allows."""
+"""In bf16 our logits are as near to transformers' as two orders of the same fp32 sums are."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def test_logits_are_within_the_error_of_two_orders(
     found = agreement(load_way(checkpoint_path(), LOAD, attention, compiled), text)
     print(f"{found}; two orders {text.another_order:.3g}, transformers {text.error:.3g}")
     assert found.error <= 1.05 * text.error
-    assert found.apart <= 2**0.5 * text.error, "further than two roundings of this size"
-    assert compiled or found.apart <= 1.2 * text.another_order
+    assert found.apart <= 1.2 * text.another_order
     assert found.same_next >= text.another_next - 0.03
 
 
@@ -49,4 +48,4 @@ def test_a_norm_that_is_off_by_two_hundredths_is_noticed(text: Text, tmp_path: P
         (tmp_path / name).write_bytes((checkpoint_path() / name).read_bytes())
     found = agreement(load_way(tmp_path, LOAD, "auto", True), text)
     assert found.error > 1.05 * text.error
-    assert found.apart > 2**0.5 * text.error
+    assert found.apart > 1.2 * text.another_order

@@ -18,7 +18,7 @@ struct Value {
 // A product's `width` is its outputs, `heads` its inputs; `depth` those in a panel, with what is filled
 // up. Others' rows are `heads` heads of `width` numbers, `head_stride` apart in `x`, dense in `out`.
 struct Op {
-  int32_t kind, heads, width, depth, head_stride;
+  int32_t kind, heads, width, depth, head_stride, rounds;
   float eps;
   Value x, y, z, out, more;
   const void* weight;
@@ -123,7 +123,7 @@ struct Run {
   void norm(const Op& op, const Value& source, int row) const {
     for (int head = 0; head < op.heads; ++head)
       norm_row(at(source, row) + head * op.head_stride, static_cast<const float*>(op.weight),
-               at(op.out, row) + head * op.width, op.width, op.eps);
+               at(op.out, row) + head * op.width, op.width, op.eps, op.rounds != 0);
   }
 
   void rotate(const Op& op, int row) const {

@@ -26,21 +26,22 @@ void each_row(const Threads& threads, int64_t rows, int64_t width, Work work) {
 // Row i x heads + j of `out` is head j of token i of x.
 template <class Number>
 void rms_norm(Threads threads, const Number* x, const float* weight, Number* out, int64_t tokens,
-              int64_t heads, int64_t width, int64_t token_stride, int64_t head_stride, float eps) {
+              int64_t heads, int64_t width, int64_t token_stride, int64_t head_stride, float eps,
+              bool rounds) {
   each_row(threads, tokens * heads, width, [=](int64_t row) {
     norm_row(x + row / heads * token_stride + row % heads * head_stride, weight, out + row * width,
-             width, eps);
+             width, eps, rounds);
   });
 }
 
 // sum = x + other, rounded; out = its norm. All rows adjacent.
 template <class Number>
 void add_rms_norm(Threads threads, const Number* x, const Number* other, const float* weight,
-                  Number* sum, Number* out, int64_t rows, int64_t width, float eps) {
+                  Number* sum, Number* out, int64_t rows, int64_t width, float eps, bool rounds) {
   each_row(threads, rows, width, [=](int64_t row) {
     const int64_t at = row * width;
     add_row(x + at, other + at, sum + at, width);
-    norm_row(sum + at, weight, out + at, width, eps);
+    norm_row(sum + at, weight, out + at, width, eps, rounds);
   });
 }
 
@@ -70,14 +71,14 @@ void gate(Threads threads, const Number* gate, const Number* up, Number* out, in
 #define DEFINE(NAME, T, WEIGHTS)                                                                  \
   void rms_norm_##NAME(Fork fork, int64_t count, const T* x, const float* weight, T* out,         \
                        int64_t tokens, int64_t heads, int64_t width, int64_t token_stride,        \
-                       int64_t head_stride, float eps) {                                          \
+                       int64_t head_stride, float eps, int64_t rounds) {                          \
     rms_norm<T>({fork, count}, x, weight, out, tokens, heads, width, token_stride, head_stride,   \
-                eps);                                                                             \
+                eps, rounds != 0);                                                                \
   }                                                                                               \
   void add_rms_norm_##NAME(Fork fork, int64_t count, const T* x, const T* other,                  \
                            const float* weight, T* sum, T* out, int64_t rows, int64_t width,      \
-                           float eps) {                                                           \
-    add_rms_norm<T>({fork, count}, x, other, weight, sum, out, rows, width, eps);                 \
+                           float eps, int64_t rounds) {                                           \
+    add_rms_norm<T>({fork, count}, x, other, weight, sum, out, rows, width, eps, rounds != 0);    \
   }                                                                                               \
   void rotate_##NAME(Fork fork, int64_t count, const T* x, const T* cosines, const T* sines,      \
                      T* out, int64_t tokens, int64_t heads, int64_t width, int64_t token_stride,  \

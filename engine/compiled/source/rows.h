@@ -1,5 +1,5 @@
-// Element-wise operations of decoder layers, a row at a time. Sums are float, and each result is
-// rounded once. Loops are written for the compiler to vectorise.
+// Element-wise operations of decoder layers, a row at a time. Sums are float; what torch's operations
+// would round is rounded. Loops are written for the compiler to vectorise.
 #pragma once
 
 #include <cmath>
@@ -36,12 +36,23 @@ struct GeluTanh {
 };
 
 template <class Number>
-inline void norm_row(const Number* x, const float* weight, Number* out, int64_t width, float eps) {
+inline float rounded(float value) {
+  return to_float(from_float<Number>(value));
+}
+
+// `rounds`: before the weight, as most models do.
+template <class Number>
+inline void norm_row(const Number* x, const float* weight, Number* out, int64_t width, float eps,
+                     bool rounds) {
   float squares = 0.0f;
   for (int64_t i = 0; i < width; ++i) squares += to_float(x[i]) * to_float(x[i]);
   const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
-  for (int64_t i = 0; i < width; ++i)
-    out[i] = from_float<Number>(to_float(x[i]) * scale * weight[i]);
+  if (rounds)
+    for (int64_t i = 0; i < width; ++i)
+      out[i] = from_float<Number>(rounded<Number>(to_float(x[i]) * scale) * weight[i]);
+  else
+    for (int64_t i = 0; i < width; ++i)
+      out[i] = from_float<Number>(to_float(x[i]) * scale * weight[i]);
 }
 
 template <class Number>
@@ -56,14 +67,15 @@ inline void rotate_row(const Number* x, const Number* cosines, const Number* sin
   const int64_t half = width / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float near = to_float(x[i]), far = to_float(x[i + half]);
-    out[i] = from_float<Number>(near * to_float(cosines[i]) - far * to_float(sines[i]));
-    out[i + half] =
-        from_float<Number>(far * to_float(cosines[i + half]) + near * to_float(sines[i + half]));
+    out[i] = from_float<Number>(rounded<Number>(near * to_float(cosines[i])) -
+                                rounded<Number>(far * to_float(sines[i])));
+    out[i + half] = from_float<Number>(rounded<Number>(far * to_float(cosines[i + half])) +
+                                       rounded<Number>(near * to_float(sines[i + half])));
   }
 }
 
 template <class Activation, class Number>
 inline void gate_row(const Number* gate, const Number* up, Number* out, int64_t width) {
   for (int64_t i = 0; i < width; ++i)
-    out[i] = from_float<Number>(Activation::of(to_float(gate[i])) * to_float(up[i]));
+    out[i] = from_float<Number>(rounded<Number>(Activation::of(to_float(gate[i]))) * to_float(up[i]));
 }
