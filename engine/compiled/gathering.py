@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.fx import Node
 
+from engine.compiled.buffers import Buffers
 from engine.compiled.chain import Plan
-from engine.compiled.chain_call import MOST_OPS, Op, OpKind, Value
+from engine.compiled.chain_call import MOST_OPS, Op, OpKind
 from engine.compiled.graph import Captured, Kind
 from engine.compiled.library import Fused
 from engine.compiled.linear import Packed
@@ -38,13 +38,10 @@ class _Step:
 class Gathered:
     def __init__(self, made: Captured, fused: Fused) -> None:
         self._made, self._fused = made, fused
-        self._rows: object = None
+        self._buffers = Buffers(fused.dtype)
         self._steps: list[_Step] = []
-        self._places: dict[Node, Place] = {}
         self._pairs: dict[Node, tuple[Place, Place]] = {}
-        self._widths: list[int] = []
         self._held: list[object] = []
-        self.inputs: list[Node] = []
         self.members: list[Node] = []
         self._makers: dict[object, Callable[[Node], Place | None]] = {
             operator.call: self._product,
@@ -57,7 +54,11 @@ class Gathered:
         }
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._places or node in self._pairs
+        return node in self._buffers.places or node in self._pairs
+
+    @property
+    def inputs(self) -> list[Node]:
+        return self._buffers.inputs
 
     @property
     def products(self) -> int:
@@ -79,22 +80,22 @@ class Gathered:
             if place is not None:
                 self.members.append(node)
         if place is not None and node not in self._pairs:
-            self._places[node] = place
+            self._buffers.places[node] = place
         return place is not None
 
     def outputs(self) -> list[tuple[Node, Place]]:
         """What others use."""
         return [
             (node, place)
-            for node, place in self._places.items()
+            for node, place in self._buffers.places.items()
             if any(user not in self for user in node.users)
         ]
 
     def plan(self, outputs: list[Place]) -> Plan:
         return Plan(
             ops=[self._op(step) for step in self._steps],
-            inputs=len(self.inputs),
-            widths=self._widths,
+            inputs=len(self._buffers.inputs),
+            widths=self._buffers.widths,
             outputs=outputs,
             held=self._held,
         )
@@ -105,7 +106,9 @@ class Gathered:
             return None
         if source in self._pairs and node.target is operator.getitem:
             return self._pairs[source][int(str(node.args[1]))]
-        return viewed(self._places[source], node) if source in self._places else None
+        return (
+            viewed(self._buffers.places[source], node) if source in self._buffers.places else None
+        )
 
     def _product(self, node: Node) -> Place | None:
         called, *rest = node.args
@@ -113,7 +116,7 @@ class Gathered:
         if not isinstance(packed, Packed) or packed.depth is None or len(rest) != 1:
             return None
         inputs = packed.weight.shape[1]
-        values = self._read({"x": rest[0]})
+        values = self._buffers.read(x=rest[0])
         if values is None or not values["x"].is_rows or values["x"].width != inputs:
             return None
         self._held.append(packed)
@@ -127,20 +130,22 @@ class Gathered:
                 weight=torch.ops.mkldnn.data_ptr(packed.weight),
                 bias=None if packed.bias is None else packed.bias.data_ptr(),
             ),
-            self._new(packed.width),
+            self._buffers.new(packed.width),
         )
 
     def _add(self, node: Node) -> Place | None:
         x, y = node.args[:2]
-        values = None if node.kwargs else self._read({"x": x, "y": y})
+        values = self._buffers.read(x=x, y=y) if _is_plain_sum(node) else None
         if values is None or not _are_rows(values):
             return None
         width = values["x"].width
-        return self._put(_Step(kind=OpKind.ADD, values=values, width=width), self._new(width))
+        return self._put(
+            _Step(kind=OpKind.ADD, values=values, width=width), self._buffers.new(width)
+        )
 
     def _norm(self, node: Node) -> Place | None:
         x, weight, eps, rounds = node.args
-        values = self._read({"x": x})
+        values = self._buffers.read(x=x)
         if values is None:
             return None
         return self._put(
@@ -150,16 +155,16 @@ class Gathered:
                 rounds=bool(rounds),
                 weight=self._hold(weight),
             ),
-            self._like(values["x"]),
+            self._buffers.like(values["x"]),
         )
 
     def _add_norm(self, node: Node) -> Place | None:
         x, y, weight, eps, rounds = node.args
-        values = self._read({"x": x, "y": y})
+        values = self._buffers.read(x=x, y=y)
         if values is None or not _are_rows(values):
             return None
         width = values["x"].width
-        total, normed = self._new(width), self._new(width)
+        total, normed = self._buffers.new(width), self._buffers.new(width)
         step = _Step(
             kind=OpKind.ADD_NORM,
             values=values | {"more": total},
@@ -173,19 +178,19 @@ class Gathered:
 
     def _rotate(self, node: Node) -> Place | None:
         x, cos, sin = node.args
-        values = self._read({"x": x, "y": cos, "z": sin})
+        values = self._buffers.read(x=x, y=cos, z=sin)
         if values is None or not all(values[name].is_rows for name in "yz"):
             return None
-        return self._put(self._heads_of(OpKind.ROTATE, values), self._like(values["x"]))
+        return self._put(self._heads_of(OpKind.ROTATE, values), self._buffers.like(values["x"]))
 
     def _gate(self, node: Node) -> Place | None:
         gate, up = node.args
-        values = self._read({"x": gate, "y": up})
+        values = self._buffers.read(x=gate, y=up)
         if values is None or not _are_rows(values):
             return None
         kind = OpKind.SILU if node.target == self._fused.silu_mul else OpKind.GELU
         width = values["x"].width
-        return self._put(_Step(kind=kind, values=values, width=width), self._new(width))
+        return self._put(_Step(kind=kind, values=values, width=width), self._buffers.new(width))
 
     def _heads_of(self, kind: OpKind, values: dict[str, Place]) -> _Step:
         x = values["x"]
@@ -196,46 +201,6 @@ class Gathered:
     def _put(self, step: _Step, out: Place) -> Place:
         self._steps.append(replace(step, values=step.values | {"out": out}))
         return out
-
-    def _new(self, width: int) -> Place:
-        self._widths.append(width)
-        return Place(buffer=len(self._widths) - 1, stride=width, width=width)
-
-    def _like(self, place: Place) -> Place:
-        """Dense, with the same heads."""
-        new = self._new(place.heads * place.width)
-        return replace(
-            place, buffer=new.buffer, stride=new.stride, offset=0, head_stride=place.width
-        )
-
-    def _read(self, operands: dict[str, Any]) -> dict[str, Place] | None:
-        """Operands that aren't here become inputs, all or none of them."""
-        found: dict[str, Place] = {}
-        inputs, rows = list(self.inputs), self._rows
-        for name, node in operands.items():
-            place = self._places.get(node) if isinstance(node, Node) else None
-            if place is None:
-                place, word = self._input(node, inputs)
-                if place is None or rows not in (None, word):
-                    return None
-                rows = word
-            found[name] = place
-        self.inputs, self._rows = inputs, rows
-        return found
-
-    def _input(self, node: Any, inputs: list[Node]) -> tuple[Place | None, object]:
-        kind = node.meta.get("kind") if isinstance(node, Node) else None
-        if not isinstance(kind, Kind) or kind.dtype != self._fused.dtype or node in self:
-            return None, None
-        is_angles = len(kind.shape) == 4 and kind.shape[:2] == (1, 1)
-        width = kind.shape[-1]
-        if not (len(kind.shape) == 3 or is_angles) or kind.shape[0] != 1:
-            return None, None
-        if not isinstance(width, int) or (is_angles and not inputs and not self._places):
-            return None, None
-        if node not in inputs:
-            inputs.append(node)
-        return Place(buffer=-1 - inputs.index(node), stride=width, width=width), kind.shape[-2]
 
     def _constant(self, node: object) -> object:
         if not (isinstance(node, Node) and node.op == "get_attr"):
@@ -249,7 +214,7 @@ class Gathered:
         return tensor.data_ptr()
 
     def _op(self, step: _Step) -> Op:
-        values = {name: self._value(place) for name, place in step.values.items()}
+        values = {name: self._buffers.value(place) for name, place in step.values.items()}
         return Op(
             kind=step.kind,
             heads=step.heads,
@@ -263,10 +228,13 @@ class Gathered:
             **values,
         )
 
-    def _value(self, place: Place) -> Value:
-        own = place.buffer >= 0
-        buffer = len(self.inputs) + place.buffer if own else -1 - place.buffer
-        return Value(buffer, place.offset, place.stride)
+
+def _is_plain_sum(node: Node) -> bool:
+    """Of two tensors of one shape, `[1, rows, width]`."""
+    kinds = [one.meta.get("kind") for one in (node, *node.all_input_nodes)]
+    shapes = {one.shape for one in kinds if isinstance(one, Kind)}
+    is_one = len(shapes) == 1 and all(isinstance(one, Kind) for one in kinds)
+    return is_one and len(shapes.pop()) == 3 and not node.kwargs and len(node.args) == 2
 
 
 def _are_rows(values: dict[str, Place]) -> bool:
