@@ -16,8 +16,8 @@ from engine.step import Command, Emit, StepOutcome, Tick
 from kvpool.handoff import (
     Commit,
     PeerHello,
-    PieceAhead,
     PieceComputed,
+    PiecesAhead,
     RenewLeases,
     SlabFilled,
     TransferCancelled,
@@ -69,7 +69,7 @@ class Arrivals:
             case PeerHello(kv=kv):
                 self.receiver.pools.met(event.peer, kv)
                 return []
-            case PieceAhead() as ahead:
+            case PiecesAhead() as ahead:
                 return self.receiver.ahead(event.peer, ahead, now_s)
             case PieceComputed() as computed:
                 return self.receiver.computed(event.peer, computed, now_s)

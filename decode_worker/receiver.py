@@ -14,7 +14,7 @@ from decode_worker.reservation import Arrived, Failure, Reservation
 from decode_worker.reservations import Reservations
 from decode_worker.room import Room
 from engine.step import Command
-from kvpool.handoff import Commit, HandoffMode, PieceAhead, PieceComputed, SlabFilled
+from kvpool.handoff import Commit, HandoffMode, PieceComputed, PiecesAhead, SlabFilled
 from kvpool.handoff_events import PieceFetched, SlabReplaced, SlabScattered
 from kvpool.leases import LeaseTable
 from kvpool.slabs import SlabId, SlabPool
@@ -95,7 +95,7 @@ class Receiver:
 
     # --- pieces ---------------------------------------------------------------------------------
 
-    def ahead(self, peer: Incarnation, ahead: PieceAhead, now_s: float) -> list[Command]:
+    def ahead(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
         return self.pieces.ahead(peer, ahead, now_s)
 
     def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch, first_query
-from kvpool.handoff import Commit, Committed, PieceAhead
+from kvpool.handoff import Commit, Committed, PiecesAhead
 from kvpool.handoff_events import FetchPiece, SendPeer
 from kvpool.holder import Holder
+from kvpool.piece import Piece
 from kvpool.write import Write
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
@@ -30,8 +32,8 @@ class Reservation:
     checked: bool = False
     held_tokens: int = 0
     announced: set[int] = field(default_factory=set)
-    awaiting_blocks: list[tuple[PieceAhead, Write]] = field(default_factory=list)
-    collated: dict[int, tuple[PieceAhead, Write]] = field(default_factory=dict)
+    awaiting_blocks: list[tuple[PiecesAhead, Ordered[Write]]] = field(default_factory=list)
+    collated: dict[int, tuple[Piece, Write]] = field(default_factory=dict)
     direct: dict[int, FetchPiece] = field(default_factory=dict)
     moving: int = 0
     landed: int = 0
