@@ -16,9 +16,9 @@ from engine.step import Command
 from kvpool.handoff import (
     CancelTransfer,
     PieceComputed,
-    PieceRead,
     PiecesAhead,
     PiecesAwaited,
+    PiecesRead,
     SlabFilled,
 )
 from kvpool.handoff_events import PieceFetched, ScatterSlab, SendPeer, SlabScattered
@@ -90,6 +90,7 @@ class Pieces:
             else:
                 reservation.direct[number] = way
                 awaited.append(number)
+        reservation.unread += len(awaited)
         lent: list[Command] = [*self.lending.lend(now_s)]
         if not awaited:
             return lent
@@ -137,7 +138,15 @@ class Pieces:
             self.pools.forget_cost(peer)
         if reservation.cancelled:
             return ended, failures
-        return [SendPeer(peer=peer, message=PieceRead(key=done.key, piece=done.piece))], []
+        reservation.unread -= 1
+        reservation.read.append(done.piece)
+        return ([] if reservation.unread else [self._tell_read(reservation)]), []
+
+    @staticmethod
+    def _tell_read(reservation: Reservation) -> SendPeer:
+        pieces, reservation.read = tuple(reservation.read), []
+        message = PiecesRead(key=reservation.key, pieces=pieces)
+        return SendPeer(peer=reservation.sender, message=message)
 
     def _landed(
         self, done: SlabScattered | PieceFetched, now_s: float

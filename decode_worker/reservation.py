@@ -22,7 +22,8 @@ class Reservation:
     nobody wants more of; the first `held_tokens` are cached here.
 
     A piece is announced, waits for blocks (`pull`), and comes in one of two ways; `moving` counts
-    the scatters and reads that touch the blocks just now.
+    the scatters and reads that touch the blocks just now. Of those that come directly so many are
+    still `unread`, and those that are `read` the prefill worker is told once none is.
     """
 
     message: Reserve
@@ -35,6 +36,8 @@ class Reservation:
     awaiting_blocks: list[tuple[PiecesAhead, Ordered[Write]]] = field(default_factory=list)
     collated: dict[int, tuple[Piece, Write]] = field(default_factory=dict)
     direct: dict[int, FetchPiece] = field(default_factory=dict)
+    unread: int = 0
+    read: list[int] = field(default_factory=list)
     moving: int = 0
     landed: int = 0
     commit: Commit | None = None

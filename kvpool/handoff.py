@@ -8,7 +8,7 @@
                                              or direct:
                          <------------------  PiecesAwaited(pieces)
       PieceComputed(piece)  --------------->  reads it into the blocks it reserved
-                         <------------------  PieceRead(piece)
+                         <------------------  PiecesRead(pieces), when none is left to read
       Commit(first tokens)  --------------->  joins the running batch
       frees its blocks   <------------------  Committed
 
@@ -20,7 +20,7 @@ Either side may end it early, by CancelTransfer or, once no write is in flight, 
 That is the fence: until it comes, or the slab is retired at its lease's end, it is not reused.
 
 Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
-but they can't be used: Commit follows PieceRead, so the owner still held every block when it heard
+but they can't be used: Commit follows PiecesRead, so the owner still held every block when it heard
 that the last of them had been read, however late anyone is, and without Commit no request joins.
 So the owner frees its blocks whenever it likes, and no clock is trusted.
 """
@@ -109,9 +109,9 @@ class PieceComputed:
 
 
 @value
-class PieceRead:
+class PiecesRead:
     key: RequestKey
-    piece: int
+    pieces: tuple[int, ...]
 
 
 @value
@@ -163,10 +163,10 @@ class LinkProbed:
     """The side that was connected to has measured the link: now the other one may."""
 
 
-PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PieceRead
+PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PiecesRead
 EndMessage = Commit | Committed | CancelTransfer | TransferCancelled
 LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed
 PeerMessage = PieceMessage | EndMessage | LinkMessage | PullMessage
 
-TO_PREFILL = (SlabLent, PiecesAwaited, PieceRead, Committed, CancelTransfer)
+TO_PREFILL = (SlabLent, PiecesAwaited, PiecesRead, Committed, CancelTransfer)
 """What a decode worker says; all but the hello, which either says, is the prefill worker's."""

@@ -212,14 +212,10 @@ def _block_ranges(sections: Iterable[Section], block_size: int) -> Iterator[tupl
 
 @lru_cache(maxsize=64)
 def _runs(blocks: tuple[BlockId, ...]) -> Runs:
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        assert block != NO_BLOCK, "a block that is to be sent is not held"
-        if runs and sum(runs[-1]) == block:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block, 1))
-    return tuple(runs)
+    assert NO_BLOCK not in blocks, "a block that is to be sent is not held"
+    begins = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
+    ends = (*begins[1:], len(blocks))
+    return tuple((blocks[begin], end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
 @lru_cache(maxsize=64)

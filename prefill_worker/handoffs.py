@@ -10,8 +10,8 @@ from kvpool.handoff import (
     Committed,
     HandoffMode,
     PeerHello,
-    PieceRead,
     PiecesAwaited,
+    PiecesRead,
     SlabLent,
     TransferCancelled,
 )
@@ -59,8 +59,8 @@ class Handoffs:
                 return [*job.sender.lent(lent, self.jobs.tables(job))]
             case PiecesAwaited(key=key, pieces=pieces) if job := self.jobs.find(key, event.peer):
                 return [*job.sender.awaited(pieces, self.jobs.tables(job))]
-            case PieceRead(key=key, piece=piece) if job := self.jobs.find(key, event.peer):
-                job.sender.read(piece)
+            case PiecesRead(key=key, pieces=pieces) if job := self.jobs.find(key, event.peer):
+                job.sender.read(pieces)
                 return self._commit(job)
             case PeerHello(kv=kv):
                 return self._met(event.peer, kv)

@@ -166,11 +166,11 @@ class Sender:
         self._awaited.update(number for number in numbers if self._is_waiting(number))
         return self._moves(tables)
 
-    def read(self, number: int) -> None:
-        """The decode worker has read it, while its blocks were still held here."""
-        if number in self._readable:
-            self._readable.discard(number)
-            self._done.add(number)
+    def read(self, numbers: Iterable[int]) -> None:
+        """The decode worker has read them, while their blocks were still held here."""
+        read = self._readable.intersection(numbers)
+        self._readable -= read
+        self._done |= read
 
     def _is_waiting(self, number: int) -> bool:
         chosen = number in self._lent or number in self._awaited

@@ -7,9 +7,9 @@ from typing import assert_never
 from kvpool.handoff import (
     PieceComputed,
     PieceMessage,
-    PieceRead,
     PiecesAhead,
     PiecesAwaited,
+    PiecesRead,
     SlabFilled,
     SlabLent,
 )
@@ -36,8 +36,8 @@ def encode_piece(message: PieceMessage) -> pb.PeerMessage:
             return pb.PeerMessage(pieces_awaited=pb.PiecesAwaited(key=key, pieces=message.pieces))
         case PieceComputed():
             return pb.PeerMessage(piece_computed=pb.PieceComputed(key=key, piece=message.piece))
-        case PieceRead():
-            return pb.PeerMessage(piece_read=pb.PieceRead(key=key, piece=message.piece))
+        case PiecesRead():
+            return pb.PeerMessage(pieces_read=pb.PiecesRead(key=key, pieces=message.pieces))
         case _:
             assert_never(message)
 
@@ -57,9 +57,9 @@ def decode_piece(envelope: pb.PeerMessage) -> PieceMessage:
         case "piece_computed":
             computed = envelope.piece_computed
             return PieceComputed(key=decode_key(computed.key), piece=computed.piece)
-        case "piece_read":
-            read = envelope.piece_read
-            return PieceRead(key=decode_key(read.key), piece=read.piece)
+        case "pieces_read":
+            read = envelope.pieces_read
+            return PiecesRead(key=decode_key(read.key), pieces=tuple(read.pieces))
         case other:
             raise PeerError(f"{other} is no message about a piece")
 

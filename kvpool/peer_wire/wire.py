@@ -75,7 +75,7 @@ _DECODERS: dict[str, Callable[[pb.PeerMessage], PeerMessage]] = {
     "pong": lambda _: Pong(),
     "link_probed": lambda _: LinkProbed(),
     **dict.fromkeys(("pieces_ahead", "slab_lent", "slab_filled"), decode_piece),
-    **dict.fromkeys(("pieces_awaited", "piece_computed", "piece_read"), decode_piece),
+    **dict.fromkeys(("pieces_awaited", "piece_computed", "pieces_read"), decode_piece),
     **dict.fromkeys(("commit", "committed"), decode_end),
     **dict.fromkeys(("cancel_transfer", "transfer_cancelled"), decode_end),
     **dict.fromkeys(("pull_wanted", "pull_granted", "pull_read", "pull_settled"), decode_pull),

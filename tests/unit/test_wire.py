@@ -21,9 +21,9 @@ from kvpool.handoff import (
     PeerHello,
     PeerMessage,
     PieceComputed,
-    PieceRead,
     PiecesAhead,
     PiecesAwaited,
+    PiecesRead,
     Ping,
     Pong,
     RenewLeases,
@@ -200,8 +200,11 @@ peer_messages = st.one_of(
         held=st.lists(piece_blocks, max_size=3).map(tuple),
         count=uint32,
     ),
-    st.builds(PiecesAwaited, key=keys, pieces=st.lists(uint32, max_size=3).map(tuple)),
-    *(st.builds(kind, key=keys, piece=uint32) for kind in (PieceComputed, PieceRead)),
+    *(
+        st.builds(kind, key=keys, pieces=st.lists(uint32, max_size=3).map(tuple))
+        for kind in (PiecesAwaited, PiecesRead)
+    ),
+    st.builds(PieceComputed, key=keys, piece=uint32),
     st.builds(
         SlabLent,
         key=keys,

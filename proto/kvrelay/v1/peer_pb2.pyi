@@ -18,7 +18,7 @@ CODEC_FP8: Codec
 CODEC_INT8: Codec
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "piece_read", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
+    __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "pieces_read", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PIECES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SLAB_LENT_FIELD_NUMBER: _ClassVar[int]
@@ -30,7 +30,7 @@ class PeerMessage(_message.Message):
     RENEW_LEASES_FIELD_NUMBER: _ClassVar[int]
     PIECES_AWAITED_FIELD_NUMBER: _ClassVar[int]
     PIECE_COMPUTED_FIELD_NUMBER: _ClassVar[int]
-    PIECE_READ_FIELD_NUMBER: _ClassVar[int]
+    PIECES_READ_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     LINK_PROBED_FIELD_NUMBER: _ClassVar[int]
@@ -49,7 +49,7 @@ class PeerMessage(_message.Message):
     renew_leases: RenewLeases
     pieces_awaited: PiecesAwaited
     piece_computed: PieceComputed
-    piece_read: PieceRead
+    pieces_read: PiecesRead
     ping: Ping
     pong: Pong
     link_probed: LinkProbed
@@ -57,7 +57,7 @@ class PeerMessage(_message.Message):
     pull_granted: PullGranted
     pull_read: PullRead
     pull_settled: PullSettled
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., pieces_ahead: _Optional[_Union[PiecesAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., pieces_awaited: _Optional[_Union[PiecesAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., pieces_ahead: _Optional[_Union[PiecesAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., pieces_awaited: _Optional[_Union[PiecesAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., pieces_read: _Optional[_Union[PiecesRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("wire_version", "incarnation", "fingerprint", "kv", "name", "probe_region")
@@ -183,13 +183,13 @@ class PieceComputed(_message.Message):
     piece: int
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
 
-class PieceRead(_message.Message):
-    __slots__ = ("key", "piece")
+class PiecesRead(_message.Message):
+    __slots__ = ("key", "pieces")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    PIECE_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
-    piece: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
+    pieces: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "sketch")
