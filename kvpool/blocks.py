@@ -85,7 +85,7 @@ class BlockPool:
 
     def activate(self, blocks: Collection[BlockId]) -> None:
         """The peer that the blocks were leased to has delivered; they are the owner's now."""
-        assert self._leased.issuperset(blocks), f"{blocks} aren't all leased"
+        assert self._leased.issuperset(blocks), f"some of {blocks} are not leased"
         self._leased.difference_update(blocks)
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
