@@ -121,7 +121,7 @@ def busy(tiers: QosTiers = ONE_TIER) -> RouterCore:
     core.promises.delay_s = 0.0
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
     core.workers[Incarnation("d")].times = PerToken()
     for i in range(2):
         assert isinstance(submit(core, f"r{i}", prompt(i), 0)[0], Send)
@@ -173,10 +173,10 @@ def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None
 def test_what_became_of_promises_is_counted() -> None:
     core = busy()
     again_s = retry_of(submit(core, "x", prompt(10), 0))
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.2)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.2)
     at_s = again_s + retry_of(submit(core, "x", prompt(10), again_s))
     assert (core.promises.kept, core.promises.broken) == (0, 1), "it takes longer now"
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
     finish(core, "r0", 0, at_s)
     finish(core, "r1", 1, at_s)
     (ask,) = submit(core, "x", prompt(10), at_s)
