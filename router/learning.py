@@ -37,6 +37,7 @@ class Learning:
             self.forecast.ttft.observe(
                 predicted.prompt.first_token_s,
                 _at_most_due_s(request, predicted.prompt.first_token_s, now_s),
+                now_s,
                 undisturbed=predicted.prompt.queue_s <= 0,
             )
 
@@ -57,7 +58,7 @@ class Learning:
         paced_s = request.tpot_s(less_s=request.stood_back_s)
         expected_s = self._expected_tpot_s(request)
         if expected_s is not None and paced_s is not None:
-            self.forecast.tpot.observe(expected_s, paced_s, undisturbed=False)
+            self.forecast.tpot.observe(expected_s, paced_s, now_s, undisturbed=False)
 
     def _expected_tpot_s(self, request: Request) -> float | None:
         """Beside the longest steps that it was to have with those admitted after it."""

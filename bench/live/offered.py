@@ -12,8 +12,8 @@ class Mix:
     """Lengths are uniform between the two, in tokens. `own_ends`: the model ends where it will,
     else each output is as long as it may be."""
 
-    prompt_tokens: tuple[int, int] = (512, 1536)
-    output_tokens: tuple[int, int] = (8, 48)
+    prompt_tokens: tuple[int, int] = (1024, 1792)
+    output_tokens: tuple[int, int] = (32, 192)
     own_ends: bool = False
 
     @property

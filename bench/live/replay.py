@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -24,38 +24,47 @@ from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Of arrivals, on the live clock."""
+
+    began_s: float
+    seconds: float
+
+    def __contains__(self, at_s: float) -> bool:
+        return self.began_s <= at_s < self.began_s + self.seconds + 0.5
+
+
 def replay(
-    record: Path, told: Told, policy: Policy, objectives: Objectives
+    record: Path, told: Told, policy: Policy, objectives: Objectives, window: Window
 ) -> list[tuple[float, Outcome]]:
-    """Each request with the live time of its arrival."""
-    result = simulate(_config(told, policy, objectives), read_trace(record), Scale())
+    """Each request with the live time of its arrival. Those before the window teach the router;
+    workers are as fast all the time as they were in it."""
+    result = simulate(_config(told, policy, objectives, window), read_trace(record), Scale())
     first_s = told.submitted_s[0]
     return [(first_s + one.request.arrival_s, one) for one in result.outcomes]
 
 
 def simulated(
-    outcomes: list[tuple[float, Outcome]],
-    began_s: float,
-    seconds: float,
-    objectives: Objectives,
+    outcomes: list[tuple[float, Outcome]], window: Window, objectives: Objectives
 ) -> Simulated:
     """Of those that arrived in a window."""
-    window = [one for at_s, one in outcomes if began_s <= at_s < began_s + seconds + 0.5]
+    inside = [one for at_s, one in outcomes if at_s in window]
     good = sum(
         one.done
         and one.ttft_s is not None
         and one.ttft_s <= objectives.ttft_s
         and (one.tpot_s is None or one.tpot_s <= objectives.tpot_s)
-        for one in window
+        for one in inside
     )
     return Simulated(
-        goodput_per_s=good / seconds,
-        admitted=sum(not one.refused for one in window),
-        ttft_p50_s=quantile((one.ttft_s for one in window), 0.5),
+        goodput_per_s=good / window.seconds,
+        admitted=sum(not one.refused for one in inside),
+        ttft_p50_s=quantile((one.ttft_s for one in inside), 0.5),
     )
 
 
-def _config(told: Told, policy: Policy, objectives: Objectives) -> Config:
+def _config(told: Told, policy: Policy, objectives: Objectives, window: Window) -> Config:
     """The live cluster's file, with its machines' measures."""
     by_role = {hello.role: hello for hello in told.hellos.values()}
     pools = [by_role[role] for role in (Role.PREFILL, Role.DECODE)]
@@ -63,7 +72,7 @@ def _config(told: Told, policy: Policy, objectives: Objectives) -> Config:
     reserve_s = median(one.phases_s["reserve"] for one in placed if "reserve" in one.phases_s)
     raw = cluster_file(policy, objectives) | {
         "simulation": {
-            "pools": [{"profile": _profile(hello, told)} for hello in pools],
+            "pools": [{"profile": _profile(hello, told, window)} for hello in pools],
             "blocks": pools[0].total_blocks,
             "kv": {"layers": 4, "heads": 2, "head_dim": 64},
             "fabric": {
@@ -81,9 +90,9 @@ def _config(told: Told, policy: Policy, objectives: Objectives) -> Config:
         return load_config(path)
 
 
-def _profile(hello: WorkerHello, told: Told) -> dict[str, object]:
+def _profile(hello: WorkerHello, told: Told, window: Window) -> dict[str, object]:
     """As corrected while it was measured; of the other kind of step as it was fitted."""
-    factor = told.correction(hello.role)
+    factor = told.correction(hello.role, window)
     prefill, decode = (factor, 1.0) if hello.role is Role.PREFILL else (1.0, factor)
     times = asdict(LinearTimes.of(hello.step_times).scaled(prefill, decode))
     del times["error"]

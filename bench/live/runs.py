@@ -9,9 +9,9 @@ from pathlib import Path
 
 from bench.live.calibrate import Calibration
 from bench.live.offered import Mix, poisson
-from bench.live.outcome import Outcome
-from bench.live.points import Load, Point, bucket_quantile, point
-from bench.live.replay import replay, simulated
+from bench.live.outcome import Objectives, Outcome
+from bench.live.points import Load, Point, Simulated, bucket_quantile, point
+from bench.live.replay import Window, replay, simulated
 from bench.live.stack import Policy, load, stack
 from bench.live.told import Predicted, Told, read_record
 from bench.plain_cluster import PlainCluster
@@ -89,9 +89,20 @@ def _beside(
     measured: Sequence[tuple[Point, list[Outcome]]],
 ) -> list[Point]:
     """Lengths of refused requests are known only where each is as long as it may be."""
-    objectives = calibration.objectives
-    outcomes = replay(record, told, plan.policy, objectives)
     return [
-        replace(one, simulated=simulated(outcomes, live[0].sent_s - 0.05, one.seconds, objectives))
+        replace(one, simulated=_simulated(plan, calibration.objectives, told, record, one, live))
         for one, live in measured
     ]
+
+
+def _simulated(
+    plan: Plan,
+    objectives: Objectives,
+    told: Told,
+    record: Path,
+    one: Point,
+    live: Sequence[Outcome],
+) -> Simulated:
+    window = Window(began_s=live[0].sent_s - 0.05, seconds=one.seconds)
+    outcomes = replay(record, told, plan.policy, objectives, window)
+    return simulated(outcomes, window, objectives)

@@ -17,7 +17,10 @@ PREMIUM_FACTOR, FREE_FACTOR = 0.12, 4.0
 WARM_S = 6.0
 SHORT = Mix(prompt_tokens=(128, 512), output_tokens=(8, 48))
 """What premium always sends: so often that it stays within its shares of prefill and places."""
-MIXES = {"prompts": Mix(), "outputs": Mix(prompt_tokens=(64, 256), output_tokens=(200, 400))}
+MIXES = {
+    "prompts": Mix(prompt_tokens=(512, 1536), output_tokens=(8, 48)),
+    "outputs": Mix(prompt_tokens=(64, 256), output_tokens=(200, 400)),
+}
 """Free's, whose bottleneck is prefill, or places to decode in."""
 
 

@@ -7,7 +7,7 @@ have been recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -64,9 +64,11 @@ class Told:
         factor = counters.prefill_correction if is_prefill else counters.decode_correction
         self.corrections.append((at_s, hello.role, factor))
 
-    def correction(self, role: Role) -> float:
-        """The median over all that its worker said."""
-        return median(factor for _, of, factor in self.corrections if of is role)
+    def correction(self, role: Role, during: Container[float]) -> float:
+        """The median of what its worker said then."""
+        return median(
+            factor for at_s, of, factor in self.corrections if of is role and at_s in during
+        )
 
     def predictions(self) -> list[Predicted]:
         found = (_predicted(at_s, request) for at_s, request in self._placed.values())

@@ -59,10 +59,17 @@ class Ladder(Section):
     """Well inside the objectives, before a step down."""
     stricter: Share = 0.8
     """Of its objectives a request has to keep on the first step."""
-    easing: Share = 0.8
-    """The 99th percentile is well inside up to this share of the objective."""
+    easing: Share = 0.95
+    """The 99th percentile is well inside up to this share of the objective; more than `stricter`,
+    up to which a tightened tier is filled."""
     tail: Annotated[float, Field(ge=1)] = 2.0
     """The 99.9th percentile may be so many times the objective."""
+
+    @model_validator(mode="after")
+    def _can_ease(self) -> Ladder:
+        if self.easing <= self.stricter:
+            raise ValueError(f"easing: more than stricter, which is {self.stricter:g}")
+        return self
 
 
 class Qos(Section):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.compiled.panels import panel_depth
+
 _NO_MORE: tuple[str, list[float], str] = ("none", [], "")  # what to do with the product: nothing
 
 
@@ -18,6 +20,8 @@ class Packed:
     bias: torch.Tensor | None
     width: int
     nbytes: int
+    depth: int | None = None
+    """Of `panel_depth`: code of ours can read the weights."""
 
     @property
     def kind(self) -> tuple[torch.Size, bool]:
@@ -43,13 +47,15 @@ def can_pack(weight: torch.Tensor) -> bool:
 def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Packed:
     """One layer that computes what these do beside each other: rows of weights after rows."""
     rows = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    bias = _join(weights, biases)
+    bias = join_biases(weights, biases)
     own_bytes = 0 if bias is None else bias.nbytes
     packed = torch.ops.mkldnn._reorder_linear_weight(rows.detach())
-    return Packed(packed, bias, rows.shape[0], rows.nbytes + own_bytes)
+    return Packed(
+        packed, bias, rows.shape[0], rows.nbytes + own_bytes, panel_depth(packed, rows.detach())
+    )
 
 
-def _join(
+def join_biases(
     weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor | None:
     if all(bias is None for bias in biases):

@@ -45,7 +45,7 @@ class LadderRules:
     hold_s: float = 10.0
     calm_s: float = 30.0
     stricter: float = 0.8
-    easing: float = 0.8
+    easing: float = 0.95
     tail: float = 2.0
 
 

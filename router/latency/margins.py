@@ -9,7 +9,9 @@ is seen against the usual one.
 
 Errors are kept by how long the prediction was, in bands of a factor of 2: a step that is shared
 with others makes a short prompt take several times as long, and a long one hardly longer. A band
-of which little is known lately goes by its neighbours too.
+of which little is known lately goes by its neighbours too. What is older than half a minute counts
+only while there is little else: a disturbance that is over must not keep refusing requests, which
+would have shown that it is.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from math import frexp, inf
 
-_KEPT = 256
+_MOST_KEPT, _ALWAYS_KEPT = 256, 64
+_YOUNG_S = 30.0
 _FEWEST = 20
 """Of fewer requests nothing is known."""
 _NEW_SHARE = 0.05
@@ -38,7 +41,7 @@ class Margin:
     at_first: float = 0.0
     overhead_s: float = 0.0
     usual_s: float = 0.0
-    _latest: deque[tuple[int, float]] = field(default_factory=deque)  # (band, off)
+    _latest: deque[tuple[float, int, float]] = field(default_factory=deque)  # (when, band, off)
     _bands: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     _offs: dict[int, float] = field(default_factory=dict)  # band |-> quantile, since the last one
 
@@ -81,7 +84,9 @@ class Margin:
                 break
         return sorted(known)
 
-    def observe(self, predicted_s: float, actual_s: float, *, undisturbed: bool) -> None:
+    def observe(
+        self, predicted_s: float, actual_s: float, now_s: float, *, undisturbed: bool
+    ) -> None:
         """`undisturbed`: nothing was waited for, so what is missing is overhead."""
         if undisturbed:
             missing_s = max(0.0, actual_s - predicted_s)
@@ -90,13 +95,16 @@ class Margin:
             new_share = _NEW_SHARE if self._latest else 1.0
             self.usual_s += new_share * (predicted_s - self.usual_s)
             off_s = actual_s - self.overhead_s - predicted_s
-            self._keep(_band(predicted_s), off_s / max(predicted_s, self.usual_s))
+            self._keep(_band(predicted_s), off_s / max(predicted_s, self.usual_s), now_s)
 
-    def _keep(self, band: int, off: float) -> None:
+    def _keep(self, band: int, off: float, now_s: float) -> None:
         self._offs.clear()
-        self._latest.append((band, off))
+        self._latest.append((now_s, band, off))
         insort(self._bands[band], off)
-        if len(self._latest) > _KEPT:
-            old_band, oldest = self._latest.popleft()
+        while len(self._latest) > self._room(now_s):
+            _, old_band, oldest = self._latest.popleft()
             offs = self._bands[old_band]
             del offs[bisect_left(offs, oldest)]
+
+    def _room(self, now_s: float) -> int:
+        return _ALWAYS_KEPT if self._latest[0][0] < now_s - _YOUNG_S else _MOST_KEPT

@@ -24,8 +24,8 @@ from tests.integration.split_kit import (
 
 BUNDLED = Path(engine.bundled.__file__).parent / "checkpoint"
 PROMPT_TOKENS, OUTPUT_TOKENS, REQUESTS = 400, 48, 12
-TOLERANCE = 3.0
-"""1.5 holds on a machine with nothing else to do."""
+TOLERANCE = 2.0
+"""Below the fastest request and above the slowest: other processes may take their cores."""
 
 
 @pytest.fixture
@@ -50,41 +50,48 @@ def times(cluster: Cluster, role: Role) -> WorkerTimes:
     return WorkerTimes.of(found.hello).corrected(found.counters)
 
 
-def mean_s(cluster: Cluster, metric: str) -> float:
-    text = cluster.http.get("/metrics").text
-    values = {
-        sample.name: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    return values[f"kvrelay:{metric}_sum"] / values[f"kvrelay:{metric}_count"]
+class Clock:
+    """What a histogram's mean was of what has come since it was last read."""
+
+    def __init__(self, cluster: Cluster, metric: str) -> None:
+        self.cluster, self.metric, self.before = cluster, f"kvrelay:{metric}", (0.0, 0.0)
+
+    def read_s(self) -> float:
+        text = self.cluster.http.get("/metrics").text
+        values = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        now = values[f"{self.metric}_sum"], values[f"{self.metric}_count"]
+        total_s, count = now[0] - self.before[0], now[1] - self.before[1]
+        self.before = now
+        return total_s / count
 
 
 def test_what_workers_tell_predicts_what_clients_see(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ttft = Clock(cluster, "time_to_first_token_seconds")
+    itl = Clock(cluster, "inter_token_latency_seconds")
+    actual: dict[str, list[float]] = {"ttft": [], "itl": []}
     for i in range(REQUESTS):
         cluster.completion(
             [3 + i, *range(4, 3 + PROMPT_TOKENS)], max_tokens=OUTPUT_TOKENS, ignore_eos=True
         )
+        actual["ttft"].append(ttft.read_s())
+        actual["itl"].append(itl.read_s())
     wait_until(lambda: view(cluster, Role.DECODE).counters.running == 0, "the last one is told")
     decode = times(cluster, Role.DECODE)
-    steps = OUTPUT_TOKENS - 1
-    found = {
-        "ttft": (
-            times(cluster, Role.PREFILL).step_s(prefill_work(PROMPT_TOKENS)),
-            mean_s(cluster, "time_to_first_token_seconds"),
-        ),
-        "itl": (
-            decode.step_s(decode_work(1, PROMPT_TOKENS + steps // 2)),
-            mean_s(cluster, "inter_token_latency_seconds"),
-        ),
+    predicted = {
+        "ttft": times(cluster, Role.PREFILL).step_s(prefill_work(PROMPT_TOKENS)),
+        "itl": decode.step_s(decode_work(1, PROMPT_TOKENS + (OUTPUT_TOKENS - 1) // 2)),
     }
     with capsys.disabled():
-        print(f"\npredicted and actual: {found}")
+        print(f"\npredicted {predicted}, actual {actual}")
         status.print_table(status.of_router(cluster.grpc_address))
-    for kind, (predicted_s, actual_s) in found.items():
-        assert 1 / TOLERANCE < predicted_s / actual_s < TOLERANCE, (kind, predicted_s, actual_s)
+    for kind, seconds in actual.items():
+        assert min(seconds) / TOLERANCE < predicted[kind] < max(seconds) * TOLERANCE, kind
 
 
 def test_a_worker_tells_what_it_runs(cluster: Cluster) -> None:

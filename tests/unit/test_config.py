@@ -58,7 +58,9 @@ REFUSED = {
     "workers.0.parallel.tensor=0": "workers.0.parallel.tensor: got 0, "
     "expected greater than or equal to 1",
     "workers.0={role: prefill, device: 'cuda:1', parallel: {tensor: 2}}": "workers.0.parallel: "
-    "expected tensor: 1 on device cuda:1: ranks share the host's memory so far",
+    "expected tensor: 1 on device cuda:1: several ranks need cuda, or cpu",
+    "workers.0={role: prefill, device: cuda, resources: {GPU: 0.5}, parallel: {tensor: 2}}": ""
+    "workers.0.parallel: expected tensor: as many ranks as resources.GPU, which is 0.5",
     "workers.0={role: prefill, cpu_threads: 3, parallel: {tensor: 2}}": "workers.0.parallel: "
     "expected tensor: a degree that divides the 3 cpu_threads",
     "router.replicas=0": "router.replicas: got 0, expected greater than or equal to 1",
@@ -113,6 +115,7 @@ REFUSED = {
     "qos.header=authorization": 'qos.header: got "authorization", '
     "expected another header: that one has a meaning of its own",
     "qos.ladder.stricter=0": "qos.ladder.stricter: got 0, expected greater than 0",
+    "qos.ladder.stricter=0.95": "qos.ladder: expected easing: more than stricter, which is 0.95",
     "workers=[{replicas: 2}]": "workers.0.role: missing, it is required",
 }
 
@@ -227,6 +230,14 @@ def test_the_ranks_of_a_worker_have_a_share_each() -> None:
     assert [pool.resources for pool in config.workers] == [{"CPU": 6.0}, {"CPU": 2.0}]
     plan = plan_cluster(resolve(config, SITE))
     assert [worker.settings.threads_per_rank for worker in plan.workers] == [2, 2]
+
+
+def test_each_rank_has_a_gpu() -> None:
+    config = resolve(set_("workers.0={role: prefill, device: cuda, parallel: {tensor: 4}}"), SITE)
+    assert config.workers[0].resources["GPU"] == 4
+    plan = plan_cluster(resolve(config, SITE))
+    assert [worker.placement.gpus for worker in plan.workers] == [4, 0]
+    assert plan.workers[0].settings.device_share == 1
 
 
 def test_more_ranks_than_cpus_still_fit() -> None:
@@ -398,7 +409,9 @@ CHANGES = {
     "engine.eviction": "reuse",
     "engine.compile": "off",
     "engine.profile": "off",
+    "engine.rank_timeout": "3s",
     "engine.cuda_graphs": "off",
+    "engine.launch_ahead": "on",
     "engine.kv_dtype": "fp8",
     "engine.matmul_precision": "high",
     "attention.backend": "triton",
@@ -434,7 +447,7 @@ CHANGES = {
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
     "qos.ladder.stricter": 0.5,
-    "qos.ladder.easing": 0.5,
+    "qos.ladder.easing": 0.9,
     "qos.ladder.tail": 3.0,
     "qos.tiers": {"only": {"default": True}},
     "qos.tenant_weights": {"a": 2.0},

@@ -166,7 +166,7 @@ def test_what_a_token_took_is_compared_with_the_batch_as_it_grew() -> None:
     assert core.forecast.tpot.usual_s > 1.2 * alone_s
 
 
-def margin_of(ended_s: float, stood_back_s: float) -> list[tuple[int, float]]:
+def margin_of(ended_s: float, stood_back_s: float) -> dict[int, list[float]]:
     """Of a request of eight tokens, the first after 2 s."""
     core = split()
     submit(core, "r")
@@ -175,7 +175,7 @@ def margin_of(ended_s: float, stood_back_s: float) -> list[tuple[int, float]]:
     last = tokens(1, 5, 5, 5, 5, 5, 5, 5, reason=FinishReason.LENGTH)
     says(core, "d", replace(last, stood_back_s=stood_back_s), now_s=ended_s)
     assert "r" not in core.requests
-    return list(core.forecast.tpot._latest)
+    return core.forecast.tpot._bands
 
 
 def test_to_have_stood_back_for_others_is_no_want_of_speed() -> None:

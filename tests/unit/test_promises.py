@@ -175,7 +175,7 @@ def busy(tiers: QosTiers = ONE_TIER) -> RouterCore:
     core.promises.delay_s = core.forecast.ttft.at_first = 0.0
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
     core.workers[Incarnation("d")].times = PerToken()
     for i in range(2):
         assert isinstance(submit(core, f"r{i}", prompt(i), 0)[0], Send)
@@ -239,10 +239,10 @@ def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None
 def test_what_became_of_promises_is_counted() -> None:
     core = busy()
     again_s = retry_of(submit(core, "x", prompt(10), 0))
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.2)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.2)
     at_s = again_s + retry_of(submit(core, "x", prompt(10), again_s))
     assert (core.promises.kept, core.promises.broken) == (0, 1), "it takes longer now"
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
     finish(core, "r0", 0, at_s)
     finish(core, "r1", 1, at_s)
     (ask,) = submit(core, "x", prompt(10), at_s)
@@ -265,8 +265,8 @@ def test_when_nobody_comes_back_new_ones_are_taken() -> None:
 def test_what_short_ones_are_off_by_says_little_of_long_ones() -> None:
     margin = Margin(confidence=0.95)
     for _ in range(100):
-        margin.observe(1.0, 1.1, undisturbed=False)
-        margin.observe(0.01, 0.51, undisturbed=False)
+        margin.observe(1.0, 1.1, 0.0, undisturbed=False)
+        margin.observe(0.01, 0.51, 0.0, undisturbed=False)
     assert margin.apply(1.0) == pytest.approx(1.1)
     assert margin.apply(0.01) == pytest.approx(0.51, abs=0.06)
 
@@ -274,11 +274,11 @@ def test_what_short_ones_are_off_by_says_little_of_long_ones() -> None:
 def test_where_little_is_known_lately_what_is_near_counts_too() -> None:
     margin = Margin(confidence=0.95)
     for _ in range(100):
-        margin.observe(1.0, 1.5, undisturbed=False)
-        margin.observe(8.0, 8.8, undisturbed=False)
+        margin.observe(1.0, 1.5, 0.0, undisturbed=False)
+        margin.observe(8.0, 8.8, 0.0, undisturbed=False)
     assert margin.apply(32.0) == pytest.approx(32 * 1.1)
     for _ in range(256):
-        margin.observe(1.0, 1.5, undisturbed=False)
+        margin.observe(1.0, 1.5, 0.0, undisturbed=False)
     assert margin.apply(8.0) == pytest.approx(8 * 1.5, rel=1e-3), "nobody dared it for long"
 
 
@@ -294,17 +294,29 @@ def test_the_margin_covers_the_asked_share_of_requests() -> None:
     margin = Margin(confidence=0.9)
     assert margin.apply(2.0) == 2.0
     for i in range(100):
-        margin.observe(1.0, 1.0 + i / 100, undisturbed=False)
+        margin.observe(1.0, 1.0 + i / 100, 0.0, undisturbed=False)
     assert margin.apply(2.0) == pytest.approx(3.8, abs=0.04)
     assert margin.growth(2.0) == pytest.approx(1.9, abs=0.02)
     for _ in range(256):
-        margin.observe(1.0, 1.1, undisturbed=False)
+        margin.observe(1.0, 1.1, 0.0, undisturbed=False)
     assert margin.apply(1.0) == pytest.approx(1.1)
 
 
 def test_overhead_is_learnt_where_nothing_was_waited_for() -> None:
     margin = Margin(confidence=0.5)
     for _ in range(200):
-        margin.observe(0.1, 0.15, undisturbed=True)
+        margin.observe(0.1, 0.15, 0.0, undisturbed=True)
     assert margin.overhead_s == pytest.approx(0.05, abs=0.001)
     assert margin.apply(1.0) == pytest.approx(1.05, abs=0.02)
+
+
+def test_a_disturbance_that_is_over_is_forgotten_though_few_were_admitted_since() -> None:
+    margin = Margin(confidence=0.9)
+    for _ in range(64):
+        margin.observe(1.0, 5.0, 0.0, undisturbed=False)
+    for at_s in range(1, 33):
+        margin.observe(1.0, 1.0, float(at_s), undisturbed=False)
+    assert margin.apply(1.0) == pytest.approx(5.0), "it may come back"
+    for at_s in range(33, 65):
+        margin.observe(1.0, 1.0, float(at_s), undisturbed=False)
+    assert margin.apply(1.0) == pytest.approx(1.0)
