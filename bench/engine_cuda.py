@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from bench.engine_ahead import ahead_row
 from bench.engine_batch import batch_row
-from bench.engine_shared import shared_row
+from bench.engine_shared import shared_rows
 from bench.random_engine import LLAMA_8B, decode_batch, random_engine, whole_slice
 from bench.report import Reading, Row
 from engine.backends.choice import group_shapes, opener, usable
@@ -104,6 +105,14 @@ def python_row(engine: Engine, method: str) -> Row:
         method=method,
         spread=f"step {1e3 * whole.median:.2f} ms, logits {1e3 * on_device:.2f} ms",
     )
+
+
+def ahead_rows(engine: Engine, method: str) -> list[Row]:
+    shapes = {"64 x 2,048 tokens": (2048,) * 64, "256 x 512 tokens": (512,) * 256}
+    return [
+        ahead_row(engine, decode_batch(engine.layout, contexts), name, method)
+        for name, contexts in shapes.items()
+    ]
 
 
 def _logits(engine: Engine, batch: StepBatch) -> torch.Tensor:
@@ -222,9 +231,10 @@ def measure_engine(device: str, backend: str, *, graphs: bool = True) -> list[Ro
     parts: tuple[Callable[[], list[Row]], ...] = (
         lambda: decode_rows(engine, limits, method),
         lambda: [python_row(engine, method)],
+        lambda: ahead_rows(engine, method),
         lambda: [prefill_row(engine, limits, method)],
         lambda: attention_rows(engine, chosen, limits, method),
-        lambda: [shared_row(engine, decode_batch(engine.layout, (2048,) * 64), method)],
+        lambda: shared_rows(engine, decode_batch(engine.layout, (2048,) * 64), method),
         lambda: backend_rows(engine, method),
         lambda: [batch_row(engine, method)],
     )

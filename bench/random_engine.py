@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engine import attention
 from engine.backends.choice import choose_backend
 from engine.backends.recording import record_decode
+from engine.compiled.build import compile_model
 from engine.model import Model
 from engine.probe import derive_layout, probe
 from engine.runner import Engine, EngineFacts
@@ -47,7 +48,7 @@ def random_engine(
             LLAMA_8B, dtype=torch.bfloat16, attn_implementation=attention.NAME
         )
     module = module.eval().requires_grad_(False)
-    model = Model(module, LLAMA_8B, torch.device(device), torch.bfloat16)
+    model = compile_model(Model(module, LLAMA_8B, torch.device(device), torch.bfloat16))
     shapes = probe(model)
     layout = derive_layout(shapes, dtype=model.dtype_name, block_size=_BLOCK_SIZE)
     chosen = choose_backend(backend, model, layout, shapes)

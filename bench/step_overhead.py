@@ -45,7 +45,7 @@ def measure(engine: Engine) -> Row:
 
 
 def _parts(engine: Engine) -> dict[str, Callable[[], object]]:
-    prepare = engine._planner.plan if engine._backend is None else engine._backend.prepare
+    prepare = engine._planner.plan if engine.backend is None else engine.backend.prepare
     batch = StepBatch(slices=tuple(_slice(engine.layout, row) for row in range(SEQUENCES)))
     logits = torch.randn(SEQUENCES, _VOCAB)
     wanted = [piece.samples for piece in batch.slices]

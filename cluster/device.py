@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cluster.worker.events import Crashed, Stepped
+from engine.flight import Flight
 from engine.layer_marks import LayerMarks
 from engine.step import RunStep, StepBatch, StepDone, StepOutcome
 from engine.threads import use_threads
@@ -25,6 +26,14 @@ class StepEngine(Protocol):
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome: ...
 
     def copy_blocks(self, pairs: CopyPairs) -> None: ...
+
+
+class AheadEngine(StepEngine, Protocol):
+    """Whose steps need not be over for the next one to be launched."""
+
+    def launch(
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
+    ) -> Flight: ...
 
 
 class Device:
@@ -46,8 +55,8 @@ class Device:
         self._thread.start()
 
     def submit(self, step: RunStep) -> None:
-        """Only when no step runs. The copies are made at once, in the caller's thread: the next
-        event may free what they read."""
+        """The copies are made at once, in the caller's thread: the next event may free what they
+        read."""
         for pairs in step.copies:
             self._engine.copy_blocks(pairs)
         self._steps.put(step)
@@ -67,10 +76,60 @@ class Device:
         if self._cpu_threads is not None:
             use_threads(self._cpu_threads)
         try:
+            self._run_steps()
+        except Exception as error:
+            self._post(Crashed(error))
+
+    def _run_steps(self) -> None:
+        while (step := self._steps.get()) is not None:
+            started_s = time.monotonic()
+            outcome = self._engine.run(step.batch, self._marks(step))
+            seconds = time.monotonic() - started_s
+            self._post(Stepped(StepDone(outcome=outcome, seconds=seconds)))
+
+
+class AheadDevice(Device):
+    """Launches a step while the one before it runs; a second thread waits for the tokens."""
+
+    def __init__(
+        self,
+        engine: AheadEngine,
+        cpu_threads: int | None,
+        post: Callable[[Stepped | LayersWritten | Crashed], None],
+    ) -> None:
+        super().__init__(engine, cpu_threads, post)
+        self._launching = engine
+        self._flights: queue.SimpleQueue[tuple[Flight, float] | None] = queue.SimpleQueue()
+        self._waiter = threading.Thread(target=self._wait, name="kvrelay-tokens", daemon=True)
+
+    def start(self) -> None:
+        super().start()
+        self._waiter.start()
+
+    def close(self) -> None:
+        super().close()
+        if self._waiter.is_alive():
+            self._waiter.join()
+
+    def _run_steps(self) -> None:
+        before = None
+        try:
             while (step := self._steps.get()) is not None:
                 started_s = time.monotonic()
-                outcome = self._engine.run(step.batch, self._marks(step))
-                seconds = time.monotonic() - started_s
+                before = self._launching.launch(step.batch, self._marks(step), before)
+                self._flights.put((before, started_s))
+        finally:
+            self._flights.put(None)
+
+    def _wait(self) -> None:
+        """A step's time begins when it could begin: at its launch, or when the one before ended."""
+        ended_s = 0.0
+        try:
+            while (launched := self._flights.get()) is not None:
+                flight, started_s = launched
+                outcome = flight.collect()
+                started_s, ended_s = max(started_s, ended_s), time.monotonic()
+                seconds = ended_s - started_s
                 self._post(Stepped(StepDone(outcome=outcome, seconds=seconds)))
         except Exception as error:
             self._post(Crashed(error))

@@ -169,6 +169,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         tensor=pool.parallel.tensor,
         rank_timeout_s=config.engine.rank_timeout,
         attention=config.attention.backend,
+        launch_ahead=config.engine.launch_ahead,
         cuda=CudaOptions(
             graphs=config.engine.cuda_graphs == "auto",
             fp8_kv=config.engine.kv_dtype == "fp8",

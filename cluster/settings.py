@@ -70,6 +70,7 @@ class WorkerSettings:
     mixed_chunk_tokens: int = 512
     attention: str = "auto"
     cuda: CudaOptions = DEFAULT_OPTIONS
+    launch_ahead: str = "auto"
     tensor: int = 1
     rank_timeout_s: float = 60.0
 

@@ -14,6 +14,7 @@ from decode_worker.roster import Roster
 from decode_worker.run_ahead import RunAhead
 from decode_worker.sequence import Sequence
 from decode_worker.standing import Standing
+from decode_worker.step_behind import followers
 from engine.latency import StepTimes
 from engine.step import RunStep, SequenceSlice, StepBatch
 from kvpool.canary import LogitSketch
@@ -116,6 +117,17 @@ class Batch:
         steps = self.ahead.steps(step.chosen, most_steps, now_s)
         slices = tuple(self._slice(sequence, take) for sequence, take in step.chosen)
         return RunStep(batch=StepBatch(slices=slices), copies=tuple(step.copies), steps=steps)
+
+    def step_behind(self, now_s: float) -> RunStep | None:
+        """The step after the one on the device, where it needs none of that one's tokens."""
+        if self.rope_border_tokens is not None:
+            return None
+        found = followers(self.roster, now_s)
+        if not found:
+            return None
+        self.roster.behind = tuple((one.sequence, 1) for one in found)
+        slices = tuple(one.slice(self.tables.tables(one.sequence.holder)) for one in found)
+        return RunStep(batch=StepBatch(slices=slices))
 
     def _slice(self, sequence: Sequence, take: int) -> SequenceSlice:
         return SequenceSlice(

@@ -3,7 +3,8 @@
     awaiting_prefill -> running -> gone
                    preempted <-'
 
-A dropped sequence's blocks come back once neither a step nor a fetch of its prefix uses them.
+A dropped sequence's blocks come back once neither a step nor a fetch of its prefix uses them. Two
+steps are on the device where the second is launched before the first one's tokens are known.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Roster:
     running: list[Sequence] = field(default_factory=list)  # by arrival
     awaiting_prefill: deque[Sequence] = field(default_factory=deque)  # preempted ones first
     on_device: tuple[tuple[Sequence, int], ...] = ()  # sequence, its tokens in the step
+    behind: tuple[tuple[Sequence, int], ...] = ()  # the same of the step behind that one
     preemptions: int = 0
     starved: bool = False
     _fetching: set[Holder] = field(default_factory=set)  # dropped while their prefix comes
@@ -155,13 +157,23 @@ class Roster:
     # --- going ----------------------------------------------------------------------------------
 
     def take_ran(self) -> tuple[tuple[Sequence, int], ...]:
-        """The step is over; those dropped meanwhile hold nothing any more."""
-        ran, self.on_device = self.on_device, ()
+        """The step is over; those dropped meanwhile hold nothing any more, unless they are in the
+        step behind, too."""
+        ran, self.on_device, self.behind = self.on_device, self.behind, ()
         for sequence, _ in ran:
             self.tables.copied(sequence.holder)
-            if sequence.dropped:
+            if sequence.dropped and not self.is_on_device(sequence):
                 self.tables.release(sequence.holder)
         return ran
+
+    def is_on_device(self, sequence: Sequence) -> bool:
+        return any(sequence is other for other, _ in (*self.on_device, *self.behind))
+
+    def void(self, sequence: Sequence) -> None:
+        """What the device does for it now is of no use: it went on with a wrong token."""
+        self.on_device = tuple(
+            (one, 0 if one is sequence else take) for one, take in self.on_device
+        )
 
     def replaced(self, whole: Sequence) -> None:
         """Its choices go on; what they don't need of its blocks is theirs to release."""
@@ -178,12 +190,12 @@ class Roster:
         self._alive[sequence.key].remove(sequence)
         if self.openings.drop(sequence.holder):
             self._fetching.add(sequence.holder)
-        elif not any(sequence is other for other, _ in self.on_device):
+        elif not self.is_on_device(sequence):
             self.tables.release(sequence.holder, distrusted=distrusted)
 
     def try_forget(self, key: RequestKey) -> bool:
         """True once, when nothing is held for the request any more."""
-        on_device = any(sequence.key == key for sequence, _ in self.on_device)
+        on_device = any(one.key == key for one, _ in (*self.on_device, *self.behind))
         fetching = any(holder.key == key for holder in self._fetching)
         if on_device or fetching or self._alive.get(key) != []:
             return False

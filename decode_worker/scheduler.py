@@ -14,8 +14,9 @@ from decode_worker.arrivals import Arrivals
 from decode_worker.batch import Batch
 from decode_worker.canary import Canary
 from decode_worker.receiver import Receiver
+from decode_worker.run_ahead import Taken
 from decode_worker.sequence import Sequence
-from engine.step import Command, Emit, Sampled, StepDone, StepWanted
+from engine.step import Command, Emit, Sampled, StepBehindWanted, StepDone, StepWanted
 from kvpool.canary import LogitSketch
 from kvpool.tiers.restores import Restored
 from kvrelay.messages import (
@@ -34,7 +35,8 @@ from kvrelay.types import RequestKey
 
 Ask = Reserve | Generate
 
-Event = Reserve | Generate | Abort | Stop | StepWanted | StepDone | Restored | arrivals.Event
+FromWorker = StepWanted | StepBehindWanted | StepDone | Restored
+Event = Reserve | Generate | Abort | Stop | FromWorker | arrivals.Event
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,6 +67,8 @@ class DecodeScheduler:
         match event:
             case StepWanted(most_steps=most_steps):
                 return self._next_step(most_steps, now_s)
+            case StepBehindWanted():
+                return self._step_behind(now_s)
             case Restored(holder=holder):
                 self.batch.roster.restored(event)
                 return self._release_if_done(holder.key, now_s)
@@ -145,10 +149,17 @@ class DecodeScheduler:
         if (check := self.canary.next_step()) is not None:
             return [check]
         step = self.batch.next_step(now_s, most_steps)
-        return [] if step is None else [*self._joined(now_s), step]
+        return [] if step is None else [*self._joined(self.batch.roster.on_device, now_s), step]
 
-    def _joined(self, now_s: float) -> list[Command]:
-        chosen = (sequence for sequence, _ in self.batch.roster.on_device)
+    def _step_behind(self, now_s: float) -> list[Command]:
+        """Who waits for the device to be free is not kept waiting."""
+        if self.asking or self.canary.waits or self.canary.runs:
+            return []
+        step = self.batch.step_behind(now_s)
+        return [] if step is None else [*self._joined(self.batch.roster.behind, now_s), step]
+
+    def _joined(self, taken: Taken, now_s: float) -> list[Command]:
+        chosen = [sequence for sequence, _ in taken]
         fresh = [s for s in chosen if not s.joined and s.sketch is None]
         for sequence in fresh:
             sequence.joined = True
@@ -165,6 +176,10 @@ class DecodeScheduler:
             if sequence.dropped:
                 events += self.batch.roster.released_if_done(sequence.key, now_s)
                 continue
+            if take == 0:
+                continue
+            if i in done.outcome.late:
+                self.batch.roster.void(sequence)
             if done.steps > 1:
                 events += self._advance_run(sequence, sampled, now_s)
                 continue

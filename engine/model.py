@@ -43,6 +43,10 @@ class Model:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
     def weight_bytes(self) -> int:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return sum(tensor.nbytes for tensor in tensors) + packed_bytes(self.module)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.sending import send
 from engine.step import SampleRequest
 
 
@@ -89,8 +90,8 @@ def _place(
     logits: torch.Tensor, entries: _Entries
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
     rows, ids, values = entries
-    index = torch.tensor([rows, ids], device=logits.device)
-    return (index[0], index[1]), torch.tensor(values, device=logits.device)
+    index = send([rows, ids], torch.long, logits.device)
+    return (index[0], index[1]), send(values, torch.float32, logits.device)
 
 
 def _add(logits: torch.Tensor, entries: _Entries) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.backends.backend import Backend, Prepared, Replays
+from engine.flight import Flight, next_tokens
 from engine.layer_marks import LayerLag, LayerMarks, LayerWatch
 from engine.layer_places import layer_places
 from engine.longrope import LongRope
@@ -16,7 +17,7 @@ from engine.model import Model
 from engine.paged import PagedAttention
 from engine.parallel.ranks import ALONE, Ranks
 from engine.plan import Planner
-from engine.sampler import sample
+from engine.sampler import draw
 from engine.sizing import KvSizing
 from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
@@ -40,8 +41,8 @@ class EngineFacts:
 
 
 class Engine:
-    """Runs steps. Not thread safe: one step at a time. With several ranks this is rank 0, whose
-    `memory` has all heads, of which it computes its own; `close` ends the others."""
+    """Runs steps. One thread launches them; another may collect them. With several ranks this is
+    rank 0, whose `memory` has all heads, of which it computes its own; `close` ends the others."""
 
     def __init__(
         self,
@@ -82,31 +83,53 @@ class Engine:
 
         A layer of `marks` is told once it has all slices' KV, and before this returns.
         """
-        with self._stream.within():
-            return self._run(batch, marks)
+        return self.launch(batch, marks).collect()
 
-    def _run(self, batch: StepBatch, marks: LayerMarks | None) -> StepOutcome:
-        wanted = [piece.samples for piece in batch.slices]
+    @property
+    def can_follow(self) -> bool:
+        """Whether a step can be launched before the tokens of the one before are known."""
+        return self.model.longrope is None and self._ranks.group is None
+
+    @torch.inference_mode()
+    def launch(
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
+    ) -> Flight:
+        """What `run` does, on a GPU not done on return. `before` is the flight launched last, which
+        slices may follow."""
+        wanted = [piece.samples for piece in batch.slices if piece.samples]
         if marks is not None and self._watch is not None:
             marks = self._watch.behind(marks)
-        logits = self._marked_logits(batch, marks)
-        tokens = iter(sample(logits, [s for s in wanted if s]))
+        with self._stream.within():
+            logits = self._marked_logits(batch, marks, next_tokens(batch.slices, before))
+            drawn = draw(logits, wanted)
+            return Flight(batch, logits, drawn, self._stream.mark(), self._collect)
+
+    def _collect(self, flight: Flight) -> StepOutcome:
         if self._watch is not None:
             self._watch.drain()
-        self.memory.settle()
-        return StepOutcome(
-            sampled=tuple(next(tokens) if s else () for s in wanted),
-            sketches=sketches(logits, batch.slices, self.canary_bound),
-        )
+        slices = flight.batch.slices
+        with self._stream.within():
+            tokens = iter(flight.drawn.sampled())
+            return StepOutcome(
+                sampled=tuple([next(tokens) if s.samples else () for s in slices]),
+                sketches=sketches(flight.logits, slices, self.canary_bound),
+                late=flight.late_slices(),
+            )
 
-    def logits(self, batch: StepBatch, marks: LayerMarks | None = None) -> torch.Tensor:
-        """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order."""
+    def logits(
+        self,
+        batch: StepBatch,
+        marks: LayerMarks | None = None,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order. `token_ids`
+        `[slices]`, on the device, are those that slices of one token each run instead."""
         if self.graphs is not None and marks is None:
-            found = self.graphs.logits(batch.slices)
+            found = self.graphs.logits(batch.slices, token_ids)
             if found is not None:
                 return found.to(torch.float32, copy=True)
         if self.model.longrope is None:
-            return self._forward(batch.slices, marks)
+            return self._forward(batch.slices, marks, token_ids)
         return self._forward_apart(self.model.longrope, batch.slices)
 
     def follow(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
@@ -125,11 +148,13 @@ class Engine:
     def copy_blocks(self, pairs: CopyPairs) -> None:
         self.memory.copy_blocks(pairs)
 
-    def _marked_logits(self, batch: StepBatch, marks: LayerMarks | None) -> torch.Tensor:
+    def _marked_logits(
+        self, batch: StepBatch, marks: LayerMarks | None, token_ids: torch.Tensor | None
+    ) -> torch.Tensor:
         """The other ranks have surely written a layer when this one has come to the next: it had to
         wait for their parts in between."""
         if marks is None or self._ranks.group is None:
-            return self.logits(batch, marks)
+            return self.logits(batch, marks, token_ids)
         lag = LayerLag(marks)
         logits = self.logits(batch, lag.before(self._places))
         lag.end()
@@ -153,16 +178,24 @@ class Engine:
         self,
         slices: Sequence[SequenceSlice],
         marks: LayerMarks | None = None,
+        token_ids: torch.Tensor | None = None,
         *,
         is_long: bool = False,
     ) -> torch.Tensor:
         self._ranks.tell(slices, is_long)
-        if self.backend is not None:
-            return self._run_prepared(self.backend.prepare(slices, marks))
-        plan = self._planner.plan(slices)
-        state = PagedAttention(self._own, plan, self._places, marks)
-        return self.model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
-
-    def _run_prepared(self, step: Prepared) -> torch.Tensor:
+        step = self._prepare(slices, marks)
+        if token_ids is not None:
+            step.token_ids[0].index_copy_(0, step.logit_rows, token_ids)
         inputs = (step.token_ids, step.positions, step.logit_rows)
         return self.model.forward(*inputs, step.state).float()
+
+    def _prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None) -> Prepared:
+        if self.backend is not None:
+            return self.backend.prepare(slices, marks)
+        plan = self._planner.plan(slices)
+        return Prepared(
+            token_ids=plan.token_ids,
+            positions=plan.positions,
+            logit_rows=plan.logit_rows,
+            state=PagedAttention(self._own, plan, self._places, marks),
+        )

@@ -1,77 +1,130 @@
 """Chooses tokens from logits. Counter based: a token depends on its own request alone.
 
 The draw is one uniform number and the inverse CDF over the kept ids, most likely first, ids of
-equal probability in ascending order.
+equal probability in ascending order. Nothing waits for the device until the tokens are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from engine.logprobs import Logprobs, find_logprobs
 from engine.penalties import apply_penalties
 from engine.philox import uniforms
+from engine.sending import fetch, send
 from engine.step import Sampled, SampleRequest
-from kvrelay.types import Sampling, TokenLogprobs
+from kvrelay.types import Sampling
 
 _HEAD = 1024
 """Most draws fall among this many most likely ids; only the others sort the whole vocabulary."""
 
 
-@torch.inference_mode()
 def sample(
     logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]]
 ) -> list[tuple[Sampled, ...]]:
     """`logits` fp32 `[rows, vocab]`; row i serves all of `wanted[i]` (the choices of a prompt)."""
+    return draw(logits, wanted).sampled()
+
+
+@dataclass(frozen=True, slots=True)
+class _Doubts:
+    """Draws among the most likely ids, and for which `rows` those may not have been enough."""
+
+    rows: list[int]  # of the requests
+    probabilities: torch.Tensor  # [rows, vocab]
+    are_open: torch.Tensor  # bool [rows]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What is drawn for the `requests`. `tokens` `[requests]` stay on the device. They are those
+    that `sampled` tells but for the `late` ones, which are known once it has returned."""
+
+    wanted: Sequence[Sequence[SampleRequest]]
+    requests: Sequence[SampleRequest]
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    doubts: _Doubts | None
+    logprobs: Logprobs | None
+    _fetched: torch.Tensor  # tokens, then which of the doubts are open
+    late: tuple[int, ...] = ()
+
+    @torch.inference_mode()
+    def sampled(self) -> list[tuple[Sampled, ...]]:
+        """The device has come to where they were drawn."""
+        found: list[int] = self._fetched.tolist()
+        tokens, are_open = found[: len(self.requests)], found[len(self.requests) :]
+        if self.doubts is not None and any(are_open):
+            self._settle(self.doubts, [i for i, is_open in enumerate(are_open) if is_open], tokens)
+        logprobs = {} if self.logprobs is None else self.logprobs.told(self.requests, tokens)
+        if not logprobs and len(self.requests) == len(self.wanted):
+            return [(Sampled(token_id=token),) for token in tokens]
+        flat = iter([Sampled(token_id=t, logprobs=logprobs.get(i)) for i, t in enumerate(tokens)])
+        return [tuple(next(flat) for _ in row) for row in self.wanted]
+
+    def _settle(self, doubts: _Doubts, are_open: list[int], tokens: list[int]) -> None:
+        """Draws among all ids, waiting for the device, and changes `tokens`."""
+        rows = [doubts.rows[i] for i in are_open]
+        picked, _ = _draw_among(doubts.probabilities[are_open], _pick(self.requests, rows), None)
+        for row, token in zip(rows, picked.tolist(), strict=True):
+            tokens[row] = token
+        self.late = tuple(rows)
+        if self.logprobs is not None:
+            device = self.logits.device
+            known = send(tokens, torch.long, device)
+            self.logprobs = find_logprobs(self.logits, self.requests, known)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+
+
+@torch.inference_mode()
+def draw(logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]]) -> Drawn:
+    """As `sample`."""
     requests = [request for row in wanted for request in row]
     if len(requests) > len(wanted):
         rows = [i for i, row in enumerate(wanted) for _ in row]
-        logits = logits[torch.tensor(rows, device=logits.device)]
+        logits = logits[send(rows, torch.long, logits.device)]
     logits = apply_penalties(logits, requests)
-    tokens = _choose(logits, requests)
-    logprobs = _logprobs(logits, requests, tokens)
-    if not logprobs and len(requests) == len(wanted):
-        return [(Sampled(token_id=token),) for token in tokens]
-    flat = iter(Sampled(token_id=token, logprobs=logprobs.get(i)) for i, token in enumerate(tokens))
-    return [tuple(next(flat) for _ in row) for row in wanted]
+    tokens, doubts = _choose(logits, requests)
+    both = tokens if doubts is None else torch.cat([tokens, doubts.are_open.long()])
+    logprobs = find_logprobs(logits, requests, tokens)
+    return Drawn(wanted, requests, logits, tokens, doubts, logprobs, fetch(both))
 
 
-def _choose(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+def _choose(
+    logits: torch.Tensor, requests: Sequence[SampleRequest]
+) -> tuple[torch.Tensor, _Doubts | None]:
     drawn = [i for i, r in enumerate(requests) if r.sampling.temperature > 0]
+    if not drawn:
+        return _most_likely(logits), None
     if len(drawn) == len(requests):
-        return _draw(logits, requests) if requests else []
-    tokens = _most_likely(logits)
-    if drawn:
-        chosen = _draw(logits[torch.tensor(drawn, device=logits.device)], _pick(requests, drawn))
-        for i, token in zip(drawn, chosen, strict=True):
-            tokens[i] = token
-    return tokens
+        return _draw(logits, requests, drawn)
+    rows = send(drawn, torch.long, logits.device)
+    chosen, doubts = _draw(logits[rows], _pick(requests, drawn), drawn)
+    return _most_likely(logits).index_copy_(0, rows, chosen), doubts
 
 
-def _most_likely(logits: torch.Tensor) -> list[int]:
+def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     """On a CPU numpy takes a tenth of the time that torch does; both take the first of equals."""
     if logits.device.type == "cpu":
-        return logits.numpy().argmax(axis=-1).tolist()
-    found: list[int] = logits.argmax(dim=-1).tolist()
-    return found
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def _pick(requests: Sequence[SampleRequest], rows: Sequence[int]) -> list[SampleRequest]:
     return [requests[row] for row in rows]
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int]:
+def _draw(
+    logits: torch.Tensor, requests: Sequence[SampleRequest], rows: list[int]
+) -> tuple[torch.Tensor, _Doubts]:
     temperatures = _column([r.sampling.temperature for r in requests], logits)
     probabilities = torch.softmax(logits / temperatures, dim=-1)
     tokens, decided = _draw_among(probabilities, requests, min(_HEAD, logits.shape[1]))
-    chosen: list[int] = tokens.tolist()
-    open_rows = (~decided).nonzero()[:, 0].tolist()
-    if open_rows:
-        rest, _ = _draw_among(probabilities[open_rows], _pick(requests, open_rows), None)
-        for row, token in zip(open_rows, rest.tolist(), strict=True):
-            chosen[row] = token
-    return chosen
+    return tokens, _Doubts(rows, probabilities, ~decided)
 
 
 def _draw_among(
@@ -86,7 +139,7 @@ def _draw_among(
     last = (kept - 1).clamp_min(0)
     mass = torch.where(whole, torch.ones_like(totals[:, :1]), totals.gather(1, last))
     draws = uniforms([(r.sampling.seed, r.choice, r.index) for r in requests])
-    target = torch.from_numpy(draws).to(ranked.device)[:, None] * mass
+    target = send(draws, torch.float32, ranked.device)[:, None] * mass
     found = (totals <= target).sum(dim=-1, keepdim=True).minimum(last)
     beyond = _column([float(s.top_k > ranked.shape[1]) for s in samplings], ranked).bool()
     decided = torch.where(whole, found < known, kept <= known) & ~beyond
@@ -132,31 +185,4 @@ def _kept(
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
-
-
-def _logprobs(
-    logits: torch.Tensor, requests: Sequence[SampleRequest], tokens: list[int]
-) -> dict[int, TokenLogprobs]:
-    """# request |-> its token's logprobs, where it wants them"""
-    rows = [i for i, r in enumerate(requests) if r.sampling.logprobs is not None]
-    if not rows:
-        return {}
-    logs = torch.log_softmax(logits[torch.tensor(rows, device=logits.device)], dim=-1)
-    widest = max(requests[row].sampling.logprobs or 0 for row in rows)
-    values, ids = logs.topk(min(widest, logs.shape[1]), dim=-1)
-    chosen = logs.gather(1, torch.tensor([[tokens[row]] for row in rows], device=logs.device))
-    return {
-        row: TokenLogprobs(tokens[row], own[0], _top(top_ids, top, requests[row]))
-        for row, own, top_ids, top in zip(
-            rows, chosen.tolist(), ids.tolist(), values.tolist(), strict=True
-        )
-    }
-
-
-def _top(
-    ids: list[int], values: list[float], request: SampleRequest
-) -> tuple[tuple[int, float], ...]:
-    pairs = zip(ids, values, strict=True)
-    possible = [(token, value) for token, value in pairs if value > float("-inf")]
-    return tuple(possible[: request.sampling.logprobs])
+    return send(values, torch.float32, like.device)[:, None]

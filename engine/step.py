@@ -44,6 +44,8 @@ class SequenceSlice:
 
     Where it samples and `sketch_ids` is not None its logits are sketched too: those of these tokens
     or, when empty, of the most likely.
+
+    With `follows` its one token is not known yet: what that slice of the step before draws.
     """
 
     key: RequestKey
@@ -54,6 +56,7 @@ class SequenceSlice:
     samples: tuple[SampleRequest, ...] = ()
     prompt_tokens: int = 0
     sketch_ids: tuple[int, ...] | None = None
+    follows: int | None = None
 
 
 @value
@@ -85,11 +88,13 @@ class Sampled:
 class StepOutcome:
     """# slice of the batch |-> one Sampled for each of its samples; and its sketch if wanted
 
-    After several steps: one Sampled for each step.
+    After several steps: one Sampled for each step. `late` are slices whose tokens were known too
+    late for the step behind: what follows them there is void.
     """
 
     sampled: tuple[tuple[Sampled, ...], ...]
     sketches: Mapping[int, LogitSketch] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
 
 
 # --- between a scheduler and its worker ---------------------------------------------------------
@@ -103,8 +108,15 @@ class StepWanted:
 
 
 @value
+class StepBehindWanted:
+    """A step of the scheduler's is on the device: can the next one be launched behind it, before
+    its tokens are known?"""
+
+
+@value
 class StepDone:
-    """`steps` of those that RunStep allowed have run; `seconds` is what they took together."""
+    """Of the step that was launched first. `steps` of those that RunStep allowed have run;
+    `seconds` is what they took together."""
 
     outcome: StepOutcome
     seconds: float

@@ -3,6 +3,7 @@ the decode worker's kernels go first: its steps are short, and a user waits for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,3 +26,15 @@ class StepStream:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
+
+    def mark(self) -> Callable[[], None]:
+        """Waits, whatever is launched later, until the device has come to here."""
+        if self._stream is None:
+            return _no_wait
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
+
+
+def _no_wait() -> None:
+    pass

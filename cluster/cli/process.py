@@ -33,6 +33,7 @@ WORKER_KEYS = (
     "engine.compile",
     "engine.profile",
     "engine.cuda_graphs",
+    "engine.launch_ahead",
     "engine.kv_dtype",
     "engine.matmul_precision",
     "engine.rank_timeout",

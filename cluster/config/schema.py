@@ -73,6 +73,8 @@ class Engine(Section):
     compile: AutoOrOff = "auto"
     """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
     time; off: the model runs as transformers has it."""
+    launch_ahead: Literal["auto", "on", "off"] = "auto"
+    """Launch a decode step before the tokens of the one before are known: on; auto: on CUDA."""
     cuda_graphs: AutoOrOff = "auto"
     """auto: on CUDA decode steps are recorded when a worker starts, for each of some batch sizes;
     off: they are launched kernel by kernel."""

@@ -34,7 +34,8 @@ from cluster.worker.preloads import Preloads
 from cluster.worker.pull_turns import PullTurns
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
-from engine.step import Command, Emit, RunStep, StepDone, StepWanted, Tick
+from engine.latency import StepWork
+from engine.step import Command, Emit, RunStep, StepBehindWanted, StepDone, StepWanted, Tick
 from kvpool.handoff import TO_PREFILL, Commit, PeerHello
 from kvpool.handoff_events import (
     FetchPiece,
@@ -87,7 +88,8 @@ MoveJob = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
 
 
 class StepDevice(Protocol):
-    """Runs one step at a time; its end comes back as Stepped."""
+    """Runs a step; its end comes back as Stepped. Another one is submitted while it runs only where
+    the loop was told that the device launches ahead."""
 
     def submit(self, step: RunStep) -> None: ...
 
@@ -118,13 +120,15 @@ class WorkerLoop:
         max_model_len: int,
         pace: StepPace,
         most_steps: int = 1,
+        launches_ahead: bool = False,
         clock: Callable[[], float] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
-        """`most_steps`: so many the device may run in a row, while no prompt waits. `clock` None:
-        the machine's."""
+        """`most_steps`: so many the device may run in a row, while no prompt waits.
+        `launches_ahead`: it takes one step while another runs. `clock` None: the machine's."""
         self._now = clock or time.monotonic
         self._most_steps = most_steps
+        self._launches_ahead = launches_ahead
         self._device = device
         self._pace = pace
         self._openings = openings
@@ -141,6 +145,7 @@ class WorkerLoop:
         self._next_tick_s = 0.0
         self._closing = False
         self._stepping: DecodeScheduler | PrefillScheduler | None = None
+        self._behind: StepWork | None = None  # of the step behind the one that runs
         self._turns: deque[DecodeScheduler | PrefillScheduler] = deque([decode, prefill])
         self._totals = Totals()
         self._link_states: Callable[[], tuple[LinkState, ...]] = tuple
@@ -170,6 +175,7 @@ class WorkerLoop:
         self._start_step()
         while self._pool is not None and self._pooled(self._pool.turn()):
             self._start_step()
+        self._start_behind()
         if self._stepping is None:
             self._pace.idle()
         self._execute(self._pulls.take_commands())
@@ -318,10 +324,28 @@ class WorkerLoop:
             else:
                 self._execute([command])
 
+    def _start_behind(self) -> None:
+        """What the device does next is launched before it is free, unless a prompt waits."""
+        if not self._launches_ahead or self._behind is not None:
+            return
+        if self._stepping is not self.decode or self.prefill.has_work:
+            return
+        for command in self.decode.handle(StepBehindWanted(), self._now()):
+            if isinstance(command, RunStep):
+                self._behind = command.batch.work
+                self._device.submit(command)
+            else:
+                self._execute([command])
+
     def _stepped(self, done: StepDone) -> None:
-        scheduler, self._stepping = self._stepping, None
+        scheduler = self._stepping
         assert scheduler is not None, "a step ended that was not begun"
         self._pace.ended(self._now(), done.steps)
+        if self._behind is None:
+            self._stepping = None
+        else:
+            self._pace.begun(self._behind, self._now())
+            self._behind = None
         self._totals.steps += 1
         self._totals.busy_s += done.seconds
         self._execute(scheduler.handle(done, self._now()))

@@ -6,7 +6,7 @@ import logging
 import queue
 from dataclasses import dataclass
 
-from cluster.device import Device
+from cluster.device import AheadDevice, Device
 from cluster.host_cpus import ranges
 from cluster.peers import PeerLinks
 from cluster.pinning import Pinned, pin
@@ -100,7 +100,8 @@ def _build_around(
     links = open_links(settings, engine, staging, offer, inbox)
     mover = open_mover(engine, staging, links, inbox, trace)
     stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
-    device = Device(stepping, settings.threads_per_rank, inbox.put)
+    ahead = _launches_ahead(settings, engine)
+    device = (AheadDevice if ahead else Device)(stepping, settings.threads_per_rank, inbox.put)
     openings = open_caches(settings, tables, staging)
     bound = checked_bound(settings, engine)
     times = step_times(settings, engine)
@@ -116,6 +117,7 @@ def _build_around(
         inbox,
         max_model_len=max_model_len,
         pace=pace,
+        launches_ahead=ahead,
         trace=trace,
     )
     pool = _pool(settings, engine, openings, links, inbox)
@@ -136,6 +138,15 @@ def _build_around(
         trace=trace,
         pinned=pinned,
     )
+
+
+def _launches_ahead(settings: WorkerSettings, engine: Engine) -> bool:
+    """On a CPU there is nothing to hide, and who joins waits a step longer."""
+    if settings.launch_ahead == "auto":
+        return engine.model.device.type == "cuda" and engine.can_follow
+    if settings.launch_ahead == "on" and not engine.can_follow:
+        log.warning("engine.launch_ahead: on: not with several ranks or LongRoPE")
+    return settings.launch_ahead == "on" and engine.can_follow
 
 
 def _pinned(settings: WorkerSettings) -> Pinned:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
-from cluster.device import StepEngine
+from cluster.device import AheadEngine
 from cluster.trace import Trace, Value
+from engine.flight import Flight
 from engine.layer_marks import LayerMarks
-from engine.step import SequenceSlice, StepBatch, StepOutcome
+from engine.step import StepBatch, StepOutcome
 from kvpool.copies import CopyPairs
 
 
@@ -15,20 +17,34 @@ class TracedEngine:
     """A step is a "prefill chunk" as soon as it computes any prompt, else a "decode step". Within a
     chunk each layer group is a range that ends when its KV is written."""
 
-    def __init__(self, engine: StepEngine, trace: Trace) -> None:
+    def __init__(self, engine: AheadEngine, trace: Trace) -> None:
         self._engine = engine
         self._trace = trace
 
     def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
-        prompts = [s for s in batch.slices if s.start < s.prompt_tokens]
-        name = "prefill chunk" if prompts else "decode step"
-        with self._trace.span(name, **_facts(batch, prompts)):
+        name, facts = _facts(batch)
+        with self._trace.span(name, **facts):
             if marks is None:
                 return self._engine.run(batch)
             groups = _Groups(self._trace, marks)
             outcome = self._engine.run(batch, groups.marks)
             groups.end("the last layer")
             return outcome
+
+    def launch(
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
+    ) -> Flight:
+        """Its range ends when it is collected; layers are told as they come."""
+        name, facts = _facts(batch)
+        started_s = time.monotonic()
+        flight = self._engine.launch(batch, marks, before)
+
+        def finish(ended: Flight) -> StepOutcome:
+            outcome = flight.finish(ended)
+            self._trace.took(name, started_s, **facts)
+            return outcome
+
+        return replace(flight, finish=finish)
 
     def copy_blocks(self, pairs: CopyPairs) -> None:
         self._engine.copy_blocks(pairs)
@@ -52,10 +68,12 @@ class _Groups:
         self._started_s = time.monotonic()
 
 
-def _facts(batch: StepBatch, prompts: list[SequenceSlice]) -> dict[str, Value]:
-    """`requests` are those whose prompt is computed, or in a decode step all."""
+def _facts(batch: StepBatch) -> tuple[str, dict[str, Value]]:
+    """The range's name, and what it says. `requests` are those whose prompt is computed, or in a
+    decode step all."""
+    prompts = [s for s in batch.slices if s.start < s.prompt_tokens]
     shown = prompts or batch.slices
-    return {
+    return "prefill chunk" if prompts else "decode step", {
         "requests": [s.key.request_id for s in shown],
         "tokens": batch.tokens,
         "from": min(s.start for s in shown),

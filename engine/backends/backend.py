@@ -34,8 +34,11 @@ class Backend(Protocol):
 class Replays(Protocol):
     """Runs steps that have been recorded."""
 
-    def logits(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        """`[slices that sample, vocab]`, overwritten by the next step; None: not such a step."""
+    def logits(
+        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """`[slices that sample, vocab]`, overwritten by the next step; None: not such a step. What
+        is run instead of the slices' own tokens: `token_ids` `[slices]`, on the device."""
 
     def replay(self, sequences: int) -> torch.Tensor:
         """The step that was asked for last, of so many sequences, again."""

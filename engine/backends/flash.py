@@ -11,10 +11,11 @@ from flash_attn_interface import flash_attn_with_kvcache
 
 from engine.attention import Scores
 from engine.backends.backend import GroupShape, Prepared
-from engine.backends.inputs import Inputs, Named, layer_blocks
+from engine.backends.inputs import Inputs, Named
 from engine.backends.step_arrays import TableCache, step_arrays
 from engine.backends.triton_launch import store
 from engine.backends.visible import starts_of, visible
+from engine.backends.writing import KvWriter
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice
 from kvpool.memory.kv_memory import KvMemory
@@ -40,16 +41,15 @@ class FlashBackend:
             named.arrays |= {f"{group}.table": seen.table(), f"{group}.tokens": seen.tokens}
         inputs = named.send(self._memory.device)
         most = int(step.counts.max())
-        return inputs.prepared(_State(self._memory, self._places, inputs, most, marks))
+        writer = KvWriter(self._memory, self._places, inputs.slots, marks, store)
+        return inputs.prepared(_State(writer, inputs, most))
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    memory: KvMemory
-    places: Mapping[int, tuple[int, int]]
+    writer: KvWriter
     inputs: Inputs
     most_tokens: int
-    marks: LayerMarks | None
 
     def attend(
         self,
@@ -59,19 +59,15 @@ class _State:
         value: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        group, index = self.places[layer]
-        keys, values = self.memory.layer(group, index)
-        store(key[0], value[0], keys, values, self.inputs.slots(group))
-        if self.marks is not None:
-            self.marks.wrote(layer)
-        keys, values = layer_blocks(self.memory, group, index)
+        held = self.writer.write(layer, key, value)
+        keys, values = held.blocks
         views = self.inputs.views
         out: torch.Tensor = flash_attn_with_kvcache(
             query[0].transpose(0, 1),
             keys,
             values,
-            cache_seqlens=views[f"{group}.tokens"],
-            page_table=views[f"{group}.table"],
+            cache_seqlens=views[f"{held.group}.tokens"],
+            page_table=views[f"{held.group}.table"],
             cu_seqlens_q=views["row_starts"],
             max_seqlen_q=self.most_tokens,
             softmax_scale=scores.scaling,

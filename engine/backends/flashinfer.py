@@ -12,10 +12,11 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from engine.attention import Scores
 from engine.backends.backend import GroupShape, Prepared
-from engine.backends.inputs import Inputs, Named, layer_blocks
+from engine.backends.inputs import Named
 from engine.backends.step_arrays import StepArrays, TableCache, step_arrays
 from engine.backends.triton_launch import store
 from engine.backends.visible import starts_of, visible
+from engine.backends.writing import KvWriter
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice
 from kvpool.memory.kv_memory import KvMemory
@@ -37,10 +38,8 @@ class FlashInferBackend:
     def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
         step = step_arrays(self._memory.layout, slices, self._tables)
         inputs = Named.of(step).send(self._memory.device)
-        state = _State(
-            self._memory, self._shapes, self._places, self._wrappers, step, inputs, marks
-        )
-        return inputs.prepared(state)
+        writer = KvWriter(self._memory, self._places, inputs.slots, marks, store)
+        return inputs.prepared(_State(writer, self._shapes, self._wrappers, step))
 
 
 def _wrapper(device: torch.device) -> Any:
@@ -50,13 +49,10 @@ def _wrapper(device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    memory: KvMemory
+    writer: KvWriter
     shapes: tuple[GroupShape, ...]
-    places: Mapping[int, tuple[int, int]]
     wrappers: list[Any]
     step: StepArrays
-    inputs: Inputs
-    marks: LayerMarks | None
     planned: set[int] = field(default_factory=set)
 
     def attend(
@@ -67,20 +63,16 @@ class _State:
         value: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        group, index = self.places[layer]
-        keys, values = self.memory.layer(group, index)
-        store(key[0], value[0], keys, values, self.inputs.slots(group))
-        if self.marks is not None:
-            self.marks.wrote(layer)
-        if group not in self.planned:
-            self._plan(group, scores, query.dtype)
+        held = self.writer.write(layer, key, value)
+        if held.group not in self.planned:
+            self._plan(held.group, scores, query.dtype)
         rows = query[0].transpose(0, 1).contiguous()
-        out: torch.Tensor = self.wrappers[group].run(rows, layer_blocks(self.memory, group, index))
+        out: torch.Tensor = self.wrappers[held.group].run(rows, held.blocks)
         return out[None]
 
     def _plan(self, group: int, scores: Scores, dtype: torch.dtype) -> None:
         """With what only the first layer's call says: how its scores are made."""
-        layout, shape = self.memory.layout, self.shapes[group]
+        layout, shape = self.writer.memory.layout, self.shapes[group]
         seen = visible(layout, group, self.step)
         last = (seen.tokens - 1) % layout.block_size + 1
         indices = (starts_of(self.step.counts), starts_of(seen.counts), seen.blocks, last)

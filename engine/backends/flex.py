@@ -13,9 +13,10 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from engine.attention import Scores
 from engine.backends.backend import GroupShape, Prepared
-from engine.backends.inputs import Inputs, Named, layer_blocks
+from engine.backends.inputs import Inputs, Named
 from engine.backends.step_arrays import Ints, StepArrays, TableCache, step_arrays
 from engine.backends.visible import Visible, starts_of, visible
+from engine.backends.writing import KvWriter
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice
 from kvpool.memory.kv_memory import KvMemory
@@ -51,7 +52,8 @@ class FlexBackend:
             named.arrays |= {f"{group}.met": blocks[0], f"{group}.counts": blocks[1]}
         inputs = named.send(self._memory.device)
         masks = [self._mask(inputs, group) for group in range(len(layout.groups))]
-        return inputs.prepared(_State(self._memory, self._places, self._run, inputs, masks, marks))
+        writer = KvWriter(self._memory, self._places, inputs.slots, marks, _store)
+        return inputs.prepared(_State(writer, self._run, inputs, masks))
 
     def _mask(self, inputs: Inputs, group: int) -> BlockMask:
         views = inputs.views
@@ -117,12 +119,10 @@ def _mask_mod(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    memory: KvMemory
-    places: Mapping[int, tuple[int, int]]
+    writer: KvWriter
     run: Callable[..., Any]
     inputs: Inputs
     masks: list[BlockMask]
-    marks: LayerMarks | None
 
     def attend(
         self,
@@ -132,19 +132,14 @@ class _State:
         value: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
-        group, index = self.places[layer]
-        slots = self.inputs.slots(group)
-        for plane, fresh in zip(self.memory.layer(group, index), (key, value), strict=True):
-            plane.index_copy_(0, slots.long(), fresh[0].transpose(0, 1))
-        if self.marks is not None:
-            self.marks.wrote(layer)
-        keys, values = (self._gather(p, group) for p in layer_blocks(self.memory, group, index))
+        held = self.writer.write(layer, key, value)
+        keys, values = (self._gather(plane, held.group) for plane in held.blocks)
         out, aux = self.run(
             query,
             keys,
             values,
             score_mod=None if scores.softcap is None else _cap(scores.softcap),
-            block_mask=self.masks[group],
+            block_mask=self.masks[held.group],
             scale=scores.scaling,
             enable_gqa=True,
             return_aux=AuxRequest(lse=True),
@@ -158,6 +153,18 @@ class _State:
         """`[1, heads, slots, dim]`"""
         picked = blocks.index_select(0, self.inputs.views[f"{group}.blocks"])
         return picked.flatten(0, 1).transpose(0, 1)[None]
+
+
+def _store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Without Triton."""
+    for plane, fresh in ((keys, key), (values, value)):
+        plane.index_copy_(0, slots.long(), fresh.transpose(0, 1))
 
 
 def _kept(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

@@ -41,12 +41,14 @@ class DecodeGraphs:
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
             self._replays[size] = record(self._forward(model, size))
 
-    def logits(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
+    def logits(
+        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Of the slices that sample; None where the step is none of those recorded. Overwritten by
-        the next step."""
+        the next step. `token_ids`: see Replays."""
         if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 for s in slices):
             return None
-        self._inputs.load(slices)
+        self._inputs.load(slices, token_ids)
         rows = self.replay(len(slices))[: len(slices)]
         if all(s.samples for s in slices):
             return rows

@@ -11,7 +11,6 @@ from engine.attention import AttentionState
 from engine.backends.backend import Prepared
 from engine.backends.packing import Packing
 from engine.backends.step_arrays import Ints, StepArrays
-from kvpool.memory.kv_memory import KvMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +19,10 @@ class Inputs:
 
     views: Mapping[str, torch.Tensor]
 
-    def slots(self, group: int) -> torch.Tensor:
-        return self.views[f"{group}.slots"]
+    @property
+    def slots(self) -> list[torch.Tensor]:
+        """# layer group |->"""
+        return [view for name, view in self.views.items() if name.endswith(".slots")]
 
     def prepared(self, state: AttentionState, rows: int | None = None) -> Prepared:
         """`rows`: only the first of them."""
@@ -59,9 +60,3 @@ class Named:
 def blocks_view(plane: torch.Tensor, block_size: int) -> torch.Tensor:
     """`[slots, heads, dim]` as `[blocks, block_size, heads, dim]`."""
     return plane.view(-1, block_size, *plane.shape[1:])
-
-
-def layer_blocks(memory: KvMemory, group: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = memory.layer(group, index)
-    size = memory.layout.block_size
-    return blocks_view(keys, size), blocks_view(values, size)

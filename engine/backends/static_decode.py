@@ -30,14 +30,16 @@ class StaticDecode:
         self._buffer = torch.zeros(elements, dtype=torch.int32, device=device)
         self._inputs = Inputs(self._packing.views(self._buffer))
 
-    def load(self, slices: Sequence[SequenceSlice]) -> None:
-        """For the steps that are run next."""
+    def load(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None) -> None:
+        """For the steps that are run next. `token_ids` `[slices]`: instead of the slices' own."""
         step = self._backend.step(slices)
         assert step.decodes == len(slices) <= self._rows, (step.decodes, self._rows)
         named, _ = self._backend.arrays(step)
         padded = {name: self._padded(name, array) for name, array in named.arrays.items()}
         host = self._packing.pack(padded, pinned=self._buffer.is_cuda)
         self._buffer[: host.numel()].copy_(host, non_blocking=True)
+        if token_ids is not None:
+            self._inputs.views["token_ids"][: len(slices)].copy_(token_ids)
 
     def prepared(self, rows: int) -> Prepared:
         """Over the first `rows` rows; the logits are those of each."""

@@ -11,9 +11,10 @@ from engine.backends.backend import GroupShape, Prepared
 from engine.backends.inputs import Inputs, Named
 from engine.backends.step_arrays import Ints, StepArrays, TableCache, step_arrays
 from engine.backends.tilings import CHUNK, DECODE, Tiling, chunk_tiling, decode_tiling
-from engine.backends.triton_launch import DeviceWork, Parts, part_elements
-from engine.backends.triton_state import GroupTensors, Launch, TritonState
+from engine.backends.triton_launch import DeviceWork, Parts, part_elements, store
+from engine.backends.triton_state import Launch, TritonState
 from engine.backends.work import divide, most_parts, query_tiles
+from engine.backends.writing import KvWriter
 from engine.layer_marks import LayerMarks
 from engine.step import SequenceSlice
 from kvpool.memory.kv_memory import KvMemory
@@ -72,18 +73,17 @@ class TritonBackend:
         rows: int | None = None,
     ) -> Prepared:
         """`rows`: that many of the rows, some of which may be padding."""
-        groups = tuple(
-            GroupTensors(
-                slots=inputs.slots(g)[:rows],
-                launches=tuple(
-                    self._launch(g, name, inputs.views, tiling)
-                    for name, tiling in tilings.items()
-                    if name.startswith(f"{g}.")
-                ),
-            )
+        slots = [group[:rows] for group in inputs.slots]
+        writer = KvWriter(self.memory, self.places, slots, marks, store)
+        launches = [
+            [
+                self._launch(g, name, inputs.views, tiling)
+                for name, tiling in tilings.items()
+                if name.startswith(f"{g}.")
+            ]
             for g in range(len(self.shapes))
-        )
-        state = TritonState(self.memory, groups, self.places, self.parts, marks, rows is not None)
+        ]
+        state = TritonState(writer, launches, self.parts, is_padded=rows is not None)
         return inputs.prepared(state, rows)
 
     def tiling(self, group: int, tokens: int) -> Tiling:

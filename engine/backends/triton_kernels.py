@@ -58,37 +58,13 @@ def _kept(numbers, kind: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def attend_pieces(
-    query,
-    keys,
-    values,
-    out,
-    parts,
-    part_sizes,
-    queries,
-    pieces,
-    starts,
-    tables,
-    sinks,
-    scaling,
-    softcap,
-    query_row,
-    query_head,
-    out_row,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    K_TILE: tl.constexpr,
-    V_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    query, keys, values, out, parts, part_sizes, queries, pieces, starts, tables, sinks, scaling,
+    softcap, query_row, query_head, out_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    K_TILE: tl.constexpr, V_TILE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One program's stretch of the line. WINDOW 0: none. UPCAST: multiply in fp32."""
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)
@@ -129,15 +105,21 @@ def attend_pieces(
         if slot < 0:
             if HAS_SINKS:
                 best, mass, held = _sink(best, mass, held, sinks, query_of, inside)
-            result = held / tl.where(mass > 0.0, mass, 1.0)[:, None]
             at = out + token[:, None] * out_row + (query_of * V_DIM)[:, None] + v[None, :]
+            result = held / tl.where(mass > 0.0, mass, 1.0)[:, None]
             wanted = inside[:, None] & (v < V_DIM)[None, :]
             tl.store(at, result.to(out.dtype.element_ty), mask=wanted)
         else:
             part = slot.to(tl.int64) * ROWS + row
-            tl.store(part_sizes + part * 2, best)
-            tl.store(part_sizes + part * 2 + 1, mass)
-            tl.store(parts + part[:, None] * V_TILE + v[None, :], held)
+            _leave(parts, part_sizes, part, v, best, mass, held, V_TILE)
+
+
+@triton.jit
+def _leave(parts, part_sizes, part, v, best, mass, held, V_TILE: tl.constexpr):
+    """For `join_parts`."""
+    tl.store(part_sizes + part * 2, best)
+    tl.store(part_sizes + part * 2 + 1, mass)
+    tl.store(parts + part[:, None] * V_TILE + v[None, :], held)
 
 
 @triton.jit

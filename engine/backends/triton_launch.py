@@ -6,6 +6,7 @@ Imported only where it is used: PyTorch for CUDA brings Triton along.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -93,53 +94,45 @@ def attend(
     """`query` `[tokens, heads, dim]`, `out` `[tokens, heads, value_dim]`, contiguous; the rows of
     the work's query tiles are written. A tile has at most `joined_rows` rows."""
     query = query if query.stride(2) == 1 else query.contiguous()
-    kv_heads, v_dim = values.shape[1:]
-    group = query.shape[1] // kv_heads
     sinks = out if scores.sinks is None else scores.sinks
-    common = {"GROUP": group, "V_DIM": v_dim, "V_TILE": _tile(v_dim), "ROWS": tiling.rows}
-    common["HAS_SINKS"] = scores.sinks is not None
+    common = {
+        "GROUP": query.shape[1] // values.shape[1],
+        "V_DIM": values.shape[2],
+        "V_TILE": _tile(values.shape[2]),
+        "ROWS": tiling.rows,
+        "HAS_SINKS": scores.sinks is not None,
+    }
+    left = (parts.values, parts.sizes, work.queries)
     attend_pieces[(work.programs,)](
-        query,
-        keys,
-        values,
-        out,
-        parts.values,
-        parts.sizes,
-        work.queries,
-        work.pieces,
-        work.starts,
-        work.tables,
-        sinks,
-        float(scores.scaling),
-        float(scores.softcap or 1.0),
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        KV_HEADS=kv_heads,
-        K_DIM=query.shape[2],
-        K_TILE=_tile(query.shape[2]),
-        KEYS=tiling.keys,
-        BLOCK=block_size,
-        WINDOW=scores.window or 0,
-        HAS_CAP=scores.softcap is not None,
-        UPCAST=query.dtype is torch.bfloat16 and query.device.type == "cpu",
-        PRECISION=_precision(),
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        *(query, keys, values, out),
+        *left,
+        *(work.pieces, work.starts, work.tables, sinks),
+        *(float(scores.scaling), float(scores.softcap or 1.0)),
+        *(query.stride(0), query.stride(1), out.stride(0)),
         **common,
+        **_constants(query, values, scores, tiling, block_size),
     )
     join_parts[(work.programs, joined_rows)](
-        out,
-        parts.values,
-        parts.sizes,
-        work.queries,
-        work.joins,
-        sinks,
-        out.stride(0),
-        PARTS=_JOINED,
-        num_warps=4,
-        **common,
+        *(out, *left, work.joins, sinks, out.stride(0)), PARTS=_JOINED, num_warps=4, **common
     )
+
+
+def _constants(
+    query: torch.Tensor, values: torch.Tensor, scores: Scores, tiling: Tiling, block_size: int
+) -> dict[str, Any]:
+    return {
+        "KV_HEADS": values.shape[1],
+        "K_DIM": query.shape[2],
+        "K_TILE": _tile(query.shape[2]),
+        "KEYS": tiling.keys,
+        "BLOCK": block_size,
+        "WINDOW": scores.window or 0,
+        "HAS_CAP": scores.softcap is not None,
+        "UPCAST": query.dtype is torch.bfloat16 and query.device.type == "cpu",
+        "PRECISION": _precision(),
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
 
 
 def _tile(dim: int) -> int:

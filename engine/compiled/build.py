@@ -1,4 +1,4 @@
-"""Makes a model's forward pass fast on a CPU: packed weights, a flat graph, fused operations.
+"""Makes a model's forward pass fast. On a CPU: packed weights, a flat graph, fused operations.
 
 What was made is compared with the model's own forward pass, which stays in use where they differ.
 """
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import Scores, attention_state
-from engine.compiled.capture import Forward, NotCaptured
+from engine.compiled.capture import NotCaptured
 from engine.compiled.folding import fold_constants
 from engine.compiled.graph import Captured
 from engine.compiled.layers import fuse_gates, fuse_rotary
@@ -21,6 +21,7 @@ from engine.compiled.library import DTYPES, Fused, open_fused
 from engine.compiled.merging import pack_graph, pack_modules
 from engine.compiled.norms import fuse_norms
 from engine.compiled.padding import padded
+from engine.compiled.projections import merge_projections
 from engine.compiled.ranks import call_group
 from engine.compiled.recordings import recorded
 from engine.compiled.rotaries import call_rotaries
@@ -39,14 +40,15 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.08}
 
 
 def compile_model(model: Model) -> Model:
-    """On a CPU; other devices' models stay as they are. Changes the modules of `model`.
+    """Changes the modules of `model`. On a GPU the forward pass stays its own, with projections
+    merged.
 
-    Raises ModelError where packed weights give other logits.
+    Raises ModelError where packed or merged weights give other logits.
     """
-    if model.device.type != "cpu":
-        return model
     started_s = time.monotonic()
-    expected = _logits(model.whole)
+    expected = _logits(model)
+    if not model.on_cpu:
+        return _merged(model, expected)
     try:
         made = _captured(model)
     except NotCaptured as error:
@@ -64,6 +66,13 @@ def compile_model(model: Model) -> Model:
         return model
     log.info("compiled in %.1f s: %d operations, %s", _since(started_s), made.calls, said)
     return compiled
+
+
+def _merged(model: Model, expected: list[torch.Tensor]) -> Model:
+    made = merge_projections(model.module, lambda: _run(model, _LENGTHS[-1]))
+    _check(model, expected)
+    log.info("%d products of merged projections", made)
+    return model
 
 
 def _captured(model: Model) -> Captured:
@@ -110,14 +119,14 @@ def _check(model: Model, expected: list[torch.Tensor]) -> None:
     worst = _difference(model, expected)
     if not worst <= _TOLERANCE[model.dtype]:
         raise ModelError(
-            f"packed weights change the logits of this {model.config.model_type} model by "
-            f"{worst:.2g} of their range: set engine.compile: off"
+            f"packed or merged weights change the logits of this {model.config.model_type} model "
+            f"by {worst:.2g} of their range: set engine.compile: off"
         )
 
 
 def _difference(model: Model, expected: list[torch.Tensor]) -> float:
     """Of the worst row; among experts in 16 bits of a typical one: near a tie others are taken."""
-    rows = torch.cat(_logits(model.whole)), torch.cat(expected)
+    rows = torch.cat(_logits(model)), torch.cat(expected)
     apart = row_differences(*rows)
     may_choose = has_experts(model.config) and model.dtype != torch.float32
     return float(apart.median() if may_choose else apart.max())
@@ -147,12 +156,12 @@ class _OwnTokens:
         return out.transpose(1, 2).contiguous()
 
 
-def _logits(forward: Forward) -> list[torch.Tensor]:
-    return [_run(forward, tokens) for tokens in _LENGTHS]
+def _logits(model: Model) -> list[torch.Tensor]:
+    return [_run(model, tokens) for tokens in _LENGTHS]
 
 
 @torch.inference_mode()
-def _run(forward: Forward, tokens: int) -> torch.Tensor:
-    positions = torch.arange(tokens)[None]
+def _run(model: Model, tokens: int) -> torch.Tensor:
+    rows = torch.arange(tokens, device=model.device)
     with attention_state(_OwnTokens()):
-        return forward(positions * 7 + 13, positions, torch.arange(tokens)).float()
+        return model.whole(rows[None] * 7 + 13, rows[None], rows).float()

@@ -43,13 +43,13 @@ def can_pack(weight: torch.Tensor) -> bool:
 def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> Packed:
     """One layer that computes what these do beside each other: rows of weights after rows."""
     rows = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-    bias = _join(weights, biases)
+    bias = join_biases(weights, biases)
     own_bytes = 0 if bias is None else bias.nbytes
     packed = torch.ops.mkldnn._reorder_linear_weight(rows.detach())
     return Packed(packed, bias, rows.shape[0], rows.nbytes + own_bytes)
 
 
-def _join(
+def join_biases(
     weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor | None:
     if all(bias is None for bias in biases):

@@ -21,7 +21,7 @@ from engine.compiled.linear import Packed, PackedLinear, can_pack, pack
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """Where a linear layer hangs in its model."""
 
     parent: torch.nn.Module
@@ -31,13 +31,13 @@ class _Place:
 
 def pack_graph(made: Captured, model: torch.nn.Module) -> None:
     """In graph and model alike. What can't be packed, or is used twice, stays as it is."""
-    owners = {id(place.module.weight): place for place in _linears(model)}
+    owners = {id(place.module.weight): place for place in _packable(model)}
     for nodes in _by_input(made, owners):
         _merge(made, nodes, [owners.pop(id(made.constant(node.args[1]))) for node in nodes])
         _release(made, nodes)
 
 
-def _by_input(made: Captured, owners: dict[int, _Place]) -> list[list[Node]]:
+def _by_input(made: Captured, owners: dict[int, Place]) -> list[list[Node]]:
     uses = Counter(id(made.constant(node.args[1])) for node in _linear_nodes(made))
     groups: dict[Node, list[Node]] = defaultdict(list)
     for node in _linear_nodes(made):
@@ -54,28 +54,28 @@ def _linear_nodes(made: Captured) -> list[Node]:
 
 def pack_modules(model: torch.nn.Module) -> None:
     """Each linear layer for itself, where there is no graph to tell which belong together."""
-    for place in list(_linears(model)):
+    for place in _packable(model):
         packed = pack([place.module.weight], [place.module.bias])
         setattr(place.parent, place.name, PackedLinear(packed, 0, packed.width))
 
 
-def _linears(model: torch.nn.Module) -> Iterator[_Place]:
+def linears(model: torch.nn.Module) -> Iterator[Place]:
     """Those that nothing but themselves is known to look at."""
     for parent in model.modules():
         for name, module in parent.named_children():
-            if (
-                type(module) is torch.nn.Linear
-                and can_pack(module.weight)
-                and not _has_hooks(module)
-            ):
-                yield _Place(parent, name, module)
+            if type(module) is torch.nn.Linear and not _has_hooks(module):
+                yield Place(parent, name, module)
+
+
+def _packable(model: torch.nn.Module) -> list[Place]:
+    return [place for place in linears(model) if can_pack(place.module.weight)]
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _merge(made: Captured, nodes: Sequence[Node], places: Sequence[_Place]) -> None:
+def _merge(made: Captured, nodes: Sequence[Node], places: Sequence[Place]) -> None:
     """The nodes have one input, and become one product."""
     linears = [place.module for place in places]
     packed = pack([one.weight for one in linears], [one.bias for one in linears])

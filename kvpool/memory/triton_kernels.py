@@ -41,84 +41,67 @@ def copy_rows(
 
 @triton.jit
 def encode_blocks(
-    pool,
-    values,
-    scales,
-    slots,
-    tokens,
-    pool_layer,
-    values_layer,
-    scales_layer,
-    POOL_ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    SCALE_PER_LARGEST: tl.constexpr,
-    LEAST_SCALE: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):
+    pool, values, scales, slots, tokens, pool_layer, values_layer, scales_layer,
+    POOL_ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr, SCALE_PER_LARGEST: tl.constexpr,
+    LEAST_SCALE: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
     """One codec block of HEADS_TILE heads; `values` are int8 codes, whichever the codec."""
-    block, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
-    column = tl.arange(0, DIM_TILE)
-    slot = tl.load(slots + token, mask=token < tokens, other=0).to(tl.int64)
-    element = head[None, :, None] * DIM + column[None, None, :]
-    held = (head < HEADS)[None, :, None] & (column < DIM)[None, None, :]
-    inside = (token < tokens)[:, None, None] & held
-    in_pool = pool + layer * pool_layer + slot[:, None, None] * POOL_ROW + element
-    numbers = tl.load(in_pool, mask=inside, other=0.0).to(tl.float32)
+    in_pool, in_values, in_scales, inside, is_head = _places(
+        slots, tokens, pool_layer, values_layer, scales_layer, POOL_ROW, HEADS, DIM, BLOCK,
+        HEADS_TILE, DIM_TILE,
+    )  # fmt: skip
+    numbers = tl.load(pool + in_pool, mask=inside, other=0.0).to(tl.float32)
     largest = _largest(numbers)
     scale = tl.maximum(largest * SCALE_PER_LARGEST, LEAST_SCALE)
     scale = tl.where(largest == float("inf"), float("nan"), scale)
-    in_scales = scales + layer * scales_layer + block.to(tl.int64) * HEADS + head
-    tl.store(in_scales, scale, mask=head < HEADS)
+    tl.store(scales + in_scales, scale, mask=is_head)
     scaled = numbers * tl.div_rn(1.0, scale)[None, :, None]
-    row = token.to(tl.int64)[:, None, None] * (HEADS * DIM)
     codes = _e4m3_codes(scaled) if IS_FP8 else _int8_codes(scaled)
-    tl.store(values + layer * values_layer + row + element, codes, mask=inside)
+    tl.store(values + in_values, codes, mask=inside)
 
 
 @triton.jit
 def decode_blocks(
-    pool,
-    values,
-    scales,
-    slots,
-    tokens,
-    pool_layer,
-    values_layer,
-    scales_layer,
-    POOL_ROW: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    IS_FP8: tl.constexpr,
-):
+    pool, values, scales, slots, tokens, pool_layer, values_layer, scales_layer,
+    POOL_ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
     """The inverse of `encode_blocks`."""
-    block, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
-    column = tl.arange(0, DIM_TILE)
-    slot = tl.load(slots + token, mask=token < tokens, other=0).to(tl.int64)
-    element = head[None, :, None] * DIM + column[None, None, :]
-    held = (head < HEADS)[None, :, None] & (column < DIM)[None, None, :]
-    inside = (token < tokens)[:, None, None] & held
-    row = token.to(tl.int64)[:, None, None] * (HEADS * DIM)
-    codes = tl.load(values + layer * values_layer + row + element, mask=inside, other=0)
-    in_scales = scales + layer * scales_layer + block.to(tl.int64) * HEADS + head
-    scale = tl.load(in_scales, mask=head < HEADS, other=0.0)
+    in_pool, in_values, in_scales, inside, is_head = _places(
+        slots, tokens, pool_layer, values_layer, scales_layer, POOL_ROW, HEADS, DIM, BLOCK,
+        HEADS_TILE, DIM_TILE,
+    )  # fmt: skip
+    codes = tl.load(values + in_values, mask=inside, other=0)
+    scale = tl.load(scales + in_scales, mask=is_head, other=0.0)
     if IS_FP8:
         numbers, scale = _e4m3_as_float16(codes).to(tl.float32), scale * 256.0
     else:
         numbers = codes.to(tl.float32)
     numbers = (numbers * scale[None, :, None]).to(pool.dtype.element_ty)
-    in_pool = pool + layer * pool_layer + slot[:, None, None] * POOL_ROW + element
-    tl.store(in_pool, numbers, mask=inside)
+    tl.store(pool + in_pool, numbers, mask=inside)
+
+
+@triton.jit
+def _places(
+    slots, tokens, pool_layer, values_layer, scales_layer, POOL_ROW: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+):  # fmt: skip
+    """Of a program's codec block, `[tokens, heads, dim]`: where it lies in the pool, in the slab's
+    values, and its scales `[heads]`; what of it there is, and of its heads."""
+    block, layer = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
+    column = tl.arange(0, DIM_TILE)
+    slot = tl.load(slots + token, mask=token < tokens, other=0).to(tl.int64)
+    element = head[None, :, None] * DIM + column[None, None, :]
+    held = (head < HEADS)[None, :, None] & (column < DIM)[None, None, :]
+    inside = (token < tokens)[:, None, None] & held
+    in_pool = layer * pool_layer + slot[:, None, None] * POOL_ROW + element
+    row = token.to(tl.int64)[:, None, None] * (HEADS * DIM)
+    in_scales = layer * scales_layer + block.to(tl.int64) * HEADS + head
+    return in_pool, layer * values_layer + row + element, in_scales, inside, head < HEADS
 
 
 @triton.jit

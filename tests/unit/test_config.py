@@ -411,6 +411,7 @@ CHANGES = {
     "engine.profile": "off",
     "engine.rank_timeout": "3s",
     "engine.cuda_graphs": "off",
+    "engine.launch_ahead": "on",
     "engine.kv_dtype": "fp8",
     "engine.matmul_precision": "high",
     "attention.backend": "triton",

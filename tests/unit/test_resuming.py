@@ -45,7 +45,9 @@ SAMPLINGS = {
 }
 
 
-def engine_of(tmp_path_factory: pytest.TempPathFactory, family: str) -> Engine:
+def engine_of(
+    tmp_path_factory: pytest.TempPathFactory, family: str, *, attention: str = "auto"
+) -> Engine:
     limits = EngineLimits(
         max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8
     )
@@ -56,6 +58,7 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory, family: str) -> Engine:
         block_size=BLOCK_SIZE,
         blocks=64,
         limits=limits,
+        attention=attention,
     )
 
 

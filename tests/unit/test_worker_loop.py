@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -46,18 +47,22 @@ TIMES = LinearTimes.of(STEP_TIMES)
 class Device:
     """Ends the step that it was given when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = 1) -> None:
         self.batches: list[StepBatch] = []
-        self.running: StepBatch | None = None
+        self.launched: deque[StepBatch] = deque()
+        self._at_once = at_once
+
+    @property
+    def running(self) -> StepBatch | None:
+        return self.launched[0] if self.launched else None
 
     def submit(self, step: RunStep) -> None:
-        assert self.running is None
+        assert len(self.launched) < self._at_once
         self.batches.append(step.batch)
-        self.running = step.batch
+        self.launched.append(step.batch)
 
     def end_step(self) -> Stepped:
-        assert self.running is not None
-        batch, self.running = self.running, None
+        batch = self.launched.popleft()
         sampled = tuple(tuple(Sampled(token_id=7) for _ in s.samples) for s in batch.slices)
         return Stepped(StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.0))
 
@@ -89,12 +94,14 @@ def _counts(event: WorkerEvent) -> bool:
 
 
 class Harness:
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float] | None = None, *, launches_ahead: bool = False
+    ) -> None:
         decode = decode_scheduler(blocks=8)
         openings = decode.batch.openings
         prefill = PrefillScheduler(openings=openings, chunk_tokens=8)
         self.inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-        self.device = Device()
+        self.device = Device(at_once=1 + launches_ahead)
         self.pace = StepPace(TIMES)
         self.loop = WorkerLoop(
             self.device,
@@ -105,6 +112,7 @@ class Harness:
             max_model_len=16,
             pace=self.pace,
             clock=clock,
+            launches_ahead=launches_ahead,
         )
 
     @property
@@ -406,3 +414,55 @@ def test_a_process_answers_when_its_loop_comes_round_and_not_before() -> None:
         await asyncio.wait_for(answer, 30)
 
     asyncio.run(scene())
+
+
+def test_the_next_step_is_launched_before_the_first_has_ended() -> None:
+    now_s = [0.0]
+    worker = Harness(lambda: now_s[0], launches_ahead=True)
+    stream = worker.router()
+    worker.say(stream, generate("a", max_tokens=5))
+    worker.loop.turn()
+    assert len(worker.device.launched) == 1, "its prompt comes first"
+    worker.run()
+    assert len(worker.device.launched) == 2
+    steps = len(worker.device.batches)
+    while worker.device.launched:
+        now_s[0] += 0.5
+        worker.inbox.put(worker.device.end_step())
+        worker.loop.turn()
+        assert len(worker.device.launched) <= 2
+    follows = [batch.slices[0].follows for batch in worker.device.batches]
+    assert follows == [None, None, 0, 0, 0] and steps < 5
+    ids = [token for e in stream.heard if isinstance(e, Tokens) for token in e.token_ids]
+    assert ids == [7] * 5 and worker.loop.idle
+
+
+def test_each_step_s_time_is_learnt_by_itself() -> None:
+    """Of two on the device the second begins when the first has ended."""
+    now_s = [0.0]
+    worker = Harness(lambda: now_s[0], launches_ahead=True)
+    worker.say(worker.router(), generate("a", max_tokens=6))
+    worker.run()
+    step_s = TIMES.step_s(decode_work(1, 4))
+    while worker.device.launched:
+        now_s[0] += 3 * step_s
+        worker.inbox.put(worker.device.end_step())
+        worker.loop.turn()
+    assert 1.5 < worker.pace.decode.factor < 3.1
+
+
+def test_a_prompt_has_its_turn_before_the_next_step() -> None:
+    worker = Harness(launches_ahead=True)
+    worker.loop.attach(Links(), None, None)  # type: ignore[arg-type]
+    stream = worker.router()
+    worker.say(stream, generate("a", max_tokens=9))
+    worker.run()
+    assert len(worker.device.launched) == 2
+    worker.say(stream, prefill(spec("b", 3)))
+    worker.inbox.put(worker.device.end_step())
+    worker.loop.turn()
+    before = len(worker.device.batches)
+    while worker.device.batches[-1].slices[0].key != key("b"):
+        worker.inbox.put(worker.device.end_step())
+        worker.loop.turn()
+    assert len(worker.device.batches) <= before + 1

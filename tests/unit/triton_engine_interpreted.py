@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,10 @@ def test_backends_serve_windows_and_soft_caps(
 class _Counted(DecodeGraphs):
     replayed = 0
 
-    def logits(self, slices: Sequence[SequenceSlice]) -> torch.Tensor | None:
-        found = super().logits(slices)
+    def logits(
+        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        found = super().logits(slices, token_ids)
         self.replayed += found is not None
         return found
 
@@ -138,6 +141,28 @@ def test_padded_rows_write_nothing(gemma: Engine, monkeypatch: pytest.MonkeyPatc
         assert torch.allclose(found, plain, atol=1e-4)
         changed = (plane != before).flatten(2).any(2).any(0).nonzero()[:, 0].tolist()
         assert set(changed) <= {_slot(one, g) for one in sequences for g in range(2)}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_tokens_that_stay_on_the_device(
+    recorded: bool, gemma: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slices' own are of no meaning then."""
+    shapes = group_shapes(gemma.layout, probe(gemma.model))
+    backend = TritonBackend(gemma.memory, shapes, layer_places(gemma.layout))
+    sequences = start(gemma, _prompts(5, 9, 3), max_tokens=3)
+    for one in sequences:
+        step_forced(gemma, one, [7, 7, 7], chunk_tokens=16)
+    monkeypatch.setattr(gemma, "backend", backend)
+    if recorded:
+        graphs = DecodeGraphs(gemma.model, StaticDecode(backend, 4, 128), 4, lambda run: run)
+        monkeypatch.setattr(gemma, "graphs", graphs)
+    pieces = [one.next_slice(16) for one in sequences]
+    plain = gemma.logits(StepBatch(slices=tuple(pieces)))
+    unknown = StepBatch(slices=tuple(replace(piece, token_ids=(3,)) for piece in pieces))
+    assert not torch.allclose(gemma.logits(unknown), plain, atol=1e-2)
+    found = gemma.logits(unknown, None, torch.tensor([7, 7, 7]))
+    assert torch.allclose(found, plain, atol=1e-6)
 
 
 def _slot(one: Running, group: int) -> int:

@@ -1,0 +1,55 @@
+"""A step that was launched: on a GPU it may still run, and another one may be launched behind it.
+
+Runs in the worker; launched by one thread, collected by the same or another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.sampler import Drawn
+from engine.sending import send
+from engine.step import SequenceSlice, StepBatch, StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    batch: StepBatch
+    logits: torch.Tensor  # fp32 [slices that sample, vocab]
+    drawn: Drawn
+    wait: Callable[[], None]
+    finish: Callable[[Flight], StepOutcome]
+
+    def collect(self) -> StepOutcome:
+        """Waits for the device. Once, and in the order of the launches."""
+        self.wait()
+        return self.finish(self)
+
+    def late_slices(self) -> frozenset[int]:
+        """# slices of the batch whose tokens `drawn` told other than it left them on the device"""
+        if not self.drawn.late:
+            return frozenset()
+        owners = [i for i, piece in enumerate(self.batch.slices) for _ in piece.samples]
+        return frozenset(owners[row] for row in self.drawn.late)
+
+
+def next_tokens(slices: tuple[SequenceSlice, ...], before: Flight | None) -> torch.Tensor | None:
+    """`[slices]` on the device: what each follows in `before`, or its known token; None where no
+    slice follows. All slices are of one token then, and all of `before`'s sample one."""
+    if all(piece.follows is None for piece in slices):
+        return None
+    assert before is not None, "slices follow a step that was not launched"
+    drawn = before.drawn.tokens
+    places = [piece.follows for piece in slices]
+    if places == list(range(len(drawn))):
+        return drawn
+    known = [0 if piece.follows is not None else piece.token_ids[0] for piece in slices]
+    sources, ids, follows = send(
+        [[p or 0 for p in places], known, [p is not None for p in places]],
+        torch.long,
+        drawn.device,
+    )
+    return torch.where(follows.bool(), drawn[sources], ids)

@@ -1,0 +1,97 @@
+"""The device's two threads: one launches, the other waits for tokens. No model is run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.device import AheadDevice
+from cluster.worker.events import Crashed, Stepped
+from engine.flight import Flight
+from engine.layer_marks import LayerMarks
+from engine.step import RunStep, StepBatch, StepOutcome
+from kvpool.copies import CopyPairs
+from kvpool.handoff_events import LayersWritten
+
+PATIENCE_S = 20.0
+STEP = RunStep(batch=StepBatch(slices=()))
+
+
+class Gpu:
+    """Steps end when the test says so."""
+
+    def __init__(self) -> None:
+        self.launches: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
+        self.may_end = threading.Semaphore(0)
+        self.fails = False
+
+    def launch(
+        self, batch: StepBatch, marks: LayerMarks | None = None, before: Flight | None = None
+    ) -> Flight:
+        self.launches.put(before)
+        if self.fails:
+            raise RuntimeError("no more")
+        return Flight(batch, None, None, self.wait, self.finish)  # type: ignore[arg-type]
+
+    def wait(self) -> None:
+        assert self.may_end.acquire(timeout=PATIENCE_S)
+
+    def finish(self, flight: Flight) -> StepOutcome:
+        return StepOutcome(sampled=())
+
+    def run(self, batch: StepBatch, marks: LayerMarks | None = None) -> StepOutcome:
+        raise AssertionError("it launches")
+
+    def copy_blocks(self, pairs: CopyPairs) -> None: ...
+
+
+Posts = queue.SimpleQueue[Stepped | LayersWritten | Crashed]
+
+
+@contextmanager
+def running(gpu: Gpu) -> Iterator[tuple[AheadDevice, Posts]]:
+    posts: Posts = queue.SimpleQueue()
+    device = AheadDevice(gpu, None, posts.put)
+    device.start()
+    try:
+        yield device, posts
+    finally:
+        for _ in range(9):
+            gpu.may_end.release()
+        device.close()
+    assert not any(t.name.startswith("kvrelay-") for t in threading.enumerate())
+
+
+def test_a_step_is_launched_while_the_one_before_runs() -> None:
+    gpu = Gpu()
+    with running(gpu) as (device, posts):
+        device.submit(STEP)
+        device.submit(STEP)
+        assert gpu.launches.get(timeout=PATIENCE_S) is None
+        assert isinstance(gpu.launches.get(timeout=PATIENCE_S), Flight)
+        assert posts.empty(), "neither has ended"
+        gpu.may_end.release()
+        assert isinstance(posts.get(timeout=PATIENCE_S), Stepped)
+        assert posts.empty()
+        gpu.may_end.release()
+        assert isinstance(posts.get(timeout=PATIENCE_S), Stepped)
+
+
+def test_a_failed_launch_is_told() -> None:
+    gpu = Gpu()
+    gpu.fails = True
+    with running(gpu) as (device, posts):
+        device.submit(STEP)
+        crashed = posts.get(timeout=PATIENCE_S)
+        assert isinstance(crashed, Crashed) and str(crashed.error) == "no more"
+
+
+def test_tokens_that_never_come_are_told() -> None:
+    gpu = Gpu()
+    gpu.finish = None  # type: ignore[method-assign, assignment]
+    with running(gpu) as (device, posts):
+        device.submit(STEP)
+        gpu.may_end.release()
+        assert isinstance(posts.get(timeout=PATIENCE_S), Crashed)
