@@ -60,12 +60,12 @@ class RouterStreams:
         """To the router that the request came from."""
         stream = self._routes.get(event.key)
         if stream is not None:
-            self._changed = True
             self.answer(stream, event)
 
     def answer(self, stream: RouterStream, event: WorkerEvent) -> None:
         """To this one, whoever the request is from."""
         if stream in self._outbox:
+            self._changed = True
             self._outbox[stream].append(event)
 
     def tick(self) -> None:
@@ -75,7 +75,7 @@ class RouterStreams:
     def flush(self) -> None:
         """Blocks before the events that made them, each batch of blocks in its own message."""
         blocks = self._reports.take()
-        if not (blocks or self._changed or any(self._outbox.values())):
+        if not (blocks or self._changed):
             return
         self._changed, counters = False, self._counters()
         for stream, events in self._outbox.items():

@@ -16,8 +16,8 @@ from engine.step import Command, Emit, StepOutcome, Tick
 from kvpool.handoff import (
     Commit,
     PeerHello,
-    PieceAhead,
     PieceComputed,
+    PiecesAhead,
     RenewLeases,
     SlabFilled,
     TransferCancelled,
@@ -69,7 +69,7 @@ class Arrivals:
             case PeerHello(kv=kv):
                 self.receiver.pools.met(event.peer, kv)
                 return []
-            case PieceAhead() as ahead:
+            case PiecesAhead() as ahead:
                 return self.receiver.ahead(event.peer, ahead, now_s)
             case PieceComputed() as computed:
                 return self.receiver.computed(event.peer, computed, now_s)
@@ -92,9 +92,9 @@ class Arrivals:
         if self.receiver.awaits_blocks and not self.batch.roster.lacks_blocks:
             taken, keys = self.receiver.take_blocks(now_s)
             commands = [*taken, *self._join_complete(keys, now_s)]
-        freed, self.receiver.freed = self.receiver.freed, []
-        released = tuple(Released(key=key, at_s=now_s) for key in freed)
-        return [*commands, Emit(events=released)] if released else commands
+        if freed := self.receiver.take_freed():
+            commands.append(Emit(events=tuple(Released(key=key, at_s=now_s) for key in freed)))
+        return commands
 
     # --- joining --------------------------------------------------------------------------------
 

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvpool.handoff import PieceAhead, SlabFilled, SlabLent
+from kvpool.handoff import SlabFilled, SlabLent
 from kvpool.handoff_events import ReplaceSlab, SendPeer, SlabReplaced
 from kvpool.slabs import Expired, LeaseId, SlabId, SlabPool
 from kvpool.write import Write
 from kvrelay.types import Incarnation, RequestKey
+
+
+class _Asked(NamedTuple):
+    """For a piece, by its number."""
+
+    peer: Incarnation
+    key: RequestKey
+    number: int
+    write: Write
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,32 +32,29 @@ class Lending:
     slabs: SlabPool
     regions: dict[SlabId, str]
     ttl_s: float
-    _awaiting_slab: deque[tuple[Incarnation, PieceAhead, Write]] = field(default_factory=deque)
+    _awaiting_slab: deque[_Asked] = field(default_factory=deque)
     _lent: dict[RequestKey, dict[SlabId, tuple[LeaseId, int]]] = field(default_factory=dict)
     """# key |-> slab |-> lease, number of the piece"""
 
-    def ask(self, peer: Incarnation, ahead: PieceAhead, write: Write) -> None:
-        self._awaiting_slab.append((peer, ahead, write))
+    def ask(self, peer: Incarnation, key: RequestKey, number: int, write: Write) -> None:
+        self._awaiting_slab.append(_Asked(peer, key, number, write))
 
     def forget_asked(self, key: RequestKey) -> None:
-        self._awaiting_slab = deque(a for a in self._awaiting_slab if a[1].key != key)
+        self._awaiting_slab = deque(asked for asked in self._awaiting_slab if asked.key != key)
 
     def lend(self, now_s: float) -> list[SendPeer]:
         """As many of those asked for as are free."""
         sends = []
         while self._awaiting_slab:
-            peer, ahead, write = self._awaiting_slab[0]
+            peer, key, number, write = self._awaiting_slab[0]
             lent = self.slabs.try_lend(peer, write.nbytes, now_s, self.ttl_s)
             if lent is None:
                 break
             self._awaiting_slab.popleft()
-            self._lent.setdefault(ahead.key, {})[lent.slab_id] = (
-                lent.lease_id,
-                ahead.number,
-            )
+            self._lent.setdefault(key, {})[lent.slab_id] = (lent.lease_id, number)
             answer = SlabLent(
-                key=ahead.key,
-                piece=ahead.number,
+                key=key,
+                piece=number,
                 slab_id=lent.slab_id,
                 region=self.regions[lent.slab_id],
                 lease_id=lent.lease_id,

@@ -71,9 +71,12 @@ class Packing:
 
     def _keep_seated(self) -> None:
         """Those whose places are asked back wait again."""
-        running, seated = {*self.roster.running}, self.roster.seated()
+        seated = self.roster.seated()
+        if self._all_run(seated):
+            self._running = seated
+            return
+        running, kept = {*self.roster.running}, {*seated}
         self._running = [s for s in seated if s in running]
-        kept = {*seated}
         for sequence in [s for s in reversed(self.roster.running) if s not in kept]:
             self.roster.park(sequence)
 
@@ -94,7 +97,12 @@ class Packing:
         self._pace.take(lent[:count])
         self._stepped_back = {*lent[count:]}
 
+    def _all_run(self, seated: Ordered[Sequence]) -> bool:
+        return not self.roster.awaiting_prefill and len(seated) == len(self.roster.running)
+
     def _seated_waiting(self) -> list[Sequence]:
+        if not self.roster.awaiting_prefill:
+            return []
         running = {*self.roster.running}
         return [s for s in self.roster.seated() if s not in running]
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvpool.codec import Codec
 from kvpool.codec_choice import NO_CODEC, CodecChoice, CodecOffer, choose_codec, wire_dtype
-from kvpool.handoff import PieceAhead
+from kvpool.handoff import PiecesAhead
 from kvpool.handoff_events import FetchPiece
 from kvpool.layout import KvLayout, Tables
 from kvpool.link_cost import LinkCost, Way
 from kvpool.piece import check_cut, holds, source_side, transfer_shape
 from kvpool.pool.map import KvFacts
-from kvpool.write import Side, Write
+from kvpool.write import Section, Side, Write
 from kvrelay.types import Incarnation
 
 
@@ -60,13 +61,13 @@ class PeerPools:
             return CodecChoice()
         return choose_codec(facts.offer, self.offer, self._wire_layout(peer), self._costs.get(peer))
 
-    def write_of(
-        self, peer: Incarnation, ahead: PieceAhead, wanted: range, next_position: int
-    ) -> Write:
+    def writes_of(
+        self, peer: Incarnation, ahead: PiecesAhead, wanted: range, next_position: int
+    ) -> tuple[Write, ...]:
         """`wanted` are the tokens up to the prompt's end that are not held here. Raises PeerError
         for a piece that this worker's cut of them has not."""
-        layout = self._wire_layout(peer)
-        return check_cut(layout, ahead.piece, self.slab_bytes, wanted, next_position)
+        layout, size = self._wire_layout(peer), self.slab_bytes
+        return check_cut(layout, ahead.piece, ahead.count, size, wanted, next_position)
 
     def _wire_layout(self, peer: Incarnation) -> KvLayout:
         """Both sides make the same cut of it."""
@@ -74,38 +75,44 @@ class PeerPools:
         dtype = wire_dtype(facts.dtype, own) if facts else own
         return self.layout if dtype == own else replace(self.layout, dtype=dtype)
 
-    def way(
-        self, peer: Incarnation, ahead: PieceAhead, write: Write, tables: Tables
-    ) -> FetchPiece | Write:
-        """How the piece comes: read where it lies, if that is possible and the faster way, else in
+    def ways(
+        self, peer: Incarnation, ahead: PiecesAhead, writes: Sequence[Write], tables: Tables
+    ) -> list[FetchPiece | Write]:
+        """How each piece comes: read where it lies, if that is possible and the faster way, else in
         a slab, as the link's codec writes it. Raises PeerError when the peer has not named its
         blocks."""
         target = Side(tables=tables, block_size=self.layout.block_size)
-        assert holds(target, write), f"{ahead.key} lacks blocks for {ahead.piece}"
+        sections = [section for write in writes for section in write.sections]
+        assert holds(target, sections), f"{ahead.key} lacks blocks for {ahead.piece}"
         choice, facts = self.choice(peer), self._facts.get(peer)
         if facts is None or choice.cost is None or not self._is_readable(facts):
-            return _encoded(write, choice.codec)
-        source = self._source(facts, ahead, write)
-        shape = transfer_shape(write, source, target, (facts.ranks, self.ranks))
-        if choice.cost.choose(shape) is Way.COLLATED:
-            return _encoded(write, choice.codec)
-        return FetchPiece(
-            peer=peer,
-            key=ahead.key,
-            piece=ahead.number,
-            write=write,
-            kv=facts,
-            source=source,
-            tables=tables,
-        )
+            return [_encoded(write, choice.codec) for write in writes]
+        source = self._source(facts, ahead, sections)
+        ranks, ways = (facts.ranks, self.ranks), list[FetchPiece | Write]()
+        for number, write in enumerate(writes, ahead.number):
+            shape = transfer_shape(write, source, target, ranks)
+            if choice.cost.choose(shape) is Way.COLLATED:
+                ways.append(_encoded(write, choice.codec))
+                continue
+            fetch = FetchPiece(
+                peer=peer,
+                key=ahead.key,
+                piece=number,
+                write=write,
+                kv=facts,
+                source=source,
+                tables=tables,
+            )
+            ways.append(fetch)
+        return ways
 
     def _is_readable(self, facts: KvFacts) -> bool:
         """What is read where it lies is not converted."""
         return bool(facts.region) and facts.dtype == self.layout.dtype
 
-    def _source(self, facts: KvFacts, ahead: PieceAhead, write: Write) -> Side:
+    def _source(self, facts: KvFacts, ahead: PiecesAhead, sections: Iterable[Section]) -> Side:
         return source_side(
-            write,
+            sections,
             ahead.held,
             groups=len(self.layout.groups),
             block_size=facts.block_size,

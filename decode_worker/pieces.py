@@ -5,6 +5,7 @@ Each comes through a lent slab or is read where it lies, as the link's cost says
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_worker.lending import Lending
@@ -14,10 +15,10 @@ from decode_worker.reservations import Reservations
 from engine.step import Command
 from kvpool.handoff import (
     CancelTransfer,
-    PieceAhead,
-    PieceAwaited,
     PieceComputed,
-    PieceRead,
+    PiecesAhead,
+    PiecesAwaited,
+    PiecesRead,
     SlabFilled,
 )
 from kvpool.handoff_events import PieceFetched, ScatterSlab, SendPeer, SlabScattered
@@ -41,7 +42,7 @@ class Pieces:
     transfer_bytes: int = 0
     transfer_s: float = 0.0
 
-    def ahead(self, peer: Incarnation, ahead: PieceAhead, now_s: float) -> list[Command]:
+    def ahead(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
         reservation = self.reservations.of_peer(ahead.key, peer)
         if reservation is None:
             return [cancel_at(peer, ahead.key, "no such reservation")]
@@ -49,41 +50,52 @@ class Pieces:
             return []
         span = range(reservation.held_tokens, reservation.prompt_tokens)
         try:
-            write = self.pools.write_of(peer, ahead, span, reservation.next_position)
+            writes = self.pools.writes_of(peer, ahead, span, reservation.next_position)
         except PeerError as error:
             return [cancel_at(peer, ahead.key, str(error))]
         self.reservations.leases.renew(ahead.key, now_s)
-        reservation.announced.add(ahead.number)
+        reservation.announced.update(range(ahead.number, ahead.number + ahead.count))
         if not self.reservations.room.want(reservation):
-            reservation.awaiting_blocks.append((ahead, write))
+            reservation.awaiting_blocks.append((ahead, writes))
             return []
-        return self._choose(reservation, ahead, write, now_s)
+        return self._choose(reservation, ahead, writes, now_s)
 
     def begin(self, reservation: Reservation, now_s: float) -> list[Command]:
         """It has got its blocks: those that waited for them."""
         return [
             command
-            for ahead, write in reservation.awaiting_blocks
-            for command in self._choose(reservation, ahead, write, now_s)
+            for ahead, writes in reservation.awaiting_blocks
+            for command in self._choose(reservation, ahead, writes, now_s)
         ]
 
     def _choose(
-        self, reservation: Reservation, ahead: PieceAhead, write: Write, now_s: float
+        self,
+        reservation: Reservation,
+        ahead: PiecesAhead,
+        writes: Sequence[Write],
+        now_s: float,
     ) -> list[Command]:
-        """Through a slab, or directly."""
+        """Each through a slab, or directly."""
         peer = reservation.sender
         tables = self.reservations.tables.tables(reservation.holder)
         try:
-            way = self.pools.way(peer, ahead, write, tables)
+            ways = self.pools.ways(peer, ahead, writes, tables)
         except PeerError as error:
             return [cancel_at(peer, ahead.key, str(error))]
-        if isinstance(way, Write):
-            reservation.collated[ahead.number] = (ahead, way)
-            self.lending.ask(peer, ahead, way)
-            return [*self.lending.lend(now_s)]
-        reservation.direct[ahead.number] = way
-        awaited = PieceAwaited(key=ahead.key, piece=ahead.number)
-        return [SendPeer(peer=peer, message=awaited)]
+        awaited: list[int] = []
+        for (number, piece), way in zip(ahead.numbered(), ways, strict=True):
+            if isinstance(way, Write):
+                reservation.collated[number] = (piece, way)
+                self.lending.ask(peer, ahead.key, number, way)
+            else:
+                reservation.direct[number] = way
+                awaited.append(number)
+        reservation.unread += len(awaited)
+        lent: list[Command] = [*self.lending.lend(now_s)]
+        if not awaited:
+            return lent
+        message = PiecesAwaited(key=ahead.key, pieces=tuple(awaited))
+        return [*lent, SendPeer(peer=peer, message=message)]
 
     def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:
         """A late writer's slab is ignored: its lease is not current."""
@@ -96,9 +108,8 @@ class Pieces:
             return [*self.lending.lend(now_s)]
         self.reservations.leases.renew(filled.key, now_s)
         reservation.moving += 1
-        ahead, write = reservation.collated.pop(number)
-        tables = self.reservations.tables.tables(reservation.holder)
-        peer, piece = reservation.sender, ahead.piece
+        piece, write = reservation.collated.pop(number)
+        tables, peer = self.reservations.tables.tables(reservation.holder), reservation.sender
         return [ScatterSlab(peer=peer, filled=filled, piece=piece, write=write, tables=tables)]
 
     def scattered(self, done: SlabScattered, now_s: float) -> tuple[list[Command], list[Failure]]:
@@ -127,7 +138,15 @@ class Pieces:
             self.pools.forget_cost(peer)
         if reservation.cancelled:
             return ended, failures
-        return [SendPeer(peer=peer, message=PieceRead(key=done.key, piece=done.piece))], []
+        reservation.unread -= 1
+        reservation.read.append(done.piece)
+        return ([] if reservation.unread else [self._tell_read(reservation)]), []
+
+    @staticmethod
+    def _tell_read(reservation: Reservation) -> SendPeer:
+        pieces, reservation.read = tuple(reservation.read), []
+        message = PiecesRead(key=reservation.key, pieces=pieces)
+        return SendPeer(peer=reservation.sender, message=message)
 
     def _landed(
         self, done: SlabScattered | PieceFetched, now_s: float

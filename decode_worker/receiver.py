@@ -14,7 +14,7 @@ from decode_worker.reservation import Arrived, Failure, Reservation
 from decode_worker.reservations import Reservations
 from decode_worker.room import Room
 from engine.step import Command
-from kvpool.handoff import Commit, HandoffMode, PieceAhead, PieceComputed, SlabFilled
+from kvpool.handoff import Commit, HandoffMode, PieceComputed, PiecesAhead, SlabFilled
 from kvpool.handoff_events import PieceFetched, SlabReplaced, SlabScattered
 from kvpool.leases import LeaseTable
 from kvpool.slabs import SlabId, SlabPool
@@ -34,13 +34,12 @@ class Receiver:
     leases: LeaseTable[RequestKey]
     mode: HandoffMode = HandoffMode.PUSH
     canary_every: int = 0
-    freed: list[RequestKey] = field(default_factory=list)
-    """Reservations that ended without a commit, and hold nothing any more: for the router."""
     pools: PeerPools = field(init=False)
     pieces: Pieces = field(init=False)
     _lending: Lending = field(init=False)
     _room: Room = field(init=False)
     _reservations: Reservations = field(init=False)
+    _freed: list[RequestKey] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pools = PeerPools(layout=self.tables.layout, slab_bytes=self.slabs.slab_bytes)
@@ -51,7 +50,7 @@ class Receiver:
             leases=self.leases,
             room=self._room,
             canary_every=self.canary_every,
-            freed=lambda key: self.freed.append(key),
+            freed=lambda key: self._freed.append(key),
         )
         self.pieces = Pieces(
             reservations=self._reservations, lending=self._lending, pools=self.pools
@@ -73,6 +72,13 @@ class Receiver:
         """None and nothing changed when there are no blocks for the prompt."""
         return self._reservations.try_add(message, now_s)
 
+    def take_freed(self) -> list[RequestKey]:
+        """Reservations that ended without a commit, and hold nothing any more: for the router."""
+        if not self._freed:
+            return []
+        freed, self._freed = self._freed, []
+        return freed
+
     @property
     def awaits_blocks(self) -> bool:
         """A prompt whose KV is announced waits for room."""
@@ -89,7 +95,7 @@ class Receiver:
 
     # --- pieces ---------------------------------------------------------------------------------
 
-    def ahead(self, peer: Incarnation, ahead: PieceAhead, now_s: float) -> list[Command]:
+    def ahead(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
         return self.pieces.ahead(peer, ahead, now_s)
 
     def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:

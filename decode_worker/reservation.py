@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch, first_query
-from kvpool.handoff import Commit, Committed, PieceAhead
+from kvpool.handoff import Commit, Committed, PiecesAhead
 from kvpool.handoff_events import FetchPiece, SendPeer
 from kvpool.holder import Holder
+from kvpool.piece import Piece
 from kvpool.write import Write
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
@@ -20,7 +22,8 @@ class Reservation:
     nobody wants more of; the first `held_tokens` are cached here.
 
     A piece is announced, waits for blocks (`pull`), and comes in one of two ways; `moving` counts
-    the scatters and reads that touch the blocks just now.
+    the scatters and reads that touch the blocks just now. Of those that come directly so many are
+    still `unread`, and those that are `read` the prefill worker is told once none is.
     """
 
     message: Reserve
@@ -30,9 +33,11 @@ class Reservation:
     checked: bool = False
     held_tokens: int = 0
     announced: set[int] = field(default_factory=set)
-    awaiting_blocks: list[tuple[PieceAhead, Write]] = field(default_factory=list)
-    collated: dict[int, tuple[PieceAhead, Write]] = field(default_factory=dict)
+    awaiting_blocks: list[tuple[PiecesAhead, Ordered[Write]]] = field(default_factory=list)
+    collated: dict[int, tuple[Piece, Write]] = field(default_factory=dict)
     direct: dict[int, FetchPiece] = field(default_factory=dict)
+    unread: int = 0
+    read: list[int] = field(default_factory=list)
     moving: int = 0
     landed: int = 0
     commit: Commit | None = None

@@ -22,13 +22,15 @@ from kvrelay.types import Incarnation, RequestKey
 @dataclass(slots=True, kw_only=True)
 class Reservations:
     """The KV of one request in `canary_every` is to be checked (0: of none). `freed` hears who
-    ended without a commit, and holds nothing any more."""
+    ended without a commit, and holds nothing any more. `choices` are of all but those that are
+    cancelled."""
 
     tables: BlockTables
     leases: LeaseTable[RequestKey]
     room: Room
     canary_every: int
     freed: Callable[[RequestKey], None]
+    choices: int = 0
     _by_key: dict[RequestKey, Reservation] = field(default_factory=dict)
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -53,10 +55,6 @@ class Reservations:
         reservation = self.live(key)
         return reservation if reservation is not None and reservation.is_from(peer) else None
 
-    @property
-    def choices(self) -> int:
-        return sum([r.message.spec.sampling.n for r in self if not r.cancelled])
-
     def try_add(self, message: Reserve, now_s: float) -> Reservation | None:
         """None and nothing changed when there are no blocks for the prompt."""
         spec = message.spec
@@ -69,6 +67,7 @@ class Reservations:
         if not self.room.try_reserve(reservation, now_s):
             return None
         self._by_key[spec.key] = reservation
+        self.choices += spec.sampling.n
         self.leases.grant(spec.key, now_s)
         return reservation
 
@@ -88,6 +87,7 @@ class Reservations:
         if reservation is None or arrived is None or self.room.lacks(reservation):
             return None
         del self._by_key[key]
+        self.choices -= reservation.message.spec.sampling.n
         self.leases.end(key)
         if reservation.holder in self.tables:
             self.tables.activate(reservation.holder)
@@ -95,6 +95,7 @@ class Reservations:
 
     def end(self, reservation: Reservation) -> None:
         reservation.cancelled = True
+        self.choices -= reservation.message.spec.sampling.n
         self.leases.end(reservation.key)
         self.room.forget(reservation)
         self.free_if_quiet(reservation)
@@ -107,6 +108,7 @@ class Reservations:
 
     def validate(self) -> None:
         live = {key for key, r in self._by_key.items() if not r.cancelled}
+        assert self.choices == sum(self._by_key[key].message.spec.sampling.n for key in live)
         assert all(key in self.leases for key in live), "a reservation without a lease"
         assert len(self.leases) == len(live), "a lease without a reservation"
         assert {r.key for r in self.room.awaiting_blocks} <= live, "blocks for what is over"

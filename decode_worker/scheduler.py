@@ -61,7 +61,10 @@ class DecodeScheduler:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
-        return [*commands, *self._answer_asking(now_s), *self._arrivals.settle(now_s)]
+        if self.asking:
+            commands += self._answer_asking(now_s)
+        commands += self._arrivals.settle(now_s)
+        return commands
 
     def _handle(self, event: Event, now_s: float) -> list[Command]:
         match event:

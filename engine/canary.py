@@ -29,6 +29,9 @@ _LENGTHS = tuple(range(1, 33))
 """Tokens of the sequences that the bound is measured with."""
 _SAFETY = 4.0
 """A run meets other tokens, longer contexts and far more positions than these."""
+_SAFETY_ALIKE = 2.5
+"""Between workers of one dtype that send KV as it is: the distance measured is already that of two
+orders of summation, of which such workers mostly have one."""
 _ROUNDINGS = 8.0
 """The bound is at least so many relative roundings: few positions may agree by chance."""
 _NEGLIGIBLE = 1e-3
@@ -48,8 +51,9 @@ def canary_bound(
     exact = dtype == torch.float32 and not lossy and not mixed_precision
     if has_experts(engine.model.config) and not exact:
         return None
-    worst = max([_worst(engine), *(_worst_encoded(engine, codec) for codec in lossy)])
-    return max(_SAFETY * worst, _ROUNDINGS * torch.finfo(dtype).eps, _NEGLIGIBLE)
+    plain = (_SAFETY if mixed_precision else _SAFETY_ALIKE) * _worst(engine)
+    encoded = [_SAFETY * _worst_encoded(engine, codec) for codec in lossy]
+    return max(plain, *encoded, _ROUNDINGS * torch.finfo(dtype).eps, _NEGLIGIBLE)
 
 
 def _otherwise(engine: Engine, slices: Sequence[SequenceSlice]) -> list[LogitSketch]:

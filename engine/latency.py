@@ -6,6 +6,7 @@ the same object everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +50,17 @@ def pairs_of(new_tokens: int, context_tokens: int) -> int:
 def decode_work(sequences: int, kv_tokens: int) -> StepWork:
     """One token for each of `sequences`, whose contexts sum to `kv_tokens`."""
     return StepWork(decode_sequences=sequences, kv_tokens=kv_tokens)
+
+
+def mixed_work(chunks: Sequence[tuple[int, int]], *, decoding: int, kv_tokens: int) -> StepWork:
+    """Chunks of prompts (new tokens, those before them) beside sequences that decode."""
+    return StepWork(
+        prefill_tokens=sum([new for new, _ in chunks]),
+        prefill_sequences=len(chunks),
+        attended_tokens=sum([pairs_of(new, before) for new, before in chunks]),
+        decode_sequences=decoding,
+        kv_tokens=kv_tokens,
+    )
 
 
 class StepTimes(Protocol):

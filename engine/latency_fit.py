@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 
-from engine.latency import NotCovered, StepWork
+from engine.latency import NotCovered, StepWork, pairs_of
 from kvrelay.step_times import StepCoefficients
 
 
@@ -58,6 +58,15 @@ class LinearTimes(StepCoefficients):
             + self.prefill_pair_s * pairs
             + self.prefill_sequence_s * sequences
         )
+
+    def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
+        """What is not `cached` of a prompt, in chunks of so many tokens at most."""
+        seconds, done = 0.0, cached
+        while done < tokens:
+            take = min(chunk, tokens - done)
+            seconds += self.prefill_s(take, pairs_of(take, done))
+            done += take
+        return seconds
 
     # --- decode ---------------------------------------------------------------------------------
 

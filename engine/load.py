@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.assembly import Assembly
 from engine.backends.choice import choose_backend
 from engine.backends.recording import record_decode
 from engine.checkpoint import Checkpoint
@@ -15,16 +16,13 @@ from engine.compiled.padding import sizes
 from engine.model import Model, load_model
 from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.parallel.group import Group
-from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout
-from engine.parallel.share import check_shares, profile_of_all, share_out
+from engine.parallel.ranks import ALONE, Ranks, own_layout
+from engine.parallel.share import check_shares, share_out
 from engine.probe import derive_layout
-from engine.profile import profile_memory
 from engine.runner import Engine, EngineFacts
-from engine.self_check import check_against_eager
-from engine.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
-from engine.step import StepBatch
+from engine.sizing import EngineLimits
 from kvpool.layout import KvLayout
-from kvpool.memory.kv_memory import Allocate, KvMemory
+from kvpool.memory.kv_memory import Allocate
 from kvrelay.errors import ModelError
 
 
@@ -51,69 +49,41 @@ def load_engine(
     """
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
-    wanted = _max_model_len(checkpoint, limits)
+    longest = _max_model_len(checkpoint, limits)
     with _memory_errors(device):
         loaded = ranks.in_turn(
             lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
         )
-    own_shapes, model = check_shares(loaded, ranks.group), loaded.model
-    if compiled:
-        model = compile_model(model)
-        for rows in sizes(limits.max_running_requests):
-            model.prepare(rows, rows)  # else the first decode step of each size takes longer
+    own_shapes = check_shares(loaded, ranks.group)
+    model = _compiled(loaded.model, limits) if compiled else loaded.model
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
     layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
     own = own_layout(layout, ranks.group)
-    backend = choose_backend(attention, model, own, own_shapes)
-
-    def build(memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
-        facts = _facts(checkpoint, layout, model, sizing.max_model_len, ranks.group)
-        made = backend.open(memory.parts[0])
-        return Engine(
-            model,
-            memory,
-            facts,
-            sizing,
-            needs_masks=loaded.needs_masks,
-            backend=made,
-            goes_first=cuda.goes_first,
-            ranks=ranks,
-        )
-
-    draft = KvSizing(blocks=0, tokens=0, max_model_len=wanted, kv_bytes=0, reason="")
+    assembly = Assembly(
+        model=model,
+        facts=_facts(checkpoint, layout, model, longest, ranks.group),
+        layout=layout,
+        own=own,
+        backend=choose_backend(attention, model, own, own_shapes),
+        limits=limits,
+        needs_masks=loaded.needs_masks,
+        goes_first=cuda.goes_first,
+        ranks=ranks,
+    )
     with _memory_errors(device):
-        check_against_eager(
-            model, own, loaded.reference, lambda memory, batch: build(memory, draft).logits(batch)
-        )
-
-    def run(memory: KvMemory, batch: StepBatch) -> object:
-        return build(memory, draft).run(batch)
-
-    with _memory_errors(device):
-        profile = (
-            profile_of_all(
-                profile_memory(model, own, limits, wanted, run, copies_kv=backend.copies_kv),
-                ranks.group,
-                on_cpu=model.device.type == "cpu",
-            )
-            if blocks is None
-            else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
-        )
-        sizing = draft
-        if ranks.group is None or ranks.group.rank == 0:
-            sizing = size_kv(
-                layout,
-                limits,
-                profile,
-                max_model_len=wanted,
-                blocks=blocks,
-                block_bytes=block_bytes(layout, ranks.group),
-            )
-        memory = ranks.memory(layout, sizing.blocks, torch.device(device), allocate)
-        engine = build(memory, sizing, ranks)
+        assembly.check(loaded.reference)
+        engine = assembly.serving(assembly.sizing(blocks), allocate)
         if cuda.graphs:
             record_decode(engine, limits.max_running_requests)
         return engine
+
+
+def _compiled(model: Model, limits: EngineLimits) -> Model:
+    """Ready for decode steps of all sizes, of which each first one would take longer."""
+    model = compile_model(model)
+    for rows in sizes(limits.max_running_requests):
+        model.prepare(rows, rows)
+    return model
 
 
 @contextmanager

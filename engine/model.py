@@ -35,6 +35,8 @@ class Model:
     longrope: LongRope | None = None
     flat: Forward | None = None
     """The forward pass as a graph, where there is one."""
+    own_tokens: int = 0
+    """Steps of up to so many use no product of oneDNN's."""
     group: Group | None = None
     """The ranks that share the model, of which this holds one's part; None: all of it is here."""
 
@@ -65,6 +67,8 @@ class Model:
 
     def prepare(self, tokens: int, rows: int) -> None:
         """What the first step of so many tokens, and of so many rows of logits, does besides."""
+        if tokens <= self.own_tokens:
+            return
         prepare(getattr(self.module, self.module.base_model_prefix), rounded(tokens))
         head = self.module.get_output_embeddings()
         if head is not None:

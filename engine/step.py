@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.latency import StepWork, decode_work, prefill_work
+from engine.latency import StepWork, mixed_work
 from kvpool.canary import LogitSketch
 from kvpool.copies import CopyPairs
 from kvpool.handoff_events import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
@@ -71,11 +71,8 @@ class StepBatch:
     def work(self) -> StepWork:
         """A slice of one token decodes."""
         contexts = [s.start for s in self.slices if len(s.token_ids) == 1]
-        decodes = decode_work(len(contexts), sum(contexts))
-        if len(contexts) == len(self.slices):
-            return decodes
-        chunks = (s for s in self.slices if len(s.token_ids) > 1)
-        return sum((prefill_work(len(s.token_ids), s.start) for s in chunks), decodes)
+        chunks = [(len(s.token_ids), s.start) for s in self.slices if len(s.token_ids) > 1]
+        return mixed_work(chunks, decoding=len(contexts), kv_tokens=sum(contexts))
 
 
 @value

@@ -12,7 +12,7 @@ count their holders; a named block's KV stands in the prefix index under a hash.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -83,11 +83,10 @@ class BlockPool:
             self._leased.update(taken)
         return taken
 
-    def activate(self, blocks: Iterable[BlockId]) -> None:
+    def activate(self, blocks: Collection[BlockId]) -> None:
         """The peer that the blocks were leased to has delivered; they are the owner's now."""
-        for block in blocks:
-            assert block in self._leased, f"block {block} is not leased"
-            self._leased.discard(block)
+        assert self._leased.issuperset(blocks), f"some of {blocks} are not leased"
+        self._leased.difference_update(blocks)
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
         """One more holder of each: of active blocks, or of cached ones, which become active."""
@@ -110,14 +109,15 @@ class BlockPool:
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one holder of each; a block without a holder is cached if it is named, else free."""
+        holders, named = self._holders, self._named
+        self._leased.difference_update(blocks)  # these have one holder
         for block in reversed(blocks):
-            left = self._holders[block] - 1
+            left = holders[block] - 1
             if left:
-                self._holders[block] = left
+                holders[block] = left
                 continue
-            del self._holders[block]
-            self._leased.discard(block)
-            if block in self._named:
+            del holders[block]
+            if block in named:
                 self._cached.add(block)
             else:
                 self._free.append(block)

@@ -101,14 +101,15 @@ class DeviceCache:
 
     def hold(self, group: int, blocks: Sequence[BlockId]) -> None:
         self.pools[group].hold(blocks)
-        for block in blocks:
-            self._faded[group].pop(block, None)
+        if faded := self._faded[group]:
+            for block in blocks:
+                faded.pop(block, None)
 
     def release(self, group: int, blocks: Sequence[BlockId]) -> None:
-        pool, windowed = self.pools[group], self.layout.groups[group].window is not None
+        pool = self.pools[group]
         pool.release(blocks)
-        for block in blocks:
-            if windowed and pool.is_cached(block):
+        if self.layout.groups[group].window is not None:
+            for block in filter(pool.is_cached, blocks):
                 self._faded[group][block] = self._of[group, block]
 
     def release_chain(self, chain: Sequence[CachedBlock]) -> None:
@@ -135,9 +136,9 @@ class DeviceCache:
         if block.place is place:
             block.tenant = parent.tenant if parent is not None else self.roots.label(block_hash)
             block.is_partial = is_partial
-            for group, block_id in enumerate(place):
-                if block_id != NO_BLOCK:
-                    self._name((group, block_id), block)
+            for part in enumerate(place):
+                if part[1] != NO_BLOCK:
+                    self._name(part, block)
             if not is_partial:
                 self._report(block)
             if self._windowed:

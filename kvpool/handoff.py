@@ -2,13 +2,13 @@
 
     prefill worker                          decode worker
       PeerHello  <----------------------->  PeerHello       once per connection
-      PieceAhead(piece, its blocks) ------>  chooses the way; collated:
+      PiecesAhead(pieces, blocks) -------->  chooses each one's way; collated:
                          <------------------  SlabLent(piece, codec), when a slab is free
       gathers, writes, SlabFilled  -------->  scatters into the blocks it reserved
                                              or direct:
-                         <------------------  PieceAwaited(piece)
+                         <------------------  PiecesAwaited(pieces)
       PieceComputed(piece)  --------------->  reads it into the blocks it reserved
-                         <------------------  PieceRead(piece)
+                         <------------------  PiecesRead(pieces), when none is left to read
       Commit(first tokens)  --------------->  joins the running batch
       frees its blocks   <------------------  Committed
 
@@ -20,13 +20,14 @@ Either side may end it early, by CancelTransfer or, once no write is in flight, 
 That is the fence: until it comes, or the slab is retired at its lease's end, it is not reused.
 
 Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
-but they can't be used: Commit follows PieceRead, so the owner still held every block when it heard
+but they can't be used: Commit follows PiecesRead, so the owner still held every block when it heard
 that the last of them had been read, however late anyone is, and without Commit no request joins.
 So the owner frees its blocks whenever it likes, and no clock is trusted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 
 from kvpool.canary import LogitSketch
@@ -59,13 +60,20 @@ class PeerHello:
 
 
 @value
-class PieceAhead:
-    """`number` counts the request's pieces; `held` are the sender's blocks, fixed until the end."""
+class PiecesAhead:
+    """Of one span `count` pieces, from `piece` on; `number`, of the first, counts the request's
+    pieces. `held` are the sender's blocks of all of them, fixed until the end."""
 
     key: RequestKey
     number: int
     piece: Piece
     held: tuple[PieceBlocks, ...]
+    count: int = 1
+
+    def numbered(self) -> Iterator[tuple[int, Piece]]:
+        """# number, piece"""
+        for i in range(self.count):
+            yield self.number + i, Piece(span=self.piece.span, index=self.piece.index + i)
 
 
 @value
@@ -87,11 +95,11 @@ class SlabFilled:
 
 
 @value
-class PieceAwaited:
-    """Not into a slab: say when it is computed, it will be read where it lies."""
+class PiecesAwaited:
+    """Not into slabs: say when each is computed, it will be read where it lies."""
 
     key: RequestKey
-    piece: int
+    pieces: tuple[int, ...]
 
 
 @value
@@ -101,9 +109,9 @@ class PieceComputed:
 
 
 @value
-class PieceRead:
+class PiecesRead:
     key: RequestKey
-    piece: int
+    pieces: tuple[int, ...]
 
 
 @value
@@ -155,10 +163,10 @@ class LinkProbed:
     """The side that was connected to has measured the link: now the other one may."""
 
 
-PieceMessage = PieceAhead | SlabLent | SlabFilled | PieceAwaited | PieceComputed | PieceRead
+PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PiecesRead
 EndMessage = Commit | Committed | CancelTransfer | TransferCancelled
 LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed
 PeerMessage = PieceMessage | EndMessage | LinkMessage | PullMessage
 
-TO_PREFILL = (SlabLent, PieceAwaited, PieceRead, Committed, CancelTransfer)
+TO_PREFILL = (SlabLent, PiecesAwaited, PiecesRead, Committed, CancelTransfer)
 """What a decode worker says; all but the hello, which either says, is the prefill worker's."""

@@ -83,7 +83,9 @@ class Holding:
         """For `tokens` tokens in all (in a group with a window: `window_tokens`): how many blocks
         to pass over, because no query will see them, and how many to take after that."""
         spec, table = self.layout.groups[group], self.tables[group]
-        wanted = tokens if spec.window is None or window_tokens is None else window_tokens
+        if spec.window is None:
+            return 0, max(0, self.layout.blocks_for(tokens) - len(table))
+        wanted = tokens if window_tokens is None else window_tokens
         more = max(0, self.layout.blocks_for(wanted) - len(table))
         unseen = spec.first_block(self.seen_from, self.layout.block_size) - len(table)
         passed = min(max(unseen, 0), more)

@@ -151,7 +151,8 @@ class Openings:
     @property
     def declined_tokens(self) -> int:
         """They were in a pool, but had faster otherwise."""
-        return sum(way.declined_tokens for way in (self.restores, self.far) if way is not None)
+        restored = self.restores.declined_tokens if self.restores is not None else 0
+        return restored + (self.far.declined_tokens if self.far is not None else 0)
 
     def answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> Restored | None:
         """What the pool said, for the scheduler that waits."""

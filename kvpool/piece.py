@@ -5,7 +5,7 @@ Both workers make the same cut of a span, so a piece is named by the span and it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
@@ -74,12 +74,17 @@ def _layer_groups(layout: KvLayout, span: TokenSpan) -> int:
 
 
 def check_cut(
-    layout: KvLayout, piece: Piece, slab_bytes: int, wanted: range, next_position: int
-) -> Write:
-    """The write that a peer has named, of a prompt whose tokens `wanted`, up to its end, are to be
-    sent as far as the query at `next_position` sees them. Raises PeerError when there is none
-    such."""
-    span = piece.span
+    layout: KvLayout,
+    first: Piece,
+    count: int,
+    slab_bytes: int,
+    wanted: range,
+    next_position: int,
+) -> tuple[Write, ...]:
+    """The writes that a peer has named, `count` from the `first` on, of a prompt whose tokens
+    `wanted`, up to its end, are to be sent as far as the query at `next_position` sees them. Raises
+    PeerError when there are none such."""
+    span = first.span
     end = span.start + span.tokens
     if not wanted.start <= span.start <= end <= wanted.stop:
         raise PeerError(
@@ -92,9 +97,11 @@ def check_cut(
             "transfer.canary_every the same for both workers?"
         )
     writes = cut_span(layout, span, slab_bytes)
-    if piece.index >= len(writes):
-        raise PeerError(f"piece {piece.index} of tokens [{span.start}, {end}) has nothing to send")
-    return writes[piece.index]
+    behind = first.index + count
+    if count < 1 or behind > len(writes):
+        last = max(first.index, behind - 1)
+        raise PeerError(f"piece {last} of tokens [{span.start}, {end}) has nothing to send")
+    return writes[first.index : behind]
 
 
 def span_tokens_most(layout: KvLayout) -> int:
@@ -103,23 +110,30 @@ def span_tokens_most(layout: KvLayout) -> int:
     return (runs - 1) * layout.block_size
 
 
-def piece_blocks(write: Write, tables: Tables, block_size: int) -> tuple[PieceBlocks, ...]:
-    """The blocks that the write's tokens lie in."""
+def piece_blocks(
+    sections: Iterable[Section], tables: Tables, block_size: int
+) -> tuple[PieceBlocks, ...]:
+    """The blocks that the sections' tokens lie in."""
     return tuple(
         PieceBlocks(group=group, first=first, runs=_runs(tables[group][first:end]))
-        for group, first, end in _block_ranges(write, block_size)
+        for group, first, end in _block_ranges(sections, block_size)
     )
 
 
 def source_side(
-    write: Write, held: Sequence[PieceBlocks], *, groups: int, block_size: int, blocks: int
+    sections: Iterable[Section],
+    held: Sequence[PieceBlocks],
+    *,
+    groups: int,
+    block_size: int,
+    blocks: int,
 ) -> Side:
-    """Where a peer with `blocks` blocks of `block_size` holds the write's tokens.
+    """Where a peer with `blocks` blocks of `block_size` holds the sections' tokens.
 
     Raises PeerError unless what it says is whole.
     """
     by_group = {one.group: one for one in held}
-    for group, first, end in _block_ranges(write, block_size):
+    for group, first, end in _block_ranges(sections, block_size):
         said = by_group.get(group)
         if said is None or (said.first, said.first + said.blocks) != (first, end):
             raise PeerError(f"a piece whose blocks [{first}, {end}) of group {group} are not named")
@@ -129,11 +143,11 @@ def source_side(
     return Side(tables=tables, block_size=block_size)
 
 
-def holds(side: Side, write: Write) -> bool:
-    """Whether every token of the write has its slot."""
+def holds(side: Side, sections: Iterable[Section]) -> bool:
+    """Whether every token of them has its slot."""
     return all(
         NO_BLOCK not in side.tables[group][first:end] and end <= len(side.tables[group])
-        for group, first, end in _block_ranges(write, side.block_size)
+        for group, first, end in _block_ranges(sections, side.block_size)
     )
 
 
@@ -193,10 +207,10 @@ def _shares(theirs: int, ours: int, heads: int) -> int:
     return senders + ours - gcd(senders, ours)
 
 
-def _block_ranges(write: Write, block_size: int) -> Iterator[tuple[int, int, int]]:
-    """(group, first, end): the places in the group's table that the write's tokens take."""
+def _block_ranges(sections: Iterable[Section], block_size: int) -> Iterator[tuple[int, int, int]]:
+    """(group, first, end): the places in the group's table that the sections' tokens take."""
     tokens: dict[int, tuple[int, int]] = {}  # group |-> [first, end)
-    for section in write.sections:
+    for section in sections:
         first, end = section.start, section.start + section.tokens
         known = tokens.get(section.part.group, (first, end))
         tokens[section.part.group] = (min(first, known[0]), max(end, known[1]))
@@ -206,14 +220,10 @@ def _block_ranges(write: Write, block_size: int) -> Iterator[tuple[int, int, int
 
 @lru_cache(maxsize=64)
 def _runs(blocks: tuple[BlockId, ...]) -> Runs:
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        assert block != NO_BLOCK, "a block that is to be sent is not held"
-        if runs and sum(runs[-1]) == block:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block, 1))
-    return tuple(runs)
+    assert NO_BLOCK not in blocks, "a block that is to be sent is not held"
+    begins = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
+    ends = (*begins[1:], len(blocks))
+    return tuple((blocks[begin], end - begin) for begin, end in zip(begins, ends, strict=True))
 
 
 @lru_cache(maxsize=64)

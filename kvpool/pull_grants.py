@@ -46,7 +46,7 @@ class PullGrants:
         self.leases.grant(reader, now_s)
         layout = self.tables.layout
         (write,) = pulled_writes(layout, wanted.skip, blocks)
-        held = piece_blocks(write, self.tables.tables(holder), layout.block_size)
+        held = piece_blocks(write.sections, self.tables.tables(holder), layout.block_size)
         return PullGranted(pull=wanted.pull, blocks=blocks, held=held)
 
     def read(self, peer: Incarnation, read: PullRead) -> PullSettled:

@@ -191,7 +191,11 @@ class Pulls:
         (whole,) = pulled_writes(layout, pull.here, granted.blocks)
         groups = len(layout.groups)
         source = source_side(
-            whole, granted.held, groups=groups, block_size=facts.block_size, blocks=facts.blocks
+            whole.sections,
+            granted.held,
+            groups=groups,
+            block_size=facts.block_size,
+            blocks=facts.blocks,
         )
         tokens = granted.blocks * layout.block_size
         if not self.tables.try_grow(pull.holder, tokens, now_s=now_s):

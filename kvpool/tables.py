@@ -230,8 +230,9 @@ class BlockTables:
     def trim(self, holder: Holder, position: int) -> None:
         """Give back what the query at `position`, and those after it, don't see."""
         entry = self._entries[holder]
-        for group in range(len(self.pools)):
-            self.cache.release(group, entry.pass_over(group, position))
+        if self.layout.has_windows:
+            for group in range(len(self.pools)):
+                self.cache.release(group, entry.pass_over(group, position))
         entry.seen_from = position
 
     def shrink(self, holder: Holder, tokens: int) -> None:

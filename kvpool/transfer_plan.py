@@ -161,6 +161,10 @@ def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
 
 def _sections(part: _Part, seen: range, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
     """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces."""
+    whole = part.nbytes(wire, len(part.layers), len(seen))
+    if whole <= staging_bytes:
+        yield _section(part, seen, whole)
+        return
     least = least_tokens(seen)
     layers_fit = _most(len(part.layers), staging_bytes, lambda n: part.nbytes(wire, n, least))
     if not layers_fit:
@@ -175,14 +179,18 @@ def _token_sections(
     layers = len(part.layers)
     tokens_fit = _most(len(seen), staging_bytes, lambda n: part.nbytes(wire, layers, n))
     for tokens in token_pieces(seen, tokens_fit):
-        yield Section(
-            part=part.part,
-            last_layer=part.layers[-1],
-            start=tokens.start,
-            tokens=len(tokens),
-            offset_bytes=0,
-            nbytes=part.nbytes(wire, layers, len(tokens)),
-        )
+        yield _section(part, tokens, part.nbytes(wire, layers, len(tokens)))
+
+
+def _section(part: _Part, tokens: range, nbytes: int) -> Section:
+    return Section(
+        part=part.part,
+        last_layer=part.layers[-1],
+        start=tokens.start,
+        tokens=len(tokens),
+        offset_bytes=0,
+        nbytes=nbytes,
+    )
 
 
 def _check_fits(part: _Part, wire: WireFormat, staging_bytes: int) -> None:

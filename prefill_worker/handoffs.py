@@ -10,8 +10,8 @@ from kvpool.handoff import (
     Committed,
     HandoffMode,
     PeerHello,
-    PieceAwaited,
-    PieceRead,
+    PiecesAwaited,
+    PiecesRead,
     SlabLent,
     TransferCancelled,
 )
@@ -57,10 +57,10 @@ class Handoffs:
         match event.message:
             case SlabLent(key=key) as lent if job := self.jobs.find(key, event.peer):
                 return [*job.sender.lent(lent, self.jobs.tables(job))]
-            case PieceAwaited(key=key, piece=piece) if job := self.jobs.find(key, event.peer):
-                return [*job.sender.awaited(piece, self.jobs.tables(job))]
-            case PieceRead(key=key, piece=piece) if job := self.jobs.find(key, event.peer):
-                job.sender.read(piece)
+            case PiecesAwaited(key=key, pieces=pieces) if job := self.jobs.find(key, event.peer):
+                return [*job.sender.awaited(pieces, self.jobs.tables(job))]
+            case PiecesRead(key=key, pieces=pieces) if job := self.jobs.find(key, event.peer):
+                job.sender.read(pieces)
                 return self._commit(job)
             case PeerHello(kv=kv):
                 return self._met(event.peer, kv)

@@ -2,7 +2,7 @@
 
 A piece is one write of the cut of a span of tokens, by what the peer's slabs hold. It goes through
 
-    planned -> announced (PieceAhead) -> computed and lent  -> writing ------> done
+    planned -> announced (PiecesAhead) -> computed and lent  -> writing ------> done
                                      `-> computed and awaited -> being read --'
 
 lent or awaited as the decode worker chooses, before or after it is computed. Spans wait for the
@@ -14,6 +14,7 @@ them is in flight: `settled` says when they may be freed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvpool.canary import LogitSketch, first_query
@@ -22,8 +23,8 @@ from kvpool.handoff import (
     Commit,
     HandoffMode,
     PeerMessage,
-    PieceAhead,
     PieceComputed,
+    PiecesAhead,
     RenewLeases,
     SlabLent,
     TransferCancelled,
@@ -116,22 +117,22 @@ class Sender:
         own = self.layout.dtype
         dtype = wire_dtype(own, self.peer.dtype)
         wire = self.layout if dtype == own else replace(self.layout, dtype=dtype)
-        return [
-            self._ahead(Piece(span=span, index=index), write, tables)
-            for span in spans
-            for index, write in enumerate(cut_span(wire, span, self.peer.slab_bytes))
-        ]
+        cuts = ((span, cut_span(wire, span, self.peer.slab_bytes)) for span in spans)
+        return [self._ahead(span, writes, tables) for span, writes in cuts if writes]
 
-    def _ahead(self, piece: Piece, write: Write, tables: Tables) -> SendPeer:
-        ahead = PieceAhead(
+    def _ahead(self, span: TokenSpan, writes: tuple[Write, ...], tables: Tables) -> SendPeer:
+        sections = [section for write in writes for section in write.sections]
+        ahead = PiecesAhead(
             key=self.message.spec.key,
             number=len(self._pieces),
-            piece=piece,
-            held=piece_blocks(write, tables, self.layout.block_size),
+            piece=Piece(span=span, index=0),
+            held=piece_blocks(sections, tables, self.layout.block_size),
+            count=len(writes),
         )
-        end, last_layer = piece.span.start + piece.span.tokens, write.last_layer
-        announced = _Announced(piece=piece, write=write, end=end, last_layer=last_layer)
-        self._pieces.append(announced)
+        end = span.start + span.tokens
+        for (_, piece), write in zip(ahead.numbered(), writes, strict=True):
+            announced = _Announced(piece=piece, write=write, end=end, last_layer=write.last_layer)
+            self._pieces.append(announced)
         return self._to_peer(ahead)
 
     # --- what is there --------------------------------------------------------------------------
@@ -160,17 +161,16 @@ class Sender:
             self._lent[lent.piece] = lent
         return self._moves(tables)
 
-    def awaited(self, number: int, tables: Tables) -> Moves:
-        """The decode worker reads it itself."""
-        if self._is_waiting(number):
-            self._awaited.add(number)
+    def awaited(self, numbers: Iterable[int], tables: Tables) -> Moves:
+        """The decode worker reads them itself."""
+        self._awaited.update(number for number in numbers if self._is_waiting(number))
         return self._moves(tables)
 
-    def read(self, number: int) -> None:
-        """The decode worker has read it, while its blocks were still held here."""
-        if number in self._readable:
-            self._readable.discard(number)
-            self._done.add(number)
+    def read(self, numbers: Iterable[int]) -> None:
+        """The decode worker has read them, while their blocks were still held here."""
+        read = self._readable.intersection(numbers)
+        self._readable -= read
+        self._done |= read
 
     def _is_waiting(self, number: int) -> bool:
         chosen = number in self._lent or number in self._awaited

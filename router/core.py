@@ -29,6 +29,7 @@ from router import orders
 from router.admitting.policy import AdmissionPolicy
 from router.admitting.predictive import Predictive
 from router.deciding import Deciding
+from router.delivering import Delivering
 from router.directory import Directory
 from router.dispatching import Dispatching, open_queue
 from router.ending import Ending
@@ -38,7 +39,6 @@ from router.events import (
     ChoiceStopped,
     Command,
     DeadlinePassed,
-    Deliver,
     Event,
     LadderStepped,
     Submitted,
@@ -73,6 +73,8 @@ _LAST = (Released, ReserveRefused)
 """Of a request at a worker."""
 CONFIDENCE = 0.95
 """The share of admitted requests that are to keep their objectives."""
+AT_FIRST = 0.02
+"""By how much first tokens are taken to be later than predicted before any has come."""
 PLACING = KvAware()
 ADMITTING = Predictive()
 
@@ -101,6 +103,7 @@ class RouterCore:
     moving: Moving = field(init=False)
     seeking: Seeking = field(init=False)
     ending: Ending = field(init=False)
+    delivering: Delivering = field(init=False)
     workers: Workers = field(default_factory=Workers)
     requests: dict[str, Request] = field(default_factory=dict)
     directory: Directory = field(default_factory=Directory)
@@ -119,12 +122,12 @@ class RouterCore:
         self.forecast = Forecast(
             self.workers,
             queue,
-            ttft=Margin(confidence=each),
+            ttft=Margin(confidence=each, at_first=AT_FIRST),
             tpot=Margin(confidence=each),
             lifetimes=Lifetimes(self.lengths),
         )
         self.ladders = Ladders(self.tiers)
-        self.refusing = Refusing(promises=self.promises)
+        self.refusing = Refusing(promises=self.promises, workers=self.workers)
         self.learning = Learning(
             workers=self.workers, lengths=self.lengths, ladders=self.ladders, forecast=self.forecast
         )
@@ -159,6 +162,9 @@ class RouterCore:
             seeking=self.seeking,
             refusing=self.refusing,
             attempts=self.attempts,
+        )
+        self.delivering = Delivering(
+            workers=self.workers, learning=self.learning, ending=self.ending
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -230,8 +236,7 @@ class RouterCore:
             return []
         match event:
             case Tokens():
-                view.outlook.grown(event.key, event.first_index + len(event.token_ids))
-                return self._tokens(request, event, now_s)
+                return self.delivering.said(request, view, event, now_s)
             case Reserved(held_tokens=held_tokens):
                 return self._reserved(request, held_tokens, now_s)
             case ReserveRefused(reason=reason):
@@ -258,23 +263,6 @@ class RouterCore:
         if request.promise is not None:
             self.promises.settle(kept=True)
         return [Admit(request_id=request.request_id), *begin]
-
-    def _tokens(self, request: Request, event: Tokens, now_s: float) -> list[Command]:
-        if event.first_index == len(request.resumed_ids):
-            request.ledger.mark("first_token", event.at_s)
-            request.ledger.mark("first_token_received", now_s)
-            self.workers.prefilled(request.key, request.legs, now_s)
-            self.learning.begun(request, now_s)
-        request.ledger.mark("last_token", event.at_s)
-        request.ledger.mark("last_token_received", now_s)
-        ready = request.take(event)
-        if not ready:
-            return []
-        self.learning.choice_grown(request, event)
-        if request.done:
-            self.learning.ended(request, now_s)
-            self.ending.ended(request, now_s)
-        return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
 
     def _worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
         view = self.workers.leave(incarnation)

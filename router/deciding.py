@@ -6,7 +6,6 @@ Placement suggests, admission judges; as asked first, then as the request's tier
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
 
 from kvrelay.qos import QosTiers
 from kvrelay.types import RequestSpec
@@ -100,8 +99,8 @@ class Deciding:
             tier=request.tier,
             tiers=self.tiers,
             waited_s=request.ledger.age_s(now_s),
-            promised=self._promised(request, -inf if request.promise else now_s + SOON_S),
-            line=self._promised(request, inf),
+            promised=self._soon(request, now_s),
+            line=self._line(request),
         )
 
     def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
@@ -112,8 +111,15 @@ class Deciding:
         )
         return max(1, expected - emitted)
 
-    def _promised(self, request: Request, before_s: float) -> Promised:
+    def _soon(self, request: Request, now_s: float) -> Promised:
         """What goes before it at each worker though it isn't there yet."""
+        if request.admitted or request.promise is not None or not self.promises:
+            return NOTHING_PROMISED
+        soon = self.promises.before(now_s + SOON_S, request.tier.priority)
+        return self.workers.per_worker(soon.times(self.workers.all_by_own()))
+
+    def _line(self, request: Request) -> Promised:
+        """And if it has to come back."""
         if request.admitted or not self.promises:
             return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.before(before_s, request.tier.priority))
+        return self.workers.per_worker(self.promises.line(request.tier.priority))

@@ -2,18 +2,21 @@
 
 A refusal names a time. It is a promise: work of that size is counted as if it were waiting already,
 so that who came later isn't served first. Not all clients come back; what is promised counts for
-the share of promises that were claimed lately. And times are put off by as much as it takes for
-those that come back to be admitted.
+the share of promises that were claimed lately. The line, behind which a time is named, counts each
+by that share when it was made: were all of it counted anew, times that are named now would fall
+among those that were named before. And times are put off by as much as it takes for those that come
+back to be admitted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import inf
 
 from kvrelay.types import RequestSpec
+from router.claims import Claims
 
 EARLY_S = 0.05
 """A client may come back that much sooner, its clock being its own."""
@@ -21,9 +24,6 @@ GRACE_S = 1.25
 """A promise is held for so long after its time: HTTP's `retry-after` counts whole seconds. While it
 is held, it keeps others out."""
 MOST_PROMISES = 50_000
-_NEW_SHARE = 0.05
-_DOUBTED = 3
-"""As if so many had not come back, at first."""
 KEPT_SHARE = 0.92
 """Of the promises that clients come back for, so many are to be kept."""
 _STEP_S = 0.25
@@ -58,10 +58,15 @@ NOTHING_PROMISED = Promised()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
+    """`likely`: of the work, and of as much of other routers, what was expected when it was made.
+    `again`: to one that had come back for another."""
+
     due_s: float
     until_s: float
     work: Promised
+    likely: Promised
     priority: int
+    again: bool
 
 
 @dataclass(slots=True)
@@ -69,37 +74,53 @@ class Promises:
     """Of one router. A request that comes again is known by its digest. Nothing is kept for
     clients before some have come back: a burst of those that don't would shut out all others."""
 
-    claimed_share: float = 0.0
+    claims: Claims = field(default_factory=Claims)
     delay_s: float = _STEP_S
     kept: int = 0
     broken: int = 0
     expired: int = 0
-    _learnt: int = 0
     _open: dict[int, Promise] = field(default_factory=dict)  # digest |-> promise
     _by_due: list[tuple[float, int]] = field(default_factory=list)  # ascending
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of until_s and digest
-    _all: dict[int, Promised] = field(default_factory=dict)  # priority |-> of those open
+    _all: dict[int, Promised] = field(default_factory=dict)  # priority |-> likely, of those open
 
     def __len__(self) -> int:
         return len(self._open)
 
     def make(
-        self, digest: int, work: Promised, soonest_s: float, now_s: float, priority: int = 0
+        self,
+        digest: int,
+        work: Promised,
+        soonest_s: float,
+        now_s: float,
+        priority: int = 0,
+        *,
+        again: bool = False,
+        all_by_own: float = 1.0,
     ) -> float:
         """In how many seconds to come back: what is told. Replaces the one that the same request
-        had."""
+        had. `all_by_own`: the promises of all routers by those of this one."""
         self._take(digest)
         retry_after_s = soonest_s + self.delay_s
-        if len(self._open) >= MOST_PROMISES:
-            return retry_after_s
-        due_s = now_s + retry_after_s
-        until_s = due_s + GRACE_S
-        promise = Promise(due_s=due_s, until_s=until_s, work=work, priority=priority)
-        self._open[digest] = promise
-        self._all[priority] = self._all.get(priority, NOTHING_PROMISED) + work
-        insort(self._by_due, (due_s, digest))
-        heappush(self._ends, (until_s, digest))
+        if len(self._open) < MOST_PROMISES:
+            due_s = now_s + retry_after_s
+            promise = Promise(
+                due_s=due_s,
+                until_s=due_s + GRACE_S,
+                work=work,
+                likely=work.times(self.claims.of(again).value * all_by_own),
+                priority=priority,
+                again=again,
+            )
+            self._keep(digest, promise)
         return retry_after_s
+
+    def _keep(self, digest: int, promise: Promise) -> None:
+        self._open[digest] = promise
+        line = self._all.get(promise.priority, NOTHING_PROMISED)
+        self._all[promise.priority] = line + promise.likely
+        insort(self._by_due, (promise.due_s, digest))
+        heappush(self._ends, (promise.until_s, digest))
 
     def settle(self, *, kept: bool) -> None:
         """One that was claimed. The delay is where `KEPT_SHARE` of them are kept: a quantile
@@ -116,18 +137,22 @@ class Promises:
         if promise is None or now_s < promise.due_s - EARLY_S:
             return None
         self._take(digest)
-        self._learn(1.0)
+        self.claims.of(promise.again).learn(True)
         return promise
+
+    def line(self, priority: int = 0) -> Promised:
+        """All that was promised, by any router, of this priority or before it."""
+        return sum_of(work for other, work in self._all.items() if other <= priority)
 
     def before(self, end_s: float, priority: int = 0) -> Promised:
         """What was promised for an earlier time, of this priority or before it."""
-        if end_s == inf:
-            works = [work for other, work in self._all.items() if other <= priority]
-        else:
-            earlier = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
-            promises = (self._open[digest] for _, digest in earlier)
-            works = [promise.work for promise in promises if promise.priority <= priority]
-        return sum(works, NOTHING_PROMISED).times(self.claimed_share)
+        earlier = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
+        promises = [self._open[digest] for _, digest in earlier]
+        found = NOTHING_PROMISED
+        for again in (False, True):
+            works = (p.work for p in promises if p.again is again and p.priority <= priority)
+            found += sum_of(works).times(self.claims.of(again).value)
+        return found
 
     def _expire(self, now_s: float) -> None:
         """Nobody came back for these."""
@@ -137,21 +162,19 @@ class Promises:
             if promise is not None and promise.until_s == until_s:
                 self._take(digest)
                 self.expired += 1
-                self._learn(0.0)
+                self.claims.of(promise.again).learn(False)
 
     def _take(self, digest: int) -> None:
         promise = self._open.pop(digest, None)
         if promise is not None:
             del self._by_due[bisect_left(self._by_due, (promise.due_s, digest))]
-            self._all[promise.priority] += promise.work.times(-1)
+            self._all[promise.priority] += promise.likely.times(-1)
             if not self._open:
                 self._all.clear()  # and with it what rounding left
 
-    def _learn(self, claimed: float) -> None:
-        """The mean of the first ones, then of the latest."""
-        self._learnt += 1
-        share = max(_NEW_SHARE, 1 / (self._learnt + _DOUBTED))
-        self.claimed_share += share * (claimed - self.claimed_share)
+
+def sum_of(works: Iterable[Promised]) -> Promised:
+    return sum(works, NOTHING_PROMISED)
 
 
 def digest_of(spec: RequestSpec) -> int:

@@ -10,11 +10,13 @@ from router.promises import Promises, digest_of
 from router.refusal import Refusal
 from router.release_clock import ReleaseClock
 from router.request import Request
+from router.workers import Workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusing:
     promises: Promises
+    workers: Workers
     releases: ReleaseClock = field(default_factory=ReleaseClock)
 
     def told(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
@@ -29,8 +31,13 @@ class Refusing:
         soonest_s = refusal.retry_after_s
         if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
             return refusal
-        digest = digest_of(request.spec)
         retry_after_s = self.promises.make(
-            digest, refusal.work, soonest_s, now_s, request.tier.priority
+            digest_of(request.spec),
+            refusal.work,
+            soonest_s,
+            now_s,
+            request.tier.priority,
+            again=request.promise is not None,
+            all_by_own=self.workers.all_by_own(),
         )
         return replace(refusal, retry_after_s=retry_after_s)

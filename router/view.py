@@ -87,6 +87,13 @@ class WorkerView:
         except NotCovered:
             return inf
 
+    def prompt_s(self, tokens: int, cached: int) -> float:
+        """What is not `cached` of a prompt, chunk by chunk."""
+        try:
+            return self.times.prompt_s(tokens, cached, self.hello.prefill_chunk_tokens)
+        except NotCovered:
+            return inf
+
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
         try:
             return self.times.decode_s(sequences, kv_tokens)

@@ -60,6 +60,8 @@ class WaitingRoom:
 
     def take_next(self, now_s: float) -> tuple[str, Refusal] | None:
         """Whose turn it is to ask, and what it was told last. It waits on if refused again."""
+        if not self._lines:
+            return None
         firsts = (self._first(line) for line in self._lines.values())
         due = (name for name in firsts if name and self._waits[name].next_s <= now_s)
         if (name := next(due, None)) is None:

@@ -122,9 +122,7 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def per_worker(self, promised: Promised) -> Promised:
-        """Spread evenly over those of each role, with what other routers have promised: as much
-        more as they have sequences."""
-        promised = promised.times(self._all_by_own())
+        """Spread evenly over those of each role."""
         prefills, decodes, both = (len(self.of_role(role)) for role in _ROLES)
         prefills, decodes = prefills + both, decodes + both
         return Promised(
@@ -133,8 +131,9 @@ class Workers(dict[Incarnation, WorkerView]):
             kv_tokens=promised.kv_tokens / max(1, decodes),
         )
 
-    def _all_by_own(self) -> float:
-        """Sequences of all routers by those of this one, lately; 1 before it has any."""
+    def all_by_own(self) -> float:
+        """Sequences of all routers by those of this one, lately; 1 before it has any. Their
+        promises are taken to be as many more."""
         decoding = [view for view in self.values() if view.hello.role is not Role.PREFILL]
         own = sum(view.own_usually for view in decoding)
         told = sum(view.all_usually for view in decoding)

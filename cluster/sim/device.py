@@ -9,7 +9,7 @@ from cluster.sim.answers import Answers
 from cluster.sim.clock import Clock
 from cluster.sim.step_runs import run_s, steps_begun
 from cluster.worker.events import Incoming, Stepped
-from engine.latency import StepTimes, StepWork, decode_work, prefill_work
+from engine.latency import StepTimes, StepWork, mixed_work
 from engine.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
 from kvpool.handoff_events import LayersWritten
 
@@ -96,12 +96,8 @@ class SimDevice:
 
 def _work_of(batch: StepBatch) -> StepWork:
     decodes = [one.start + 1 for one in batch.slices if _decodes(one)]
-    work = decode_work(len(decodes), sum(decodes))
-    if len(decodes) < len(batch.slices):
-        prompts = (one for one in batch.slices if not _decodes(one))
-        works = (prefill_work(len(one.token_ids), one.start) for one in prompts)
-        work = sum(works, work)
-    return work
+    chunks = [(len(one.token_ids), one.start) for one in batch.slices if not _decodes(one)]
+    return mixed_work(chunks, decoding=len(decodes), kv_tokens=sum(decodes))
 
 
 def _decodes(one: SequenceSlice) -> bool:

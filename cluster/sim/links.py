@@ -40,6 +40,7 @@ class SimLinks:
         self.hello = hello
         self._clock = clock
         self._fabric = fabric
+        self._latency_s = fabric.config.latency
         self._posts = posts
         self._met: set[Incarnation] = set()
         self._lost: set[Incarnation] = set()
@@ -50,7 +51,8 @@ class SimLinks:
         return self._states
 
     def send(self, command: SendPeer) -> None:
-        self.meet(command.peer)
+        if command.peer not in self._met:
+            self.meet(command.peer)
         self._put(command.peer, FromPeer(peer=self.hello.incarnation, message=command.message))
 
     def _put(self, peer: Incarnation, event: Incoming) -> None:
@@ -60,7 +62,7 @@ class SimLinks:
         """At the end of a turn."""
         if self._outbox:
             for peer, events in self._outbox.items():
-                self._clock.after(self._fabric.config.latency, self._posts[peer], events)
+                self._clock.after(self._latency_s, self._posts[peer], events)
             self._outbox = {}
 
     def lose(self, peer: Incarnation) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import overload
 
 from kvpool.hashes import BlockHash, CacheSalt, NamedTokens
@@ -58,10 +59,13 @@ class TracePrompt(NamedTokens):
     def iterate(self, positions: range) -> Iterator[int]:
         """The token ids there."""
         size = self._hash_tokens
-        for block in range(positions.start // size, -(-positions.stop // size)):
-            mixed, first = self._id(block * size) * _MIX, block * size
-            start, stop = max(first, positions.start), min(first + size, positions.stop)
-            yield from [(mixed + position) % _IDS for position in range(start, stop)]
+        blocks = range(positions.start // size, -(-positions.stop // size))
+        return chain.from_iterable(self._of_block(block * size, positions) for block in blocks)
+
+    def _of_block(self, first: int, positions: range) -> list[int]:
+        mixed = self._id(first) * _MIX
+        start, stop = max(first, positions.start), min(first + self._hash_tokens, positions.stop)
+        return [(mixed + position) % _IDS for position in range(start, stop)]
 
     def _id(self, position: int) -> int:
         if self._hash_ids is None:

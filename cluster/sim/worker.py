@@ -100,14 +100,25 @@ class SimWorker:
         if self.is_dead:
             return
         for event in events:
-            if isinstance(event, PeerLost) and not self.links.lose(event.peer):
-                continue
-            if isinstance(event, FromPeer | LinkMeasured) and self.links.is_lost(event.peer):
-                continue
-            if isinstance(event, FromPeer) and isinstance(event.message, PeerHello):
-                self.links.meet(event.peer)
-            self.loop.settle(event)
+            if self._is_heard(event):
+                self.loop.settle(event)
         self._act()
+
+    def _is_heard(self, event: Incoming) -> bool:
+        """Nothing more of a peer that is lost."""
+        match event:
+            case FromPeer(peer=peer, message=message):
+                if self.links.is_lost(peer):
+                    return False
+                if isinstance(message, PeerHello):
+                    self.links.meet(peer)
+            case LinkMeasured(peer=peer):
+                return not self.links.is_lost(peer)
+            case PeerLost(peer=peer):
+                return self.links.lose(peer)
+            case _:
+                pass
+        return True
 
     def die(self) -> None:
         """Nothing comes of what it was about to do."""

@@ -53,6 +53,8 @@ class BlockReports:
 
     def take(self) -> list[BlockChanges]:
         """What is new since the last call."""
+        if not (self._of_node or self._cache.changes):
+            return []
         changes, self._of_node = self._of_node, []
         if self._cache.changes:
             stored, removed = self._cache.changes.take()

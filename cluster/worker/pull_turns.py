@@ -47,5 +47,8 @@ class PullTurns:
 
     def take_commands(self) -> list[SendPeer | PullBlocks]:
         """To be executed, in order."""
+        pulls = self._openings.take_pulls()
+        if not self._answers:
+            return pulls
         answers, self._answers = self._answers, []
-        return [*answers, *self._openings.take_pulls()]
+        return [*answers, *pulls]

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import Scores, attention_state
 from engine.compiled.capture import NotCaptured
+from engine.compiled.chaining import FEW_TOKENS, by_tokens, chained, products_left
 from engine.compiled.folding import fold_constants
 from engine.compiled.graph import Captured
 from engine.compiled.layers import fuse_gates, fuse_rotary
@@ -33,7 +34,7 @@ from kvrelay.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_LENGTHS = (1, 19)
+_LENGTHS = (1, 11, 19)
 """Tokens of the runs that are compared."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.08}
 """Largest difference allowed, as a share of the range of the logits."""
@@ -57,8 +58,9 @@ def compile_model(model: Model) -> Model:
         log.info("compile: weights packed, but the forward pass is no graph: %s", error)
         return model
     pack_graph(made, model.module)
-    said = _fuse(made, model.dtype)
-    compiled = replace(model, flat=padded(write_forward(made)))
+    fused = _open(model.dtype)
+    said = _fuse(made, fused)
+    compiled = _written(model, made, fused)
     worst = _worst(compiled, expected)
     if not worst <= _TOLERANCE[model.dtype]:
         _check(model, expected)
@@ -84,13 +86,22 @@ def _captured(model: Model) -> Captured:
     return made
 
 
-def _fuse(made: Captured, dtype: torch.dtype) -> str:
+def _fuse(made: Captured, fused: Fused | None) -> str:
     """What was fused, in words."""
-    fused = _open(dtype)
     if fused is None:
         return "none fused"
     gates, rotated = fuse_gates(made, fused), fuse_rotary(made, fused)
     return f"fused: {fuse_norms(made, fused)} norms, {rotated} rotations, {gates} gates"
+
+
+def _written(model: Model, made: Captured, fused: Fused | None) -> Model:
+    many = padded(write_forward(made))
+    chains = None if fused is None else chained(made, fused)
+    if chains is None:
+        return replace(model, flat=many)
+    few = write_forward(chains)
+    own_tokens = 0 if products_left(chains) else FEW_TOKENS
+    return replace(model, flat=by_tokens(few, many), own_tokens=own_tokens)
 
 
 def _open(dtype: torch.dtype) -> Fused | None:

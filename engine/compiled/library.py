@@ -1,4 +1,4 @@
-"""The operations of `fused.c` on torch tensors. Runs in the worker."""
+"""The operations of `source/fused.cpp` on torch tensors. Runs in the worker."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import get_num_threads
 
+from engine.compiled.chain_call import Op
 from engine.native.build import BuildError, Source, built
+from engine.native.kernel import SOURCE as NATIVE
+from engine.native.team import torch_fork
 
+_FOLDER = Path(__file__).parent / "source"
 SOURCE = Source(
     name="fused",
-    main=Path(__file__).with_name("fused.c"),
-    compilers=("gcc", "cc", "clang"),
+    main=_FOLDER / "fused.cpp",
+    parts=(*sorted(_FOLDER.glob("*.h")), *NATIVE.parts),
+    compilers=NATIVE.compilers,
     flags=(
-        *("-std=c11", "-O3", "-fopenmp", "-fPIC", "-shared"),
+        *("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-ffp-contract=fast"),
         *("-fno-math-errno", "-fno-trapping-math", "-fassociative-math"),
         *("-fno-signed-zeros", "-freciprocal-math"),
     ),
 )
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_TEAM = [_POINTER, _COUNT]
 _SIGNATURES: dict[str, list[Any]] = {
-    "rms_norm": [_POINTER] * 3 + [_COUNT] * 5 + [_FLOAT],
-    "add_rms_norm": [_POINTER] * 5 + [_COUNT] * 2 + [_FLOAT],
-    "rotate": [_POINTER] * 4 + [_COUNT] * 6,
-    "silu_mul": [_POINTER] * 3 + [_COUNT] * 4,
-    "gelu_tanh_mul": [_POINTER] * 3 + [_COUNT] * 4,
+    "rms_norm": _TEAM + [_POINTER] * 3 + [_COUNT] * 5 + [_FLOAT, _COUNT],
+    "add_rms_norm": _TEAM + [_POINTER] * 5 + [_COUNT] * 2 + [_FLOAT, _COUNT],
+    "rotate": _TEAM + [_POINTER] * 4 + [_COUNT] * 6,
+    "silu_mul": _TEAM + [_POINTER] * 3 + [_COUNT] * 4,
+    "gelu_tanh_mul": _TEAM + [_POINTER] * 3 + [_COUNT] * 4,
+    "chain": [_POINTER],
 }
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "b16"}
 DTYPES = frozenset(_SUFFIX)
@@ -38,32 +46,44 @@ class Fused:
     """All of one dtype's operations. Tensors are `[1, tokens, ...]`, their last dimension dense."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype, self.fork = dtype, torch_fork()
+        self.run_chain = _function(library, "chain", dtype)
         self._rms_norm = _function(library, "rms_norm", dtype)
         self._add_rms_norm = _function(library, "add_rms_norm", dtype)
         self._rotate = _function(library, "rotate", dtype)
         self._silu_mul = _function(library, "silu_mul", dtype)
         self._gelu_tanh_mul = _function(library, "gelu_tanh_mul", dtype)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`x` `[1, tokens, width]` or `[1, tokens, heads, width]`, `weight` fp32 `[width]`."""
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, rounds: bool
+    ) -> torch.Tensor:
+        """`x` `[1, tokens, width]` or `[1, tokens, heads, width]`, `weight` fp32 `[width]`.
+
+        `rounds` what the weight is multiplied with.
+        """
         shape, strides = x.shape, x.stride()
         heads, head_stride = (shape[2], strides[2]) if len(shape) == 4 else (1, 0)
         out = x.new_empty(shape)
         self._rms_norm(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            shape[1], heads, shape[-1], strides[1], head_stride, eps,
+            self.fork, get_num_threads(), x.data_ptr(), weight.data_ptr(), out.data_ptr(),
+            shape[1], heads, shape[-1], strides[1], head_stride, eps, rounds,
         )  # fmt: skip
         return out
 
     def add_rms_norm(
-        self, x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        other: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        rounds: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x + other and its norm; both `[1, tokens, width]` and dense."""
         shape = x.shape
         total, out = x.new_empty(shape), x.new_empty(shape)
         self._add_rms_norm(
-            x.data_ptr(), other.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
-            shape[1], shape[2], eps,
+            self.fork, get_num_threads(), x.data_ptr(), other.data_ptr(), weight.data_ptr(),
+            total.data_ptr(), out.data_ptr(), shape[1], shape[2], eps, rounds,
         )  # fmt: skip
         return total, out
 
@@ -73,27 +93,28 @@ class Fused:
         strides = x.stride()
         out = x.new_empty((1, tokens, heads, dim))
         self._rotate(
-            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
-            tokens, heads, dim, strides[2], strides[1], cos.stride(2),
+            self.fork, get_num_threads(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            out.data_ptr(), tokens, heads, dim, strides[2], strides[1], cos.stride(2),
         )  # fmt: skip
         return out.transpose(1, 2)
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return _gated(self._silu_mul, gate, up)
+        return self._gated(self._silu_mul, gate, up)
 
     def gelu_tanh_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return _gated(self._gelu_tanh_mul, gate, up)
+        return self._gated(self._gelu_tanh_mul, gate, up)
 
-
-def _gated(function: Callable[..., None], gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Activation of `gate` times `up`, both `[1, tokens, width]`."""
-    shape = gate.shape
-    out = gate.new_empty(shape)
-    function(
-        gate.data_ptr(), up.data_ptr(), out.data_ptr(),
-        shape[1], shape[2], gate.stride(1), up.stride(1),
-    )  # fmt: skip
-    return out
+    def _gated(
+        self, function: Callable[..., None], gate: torch.Tensor, up: torch.Tensor
+    ) -> torch.Tensor:
+        """Activation of `gate` times `up`, both `[1, tokens, width]`."""
+        shape = gate.shape
+        out = gate.new_empty(shape)
+        function(
+            self.fork, get_num_threads(), gate.data_ptr(), up.data_ptr(), out.data_ptr(),
+            shape[1], shape[2], gate.stride(1), up.stride(1),
+        )  # fmt: skip
+        return out
 
 
 def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[..., None]:
@@ -104,11 +125,16 @@ def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[.
 
 def load_library() -> ctypes.CDLL:
     """Builds it where it isn't cached. Raises BuildError."""
-    path = built(SOURCE)
+    return open_library(built(SOURCE))
+
+
+def open_library(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} can't be loaded ({error}): remove it") from error
+    assert library.kvrelay_op_bytes() == ctypes.sizeof(Op)
+    return library
 
 
 @cache

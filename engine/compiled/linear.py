@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.compiled.panels import panel_depth
+
 _NO_MORE: tuple[str, list[float], str] = ("none", [], "")  # what to do with the product: nothing
 
 
@@ -18,6 +20,8 @@ class Packed:
     bias: torch.Tensor | None
     width: int
     nbytes: int
+    depth: int | None = None
+    """Of `panel_depth`: code of ours can read the weights."""
 
     @property
     def kind(self) -> tuple[torch.Size, bool]:
@@ -46,7 +50,9 @@ def pack(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None])
     bias = join_biases(weights, biases)
     own_bytes = 0 if bias is None else bias.nbytes
     packed = torch.ops.mkldnn._reorder_linear_weight(rows.detach())
-    return Packed(packed, bias, rows.shape[0], rows.nbytes + own_bytes)
+    return Packed(
+        packed, bias, rows.shape[0], rows.nbytes + own_bytes, panel_depth(packed, rows.detach())
+    )
 
 
 def join_biases(

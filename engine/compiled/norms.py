@@ -20,6 +20,7 @@ class _Norm:
     source: Node
     weight: torch.Tensor  # [width], fp32
     eps: float
+    rounds: bool  # before the weight
     result: Node
 
 
@@ -63,10 +64,10 @@ def _match(made: Captured, rsqrt: Node) -> _Norm | None:
 def _finish(made: Captured, source: Node, scaled: Node, eps: float) -> _Norm | None:
     """Follows the weight and the roundings behind `scaled`."""
     dtype, width = kind(source).dtype, kind(source).shape[-1]
-    node, weight, result = scaled, None, None
+    node, weight, result, rounds = scaled, None, None, False
     while (user := only_user(node)) is not None:
         if is_call(user, aten.mul.Tensor) and weight is None:
-            weight = made.constant(other_operand(user, node))
+            weight, rounds = made.constant(other_operand(user, node)), kind(node).dtype == dtype
             if weight is None or weight.shape != (width,):
                 break
         elif not is_call(user, aten._to_copy.default):
@@ -77,7 +78,7 @@ def _finish(made: Captured, source: Node, scaled: Node, eps: float) -> _Norm | N
             break
     if weight is None or result is None or not _is_ranked(source):
         return None
-    return _Norm(source, weight.detach().float(), eps, result)
+    return _Norm(source, weight.detach().float(), eps, rounds, result)
 
 
 def _is_ranked(source: Node) -> bool:
@@ -95,7 +96,7 @@ def _is_sum(node: Node) -> bool:
 
 def _replace(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
     with made.graph.inserting_before(norm.result):
-        new = made.graph.call_function(fused.rms_norm, (norm.source, weight, norm.eps))
+        new = made.graph.call_function(fused.rms_norm, (norm.source, weight, norm.eps, norm.rounds))
     new.meta["kind"] = kind(norm.result)
     norm.result.replace_all_uses_with(new)
 
@@ -103,7 +104,9 @@ def _replace(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
 def _replace_both(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
     source = norm.source
     with made.graph.inserting_after(weight):
-        both = made.graph.call_function(fused.add_rms_norm, (*source.args, weight, norm.eps))
+        both = made.graph.call_function(
+            fused.add_rms_norm, (*source.args, weight, norm.eps, norm.rounds)
+        )
     with made.graph.inserting_after(both):
         new = made.graph.call_function(operator.getitem, (both, 1))
         total = made.graph.call_function(operator.getitem, (both, 0))

@@ -13,6 +13,7 @@ import torch
 
 from engine.native.build import BuildError, Source, built
 from engine.native.call import Call
+from engine.native.team import torch_fork
 from kvpool.layout import KvLayout
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 class Kernel:
     attend: Callable[[object], None]  # of a reference to a Call
     dtypes: int  # bit |-> DTYPES' number is served
-    fork: int  # address of GOMP_parallel in the OpenMP that torch uses; 0: one thread
+    fork: int  # of `torch_fork`
 
     def serves(self, layout: KvLayout) -> bool:
         if not self.dtypes >> DTYPES[layout.dtype] & 1:
@@ -55,19 +56,7 @@ def open_kernel(path: Path) -> Kernel:
     assert library.kvrelay_call_bytes() == ctypes.sizeof(Call)
     library.kvrelay_attend.argtypes = [ctypes.POINTER(Call)]
     library.kvrelay_attend.restype = None
-    return Kernel(library.kvrelay_attend, library.kvrelay_dtypes(), _fork())
-
-
-def _fork() -> int:
-    """Of the library that torch is linked with: another one would start threads of its own."""
-    folder = Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        if (folder / name).exists():
-            library = ctypes.CDLL(str(folder / name))
-            if hasattr(library, "GOMP_parallel"):
-                return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
-    log.warning("torch uses no OpenMP here: the CPU attention kernel runs on one thread")
-    return 0
+    return Kernel(library.kvrelay_attend, library.kvrelay_dtypes(), torch_fork())
 
 
 @cache

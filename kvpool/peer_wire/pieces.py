@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import assert_never
 
 from kvpool.handoff import (
-    PieceAhead,
-    PieceAwaited,
     PieceComputed,
     PieceMessage,
-    PieceRead,
+    PiecesAhead,
+    PiecesAwaited,
+    PiecesRead,
     SlabFilled,
     SlabLent,
 )
@@ -24,20 +24,20 @@ from kvrelay.v1 import peer_pb2 as pb
 
 
 def encode_piece(message: PieceMessage) -> pb.PeerMessage:
-    key, number = encode_key(message.key), _number(message)
+    key = encode_key(message.key)
     match message:
-        case PieceAhead():
-            return pb.PeerMessage(piece_ahead=_ahead(message))
+        case PiecesAhead():
+            return pb.PeerMessage(pieces_ahead=_ahead(message))
         case SlabLent():
             return pb.PeerMessage(slab_lent=_lent(message))
         case SlabFilled():
             return pb.PeerMessage(slab_filled=_filled(message))
-        case PieceAwaited():
-            return pb.PeerMessage(piece_awaited=pb.PieceAwaited(key=key, piece=number))
+        case PiecesAwaited():
+            return pb.PeerMessage(pieces_awaited=pb.PiecesAwaited(key=key, pieces=message.pieces))
         case PieceComputed():
-            return pb.PeerMessage(piece_computed=pb.PieceComputed(key=key, piece=number))
-        case PieceRead():
-            return pb.PeerMessage(piece_read=pb.PieceRead(key=key, piece=number))
+            return pb.PeerMessage(piece_computed=pb.PieceComputed(key=key, piece=message.piece))
+        case PiecesRead():
+            return pb.PeerMessage(pieces_read=pb.PiecesRead(key=key, pieces=message.pieces))
         case _:
             assert_never(message)
 
@@ -45,32 +45,28 @@ def encode_piece(message: PieceMessage) -> pb.PeerMessage:
 def decode_piece(envelope: pb.PeerMessage) -> PieceMessage:
     """Raises PeerError."""
     match envelope.WhichOneof("message"):
-        case "piece_ahead":
-            return _ahead_of(envelope.piece_ahead)
+        case "pieces_ahead":
+            return _ahead_of(envelope.pieces_ahead)
         case "slab_lent":
             return _lent_of(envelope.slab_lent)
         case "slab_filled":
             return _filled_of(envelope.slab_filled)
-        case "piece_awaited":
-            awaited = envelope.piece_awaited
-            return PieceAwaited(key=decode_key(awaited.key), piece=awaited.piece)
+        case "pieces_awaited":
+            awaited = envelope.pieces_awaited
+            return PiecesAwaited(key=decode_key(awaited.key), pieces=tuple(awaited.pieces))
         case "piece_computed":
             computed = envelope.piece_computed
             return PieceComputed(key=decode_key(computed.key), piece=computed.piece)
-        case "piece_read":
-            read = envelope.piece_read
-            return PieceRead(key=decode_key(read.key), piece=read.piece)
+        case "pieces_read":
+            read = envelope.pieces_read
+            return PiecesRead(key=decode_key(read.key), pieces=tuple(read.pieces))
         case other:
             raise PeerError(f"{other} is no message about a piece")
 
 
-def _number(message: PieceMessage) -> int:
-    return message.number if isinstance(message, PieceAhead) else message.piece
-
-
-def _ahead(message: PieceAhead) -> pb.PieceAhead:
+def _ahead(message: PiecesAhead) -> pb.PiecesAhead:
     span = message.piece.span
-    return pb.PieceAhead(
+    return pb.PiecesAhead(
         key=encode_key(message.key),
         number=message.number,
         start=span.start,
@@ -78,18 +74,20 @@ def _ahead(message: PieceAhead) -> pb.PieceAhead:
         next_position=span.next_position,
         index=message.piece.index,
         held=map(encode_blocks, message.held),
+        count=message.count,
     )
 
 
-def _ahead_of(message: pb.PieceAhead) -> PieceAhead:
+def _ahead_of(message: pb.PiecesAhead) -> PiecesAhead:
     span = TokenSpan(
         start=message.start, tokens=message.tokens, next_position=message.next_position
     )
-    return PieceAhead(
+    return PiecesAhead(
         key=decode_key(message.key),
         number=message.number,
         piece=Piece(span=span, index=message.index),
         held=tuple(map(decode_blocks, message.held)),
+        count=message.count,
     )
 
 

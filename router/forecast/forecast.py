@@ -234,12 +234,11 @@ def prompt_s(
     worker: WorkerView, prompt_tokens: int, cached_tokens: int, beside: StepWork | None = None
 ) -> float:
     """Seconds to compute what is not cached, chunk by chunk, `beside` in each of the steps."""
+    if beside is None:
+        return worker.prompt_s(prompt_tokens, cached_tokens)
     chunk, seconds, done = worker.hello.prefill_chunk_tokens, 0.0, cached_tokens
     while done < prompt_tokens:
         take = min(chunk, prompt_tokens - done)
-        if beside is None:
-            seconds += worker.prefill_s(take, done)
-        else:
-            seconds += worker.step_s(prefill_work(take, done) + beside)
+        seconds += worker.step_s(prefill_work(take, done) + beside)
         done += take
     return seconds

@@ -35,9 +35,10 @@ def _band(predicted_s: float) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Margin:
-    """For one kind of latency."""
+    """For one kind of latency; `at_first`: as long as nothing is known."""
 
     confidence: float
+    at_first: float = 0.0
     overhead_s: float = 0.0
     usual_s: float = 0.0
     _latest: deque[tuple[float, int, float]] = field(default_factory=deque)  # (when, band, off)
@@ -68,7 +69,7 @@ class Margin:
 
     def _look(self, band: int) -> float:
         if len(self._latest) < _FEWEST:
-            return 0.0
+            return self.at_first
         known = self._bands[band]
         if len(known) < _FEWEST:
             known = self._with_neighbours(band)

@@ -16,6 +16,9 @@ class ToldTimes(StepTimes, Protocol):
     def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
         """A chunk of one prompt."""
 
+    def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
+        """What is not `cached` of a prompt, in chunks of so many tokens at most."""
+
     def decode_s(self, sequences: int, kv_tokens: int) -> float: ...
 
 
@@ -26,6 +29,9 @@ class NoTimes:
         return 0.0
 
     def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        return 0.0
+
+    def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
         return 0.0
 
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
@@ -67,6 +73,9 @@ class WorkerTimes:
 
     def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
         return self.current.prefill_s(new_tokens, pairs_of(new_tokens, context_tokens))
+
+    def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
+        return self.current.prompt_s(tokens, cached, chunk)
 
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
         return self.current.decode_s(sequences, kv_tokens)

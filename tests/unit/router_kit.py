@@ -112,16 +112,19 @@ def workers_of(*views: WorkerView) -> Workers:
 class PerToken:
     """ToldTimes: so long for each token of a prompt, each sequence and each token of context."""
 
-    prompt_s: float = 0.0
+    token_s: float = 0.0
     sequence_s: float = 0.0
     context_s: float = 0.0
 
     def step_s(self, work: StepWork) -> float:
-        prompt_s = work.prefill_tokens * self.prompt_s
-        return prompt_s + self.decode_s(work.decode_sequences, work.kv_tokens)
+        prompts_s = work.prefill_tokens * self.token_s
+        return prompts_s + self.decode_s(work.decode_sequences, work.kv_tokens)
 
     def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
-        return new_tokens * self.prompt_s
+        return new_tokens * self.token_s
+
+    def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
+        return (tokens - cached) * self.token_s
 
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
         return sequences * self.sequence_s + kv_tokens * self.context_s

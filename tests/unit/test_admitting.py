@@ -29,7 +29,7 @@ P, D = Role.PREFILL, Role.DECODE
 def pair(places: int = 4) -> tuple[WorkerView, WorkerView]:
     """10 ms for a token of a prompt, 100 ms for each sequence of a batch."""
     p, d = view("p", P), view("d", D, places=places)
-    p.times, d.times = PerToken(prompt_s=0.01), PerToken(sequence_s=0.1)
+    p.times, d.times = PerToken(token_s=0.01), PerToken(sequence_s=0.1)
     return p, d
 
 

@@ -114,7 +114,7 @@ def test_right_kv_stays_below_and_wrong_kv_comes_above(
     engine = load(random_checkpoint(tmp_path, family), dtype)
     bound = canary_bound(engine)
     assert bound is not None
-    assert bound <= (1e-3 if dtype == "float32" else 0.5)
+    assert bound <= (1e-3 if dtype == "float32" else 0.2)
     right, wrong = [], []
     for prompt in [one for seed in range(3) for one in prompts(engine, seed)]:
         sketch = prompt.prefill()
@@ -125,7 +125,21 @@ def test_right_kv_stays_below_and_wrong_kv_comes_above(
             wrong.append(prompt.last_again(sketch))
     assert max(right) < bound
     noticed = sum(distance > bound for distance in wrong)
-    assert noticed >= 0.9 * len(wrong), sorted(wrong)[:5]
+    assert noticed >= 0.98 * len(wrong), sorted(wrong)[:5]
+
+
+def test_a_peer_that_sums_in_another_order_stays_below(tmp_path: Path) -> None:
+    """The prefill worker has compiled the model, the decode worker hasn't."""
+    engine = load(random_checkpoint(tmp_path, "phi3_longrope"), "bfloat16")
+    bound, compiled = canary_bound(engine), engine.model
+    assert bound is not None and compiled.flat is not None
+    found = []
+    for prompt in prompts(engine, 5):
+        engine.model = compiled
+        sketch = prompt.prefill()
+        engine.model = replace(compiled, flat=None)
+        found.append(prompt.last_again(sketch))
+    assert 0 < max(found) < bound
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
-    PieceAhead,
-    PieceAwaited,
     PieceComputed,
-    PieceRead,
+    PiecesAhead,
+    PiecesAwaited,
+    PiecesRead,
     SlabLent,
     TransferCancelled,
 )
@@ -74,7 +74,7 @@ def reserved(*names: str, **options: int) -> DecodeScheduler:
 
 def announced(scheduler: DecodeScheduler, name: str = "a") -> None:
     assert to_peer(scheduler.handle(from_p(ahead(name)), 0)) == [
-        PieceAwaited(key=key(name), piece=0)
+        PiecesAwaited(key=key(name), pieces=(0,))
     ]
 
 
@@ -86,8 +86,8 @@ def reading(name: str = "a") -> tuple[DecodeScheduler, FetchPiece]:
     return scheduler, fetch
 
 
-def fetched(name: str = "a", error: str | None = None) -> PieceFetched:
-    return PieceFetched(key=key(name), piece=0, bytes=12, seconds=0.5, error=error)
+def fetched(name: str = "a", error: str | None = None, piece: int = 0) -> PieceFetched:
+    return PieceFetched(key=key(name), piece=piece, bytes=12, seconds=0.5, error=error)
 
 
 def commit(name: str = "a") -> Commit:
@@ -104,13 +104,29 @@ def assert_free(scheduler: DecodeScheduler) -> None:
 # --- the decode worker --------------------------------------------------------------------------
 
 
+def test_the_pieces_of_a_span_are_awaited_together_and_told_when_all_are_read() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(measured(), 0)
+    scheduler.handle(reserve(spec("a", 19)), 0)
+    assert to_peer(scheduler.handle(from_p(ahead("a", 19, count=3)), 0)) == [
+        PiecesAwaited(key=key("a"), pieces=(0, 1, 2))
+    ]
+    told: list[Command] = []
+    for number in range(3):
+        (fetch,) = scheduler.handle(from_p(PieceComputed(key=key("a"), piece=number)), 0)
+        assert isinstance(fetch, FetchPiece)
+        assert (fetch.piece, len(fetch.source.tables[0])) == (number, 5)
+        told += scheduler.handle(fetched(piece=number), 0)
+    assert to_peer(told) == [PiecesRead(key=key("a"), pieces=(0, 1, 2))]
+
+
 def test_it_reads_once_the_piece_is_computed_and_joins_once_it_is_committed() -> None:
     scheduler, fetch = reading()
     assert fetch.source.tables == ((0,),)
     assert (fetch.peer, fetch.kv) == (P, FACTS)
     assert scheduler.receiver.slabs.free == scheduler.receiver.slabs.count
     assert scheduler.handle(fetched(), 1) == [
-        SendPeer(peer=P, message=PieceRead(key=key("a"), piece=0))
+        SendPeer(peer=P, message=PiecesRead(key=key("a"), pieces=(0,)))
     ]
     commands = scheduler.handle(from_p(commit()), 2)
     assert to_peer(commands) == [Committed(key=key("a"))]
@@ -231,11 +247,11 @@ def computed(*, awaited: bool = True) -> tuple[PrefillScheduler, list[Command]]:
     scheduler.handle(prefill_of(spec("a", 3)), 0)
     scheduler.handle(StepWanted(), 0)
     if awaited:
-        assert scheduler.handle(from_d(PieceAwaited(key=key("a"), piece=0)), 0) == []
+        assert scheduler.handle(from_d(PiecesAwaited(key=key("a"), pieces=(0,))), 0) == []
     return scheduler, done(scheduler, (9,))
 
 
-READ = from_d(PieceRead(key=key("a"), piece=0))
+READ = from_d(PiecesRead(key=key("a"), pieces=(0,)))
 
 
 def test_it_says_what_is_computed_and_commits_what_was_read() -> None:
@@ -251,7 +267,7 @@ def test_it_says_what_is_computed_and_commits_what_was_read() -> None:
 def test_awaited_after_it_was_computed() -> None:
     scheduler, commands = computed(awaited=False)
     assert to_peer(commands) == []
-    awaited = from_d(PieceAwaited(key=key("a"), piece=0))
+    awaited = from_d(PiecesAwaited(key=key("a"), pieces=(0,)))
     assert to_peer(scheduler.handle(awaited, 1)) == [PieceComputed(key=key("a"), piece=0)]
     assert scheduler.handle(awaited, 1) == []
 
@@ -267,7 +283,7 @@ def test_read_before_it_was_computed_commits_nothing() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "cancel", "lost"])
 def test_blocks_are_free_at_once_though_they_may_be_read(end: str) -> None:
-    """Without the commit that follows PieceRead, nothing that is read of them is ever used."""
+    """Without the commit that follows PiecesRead, nothing that is read of them is ever used."""
     scheduler, _ = computed()
     match end:
         case "abort":
@@ -290,7 +306,7 @@ def test_pieces_wait_for_the_peers_hello() -> None:
         openings=Openings(tables=prefill_scheduler().tables), chunk_tokens=8
     )
     (connects,) = to_peer(scheduler.handle(prefill_of(spec("a", 3)), 0))
-    assert not isinstance(connects, PieceAhead)
+    assert not isinstance(connects, PiecesAhead)
     assert to_peer(run(scheduler, (9,))) == []
     assert to_peer(scheduler.handle(hello(D), 1)) == [ahead("a")]
     assert to_peer(scheduler.handle(prefill_of(spec("b", 3)), 2)) == []  # it is connected

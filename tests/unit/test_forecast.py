@@ -168,7 +168,7 @@ def test_the_strictest_objective_counts() -> None:
 def test_a_prediction_adds_up() -> None:
     """Chunks of 8 tokens; 20 tokens at 10 ms; 2 s of queue; a batch of 3 when it joins."""
     p, d = view("p", P), view("d", D)
-    p.times, d.times = PerToken(prompt_s=0.01), PerToken(sequence_s=0.1, context_s=0.001)
+    p.times, d.times = PerToken(token_s=0.01), PerToken(sequence_s=0.1, context_s=0.001)
     p.queue.add(key("x"), Ahead(seconds=2, tokens=5), 0)
     d.outlook.add(key("x"), expect(2, 60, choices=2, tokens=15))
     d.outlook.add(key("y"), expect(5, 60, tokens=15))
@@ -206,7 +206,7 @@ def test_a_handoff_goes_on_behind_the_computing() -> None:
 
 def test_what_other_routers_sent_counts_too() -> None:
     p, d = view("p", P), view("d", D)
-    p.times, d.times = PerToken(prompt_s=0.01), PerToken(sequence_s=0.1)
+    p.times, d.times = PerToken(token_s=0.01), PerToken(sequence_s=0.1)
     p.queue.add(key("x"), Ahead(seconds=0.1, tokens=5), 0)
     p.counters = Counters(prefill_waiting_tokens=25)
     d.counters = Counters(running=3, active_blocks=6)
@@ -217,7 +217,7 @@ def test_what_other_routers_sent_counts_too() -> None:
 
 def test_a_decode_worker_that_prefills_does_both_in_its_steps() -> None:
     d = view("d", D)
-    d.times = PerToken(prompt_s=0.01, sequence_s=0.1)
+    d.times = PerToken(token_s=0.01, sequence_s=0.1)
     d.outlook.add(key("x"), expect(0, 60, choices=2))
     asked = demand(prompt_tokens=16)
     found = Forecast(workers_of(d)).predict(asked, Candidate(decode=d, prefill=None), 0)
@@ -227,7 +227,7 @@ def test_a_decode_worker_that_prefills_does_both_in_its_steps() -> None:
 def test_more_sequences_than_places_take_no_longer_steps() -> None:
     """Those that tiers have places of their own for may come while all places are lent."""
     both, asked = view("both", Role.BOTH, places=2), demand(prompt_tokens=16)
-    both.times = PerToken(prompt_s=0.01, sequence_s=0.1, context_s=0.001)
+    both.times = PerToken(token_s=0.01, sequence_s=0.1, context_s=0.001)
     both.outlook.add(key("x"), expect(0, 60, choices=5, tokens=4))
     way = Candidate(decode=both, prefill=None)
     found = Forecast(workers_of(both)).predict(asked, way, 0)

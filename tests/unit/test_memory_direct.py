@@ -87,8 +87,10 @@ def test_each_token_that_is_seen_is_read_once_and_nothing_else(seed: int, mapped
         kv = facts(source, owner.adopt(source.flat).name)
         reader = link if mapped else Unmapped(link)
         for _, write in pieces(ours, span, draw.choice([100, 700, 1 << 20])):
-            said = piece_blocks(write, theirs, source.layout.block_size)
-            told = source_side(write, said, groups=2, block_size=kv.block_size, blocks=kv.blocks)
+            said = piece_blocks(write.sections, theirs, source.layout.block_size)
+            told = source_side(
+                write.sections, said, groups=2, block_size=kv.block_size, blocks=kv.blocks
+            )
             reads = reader.reads if isinstance(reader, Unmapped) else 0
             fetch(target, side(target, held), reader, kv, told, write)  # type: ignore[arg-type]
             if isinstance(reader, Unmapped):
@@ -139,14 +141,14 @@ def named(group: int, first: int, count: int, block: int = 0) -> PieceBlocks:
 def test_blocks_that_do_not_cover_the_piece_are_refused(said: tuple[PieceBlocks, ...]) -> None:
     ((_, write),) = pieces(layout(8), TokenSpan(start=0, tokens=20, next_position=20))
     with pytest.raises(PeerError, match="are not named"):
-        source_side(write, said, groups=2, block_size=8, blocks=BLOCKS)
+        source_side(write.sections, said, groups=2, block_size=8, blocks=BLOCKS)
 
 
 def test_blocks_beyond_the_pool_are_refused() -> None:
     ((_, write),) = pieces(layout(8), TokenSpan(start=0, tokens=20, next_position=20))
     said = (named(0, 0, 3, block=BLOCKS - 2), named(1, 1, 2))
     with pytest.raises(PeerError, match=f"that a pool of {BLOCKS} blocks has not"):
-        source_side(write, said, groups=2, block_size=8, blocks=BLOCKS)
+        source_side(write.sections, said, groups=2, block_size=8, blocks=BLOCKS)
 
 
 def test_planes_lie_apart_and_on_their_borders() -> None:

@@ -13,6 +13,7 @@ from bench.papers import (
     distserve,
     dynamo,
     mooncake,
+    mooncake_admission,
     mooncake_rejections,
     silicon,
     splitwise,
@@ -98,12 +99,36 @@ def test_mooncake_s_baseline_rejects_what_it_has_computed() -> None:
         TraceRequest(arrival_s=0.05 * i, input_tokens=1000, output_tokens=200) for i in range(40)
     ]
     setting = mooncake_rejections.Setting(prefill=1, decode=1, tpot_s=0.015, rate=1.0)
-    refused = {
-        policy: mooncake_rejections.simulated(policy, requests, setting).refused
-        for policy in ("baseline", "predictive")
+    found = {
+        policy: mooncake_rejections.simulated(policy, requests, setting)
+        for policy in mooncake_admission.SIMULATIONS
     }
-    assert refused["baseline"].keys() == {"after_prefill"}
-    assert refused["predictive"].keys() == {"tpot_unreachable"}
+    refused = {policy: one.report.refused.keys() for policy, one in found.items()}
+    assert refused["baseline"] == {"after_prefill"}
+    assert refused["early rejection"] == {"after_prefill", "tpot_unreachable"}
+    assert refused["predictive"] == {"tpot_unreachable"}
+    for one in found.values():
+        assert one.served_tokens == pytest.approx(one.report.attainment), "all are alike"
+    claimed = {claim.what: claim for claim in mooncake_rejections.claims(found)}
+    paper = claimed["prediction: against baseline"].paper
+    assert paper == pytest.approx(-14.2, abs=0.05)
+
+
+def test_mooncake_s_prediction_takes_all_sequences_to_decode_equally_long() -> None:
+    times = mooncake_admission.DecodeTimes()
+    for name, at_s, done in (("a", 1, False), ("b", 2, False), ("a", 5, True), ("b", 4, True)):
+        times.delivered(name, at_s, done=done)
+    assert times.usual_s == 3
+    times.delivered("c", 7, done=False)
+    times.forget("c")
+    times.delivered("c", 9, done=False)
+    times.delivered("c", 18, done=True)
+    assert times.usual_s == 5
+
+
+def test_a_part_of_a_trace_begins_at_once() -> None:
+    requests = [TraceRequest(arrival_s=i, input_tokens=1, output_tokens=1) for i in range(4)]
+    assert [one.arrival_s for one in mooncake_rejections.from_(requests, 2)] == [0, 1]
 
 
 # --- DistServe ----------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def with_cached(holder: str, blocks: int) -> Directory:
 
 def timed(*workers: WorkerView, times: PerToken | None = None) -> list[WorkerView]:
     for worker in workers:
-        worker.times = times or PerToken(prompt_s=0.01, sequence_s=0.1)
+        worker.times = times or PerToken(token_s=0.01, sequence_s=0.1)
     return list(workers)
 
 

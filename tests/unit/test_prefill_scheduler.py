@@ -9,7 +9,7 @@ from kvpool.handoff import (
     CancelTransfer,
     Commit,
     Committed,
-    PieceAhead,
+    PiecesAhead,
     RenewLeases,
     SlabLent,
     TransferCancelled,
@@ -17,7 +17,7 @@ from kvpool.handoff import (
 from kvpool.handoff_events import PeerLost, SendPeer, SlabWritten, WriteSlab
 from kvpool.layout import BlockId
 from kvpool.openings import Openings
-from kvpool.piece import Piece, cut_span
+from kvpool.piece import Piece, PieceBlocks, cut_span
 from kvpool.slabs import LeaseId, SlabId
 from kvpool.tables import BlockTables
 from kvpool.write import TokenSpan
@@ -160,7 +160,7 @@ def test_chunk_borders(tokens: int, chunks: list[int]) -> None:
     seen, pieces = [], []
     for i, size in enumerate(chunks):
         commands = scheduler.handle(StepWanted(), 0)
-        pieces += [m.number for m in to_peer(commands) if isinstance(m, PieceAhead)]
+        pieces += [m.number for m in to_peer(commands) if isinstance(m, PiecesAhead)]
         (only,) = the_step(commands).batch.slices
         seen.append(len(only.token_ids))
         assert bool(only.samples) == (i == len(chunks) - 1)
@@ -172,13 +172,13 @@ def test_chunk_borders(tokens: int, chunks: list[int]) -> None:
 def test_a_chunk_longer_than_a_slab_leaves_in_pieces() -> None:
     scheduler = prefill_scheduler(chunk=20)
     scheduler.handle(prefill_of(spec("a", 19)), 0)
-    announced = to_peer(scheduler.handle(StepWanted(), 0))
+    (announced,) = to_peer(scheduler.handle(StepWanted(), 0))
     span = TokenSpan(start=0, tokens=19, next_position=19)
     writes = cut_span(LAYOUT, span, FACTS.slab_bytes)
     assert sum(write.nbytes for write in writes) == 19 * TOKEN_BYTES
-    assert [(m.number, m.piece) for m in announced if isinstance(m, PieceAhead)] == [
-        (i, Piece(span=span, index=i)) for i in range(3)
-    ]
+    assert isinstance(announced, PiecesAhead)
+    assert [*announced.numbered()] == [(i, Piece(span=span, index=i)) for i in range(3)]
+    assert announced.held == (PieceBlocks(group=0, first=0, runs=((0, 5),)),)
 
 
 def test_a_slab_lent_before_its_piece_is_computed_waits() -> None:
@@ -389,7 +389,7 @@ def test_a_known_prefix_is_sent_and_not_computed() -> None:
     (started,) = events(step)
     assert isinstance(started, Lifetime)
     assert (started.name, started.tokens) == ("prefill_started", 8)
-    assert [(m.number, m.piece.span) for m in to_peer(step) if isinstance(m, PieceAhead)] == [
+    assert [(m.number, m.piece.span) for m in to_peer(step) if isinstance(m, PiecesAhead)] == [
         (0, TokenSpan(start=0, tokens=8, next_position=11)),
         (1, TokenSpan(start=8, tokens=3, next_position=11)),
     ]
@@ -410,7 +410,7 @@ def test_what_the_decode_worker_holds_is_not_sent() -> None:
     assert not to_peer(scheduler.handle(StepWanted(), 0))
     done(scheduler, ())
     (announced,) = to_peer(scheduler.handle(StepWanted(), 0))
-    assert isinstance(announced, PieceAhead)
+    assert isinstance(announced, PiecesAhead)
     assert announced.piece.span == TokenSpan(start=8, tokens=3, next_position=11)
 
 
@@ -457,7 +457,7 @@ def test_a_prompt_that_parts_within_a_block_begins_with_a_copy_of_it() -> None:
     (started,) = events(commands)
     assert isinstance(started, Lifetime)
     assert (started.tokens, started.source) == (7, "device")
-    spans = [m.piece.span for m in to_peer(commands) if isinstance(m, PieceAhead)]
+    spans = [m.piece.span for m in to_peer(commands) if isinstance(m, PiecesAhead)]
     assert [(span.start, span.tokens) for span in spans] == [(0, 4), (4, 6)]
     (whole,) = scheduler.handle(from_d(lent("b", 0)), 1)
     assert isinstance(whole, WriteSlab)

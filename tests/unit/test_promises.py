@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from functools import partial
 
 import pytest
 
 from kvrelay.messages import Released, Reserved
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
+from router.claims import Claims, Share
 from router.core import RouterCore
 from router.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
 from router.latency.margins import Margin
@@ -19,8 +20,13 @@ def work(seconds: float) -> Promised:
     return Promised(prefill_s=seconds, sequences=1, kv_tokens=10)
 
 
+def promised(claimed: float) -> Promises:
+    """Nothing yet, of which such a share will be claimed."""
+    return Promises(claims=Claims(first=Share(claimed)), delay_s=0)
+
+
 def test_a_promise_is_claimed_once_and_not_before_its_time() -> None:
-    promises = Promises(claimed_share=0.5, delay_s=0)
+    promises = promised(0.5)
     promises.make(7, work(1), soonest_s=5, now_s=0)
     assert promises.claim(7, 4) is None
     assert promises.claim(8, 5) is None
@@ -32,54 +38,102 @@ def test_a_promise_is_claimed_once_and_not_before_its_time() -> None:
 
 
 def test_what_is_ahead_is_what_was_promised_earlier() -> None:
-    promises = Promises(claimed_share=1.0, delay_s=0)
+    promises = promised(1.0)
     for digest, after_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
         promises.make(digest, work(digest), soonest_s=after_s, now_s=0)
-    assert promises.before(inf) == Promised(prefill_s=6, sequences=3, kv_tokens=30)
+    assert promises.line() == Promised(prefill_s=6, sequences=3, kv_tokens=30)
     assert promises.before(2.5).prefill_s == 5
     assert promises.claim(3, 2) is not None
     assert promises.before(2.5).prefill_s == 2
-    assert promises.before(inf).prefill_s == 3
+    assert promises.line().prefill_s == 3
 
 
 def test_what_was_promised_to_lower_tiers_is_not_ahead() -> None:
-    promises = Promises(claimed_share=1.0, delay_s=0)
+    promises = promised(1.0)
     for priority in range(3):
         promises.make(priority, work(10**priority), soonest_s=1, now_s=0, priority=priority)
-    for end_s in (2.0, inf):
-        ahead = [promises.before(end_s, priority).prefill_s for priority in range(3)]
-        assert ahead == [1, 11, 111]
+    for ahead in (promises.line, partial(promises.before, 2.0)):
+        assert [ahead(priority).prefill_s for priority in range(3)] == [1, 11, 111]
     assert promises.claim(0, 1) is not None
-    assert promises.before(inf, 2).prefill_s == 110
-    assert promises.before(inf) == NOTHING_PROMISED
+    assert promises.line(2).prefill_s == 110
+    assert promises.line() == NOTHING_PROMISED
 
 
 def test_it_counts_for_the_share_that_comes_back() -> None:
-    promises = Promises(claimed_share=0.5, delay_s=0)
+    promises = promised(0.5)
     for digest in range(200):
         promises.make(digest, work(1), soonest_s=1, now_s=0)
-    assert promises.before(inf).prefill_s == pytest.approx(100)
+    assert promises.before(2).prefill_s == pytest.approx(100)
     assert promises.claim(999, 1 + GRACE_S + 0.1) is None
-    assert promises.claimed_share < 0.001
-    assert promises.before(inf) == NOTHING_PROMISED
+    assert promises.claims.first.value < 0.001
+    assert promises.before(2) == promises.line() == NOTHING_PROMISED
     for digest in range(200):
         promises.make(digest, work(1), soonest_s=1, now_s=10)
         assert promises.claim(digest, 11) is not None
-    assert promises.claimed_share > 0.999
+    assert promises.claims.first.value > 0.999
+
+
+def test_the_line_stays_as_it_was_told() -> None:
+    """Half came back when 100 were told their times. Now all do: these are expected to come soon,
+    and who is told a time now goes behind what the others were told."""
+    promises = promised(0.5)
+    for digest in range(100):
+        promises.make(digest, work(1), soonest_s=digest / 2, now_s=0)
+    promises.claims.first.value = 1.0
+    assert promises.before(2.5).prefill_s == 5
+    assert promises.line().prefill_s == 50
+    promises.make(100, work(1), soonest_s=50, now_s=0)
+    assert promises.line().prefill_s == 51
+    assert promises.claim(3, 2) is not None
+    assert promises.line().prefill_s == 49.5, "the first two did not come"
+    assert promises.claim(100, 50.9) is not None
+    assert promises.line() == NOTHING_PROMISED, "nobody came for the others"
+
+
+def test_others_promises_are_in_the_line_as_many_as_they_were_when_it_was_told() -> None:
+    promises = promised(0.5)
+    for all_by_own in (3, 1):
+        promises.make(all_by_own, work(1), soonest_s=1, now_s=0, all_by_own=all_by_own)
+    assert promises.line().prefill_s == 2
+    assert promises.before(2).prefill_s == 1, "its own"
+
+
+def test_who_had_come_back_already_counts_apart() -> None:
+    promises = promised(1.0)
+    for digest in range(50):
+        promises.make(digest, work(1), soonest_s=1, now_s=0, again=True)
+    assert promises.line() == NOTHING_PROMISED, "nothing is known of them"
+    for digest in range(50):
+        assert promises.claim(digest, 1) is not None
+        promises.make(digest, work(1), soonest_s=1, now_s=1, again=True)
+    again = promises.claims.again.value
+    assert 0.9 < again < 1
+    assert promises.line().prefill_s == pytest.approx(sum_of_shares(50), rel=1e-6)
+    promises.make(99, work(2), soonest_s=1, now_s=1)
+    assert promises.before(3).prefill_s == pytest.approx(50 * again + 2)
+
+
+def sum_of_shares(count: int) -> float:
+    """Of the first ones that are claimed, after each."""
+    share, shares = Share(), list[float]()
+    for _ in range(count):
+        share.learn(True)
+        shares.append(share.value)
+    return sum(shares)
 
 
 def test_a_new_promise_replaces_the_old_one() -> None:
-    promises = Promises(claimed_share=1.0, delay_s=0)
+    promises = promised(1.0)
     promises.make(1, work(1), soonest_s=1, now_s=0)
     promises.make(1, work(2), soonest_s=9, now_s=0)
-    assert promises.before(inf).prefill_s == 2
+    assert promises.line().prefill_s == 2
     assert promises.claim(2, 6) is None  # the old one's end
-    assert promises.claimed_share == 1.0
+    assert promises.claims.first.value == 1.0
     assert promises.claim(1, 9) is not None
 
 
 def test_times_are_put_off_until_most_are_kept() -> None:
-    promises = Promises(claimed_share=0.5, delay_s=0)
+    promises = promised(0.5)
     for turn in range(400):
         promises.settle(kept=promises.delay_s + 0.1 * (turn % 10) > 0.95)
     assert promises.delay_s == pytest.approx(0.9, abs=0.15)
@@ -118,10 +172,10 @@ def prompt(number: int) -> tuple[int, ...]:
 def busy(tiers: QosTiers = ONE_TIER) -> RouterCore:
     """A prefill worker that takes 0.1 s per token and has two prompts."""
     core = RouterCore(tiers=tiers)
-    core.promises.delay_s = 0.0
+    core.promises.delay_s = core.forecast.ttft.at_first = 0.0
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
     core.workers[Incarnation("d")].times = PerToken()
     for i in range(2):
         assert isinstance(submit(core, f"r{i}", prompt(i), 0)[0], Send)
@@ -143,14 +197,26 @@ def finish(core: RouterCore, name: str, attempt: int, now_s: float) -> None:
 
 def test_later_ones_are_promised_later_times() -> None:
     core = busy()
-    core.promises.claimed_share = 1.0
+    core.promises.claims.first.value = 1.0
     times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
     assert times == pytest.approx([0.5, 1.5, 2.5], abs=0.02)
 
 
+def test_others_are_told_as_many_times() -> None:
+    """Two sequences of its own beside two of another router's, which tells times as well."""
+    core = busy()
+    core.promises.claims.first.value = 1.0
+    says(core, "d", running=4, now_s=0)
+    times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
+    assert times == pytest.approx([0.5, 2.5, 4.5], abs=0.02)
+    finish(core, "r0", 0, 0.6)
+    new = submit(core, "new", prompt(20), 0.6, ttft_s=3.5)
+    assert isinstance(new[0], Refuse), "another router's client may come before it, too"
+
+
 def test_who_comes_back_in_time_goes_before_who_comes_anew() -> None:
     core = busy()
-    core.promises.claimed_share = 1.0
+    core.promises.claims.first.value = 1.0
     again_s = retry_of(submit(core, "x", prompt(10), 0))
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Refuse), "its place is promised"
@@ -162,7 +228,7 @@ def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None
         tiers=(QosTier(name="premium"), QosTier(name="free", priority=1)), default="free"
     )
     core = busy(tiers)
-    core.promises.claimed_share = 1.0
+    core.promises.claims.first.value = 1.0
     assert retry_of(submit(core, "x", prompt(10), 0)) == pytest.approx(0.5, abs=0.02)
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "equal", prompt(20), 0.6)[0], Refuse), "its place is promised"
@@ -173,10 +239,10 @@ def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None
 def test_what_became_of_promises_is_counted() -> None:
     core = busy()
     again_s = retry_of(submit(core, "x", prompt(10), 0))
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.2)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.2)
     at_s = again_s + retry_of(submit(core, "x", prompt(10), again_s))
     assert (core.promises.kept, core.promises.broken) == (0, 1), "it takes longer now"
-    core.workers[Incarnation("p")].times = PerToken(prompt_s=0.1)
+    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
     finish(core, "r0", 0, at_s)
     finish(core, "r1", 1, at_s)
     (ask,) = submit(core, "x", prompt(10), at_s)
@@ -187,7 +253,7 @@ def test_what_became_of_promises_is_counted() -> None:
 
 def test_when_nobody_comes_back_new_ones_are_taken() -> None:
     core = busy()
-    core.promises.claimed_share = 0.0
+    core.promises.claims.first.value = 0.0
     retry_of(submit(core, "x", prompt(10), 0))
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Send)
@@ -214,6 +280,14 @@ def test_where_little_is_known_lately_what_is_near_counts_too() -> None:
     for _ in range(256):
         margin.observe(1.0, 1.5, 0.0, undisturbed=False)
     assert margin.apply(8.0) == pytest.approx(8 * 1.5, rel=1e-3), "nobody dared it for long"
+
+
+def test_as_long_as_nothing_is_known_some_margin_is_taken() -> None:
+    margin = Margin(confidence=0.9, at_first=0.02)
+    assert margin.apply(2.0) == pytest.approx(2.04)
+    for _ in range(30):
+        margin.observe(2.0, 2.0, undisturbed=False)
+    assert margin.apply(2.0) == 2.0
 
 
 def test_the_margin_covers_the_asked_share_of_requests() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import StepWanted, Tick
-from kvpool.handoff import Commit, HandoffMode, PieceAhead, SlabFilled, SlabLent, TransferCancelled
+from kvpool.handoff import Commit, HandoffMode, PiecesAhead, SlabFilled, SlabLent, TransferCancelled
 from kvpool.handoff_events import ScatterSlab, SlabScattered
 from kvpool.write import TokenSpan
 from kvrelay.messages import Abort, Generate, Reserved
@@ -141,8 +141,8 @@ def test_the_prefill_worker_announces_each_chunk_before_it_is_computed() -> None
     scheduler.handle(prefill_of(spec("a", 12)), 0)
     for span in (range(8), range(8, 12)):
         announced = to_peer(scheduler.handle(StepWanted(), 0))
-        assert all(isinstance(message, PieceAhead) for message in announced)
-        spans = {m.piece.span for m in announced if isinstance(m, PieceAhead)}
+        assert all(isinstance(message, PiecesAhead) for message in announced)
+        spans = {m.piece.span for m in announced if isinstance(m, PiecesAhead)}
         assert spans == {TokenSpan(start=span.start, tokens=len(span), next_position=12)}
         assert to_peer(done(scheduler, ())) == []
         slab = SlabLent(key=key("a"), piece=0, slab_id=0, region="r", lease_id=1)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from engine.step import Command, Emit, Tick
 from kvpool.handoff import (
     CancelTransfer,
     Commit,
-    PieceAhead,
+    PiecesAhead,
     RenewLeases,
     SlabFilled,
     SlabLent,
@@ -114,10 +114,12 @@ def test_a_slab_for_no_reservation_is_refused() -> None:
         (ahead("a", 4), "a piece of tokens [0, 4) of 4, but [0, 3) of 3 are wanted"),
         (ahead("a", 3, end=5), "a piece of tokens [0, 5) of 3, but [0, 3) of 3 are wanted"),
         (ahead("a", 3, index=1), "piece 1 of tokens [0, 3) has nothing to send"),
+        (ahead("a", 3, count=2), "piece 1 of tokens [0, 3) has nothing to send"),
+        (ahead("a", 3, count=0), "piece 0 of tokens [0, 3) has nothing to send"),
         (ahead("a", 3, start=3), "piece 0 of tokens [3, 3) has nothing to send"),
     ],
 )
-def test_a_piece_that_is_not_of_the_prompts_cut_is_refused(wrong: PieceAhead, reason: str) -> None:
+def test_a_piece_that_is_not_of_the_prompts_cut_is_refused(wrong: PiecesAhead, reason: str) -> None:
     scheduler = reserved("a")
     assert to_peer(scheduler.handle(from_p(wrong), 0)) == [
         CancelTransfer(key=key("a"), reason=reason)
@@ -129,6 +131,13 @@ def test_a_piece_announced_twice_gets_one_slab() -> None:
     scheduler = reserved("a")
     assert len(want(scheduler, "a")) == 1
     assert want(scheduler, "a") == []
+
+
+def test_the_pieces_of_a_span_are_announced_together_and_get_a_slab_each() -> None:
+    scheduler = decode_scheduler(slabs=2)
+    scheduler.handle(reserve(spec("a", 19)), 0)
+    lent = to_peer(scheduler.handle(from_p(ahead("a", 19, number=4, count=3)), 0))
+    assert [m.piece for m in lent if isinstance(m, SlabLent)] == [4, 5]  # as many as there are
 
 
 def test_abort_fences_the_lent_slab_until_the_writer_says_so() -> None:

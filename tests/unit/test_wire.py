@@ -20,10 +20,10 @@ from kvpool.handoff import (
     LinkProbed,
     PeerHello,
     PeerMessage,
-    PieceAhead,
-    PieceAwaited,
     PieceComputed,
-    PieceRead,
+    PiecesAhead,
+    PiecesAwaited,
+    PiecesRead,
     Ping,
     Pong,
     RenewLeases,
@@ -193,13 +193,18 @@ peer_messages = st.one_of(
         probe_region=text,
     ),
     st.builds(
-        PieceAhead,
+        PiecesAhead,
         key=keys,
         number=uint32,
         piece=st.builds(Piece, span=spans, index=uint32),
         held=st.lists(piece_blocks, max_size=3).map(tuple),
+        count=uint32,
     ),
-    *(st.builds(kind, key=keys, piece=uint32) for kind in (PieceAwaited, PieceComputed, PieceRead)),
+    *(
+        st.builds(kind, key=keys, pieces=st.lists(uint32, max_size=3).map(tuple))
+        for kind in (PiecesAwaited, PiecesRead)
+    ),
+    st.builds(PieceComputed, key=keys, piece=uint32),
     st.builds(
         SlabLent,
         key=keys,
@@ -300,10 +305,9 @@ def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload:
 
 def test_what_another_version_sends_is_refused() -> None:
     greeting = from_worker_wire.encode_hello(hello("w", Role.BOTH))
-    greeting.wire_version = 7
-    with pytest.raises(
-        PeerError, match=f"worker w speaks wire version 7, this router {WIRE_VERSION}"
-    ):
+    greeting.wire_version = WIRE_VERSION + 1
+    told = f"wire version {WIRE_VERSION + 1}, this router {WIRE_VERSION}"
+    with pytest.raises(PeerError, match=told):
         from_worker_wire.decode_hello(greeting)
 
 

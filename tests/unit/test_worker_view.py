@@ -8,7 +8,6 @@ from kvrelay.messages import Counters
 from kvrelay.types import Role
 from router.forecast.decode_outlook import Expected
 from router.latency.margins import Margin
-from router.promises import Promised
 from router.workers import MOST_ALIKE
 from tests.unit.router_kit import key, view, workers_of
 
@@ -24,8 +23,17 @@ def test_a_router_that_few_ask_is_not_shut_out_by_its_own_promises() -> None:
     worker = view("d", Role.DECODE, places=100)
     worker.outlook.add(key("own"), Expected(joins_s=0, ends_s=1, tokens=4))
     worker.said(Counters(running=51))
-    told = workers_of(worker).per_worker(Promised(sequences=1.0))
-    assert told.sequences == MOST_ALIKE
+    assert workers_of(worker).all_by_own() == MOST_ALIKE
+
+
+def test_how_many_sequences_are_usual_is_the_mean_of_the_latest() -> None:
+    """The first counts whole; none are fewer than the router's own."""
+    worker = view("d", Role.DECODE, places=100)
+    worker.outlook.add(key("own"), Expected(joins_s=0, ends_s=1, tokens=4, choices=10))
+    worker.said(Counters(running=20))
+    assert (worker.own_usually, worker.all_usually) == (10, 20)
+    worker.said(Counters(running=4))
+    assert (worker.own_usually, worker.all_usually) == (10, 19.5)
 
 
 def test_what_is_not_covered_stays_out_of_reach() -> None:

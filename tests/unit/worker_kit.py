@@ -8,7 +8,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.standing import Standing
 from engine.latency import StepTimes
 from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
-from kvpool.handoff import HandoffMode, PeerHello, PeerMessage, PieceAhead
+from kvpool.handoff import HandoffMode, PeerHello, PeerMessage, PiecesAhead
 from kvpool.handoff_events import FromPeer, SendPeer
 from kvpool.layout import KvLayout, LayerGroup, Plane
 from kvpool.leases import LeaseTable
@@ -141,19 +141,21 @@ def ahead(
     start: int = 0,
     end: int | None = None,
     index: int = 0,
+    count: int = 1,
     blocks: tuple[int, ...] | None = None,
     checked: bool = False,
-) -> PieceAhead:
+) -> PiecesAhead:
     """Tokens `[start, end)`, all of the prompt when not given, in blocks 0, 1, 2 ... of P."""
     stop = prompt if end is None else end
     span = TokenSpan(start=start, tokens=stop - start, next_position=prompt - checked)
     first, last = start // BLOCK, -(-stop // BLOCK)
     runs = ((first, last - first),) if blocks is None else tuple((b, 1) for b in blocks)
-    return PieceAhead(
+    return PiecesAhead(
         key=key(name),
         number=number,
         piece=Piece(span=span, index=index),
         held=(PieceBlocks(group=0, first=first, runs=runs),),
+        count=count,
     )
 
 

@@ -3,33 +3,9 @@
 #include "block.h"
 #include "few.h"
 #include "parts.h"
+#include "team.h"
 
 namespace {
-
-// All threads take pieces from one counter: one that lost its core for a while just takes fewer.
-template <class Work>
-struct Team {
-  Work& work;
-  int count, next = 0;
-
-  static void run(void* data) {
-    Team& team = *static_cast<Team*>(data);
-    for (;;) {
-      const int piece = __atomic_fetch_add(&team.next, 1, __ATOMIC_RELAXED);
-      if (piece >= team.count) return;
-      team.work(piece);
-    }
-  }
-};
-
-template <class Work>
-void share(const Call& call, int count, Work work) {
-  Team<Work> team{work, count};
-  if (call.fork != nullptr && call.threads > 1 && count > 1)
-    call.fork(&Team<Work>::run, &team, unsigned(call.threads), 0);
-  else
-    Team<Work>::run(&team);
-}
 
 void put_row(const Call& call, int64_t row, int element_bytes, char* plane, const void* fresh,
              int64_t row_stride, int64_t head_stride, int dim) {
@@ -44,7 +20,7 @@ void put_fresh(const Shape& shape) {
   const Call& call = shape.call;
   constexpr int kRows = 64;  // at a time
   const int64_t rows = call.rows;
-  share(call, int((rows + kRows - 1) / kRows), [&](int piece) {
+  share(call.fork, call.threads, int((rows + kRows - 1) / kRows), [&](int piece) {
     const int64_t end = std::min<int64_t>(rows, (piece + 1) * kRows);
     for (int64_t row = int64_t(piece) * kRows; row < end; ++row) {
       put_row(call, row, shape.element_bytes(), static_cast<char*>(call.keys), call.fresh_keys,
@@ -103,7 +79,7 @@ void attend(const Call& call) {
   parts.open(shape, items);
   const std::vector<Item>& todo = items;
   Parts& gathered = parts;
-  share(call, int(items.size()), [&shape, &todo, &gathered](int i) {
+  share(call.fork, call.threads, int(items.size()), [&shape, &todo, &gathered](int i) {
     if (shape.rows(todo[i].slice) <= kFewRows)
       attend_item<Number, Route, Few<Number, Route>>(shape, todo[i], gathered);
     else

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-typedef void (*Fork)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+#include "team.h"
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
@@ -27,7 +27,7 @@ struct Call {
   const int64_t* positions;
   const int64_t* block_starts;
   const int32_t* blocks;
-  Fork fork;  // GOMP_parallel of torch's own OpenMP; none: this thread does all
+  Fork fork;
   int32_t threads;
   int32_t rows, slices, heads, kv_heads, key_dim, value_dim;
   int32_t block_size;

@@ -18,9 +18,9 @@ CODEC_FP8: Codec
 CODEC_INT8: Codec
 
 class PeerMessage(_message.Message):
-    __slots__ = ("hello", "piece_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "piece_awaited", "piece_computed", "piece_read", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
+    __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "pieces_read", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
-    PIECE_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    PIECES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     SLAB_LENT_FIELD_NUMBER: _ClassVar[int]
     SLAB_FILLED_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
@@ -28,9 +28,9 @@ class PeerMessage(_message.Message):
     CANCEL_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_CANCELLED_FIELD_NUMBER: _ClassVar[int]
     RENEW_LEASES_FIELD_NUMBER: _ClassVar[int]
-    PIECE_AWAITED_FIELD_NUMBER: _ClassVar[int]
+    PIECES_AWAITED_FIELD_NUMBER: _ClassVar[int]
     PIECE_COMPUTED_FIELD_NUMBER: _ClassVar[int]
-    PIECE_READ_FIELD_NUMBER: _ClassVar[int]
+    PIECES_READ_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     PONG_FIELD_NUMBER: _ClassVar[int]
     LINK_PROBED_FIELD_NUMBER: _ClassVar[int]
@@ -39,7 +39,7 @@ class PeerMessage(_message.Message):
     PULL_READ_FIELD_NUMBER: _ClassVar[int]
     PULL_SETTLED_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
-    piece_ahead: PieceAhead
+    pieces_ahead: PiecesAhead
     slab_lent: SlabLent
     slab_filled: SlabFilled
     commit: Commit
@@ -47,9 +47,9 @@ class PeerMessage(_message.Message):
     cancel_transfer: CancelTransfer
     transfer_cancelled: TransferCancelled
     renew_leases: RenewLeases
-    piece_awaited: PieceAwaited
+    pieces_awaited: PiecesAwaited
     piece_computed: PieceComputed
-    piece_read: PieceRead
+    pieces_read: PiecesRead
     ping: Ping
     pong: Pong
     link_probed: LinkProbed
@@ -57,7 +57,7 @@ class PeerMessage(_message.Message):
     pull_granted: PullGranted
     pull_read: PullRead
     pull_settled: PullSettled
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., piece_ahead: _Optional[_Union[PieceAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., piece_awaited: _Optional[_Union[PieceAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., piece_read: _Optional[_Union[PieceRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., pieces_ahead: _Optional[_Union[PiecesAhead, _Mapping]] = ..., slab_lent: _Optional[_Union[SlabLent, _Mapping]] = ..., slab_filled: _Optional[_Union[SlabFilled, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., cancel_transfer: _Optional[_Union[CancelTransfer, _Mapping]] = ..., transfer_cancelled: _Optional[_Union[TransferCancelled, _Mapping]] = ..., renew_leases: _Optional[_Union[RenewLeases, _Mapping]] = ..., pieces_awaited: _Optional[_Union[PiecesAwaited, _Mapping]] = ..., piece_computed: _Optional[_Union[PieceComputed, _Mapping]] = ..., pieces_read: _Optional[_Union[PiecesRead, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., link_probed: _Optional[_Union[LinkProbed, _Mapping]] = ..., pull_wanted: _Optional[_Union[PullWanted, _Mapping]] = ..., pull_granted: _Optional[_Union[PullGranted, _Mapping]] = ..., pull_read: _Optional[_Union[PullRead, _Mapping]] = ..., pull_settled: _Optional[_Union[PullSettled, _Mapping]] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("wire_version", "incarnation", "fingerprint", "kv", "name", "probe_region")
@@ -107,8 +107,8 @@ class CodecSpeed(_message.Message):
     decode_per_s: float
     def __init__(self, codec: _Optional[_Union[Codec, str]] = ..., encode_per_s: _Optional[float] = ..., decode_per_s: _Optional[float] = ...) -> None: ...
 
-class PieceAhead(_message.Message):
-    __slots__ = ("key", "number", "start", "tokens", "next_position", "index", "held")
+class PiecesAhead(_message.Message):
+    __slots__ = ("key", "number", "start", "tokens", "next_position", "index", "held", "count")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class PieceAhead(_message.Message):
     NEXT_POSITION_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
     number: int
     start: int
@@ -123,7 +124,8 @@ class PieceAhead(_message.Message):
     next_position: int
     index: int
     held: _containers.RepeatedCompositeFieldContainer[PieceBlocks]
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., number: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., index: _Optional[int] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ...) -> None: ...
+    count: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., number: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., index: _Optional[int] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ..., count: _Optional[int] = ...) -> None: ...
 
 class PieceBlocks(_message.Message):
     __slots__ = ("group", "first", "starts", "counts")
@@ -165,13 +167,13 @@ class SlabFilled(_message.Message):
     lease_id: int
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ..., slab_id: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
-class PieceAwaited(_message.Message):
-    __slots__ = ("key", "piece")
+class PiecesAwaited(_message.Message):
+    __slots__ = ("key", "pieces")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    PIECE_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
-    piece: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
+    pieces: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PieceComputed(_message.Message):
     __slots__ = ("key", "piece")
@@ -181,13 +183,13 @@ class PieceComputed(_message.Message):
     piece: int
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
 
-class PieceRead(_message.Message):
-    __slots__ = ("key", "piece")
+class PiecesRead(_message.Message):
+    __slots__ = ("key", "pieces")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    PIECE_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
-    piece: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ...) -> None: ...
+    pieces: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "sketch")

@@ -1,0 +1,35 @@
+"""How many clients come back for what they were promised. Pure.
+
+Those that had come back already and were refused again are counted apart: who tries only once more
+isn't there a third time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_NEW_SHARE = 0.05
+_DOUBTED = 3
+"""As if so many had not come back, at first."""
+
+
+@dataclass(slots=True)
+class Share:
+    """The mean of the first ones, then of the latest."""
+
+    value: float = 0.0
+    _learnt: int = 0
+
+    def learn(self, claimed: bool) -> None:
+        self._learnt += 1
+        new_share = max(_NEW_SHARE, 1 / (self._learnt + _DOUBTED))
+        self.value += new_share * (claimed - self.value)
+
+
+@dataclass(slots=True)
+class Claims:
+    first: Share = field(default_factory=Share)
+    again: Share = field(default_factory=Share)
+
+    def of(self, again: bool) -> Share:
+        return self.again if again else self.first

@@ -1,0 +1,51 @@
+"""In bf16 our logits are as near to transformers' as two orders of the same fp32 sums are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.agreement import WAYS, Text, agreement, apart, load_way, reordered, write_text
+from bench.codec_loss import Load, bundled_prompts
+from engine.bundled import checkpoint_path
+
+LOAD = Load(prompts=2, prompt_tokens=64, output_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return write_text(checkpoint_path(), bundled_prompts(LOAD), LOAD.output_tokens)
+
+
+@pytest.mark.parametrize(("attention", "compiled"), WAYS)
+def test_logits_are_within_the_error_of_two_orders(
+    attention: str, compiled: bool, text: Text
+) -> None:
+    found = agreement(load_way(checkpoint_path(), LOAD, attention, compiled), text)
+    print(f"{found}; two orders {text.another_order:.3g}, transformers {text.error:.3g}")
+    assert found.error <= 1.05 * text.error
+    assert found.apart <= 1.2 * text.another_order
+    assert found.same_next >= text.another_next - 0.03
+
+
+def test_another_order_is_the_same_function() -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.float32).eval()
+    ids = bundled_prompts(LOAD)
+    with torch.inference_mode():
+        one, other = (part(input_ids=ids).logits for part in (model, reordered(model)))
+    assert 0 < apart(one, other) < 1e-4
+
+
+def test_a_norm_that_is_off_by_two_hundredths_is_noticed(text: Text, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_path(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight.mul_(1.02)
+    model.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((checkpoint_path() / name).read_bytes())
+    found = agreement(load_way(tmp_path, LOAD, "auto", True), text)
+    assert found.error > 1.05 * text.error
+    assert found.apart > 1.2 * text.another_order
