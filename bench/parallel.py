@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from bench import telling
 from bench.models import KV_OF_8B, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.checkpoint import open_checkpoint
@@ -31,6 +32,7 @@ _SHAPES = {
     "decode step of 16": Shape(rows=16, tokens=1, context=_CONTEXT),
 }
 _STEPS = 8
+_TOLD_CONTEXTS = (512, 4096)
 
 
 def engines(folder: Path) -> dict[str, Engine]:
@@ -83,7 +85,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = measure(args.repeats)
+    rows = [*map(telling.measure, _TOLD_CONTEXTS), *measure(args.repeats)]
     print_table("Parallel", rows)
     if args.json:
         write_json(args.json, rows)

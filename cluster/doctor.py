@@ -16,7 +16,8 @@ from uuid import uuid4
 
 import psutil
 
-from cluster.config.schema import Config, WorkerPool
+from cluster.config.schema import Config
+from cluster.config.workers import WorkerPool
 from cluster.plan import ucx_options
 from kvpool.transport import cma, fabric, ucx_info
 from kvpool.transport.base import Callbacks

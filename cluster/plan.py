@@ -9,8 +9,9 @@ from pathlib import PurePath
 from typing import get_args
 
 from cluster.config.router import Router
-from cluster.config.schema import Config, Preload, Ucx, WorkerPool
+from cluster.config.schema import Config, Preload, Ucx
 from cluster.config.types import FarTransport
+from cluster.config.workers import WorkerPool
 from cluster.pool.names import host_pool_address
 from cluster.qos import qos_tiers, router_tiers, tier_match
 from cluster.resolve import device_share, router_names, worker_names
@@ -166,6 +167,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         tenant_weights=tuple(config.qos.tenant_weights.items()),
         mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
         tensor=pool.parallel.tensor,
+        rank_timeout_s=config.engine.rank_timeout,
         attention=config.attention.backend,
         launch_ahead=config.engine.launch_ahead,
         cuda=CudaOptions(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import PurePath
 
-from cluster.config.schema import Config, Model, WorkerPool
+from cluster.config.schema import Config, Model
+from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
 
 
@@ -87,7 +88,8 @@ def _resolve_pool(
     cpus = size * floor(site.total_cpus / ranks * 100) / 100 if fits else float(threads)
     resources = {"CPU": cpus}
     if pool.device != "cpu":
-        resources["GPU"] = floor(1e4 / device_share(pool, pools)) / 1e4
+        part = floor(1e4 / device_share(pool, pools)) / 1e4
+        resources["GPU"] = part if size == 1 else float(size)
     return pool.model_copy(update={"cpu_threads": threads, "resources": resources | pool.resources})
 
 

@@ -27,7 +27,8 @@ class WorkerSettings:
     same `secret`.
     `pool_address` is the pool node's to use, where there need be none yet; None: no pool.
     `trace_dir` None: nothing is traced. `cpu_pinning` auto: it gets CPUs of its own if it can.
-    `attention` is a backend or "auto". `tensor` processes share the model, and `cpu_threads`.
+    `attention` is a backend or "auto". `tensor` processes share the model, and `cpu_threads`;
+    one that another waits for longer than `rank_timeout_s` ends the worker.
     """
 
     name: str
@@ -71,6 +72,7 @@ class WorkerSettings:
     cuda: CudaOptions = DEFAULT_OPTIONS
     launch_ahead: str = "auto"
     tensor: int = 1
+    rank_timeout_s: float = 60.0
 
     @property
     def threads_per_rank(self) -> int | None:

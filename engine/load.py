@@ -15,7 +15,7 @@ from engine.compiled.padding import sizes
 from engine.model import Model, load_model
 from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.parallel.group import Group
-from engine.parallel.ranks import ALONE, Ranks, own_layout
+from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout
 from engine.parallel.share import check_shares, profile_of_all, share_out
 from engine.probe import derive_layout
 from engine.profile import profile_memory
@@ -94,13 +94,21 @@ def load_engine(
             profile_of_all(
                 profile_memory(model, own, limits, wanted, run, copies_kv=backend.copies_kv),
                 ranks.group,
+                on_cpu=model.device.type == "cpu",
             )
             if blocks is None
             else MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
         )
         sizing = draft
         if ranks.group is None or ranks.group.rank == 0:
-            sizing = size_kv(layout, limits, profile, max_model_len=wanted, blocks=blocks)
+            sizing = size_kv(
+                layout,
+                limits,
+                profile,
+                max_model_len=wanted,
+                blocks=blocks,
+                block_bytes=block_bytes(layout, ranks.group),
+            )
         memory = ranks.memory(layout, sizing.blocks, torch.device(device), allocate)
         engine = build(memory, sizing, ranks)
         if cuda.graphs:

@@ -68,20 +68,23 @@ def size_kv(
     *,
     max_model_len: int,
     blocks: int | None = None,
+    block_bytes: int | None = None,
 ) -> KvSizing:
     """As many blocks as fit, up to what `max_running_requests` sequences of `max_model_len` need.
 
     Where one such sequence doesn't fit, `max_model_len` is lowered. `blocks` fixes the count.
-    Raises ModelError when nothing useful fits.
+    `block_bytes`: what one takes, where ranks keep heads twice. Raises ModelError when nothing
+    useful fits.
     """
     budget = kv_budget_bytes(profile, limits)
-    fitting = budget // layout.bytes_per_block
+    block_bytes = block_bytes or layout.bytes_per_block
+    fitting = budget // block_bytes
     needed = limits.max_running_requests * layout.blocks_for(max_model_len)
     count = blocks if blocks is not None else min(fitting, needed)
-    tokens = count * layout.block_size
+    tokens, token_bytes = count * layout.block_size, block_bytes / layout.block_size
     if tokens < min(max_model_len, _USEFUL_TOKENS):
         raise ModelError(
-            f"only {tokens} tokens of KV fit: {_account(layout, limits, profile)}; raise "
+            f"only {tokens} tokens of KV fit: {_account(token_bytes, limits, profile)}; raise "
             "memory_fraction, use a smaller dtype or lower prefill_chunk_tokens"
         )
     if blocks is not None:
@@ -89,27 +92,28 @@ def size_kv(
     elif needed <= fitting:
         why = f"all that {limits.max_running_requests} requests can need"
     else:
-        why = _account(layout, limits, profile)
+        why = _account(token_bytes, limits, profile)
     served = min(max_model_len, tokens)
     return KvSizing(
         blocks=count,
         tokens=tokens,
         max_model_len=served,
-        kv_bytes=count * layout.bytes_per_block,
-        reason=_sentence(layout, count, why, served, max_model_len),
+        kv_bytes=count * block_bytes,
+        reason=_sentence(tokens, count, token_bytes, why) + _lowered(served, max_model_len),
     )
 
 
-def _sentence(layout: KvLayout, blocks: int, why: str, served: int, wanted: int) -> str:
-    size = _human(blocks * layout.bytes_per_block)
-    text = f"{blocks * layout.block_size} tokens of KV fit ({blocks} blocks, {size}): {why}"
-    if served < wanted:
-        text += f"; max_model_len is lowered from {wanted} to {served}"
-    return text
+def _sentence(tokens: int, blocks: int, token_bytes: float, why: str) -> str:
+    size = _human(tokens * token_bytes)
+    return f"{tokens} tokens of KV fit ({blocks} blocks, {size}): {why}"
 
 
-def _account(layout: KvLayout, limits: EngineLimits, profile: MemoryProfile) -> str:
-    per_token = _human(layout.bytes_per_token)
+def _lowered(served: int, wanted: int) -> str:
+    return f"; max_model_len is lowered from {wanted} to {served}" if served < wanted else ""
+
+
+def _account(token_bytes: float, limits: EngineLimits, profile: MemoryProfile) -> str:
+    per_token = _human(token_bytes)
     if limits.kv_memory_bytes is not None:
         return f"kv_memory_bytes is {_human(limits.kv_memory_bytes)} at {per_token} per token"
     share = f" / {limits.share} workers" if limits.share > 1 else ""

@@ -170,11 +170,13 @@ def transfer_shape(
     """`ranks`: those that share the heads at the source, and at the target. Where they differ, a
     token's heads lie apart at one of the ends, and each is read by itself."""
     descriptors = source_runs = target_runs = 0
-    shares = sum(ranks) - gcd(*ranks)  # pairs of a source's and a target's rank with common heads
     for section in write.sections:
         theirs, ours = source.runs(section), target.runs(section)
-        pairs = len([*_paired(theirs, ours)]) if ranks[0] == ranks[1] else section.tokens
-        descriptors += section.part.layers * len(section.part.planes) * shares * pairs
+        pairs = len([*_paired(theirs, ours)])
+        for plane in section.part.planes:
+            alike = min(ranks[0], plane.heads) == min(ranks[1], plane.heads)
+            reads = pairs if alike else section.tokens
+            descriptors += section.part.layers * _shares(*ranks, plane.heads) * reads
         source_runs += len(theirs)
         target_runs += len(ours)
     return TransferShape(
@@ -183,6 +185,12 @@ def transfer_shape(
         source_runs=source_runs,
         target_runs=target_runs,
     )
+
+
+def _shares(theirs: int, ours: int, heads: int) -> int:
+    """Pairs of a source's and a target's rank where one sends some of the heads to the other."""
+    senders = min(theirs, heads)
+    return senders + ours - gcd(senders, ours)
 
 
 def _block_ranges(write: Write, block_size: int) -> Iterator[tuple[int, int, int]]:

@@ -36,6 +36,7 @@ WORKER_KEYS = (
     "engine.launch_ahead",
     "engine.kv_dtype",
     "engine.matmul_precision",
+    "engine.rank_timeout",
     "attention.backend",
     "scheduler.prefill_chunk_tokens",
     "scheduler.mixed_chunk_tokens",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cluster.config.qos import Qos
 from cluster.config.router import Router
@@ -21,7 +21,6 @@ from cluster.config.types import (
     AutoOrOff,
     AutoText,
     Count,
-    Device,
     Dtype,
     Name,
     Port,
@@ -30,6 +29,7 @@ from cluster.config.types import (
     Section,
     Transport,
 )
+from cluster.config.workers import WorkerPool
 from cluster.quantities import Bytes, Seconds
 from cluster.sim.config import Simulation
 from kvrelay.types import Role
@@ -81,6 +81,9 @@ class Engine(Section):
     profile: Profile = "auto"
     """How long steps take. auto: a worker times some when it starts; off: a guess, until it has run
     some; else a YAML file of step times, on the worker's machine."""
+    rank_timeout: Seconds = 60.0
+    """With parallel.tensor above 1: a process of a worker that another one waits for so long, in a
+    step, hangs, and the worker ends."""
 
 
 class Attention(Section):
@@ -101,49 +104,6 @@ class Scheduler(Section):
     which waits for them; at most prefill_chunk_tokens."""
     max_running_requests: Count = 64
     """The most sequences that one step advances."""
-
-
-class Parallel(Section):
-    tensor: Count = 1
-    """Processes of one machine that share one model copy, each with some of its heads; only with
-    device cpu so far."""
-
-
-class WorkerPool(Section):
-    """Workers of one role that are alike. A role may have several pools."""
-
-    role: Role
-    replicas: Count = 1
-    device: Device = "cpu"
-    """cpu, cuda (a GPU that Ray picks) or cuda:N (that GPU of the machine)."""
-    resources: dict[str, Quantity] = Field(default_factory=dict)
-    """What Ray sets aside for each worker: CPU, GPU, memory (bytes), or your own names."""
-    accelerator_type: str | None = None
-    """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
-    cpu_threads: AutoCount = None
-    """Threads of one worker, of all its processes together; auto: the CPUs, shared out."""
-    cpu_pinning: AutoOrOff = "auto"
-    """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
-    the host uses, where there are enough; off: wherever the system puts it."""
-    parallel: Parallel = Parallel()
-    dtype: Dtype | None = None
-    """null: as model.dtype says."""
-
-    @field_validator("parallel")
-    @classmethod
-    def _on_its_device(cls, given: Parallel, others: ValidationInfo) -> Parallel:
-        device = others.data.get("device", "cpu")
-        if given.tensor > 1 and device != "cpu":
-            raise ValueError(f"tensor: 1 on device {device}: ranks share the host's memory so far")
-        return given
-
-    @field_validator("parallel")
-    @classmethod
-    def _has_its_threads(cls, given: Parallel, others: ValidationInfo) -> Parallel:
-        threads = others.data.get("cpu_threads")
-        if threads is not None and threads % given.tensor:
-            raise ValueError(f"tensor: a degree that divides the {threads} cpu_threads")
-        return given
 
 
 class Ucx(Section):

@@ -46,7 +46,9 @@ def open_engine(settings: WorkerSettings) -> Engine:
             blocks=None,
             limits=limits,
             attention=settings.attention,
+            cuda=settings.cuda,
             compiled=settings.compile == "auto",
+            timeout_s=settings.rank_timeout_s,
         )
     return load_engine(
         checkpoint,

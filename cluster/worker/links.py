@@ -50,7 +50,7 @@ def open_links(
         inbox.put,
         options=endpoint_options(settings),
         require=[LinkKind(kind) for kind in settings.require],
-        memory=engine.memory,
+        memory=None if engine.memory.lies_apart else engine.memory,
         copies=measure_copies(engine.layout, engine.memory.device, engine.memory.map.ranks),
     )
 

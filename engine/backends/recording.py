@@ -26,6 +26,8 @@ def record_decode(engine: Engine, most: int) -> None:
 def _unfit(engine: Engine) -> str | None:
     if engine.model.longrope is not None:
         return "the model treats short and long sequences differently"
+    if engine.model.group is not None:
+        return "parallel.tensor: NCCL's sums would have to be recorded on all ranks alike"
     from engine.backends.triton import TritonBackend
 
     if not isinstance(engine.backend, TritonBackend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import platform
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -45,35 +48,48 @@ class Source:
 def built(source: Source, folder: Path | None = None, processor: str = "native") -> Path:
     """The shared library's file, in `folder` (the user's cache); builds it if it isn't there.
 
-    `processor` is what the compiler's -march takes. Workers that start together may each build it:
-    the file appears whole, under its own name. Raises BuildError.
+    `processor` is what the compiler's -march takes. Of processes that start together one builds it,
+    and the others wait. The file appears whole. Raises BuildError.
     """
     compiler = source.compiler()
     folder = folder or cache_folder() / "native"
     flags = (*source.flags, f"-march={processor}")
     target = folder / f"{source.name}-{_key(source, compiler, flags)}.so"
-    if not target.exists():
-        began_s = time.monotonic()
-        _build([compiler, *flags], source.main, target)
-        log.info(
-            "built the CPU's %s in %.1f s with %s, once for this host: %s",
-            source.name,
-            time.monotonic() - began_s,
-            compiler,
-            target,
-        )
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(target.parent):
+            if not target.exists():
+                _build([compiler, *flags], source, target)
+    except OSError as error:
+        raise BuildError(f"{target.name} can't be kept in {target.parent}: {error}") from error
     return target
 
 
-def _build(compiler: list[str], main: Path, target: Path) -> None:
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            draft = Path(folder) / target.name
-            _compile(compiler, main, draft)
-            os.replace(draft, target)
-    except OSError as error:
-        raise BuildError(f"{target.name} can't be kept in {target.parent}: {error}") from error
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _build(compiler: list[str], source: Source, target: Path) -> None:
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        draft = Path(folder) / target.name
+        _compile(compiler, source.main, draft)
+        os.replace(draft, target)
+    log.info(
+        "built the CPU's %s in %.1f s with %s, once for this host: %s",
+        source.name,
+        time.monotonic() - began_s,
+        compiler[0],
+        target,
+    )
 
 
 def _compile(compiler: list[str], main: Path, target: Path) -> None:

@@ -32,7 +32,7 @@ class Board:
 
     def __init__(self, memory: torch.Tensor, rank: int, size: int, timeout_s: float) -> None:
         self._rank = rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         border = size * _BORDER_BYTES
         turns = memory[:border].view(torch.int64).view(size, -1)
         self._turns = turns[:, 0].numpy()  # rank |-> how many parts it has laid down
@@ -69,8 +69,8 @@ class Board:
             if self._turns.min() >= self._turn:
                 return
             time.sleep(0)  # other threads go on
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self.timeout_s
         while self._turns.min() < self._turn:
             if self.closed or time.monotonic() > deadline_s:
-                raise PeerError("a rank is gone, or hangs")
+                raise PeerError(f"rank {int(self._turns.argmin())} is gone, or hangs")
             time.sleep(_NAP_S)

@@ -6,6 +6,7 @@ import json
 import os
 import select
 import socket
+import struct
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from kvpool.transport.memfd import Loan, Mapping, Place
 
 _LENGTH_BYTES = 8
+_TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 
 class Channel:
@@ -22,6 +24,12 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+
+    def bound(self, timeout_s: float) -> None:
+        """Sends end with OSError when the other end takes nothing for so long."""
+        whole = int(timeout_s)
+        limit = _TIMEVAL.pack(whole, int(1e6 * (timeout_s - whole)))
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
         return self._end.fileno()

@@ -10,14 +10,19 @@ from kvrelay.errors import ModelError
 
 def check_degree(size: int, family: str, heads: Collection[int], kv_heads: Collection[int]) -> None:
     """`heads`, `kv_heads`: of any layer. Raises ModelError that names the degrees there are."""
-    common = gcd(*heads, *kv_heads)
-    if common % size == 0:
+    if _allows(size, heads, kv_heads):
         return
-    possible = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+    possible = [str(n) for n in range(1, gcd(*heads) + 1) if _allows(n, heads, kv_heads)]
     raise ModelError(
         f"parallel.tensor {size} can't split the heads of this {family} model, which has "
         f"{_spelled(heads)} and {_spelled(kv_heads)} for KV: choose {' or '.join(possible)}"
     )
+
+
+def _allows(size: int, heads: Collection[int], kv_heads: Collection[int]) -> bool:
+    """A KV head may be on several ranks, and these have nothing of another then."""
+    shared = all(count % size == 0 or size % count == 0 for count in kv_heads)
+    return shared and all(count % size == 0 for count in heads)
 
 
 def _spelled(counts: Collection[int]) -> str:

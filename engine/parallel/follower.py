@@ -19,9 +19,11 @@ import torch
 
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
+from engine.options import CudaOptions
 from engine.parallel.channel import Channel
-from engine.parallel.group import Group
-from engine.parallel.message import decode_step
+from engine.parallel.group import Group, open_group
+from engine.parallel.message import StepHearer
+from engine.parallel.rank_kv import offer_part
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.step import SequenceSlice
@@ -39,9 +41,10 @@ log = logging.getLogger(__name__)
 class Following:
     """This rank's side."""
 
-    def __init__(self, channel: Channel, group: Group) -> None:
+    def __init__(self, channel: Channel, group: Group, timeout_s: float) -> None:
         self.group = group
         self._channel = channel
+        self._timeout_s = timeout_s
 
     def in_turn(self, work: Callable[[], T]) -> T:
         done = work()
@@ -55,6 +58,9 @@ class Following:
     ) -> KvMemory:
         blocks = self._channel.receive_facts()["blocks"]
         pool = PoolMap(layout=layout, blocks=blocks, ranks=self.group.size)
+        self.group.bound(self._timeout_s)
+        if device.type == "cuda":
+            return offer_part(pool.parts[self.group.rank], device, self._channel)
         return KvMemory.over(pool, self._channel.receive_memory()).parts[self.group.rank]
 
     def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
@@ -71,24 +77,26 @@ def load_followed(channel: Channel) -> Engine:
     """By rank 0's orders, which come when it is this rank's turn. Raises ModelError."""
     orders: dict[str, Any] = channel.receive_facts()
     use_threads(orders["threads"])
-    group = Group(orders["rank"], orders["size"], Path(orders["meeting"]))
+    device, meeting = orders["device"], Path(orders["meeting"])
+    group = open_group(device, orders["rank"], orders["size"], meeting)
     return load_engine(
         open_checkpoint(orders["path"]),
-        device=orders["device"],
+        device=device,
         dtype=orders["dtype"],
         block_size=orders["block_size"],
         blocks=orders["blocks"],
         limits=EngineLimits(**orders["limits"]),
         attention=orders["attention"],
+        cuda=CudaOptions(**orders["cuda"]),
         compiled=orders["compiled"],
-        ranks=Following(channel, group),
+        ranks=Following(channel, group, orders["timeout_s"]),
     )
 
 
 def follow(channel: Channel) -> None:
-    engine = load_followed(channel)
+    engine, hearer = load_followed(channel), StepHearer()
     while True:
-        engine.follow(*decode_step(channel.receive()))
+        engine.follow(*hearer.decode(channel.receive()))
 
 
 def _end_with(channel: Channel) -> None:

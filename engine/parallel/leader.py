@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.parallel.board import board_bytes
 from engine.parallel.channel import Channel
-from engine.parallel.group import Group
-from engine.parallel.message import encode_step
+from engine.parallel.group import open_group
+from engine.parallel.message import StepTeller
+from engine.parallel.rank_kv import map_parts
 from engine.step import SequenceSlice
 from kvpool.layout import KvLayout
 from kvpool.memory.kv_memory import Allocate, KvMemory
+from kvpool.pool.map import PoolMap
 from kvpool.transport import memfd
 from kvrelay.errors import ModelError, PeerError
 
@@ -34,17 +35,24 @@ _PATIENCE_S = 5.0
 class Leader:
     """The other ranks are child processes, which end when this one does, however it ends."""
 
-    def __init__(self, size: int, threads: int, orders: dict[str, Any]) -> None:
-        """`orders` are what the followers load, as `load_followed` takes it; `threads` of each."""
+    def __init__(
+        self, devices: Sequence[str], threads: int, orders: dict[str, Any], timeout_s: float
+    ) -> None:
+        """`devices` are the ranks', `orders` what the followers load, as `load_followed` takes it;
+        `threads` of each. One that is waited for longer than `timeout_s` in a step is lost."""
+        size = len(devices)
         self._folder = Path(tempfile.mkdtemp(prefix=f"kvrelay-ranks-{os.getpid()}-"))
         meeting = self._folder / "meeting"
-        self.group = Group(0, size, meeting)
+        self.group = open_group(devices[0], 0, size, meeting)
         self._orders = orders | {"size": size, "meeting": str(meeting), "threads": threads}
+        self._orders |= {"timeout_s": timeout_s}
+        self._timeout_s = timeout_s
+        self._teller = StepTeller()
         self._closing = False
         self._ending = threading.Lock()
         self._lost: Future[PeerError] = Future()
         self._loans: list[memfd.Loan] = []
-        self._followers = [_Follower(rank, threads) for rank in range(1, size)]
+        self._followers = [_Follower(rank, devices[rank], threads) for rank in range(1, size)]
         for one in self._followers:
             threading.Thread(
                 target=self._watch, args=(one,), name="kvrelay-ranks", daemon=True
@@ -55,7 +63,7 @@ class Leader:
         done = work()
         for one in self._followers:
             one.load(self._orders)
-        board = memfd.allocate(board_bytes(self.group.size), "kvrelay-board")
+        board = memfd.allocate(self.group.shared_bytes, "kvrelay-board")
         for one in self._followers:
             one.channel.send_memory(self._lend(board))
         self.group.connect(board)
@@ -66,12 +74,17 @@ class Leader:
     def memory(
         self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
     ) -> KvMemory:
-        """Memory of this process that the others map, each rank's heads together."""
-        size = self.group.size
+        """With each rank's heads together. The others wait no longer from now on."""
+        size, channels = self.group.size, [one.channel for one in self._followers]
+        for channel in channels:
+            channel.send_facts(blocks=blocks)
+            channel.bound(self._timeout_s)
+        self.group.bound(self._timeout_s)
+        if device.type == "cuda":
+            return map_parts(PoolMap(layout=layout, blocks=blocks, ranks=size), device, channels)
         memory = KvMemory(layout, blocks, device, allocate or memfd.allocate, ranks=size)
-        for one in self._followers:
-            one.channel.send_facts(blocks=blocks)
-            one.channel.send_memory(self._lend(memory.flat))
+        for channel in channels:
+            channel.send_memory(self._lend(memory.flat))
         return memory
 
     def _lend(self, memory: torch.Tensor) -> memfd.Loan:
@@ -81,7 +94,7 @@ class Leader:
 
     def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
         """Raises PeerError when one is gone."""
-        message = encode_step(slices, is_long)
+        message = self._teller.encode(slices, is_long)
         for one in self._followers:
             try:
                 one.channel.send(message)
@@ -121,8 +134,9 @@ class Leader:
 
 
 class _Follower:
-    def __init__(self, rank: int, threads: int) -> None:
+    def __init__(self, rank: int, device: str, threads: int) -> None:
         self.rank = rank
+        self._device = device
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -141,7 +155,7 @@ class _Follower:
     def load(self, orders: dict[str, Any]) -> None:
         """Returns when it has. Raises ModelError when it can't."""
         try:
-            self.channel.send_facts(rank=self.rank, **orders)
+            self.channel.send_facts(rank=self.rank, device=self._device, **orders)
             facts = self.channel.receive_facts()
         except (OSError, EOFError) as error:
             raise ModelError(f"{self.obituary()} while it loaded the model") from error

@@ -6,6 +6,8 @@ from dataclasses import asdict
 
 from engine.checkpoint import Checkpoint
 from engine.load import load_engine
+from engine.options import DEFAULT_OPTIONS, CudaOptions
+from engine.parallel.devices import check_gpus, rank_devices
 from engine.parallel.leader import Leader
 from engine.runner import Engine
 from engine.sizing import EngineLimits
@@ -23,27 +25,30 @@ def load_split(
     blocks: int | None,
     limits: EngineLimits,
     attention: str = "auto",
+    cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
+    timeout_s: float = 60.0,
 ) -> Engine:
     """As `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0, and is to
-    be closed; the calling thread is to have its number of threads."""
+    be closed; the calling thread is to have its number of threads. A rank that another one waits
+    for longer than `timeout_s` ends the step with PeerError."""
+    devices = rank_devices(device, size)
     if device != "cpu":
-        raise ModelError(
-            f"parallel.tensor {size} on {device}: ranks share the host's memory so far: set it to 1"
-        )
-    settings = {"device": device, "dtype": dtype, "block_size": block_size, "blocks": blocks}
+        check_gpus(size)
+    settings = {"dtype": dtype, "block_size": block_size, "blocks": blocks}
     orders = {**settings, "path": str(checkpoint.path), "limits": asdict(limits)}
-    orders |= {"attention": attention, "compiled": compiled}
-    leader = Leader(size, threads, orders)
+    orders |= {"attention": attention, "cuda": asdict(cuda), "compiled": compiled}
+    leader = Leader(devices, threads, orders, timeout_s)
     try:
         return load_engine(
             checkpoint,
-            device=device,
+            device=devices[0],
             dtype=dtype,
             block_size=block_size,
             blocks=blocks,
             limits=limits,
             attention=attention,
+            cuda=cuda,
             compiled=compiled,
             ranks=leader,
         )

@@ -1,61 +1,151 @@
 """One step as a rank is told it: whole numbers in one buffer. Pure.
 
-[slices, groups, is_long | of each slice: tokens, start, samples, blocks of each group |
-all tokens | all blocks)
+[slices, groups, is_long, changed | of each slice: row, tokens, start, flags | of each slice whose
+tables changed, of each group: blocks kept, blocks told | all tokens | all blocks told)
+
+A *row* is a place where both sides keep the block tables of one sequence, so that only what is new
+in them is told: mostly nothing.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.step import SampleRequest, SequenceSlice
-from kvpool.layout import BlockId
+from kvpool.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
-_NOBODY = RequestKey("", 0)
+_HEAD = 4
+_FACTS = 4
+_SAMPLES, _CHANGED = 1, 2  # flags
+_SPARE_ROWS = 256
+"""Sequences that are remembered beyond those of a step: those of the other role's steps."""
 _SAMPLE = SampleRequest(
     sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
 )
 
-
-def encode_step(slices: Sequence[SequenceSlice], is_long: bool) -> bytes:
-    """What the forward pass needs: not what is sampled, nor for whom."""
-    groups = len(slices[0].tables)
-    facts = [[len(s.token_ids), s.start, bool(s.samples), *map(len, s.tables)] for s in slices]
-    numbers = [np.asarray([len(slices), groups, is_long]), np.asarray(facts).ravel()]
-    numbers += [np.asarray(s.token_ids) for s in slices]
-    numbers += [np.asarray(table) for s in slices for table in s.tables]
-    return np.concatenate(numbers).astype(np.int32).tobytes()
+_Name = tuple[RequestKey, int]
+Int32s = NDArray[np.int32]
 
 
-def decode_step(payload: bytes) -> tuple[list[SequenceSlice], bool]:
-    numbers = np.frombuffer(payload, dtype=np.int32)
-    count, groups, is_long = (int(n) for n in numbers[:3])
-    body = 3 + count * (3 + groups)
-    facts = numbers[3:body].reshape(count, 3 + groups)
-    tokens = _cut(numbers[body:], facts[:, 0])
-    tables = _cut(numbers[body + int(facts[:, 0].sum()) :], facts[:, 3:].ravel())
-    return [
-        SequenceSlice(
-            key=_NOBODY,
-            choice=0,
-            token_ids=tokens[i],
-            start=int(facts[i, 1]),
-            tables=tuple(
-                tuple(BlockId(b) for b in table) for table in tables[i * groups : (i + 1) * groups]
-            ),
-            samples=(_SAMPLE,) if facts[i, 2] else (),
+class StepTeller:
+    """Rank 0's side. What it tells must reach the others, in order."""
+
+    def __init__(self) -> None:
+        self._told: OrderedDict[_Name, tuple[int, Tables]] = OrderedDict()  # the last used last
+        self._free: list[int] = []
+        self._rows = 0
+
+    def encode(self, slices: Sequence[SequenceSlice], is_long: bool) -> bytes:
+        """What the forward pass needs: not what is sampled, nor for whom."""
+        facts: list[int] = []
+        changes: list[int] = []
+        tokens: list[int] = []
+        blocks: list[int] = []
+        for piece in slices:
+            row, known = self._row(piece)
+            flags = _SAMPLES if piece.samples else 0
+            if known != piece.tables:
+                flags |= _CHANGED
+                for table, old in zip(piece.tables, known or _nothing(piece), strict=True):
+                    kept = len(old) if table[: len(old)] == old else 0
+                    changes += (kept, len(table) - kept)
+                    blocks += table[kept:]
+            facts += (row, len(piece.token_ids), piece.start, flags)
+            tokens += piece.token_ids
+        self._forget(len(slices))
+        groups = len(slices[0].tables)
+        head = (len(slices), groups, is_long, len(changes) // (2 * groups))
+        return np.array([*head, *facts, *changes, *tokens, *blocks], dtype=np.int32).tobytes()
+
+    def _row(self, piece: SequenceSlice) -> tuple[int, Tables | None]:
+        """Where it is kept, and what was there; None: of another sequence."""
+        name = (piece.key, piece.choice)
+        row, known = self._told.get(name) or (self._new_row(), None)
+        if known is not piece.tables:
+            self._told[name] = row, piece.tables
+        self._told.move_to_end(name)
+        return row, known
+
+    def _new_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._rows += 1
+        return self._rows - 1
+
+    def _forget(self, slices: int) -> None:
+        while len(self._told) > slices + _SPARE_ROWS:
+            _, (row, _) = self._told.popitem(last=False)
+            self._free.append(row)
+
+
+def _nothing(piece: SequenceSlice) -> Tables:
+    return ((),) * len(piece.tables)
+
+
+@dataclass(slots=True)
+class _Row:
+    """`tables` are the same objects as long as they don't change."""
+
+    key: RequestKey
+    tables: Tables = ()
+
+    def change(self, kept: Sequence[int], told: Sequence[tuple[int, ...]]) -> None:
+        old = self.tables or ((),) * len(kept)
+        self.tables = tuple(
+            before[:count] + tuple(map(BlockId, new))
+            for before, count, new in zip(old, kept, told, strict=True)
         )
-        for i in range(count)
-    ], bool(is_long)
+
+    def slice(self, start: int, token_ids: tuple[int, ...], *, samples: bool) -> SequenceSlice:
+        return SequenceSlice(
+            key=self.key,
+            choice=0,
+            token_ids=token_ids,
+            start=start,
+            tables=self.tables,
+            samples=(_SAMPLE,) if samples else (),
+        )
 
 
-def _cut(numbers: NDArray[np.int32], lengths: NDArray[np.int32]) -> list[tuple[int, ...]]:
-    ends = np.cumsum(lengths)
+class StepHearer:
+    """Another rank's side."""
+
+    def __init__(self) -> None:
+        self._rows: list[_Row] = []
+
+    def decode(self, payload: bytes) -> tuple[list[SequenceSlice], bool]:
+        numbers = np.frombuffer(payload, dtype=np.int32)
+        count, groups, is_long, changed = (int(n) for n in numbers[:_HEAD])
+        middle = _HEAD + count * _FACTS
+        body = middle + changed * 2 * groups
+        facts = numbers[_HEAD:middle].reshape(count, _FACTS)
+        changes = numbers[middle:body].reshape(changed, groups, 2)
+        tokens = _cut(numbers[body:], facts[:, 1])
+        told = _cut(numbers[body + int(facts[:, 1].sum()) :], changes[:, :, 1].ravel())
+        by_slice = [told[i : i + groups] for i in range(0, len(told), groups)]
+        news = zip(changes[:, :, 0].tolist(), by_slice, strict=True)
+        slices = []
+        for (row, _, start, flags), token_ids in zip(facts.tolist(), tokens, strict=True):
+            held = self._row(row)
+            if flags & _CHANGED:
+                held.change(*next(news))
+            slices.append(held.slice(start, token_ids, samples=bool(flags & _SAMPLES)))
+        return slices, bool(is_long)
+
+    def _row(self, row: int) -> _Row:
+        while len(self._rows) <= row:
+            self._rows.append(_Row(RequestKey(str(len(self._rows)), 0)))
+        return self._rows[row]
+
+
+def _cut(numbers: Int32s, lengths: Int32s) -> list[tuple[int, ...]]:
+    flat, ends = numbers.tolist(), np.cumsum(lengths).tolist()
     return [
-        tuple(numbers[end - length : end].tolist())
-        for end, length in zip(ends, lengths, strict=True)
+        tuple(flat[end - length : end]) for end, length in zip(ends, lengths.tolist(), strict=True)
     ]

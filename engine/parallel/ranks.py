@@ -11,6 +11,7 @@ from engine.parallel.group import Group
 from engine.step import SequenceSlice
 from kvpool.layout import KvLayout
 from kvpool.memory.kv_memory import Allocate, KvMemory
+from kvpool.pool.map import PoolMap
 from kvpool.shard import Shard, ShardLayout
 from kvrelay.errors import PeerError
 
@@ -70,3 +71,9 @@ def own_layout(layout: KvLayout, group: Group | None) -> KvLayout:
     if group is None:
         return layout
     return ShardLayout(model=layout, shard=Shard(rank=group.rank, size=group.size)).local
+
+
+def block_bytes(layout: KvLayout, group: Group | None) -> int:
+    """What one block takes on all ranks together."""
+    ranks = 1 if group is None else group.size
+    return PoolMap(layout=layout, blocks=1, ranks=ranks).bytes_per_block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,7 @@ from engine.parallel.split import check_plan, split, whole_attention
 from engine.probe import LayerShape, probe
 from engine.self_check import eager_reference
 from engine.sizing import MemoryProfile
+from kvpool.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ def share_out(model: Model, group: Group | None) -> Loaded:
     reference = eager_reference(model)
     if group is not None:
         _check_heads(model, shapes, group.size)
-        split(model.module, group)
+        split(model.module, group, _kv_heads(shapes))
         model = replace(model, group=group)
     return Loaded(model=model, shapes=shapes, reference=reference)
 
@@ -47,25 +49,33 @@ def check_shares(loaded: Loaded, group: Group | None) -> dict[int, LayerShape]:
     if group is None:
         return loaded.shapes
     own = probe(loaded.model)
-    for layer, whole in loaded.shapes.items():
-        heads = [plane.heads * group.size for plane in own[layer].planes]
-        if heads != [plane.heads for plane in whole.planes]:
+    shard = Shard(rank=group.rank, size=group.size)
+    for layer, heads in _kv_heads(loaded.shapes).items():
+        held = [plane.heads for plane in own[layer].planes]
+        if held != [len(shard.heads(each)) for each in heads]:
             raise whole_attention(loaded.model.config.model_type)
     return own
 
 
-def profile_of_all(profile: MemoryProfile, group: Group | None) -> MemoryProfile:
-    """Of all ranks of one host, which are alike, by what one has measured."""
+def profile_of_all(
+    profile: MemoryProfile, group: Group | None, *, on_cpu: bool = True
+) -> MemoryProfile:
+    """Of all ranks of one host, which are alike, by what one has measured. On CPUs they share the
+    memory, of which the others' weights are taken already; GPUs have their own."""
     if group is None:
         return profile
-    others = group.size - 1
+    taken = (group.size - 1) * profile.weight_bytes
     return replace(
         profile,
-        total_bytes=profile.total_bytes + others * profile.weight_bytes,
+        total_bytes=profile.total_bytes + taken if on_cpu else group.size * profile.total_bytes,
         weight_bytes=group.size * profile.weight_bytes,
         activation_bytes=group.size * profile.activation_bytes,
         staging_bytes=group.size * profile.staging_bytes,
     )
+
+
+def _kv_heads(shapes: Mapping[int, LayerShape]) -> dict[int, tuple[int, ...]]:
+    return {layer: tuple(p.heads for p in shape.planes) for layer, shape in shapes.items()}
 
 
 def _check_heads(model: Model, shapes: dict[int, LayerShape], size: int) -> None:

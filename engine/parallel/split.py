@@ -6,7 +6,7 @@ Embeddings stay whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from engine.parallel.group import Group
 from engine.parallel.layers import Joined, Summed
+from kvpool.shard import Shard
 from kvrelay.errors import ModelError
 
 _CUT = {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "packed_colwise"}
@@ -28,6 +29,8 @@ _WHOLE = {
 }
 _KNOWN = _CUT | _SUMMED | _WHOLE
 _JOINED = {"colwise_gather_output", "colwise_rep"}
+_KV = ("k_proj", "v_proj")
+"""Of an attention layer, in the order of its planes."""
 
 
 def check_plan(module: Any) -> None:
@@ -55,16 +58,28 @@ def whole_attention(family: str) -> ModelError:
     )
 
 
-def split(module: Any, group: Group) -> None:
-    """In place. Raises ModelError where `check_plan` does, and for sizes that don't divide."""
+def split(module: Any, group: Group, kv_heads: Mapping[int, Sequence[int]]) -> None:
+    """In place. `kv_heads` of each layer's planes. Raises ModelError where `check_plan` does, and
+    for sizes that don't divide."""
     check_plan(module)
-    plan, cutter = _plan(module), _Cutter(module.config.model_type, group)
+    plan = _plan(module)
+    cutter = _Cutter(module.config.model_type, group, _heads_by_name(module, kv_heads))
     for name, _ in [*module.named_parameters()]:
         if style := plan.get(_pattern(name)):
             cutter.cut_parameter(module, name, style)
     for name, inner in [*module.named_modules()]:
         if style := plan.get(_pattern(name)):
             cutter.cut_module(module, name, inner, style)
+
+
+def _heads_by_name(module: Any, kv_heads: Mapping[int, Sequence[int]]) -> dict[str, int]:
+    """# name of a linear layer that makes keys or values |-> their heads"""
+    layers = [(name, m.layer_idx) for name, m in module.named_modules() if hasattr(m, "layer_idx")]
+    return {
+        f"{name}.{leaf}": heads
+        for name, layer in layers
+        for leaf, heads in zip(_KV, kv_heads[layer], strict=True)
+    }
 
 
 def _plan(module: Any) -> Mapping[str, str]:
@@ -77,9 +92,11 @@ def _pattern(name: str) -> str:
 
 
 class _Cutter:
-    def __init__(self, family: str, group: Group) -> None:
+    def __init__(self, family: str, group: Group, kv_heads: Mapping[str, int]) -> None:
         self._family = family
         self._group = group
+        self._shard = Shard(rank=group.rank, size=group.size)
+        self._kv_heads = kv_heads
 
     def cut_parameter(self, module: nn.Module, name: str, style: str) -> None:
         """One without a module of its own, such as all experts' weights in one."""
@@ -133,6 +150,10 @@ class _Cutter:
 
     def _share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """A copy, so that the whole can be freed."""
+        heads = self._kv_heads.get(name)
+        if heads is not None:
+            held, rows = self._shard.heads(heads), tensor.shape[dim] // heads
+            return tensor.narrow(dim, held.start * rows, len(held) * rows).clone()
         each, rest = divmod(tensor.shape[dim], self._group.size)
         if rest:
             raise ModelError(

@@ -16,7 +16,7 @@ from kvpool.pool.map import KvFacts, PoolMap
 from kvpool.reslice import End, PlaneSlice, reslice
 from kvpool.transport.base import Connection, Read, RegionName
 from kvpool.write import Section, Side, Write
-from kvrelay.errors import PeerError
+from kvrelay.errors import ConfigError, PeerError
 
 
 def fetch(
@@ -44,10 +44,12 @@ def fetch(
 def _map_of(memory: KvMemory, kv: KvFacts) -> PoolMap:
     """Raises PeerError."""
     layout = replace(memory.layout, block_size=kv.block_size)
-    planes = (plane for group in layout.groups for plane in group.planes)
-    if any(plane.heads % kv.ranks for plane in planes):
-        raise PeerError(f"a pool of {kv.ranks} ranks, which can't share this model's heads")
-    return PoolMap(layout=layout, blocks=kv.blocks, ranks=kv.ranks)
+    found = PoolMap(layout=layout, blocks=kv.blocks, ranks=kv.ranks)
+    try:
+        assert found.parts
+    except ConfigError as error:
+        raise PeerError(f"a pool of {kv.ranks} ranks: {error}") from error
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

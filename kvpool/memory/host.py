@@ -14,9 +14,9 @@ import torch
 import xxhash
 
 from kvpool.cached_block import Place
-from kvpool.layout import LayerGroup
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.rows import BlockRows
+from kvpool.pool.map import PoolMap
 from kvpool.tiers.tier_blocks import PoolPlace
 from kvpool.transport.base import Connection, Read, RegionName, Write
 from kvrelay.errors import PeerError
@@ -39,10 +39,10 @@ class HostBlocks:
         self._staging = staging.view(-1, self.block_bytes)
         self._on_device = self._staging
         self._rows: BlockRows | None = None
-        if memory.device.type == "cpu":
+        if memory.device.type == "cpu" and not memory.lies_apart:
             self._rows = BlockRows(memory)
         else:
-            self._on_device = torch.empty_like(self._staging, device=memory.device)
+            self._on_device = torch.empty_like(self._staging, device=memory.parts[0].flat.device)
 
     @property
     def batch_blocks(self) -> int:
@@ -53,7 +53,7 @@ class HostBlocks:
         if self._rows is not None:
             self._rows.of(blocks).gather(self._staging[: len(blocks)])
             return self._staging[: len(blocks)]
-        for plane, ids, in_place in self._planes(blocks):
+        for plane, ids, in_place in self._planes(blocks, copies=1):
             in_place.copy_(plane.index_select(1, ids))
         self._staging[: len(blocks)].copy_(self._on_device[: len(blocks)])
         return self._staging[: len(blocks)]
@@ -64,7 +64,7 @@ class HostBlocks:
             self._rows.of(blocks).scatter(self._staging[: len(blocks)])
             return
         self._on_device[: len(blocks)].copy_(self._staging[: len(blocks)])
-        for plane, ids, in_place in self._planes(blocks):
+        for plane, ids, in_place in self._planes(blocks, self._memory.map.most_copies):
             plane.index_copy_(1, ids, in_place)
         self._memory.settle()
 
@@ -73,35 +73,44 @@ class HostBlocks:
         return self._staging[:blocks]
 
     def _planes(
-        self, blocks: Sequence[Place]
+        self, blocks: Sequence[Place], copies: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(in the pool `[layers, all blocks, elements]`, block ids, in the places `[layers, blocks,
-        elements]`) of each plane; elements are those of one layer's tokens of a block, as words."""
-        rows, size = self._on_device[: len(blocks)], self._memory.layout.block_size
-        at = 0
+        """(in the pool `[layers, all blocks, tokens, elements]`, block ids, in the places `[layers,
+        blocks, tokens, elements]`) of each plane and rank; elements are those of the rank's heads,
+        as words."""
+        pool, size = self._memory.map, self._memory.layout.block_size
         for index, group in enumerate(self._memory.layout.groups):
-            ids = torch.tensor([place[index] for place in blocks], device=self._memory.device)
-            for plane, in_place in zip(
-                self._memory.planes[index], self._in_places(rows, group, at), strict=True
-            ):
-                layers, _, heads, dim = plane.shape
-                in_pool = plane.view(layers, -1, size * heads * dim)
-                word = _widest_word(in_pool, in_place)
-                yield in_pool.view(word), ids, in_place.view(word)
-            at += group.elements_per_token * size
+            at = [place[index] for place in blocks]
+            ids = torch.tensor(at, device=self._on_device.device)
+            for number in range(len(group.planes)):
+                in_places = self._in_places(len(blocks), index, number)
+                for rank in _holders(pool, index, number, copies):
+                    plane = self._memory.parts[rank].planes[index][number]
+                    in_pool = plane.flatten(2).unflatten(1, (-1, size))
+                    heads = pool.held(index, number, rank)
+                    theirs = in_places[:, :, :, heads.start : heads.stop].flatten(3)
+                    word = _widest_word(in_pool, theirs)
+                    yield in_pool.view(word), ids, theirs.view(word)
 
-    def _in_places(self, rows: torch.Tensor, group: LayerGroup, at: int) -> list[torch.Tensor]:
-        """# plane of the group |-> `[layers, blocks, elements]`, a strided view of the rows"""
-        size, elements = self._memory.layout.block_size, rows.view(self._memory.planes[0][0].dtype)
-        layers = len(group.layers)
+    def _in_places(self, count: int, index: int, number: int) -> torch.Tensor:
+        """A plane of the places, `[layers, blocks, tokens, heads, dim]`: a strided view."""
+        layout = self._memory.layout
+        group, size = layout.groups[index], layout.block_size
+        plane, layers = group.planes[number], len(group.layers)
+        elements = self._on_device[:count].view(self._memory.parts[0].planes[0][0].dtype)
+        before = sum(earlier.elements_per_token for earlier in layout.groups[:index])
+        before += sum(earlier.elements for earlier in group.planes[:number])
         per_layer = group.elements_per_token // layers * size
-        found, offset = [], elements.storage_offset() + at
-        for plane in group.planes:
-            shape = (layers, len(rows), plane.elements * size)
-            strides = (per_layer, elements.stride(0), 1)
-            found.append(elements.as_strided(shape, strides, offset))
-            offset += plane.elements * size
-        return found
+        return elements.as_strided(
+            (layers, count, size, plane.heads, plane.dim),
+            (per_layer, elements.stride(0), plane.elements, plane.dim, 1),
+            elements.storage_offset() + before * size,
+        )
+
+
+def _holders(pool: PoolMap, group: int, plane: int, copies: int) -> Iterator[int]:
+    for copy in range(min(copies, pool.copies(group, plane))):
+        yield from pool.holders(group, plane, copy)
 
 
 def _widest_word(*tensors: torch.Tensor) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,7 +21,8 @@ class KvMemory:
     All are views of `flat`, uint8 `[bytes]`, laid out as PoolMap says, so that a link which can
     share memory shares them all as one region. `allocate` None takes plain memory of `device`.
     With several `ranks` the tensors are those of `parts`, each of a rank's heads; without, the
-    memory is its only part.
+    memory is its only part. Ranks on GPUs of their own have a `flat` each, and their parts lie
+    apart.
     """
 
     def __init__(
@@ -47,14 +48,24 @@ class KvMemory:
         memory._lay_out(pool, flat)
         return memory
 
+    @classmethod
+    def of_parts(cls, pool: PoolMap, flats: Sequence[torch.Tensor]) -> KvMemory:
+        """# rank |-> its heads' memory, all seen from the device of the first"""
+        memory = cls.__new__(cls)
+        memory._say(pool, flats[0].device)
+        memory._flat = None
+        memory._parts = tuple(
+            KvMemory.over(part, flat) for part, flat in zip(pool.parts, flats, strict=True)
+        )
+        return memory
+
     def _lay_out(self, pool: PoolMap, flat: torch.Tensor) -> None:
-        self.layout = pool.layout
-        self.blocks = pool.blocks
-        self.flat = flat
-        self.device = flat.device
-        self.map = pool
+        self._say(pool, flat.device)
+        self._flat: torch.Tensor | None = flat
         assert flat.numel() == pool.nbytes, (flat.numel(), pool.nbytes)
-        self._parts = tuple(self._part(r) for r in range(pool.ranks)) if pool.ranks > 1 else ()
+        self._parts: tuple[KvMemory, ...] = ()
+        if pool.ranks > 1:
+            self._parts = tuple(self._part(rank) for rank in range(pool.ranks))
         if self._parts:
             return
         # layer group |-> plane |-> [layers, slots, heads, dim]
@@ -62,6 +73,21 @@ class KvMemory:
             [self._plane(group, plane) for plane in range(len(spec.planes))]
             for group, spec in enumerate(pool.layout.groups)
         ]
+
+    def _say(self, pool: PoolMap, device: torch.device) -> None:
+        self.layout = pool.layout
+        self.blocks = pool.blocks
+        self.device = device
+        self.map = pool
+
+    @property
+    def lies_apart(self) -> bool:
+        return self._flat is None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        assert self._flat is not None, "each rank's part has its own"
+        return self._flat
 
     @property
     def parts(self) -> tuple[KvMemory, ...]:

@@ -19,7 +19,6 @@ from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.views import row_index
 from kvpool.pool.map import PoolMap
 from kvpool.reslice import End, GroupSlice, PlaneSlice
-from kvpool.shard import Shard
 from kvpool.write import Section, Side
 
 Bytes = NDArray[np.uint8]
@@ -28,16 +27,19 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Slab row `[l, r]` is the pool's row `index[l, r]`.
+    """Slab row `[l, r]` is the pool's row `index[l, r]`, and each of the `others`.
 
-    `pool` is `[pool rows, row bytes]`, `index` `[layers, rows of a layer]`.
+    `pool` is `[pool rows, row bytes]`, `index` `[layers, rows of a layer]` and so are the `others`:
+    where heads have copies.
     """
 
     pool: Bytes
     index: Index
+    others: tuple[Index, ...] = ()
 
     def part(self, layers: slice, rows: slice) -> Rows:
-        return Rows(pool=self.pool, index=self.index[layers, rows])
+        others = tuple(other[layers, rows] for other in self.others)
+        return Rows(pool=self.pool, index=self.index[layers, rows], others=others)
 
     def gather(self, slab: torch.Tensor) -> None:
         """Into `slab`, contiguous, of any dtype."""
@@ -46,7 +48,9 @@ class Rows:
 
     def scatter(self, slab: torch.Tensor) -> None:
         """The inverse. Only the blocks' owner calls it."""
-        self.pool[self.index.ravel()] = self._of(slab)
+        rows = self._of(slab)
+        for index in (self.index, *self.others):
+            self.pool[index.ravel()] = rows
 
     def _of(self, slab: torch.Tensor) -> Bytes:
         rows: Bytes = slab.view(-1).view(torch.uint8).numpy()
@@ -77,15 +81,15 @@ class Place:
 
 
 def places_of(
-    pool: PoolMap, part: GroupSlice, plane: PlaneSlice, end: End, tokens: int
+    pool: PoolMap, part: GroupSlice, plane: PlaneSlice, end: End, tokens: int, copy: int = 0
 ) -> list[Place]:
     """Of pieces of `tokens` slots, one for each rank that holds some of the heads, in their order;
     where only some of a rank's heads travel, or several ranks hold them, of one slot."""
     total = pool.layout.groups[part.group].planes[plane.plane].heads
     first = plane.first_head(end)
     found = []
-    for rank in range(pool.ranks):
-        held = Shard(rank=rank, size=pool.ranks).heads(total)
+    for rank in pool.holders(part.group, plane.plane, copy):
+        held = pool.held(part.group, plane.plane, rank)
         heads = range(max(first, held.start), min(first + plane.heads, held.stop))
         if heads:
             assert tokens == 1 or heads == range(total), (tokens, heads, total)
@@ -146,14 +150,21 @@ def _rows(
     planes: Sequence[PlaneSlice],
     tokens: int,
 ) -> Rows:
-    places = [places_of(memory.map, section.part, plane, end, tokens) for plane in planes]
-    row_bytes = gcd(*(place.grain for each in places for place in each))
+    copies = max(memory.map.copies(section.part.group, plane.plane) for plane in planes)
+    places = [
+        [places_of(memory.map, section.part, plane, end, tokens, copy) for plane in planes]
+        for copy in range(copies)
+    ]
+    row_bytes = gcd(*(place.grain for copy in places for each in copy for place in each))
     pieces = row_index(side.tables[section.part.group], section, side.block_size, tokens).numpy()
-    found = [_rows_of_plane(each, pieces, row_bytes) for each in places]
-    index = np.concatenate(found, axis=1)
     pool = pool_rows(memory, row_bytes)
+    index, *others = [_rows_of_planes(copy, pieces, row_bytes) for copy in places]
     assert not index.size or index.max() < len(pool), (index.max(), len(pool))
-    return Rows(pool=pool, index=index)
+    return Rows(pool=pool, index=index, others=tuple(others))
+
+
+def _rows_of_planes(planes: Sequence[Sequence[Place]], pieces: Index, row_bytes: int) -> Index:
+    return np.concatenate([_rows_of_plane(each, pieces, row_bytes) for each in planes], axis=1)
 
 
 def _rows_of_plane(places: Sequence[Place], pieces: Index, row_bytes: int) -> Index:
@@ -167,13 +178,14 @@ class BlockRows:
     """Whole blocks of every group, in their canonical order, over the rows of `memory`."""
 
     def __init__(self, memory: KvMemory) -> None:
-        starts, sizes, steps, groups = [*zip(*_block_pieces(memory.map), strict=True)]
-        row_bytes = gcd(*starts, *sizes, *steps)
+        pool = memory.map
+        by_copy = [[*_block_pieces(pool, copy)] for copy in range(pool.most_copies)]
+        starts = [[piece[0] for piece in pieces] for pieces in by_copy]
+        _, sizes, steps, groups = [*zip(*by_copy[0], strict=True)]  # of all copies
+        row_bytes = gcd(*(start for each in starts for start in each), *sizes, *steps)
         counts = [size // row_bytes for size in sizes]
         self._pool = pool_rows(memory, row_bytes)
-        self._first = np.concatenate(
-            [start // row_bytes + np.arange(n) for start, n in zip(starts, counts, strict=True)]
-        )
+        self._firsts = [_rows_from(each, counts, row_bytes) for each in starts]
         self._step = np.repeat([step // row_bytes for step in steps], counts)
         self._group = np.repeat(groups, counts)
 
@@ -181,10 +193,19 @@ class BlockRows:
         """`blocks[i][g]` is the `i`-th block's place in group `g`."""
         ids = np.array(blocks, dtype=np.int64)
         assert ids.size == 0 or ids.min() >= 0, "a block that isn't held"
-        return Rows(pool=self._pool, index=self._first + self._step * ids[:, self._group])
+        ahead = self._step * ids[:, self._group]
+        index, *others = [first + ahead for first in self._firsts]
+        return Rows(pool=self._pool, index=index, others=tuple(others))
 
 
-def _block_pieces(pool: PoolMap) -> Iterator[tuple[int, int, int, int]]:
+def _rows_from(starts: Sequence[int], counts: Sequence[int], row_bytes: int) -> Index:
+    """Which rows the pieces are that begin at these bytes."""
+    return np.concatenate(
+        [start // row_bytes + np.arange(n) for start, n in zip(starts, counts, strict=True)]
+    )
+
+
+def _block_pieces(pool: PoolMap, copy: int) -> Iterator[tuple[int, int, int, int]]:
     """(where block 0 has it, its bytes, bytes from block to block, group) of each piece of a block:
     of each layer's planes, token by token and rank by rank where several ranks share the heads"""
     tokens = pool.layout.block_size if pool.ranks == 1 else 1
@@ -192,7 +213,8 @@ def _block_pieces(pool: PoolMap) -> Iterator[tuple[int, int, int, int]]:
         for layer in range(len(group.layers)):
             for plane in range(len(group.planes)):
                 for token in range(0, pool.layout.block_size, tokens):
-                    for rank, part in enumerate(pool.parts):
+                    for rank in pool.holders(index, plane, copy):
+                        part = pool.parts[rank]
                         row = part.token_bytes(index, plane)
                         start = pool.part_offset(rank) + part.row_offset(index, plane, layer, token)
                         yield start, tokens * row, pool.layout.block_size * row, index

@@ -11,6 +11,7 @@ import torch
 from kvpool.codec import Codec, WireFormat
 from kvpool.memory.codec import gather_changed, scatter_changed
 from kvpool.memory.kv_memory import KvMemory
+from kvpool.memory.parts import move_parts
 from kvpool.memory.rows import plane_rows, section_rows
 from kvpool.memory.views import plane_views, row_index, slab_views
 from kvpool.reslice import End
@@ -35,14 +36,20 @@ def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Ten
 
 def _device(memory: KvMemory) -> torch.device:
     """With its number, which `memory.device` may lack."""
-    return memory.flat.device
+    return memory.parts[0].flat.device
 
 
 def _move(
     memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
 ) -> None:
     """At the source out of the pool, at the target into it."""
-    if slab.is_cuda:
+    if memory.lies_apart or (slab.is_cuda and memory.map.ranks > 1):
+
+        def move(part: KvMemory, own: Section, payload: torch.Tensor) -> None:
+            _move(part, side, own, wire, payload, end)
+
+        move_parts(memory, section, wire, slab, end, move)
+    elif slab.is_cuda:
         _move_planes(memory, side, section, wire, slab, end)
     elif _is_verbatim(memory, wire):
         payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]

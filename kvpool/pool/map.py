@@ -6,7 +6,7 @@ A peer that knows layout and number of blocks finds the same places:
 
 each `[layers, slots, heads, dim]`, slot = block x block_size + token, on a border of 256 bytes. A
 worker with several tensor parallel ranks has as many such maps, of each rank's heads, one after
-another.
+another. With more ranks than heads, each head has *copies*, on ranks that follow one another.
 """
 
 from __future__ import annotations
@@ -70,6 +70,29 @@ class PoolMap:
         if self.ranks == 1:
             return (self,)
         return tuple(PoolMap(layout=one.local, blocks=self.blocks) for one in self.shards)
+
+    def copies(self, group: int, plane: int) -> int:
+        """On how many ranks each head is."""
+        return max(1, self.ranks // self.layout.groups[group].planes[plane].heads)
+
+    @cached_property
+    def most_copies(self) -> int:
+        return max(self.copies(group, plane) for group, plane in self._planes)
+
+    def holders(self, group: int, plane: int, copy: int) -> range:
+        """Ranks that together hold every head once, in the heads' order; others for each `copy`."""
+        copies = self.copies(group, plane)
+        return range(copy % copies, self.ranks, copies)
+
+    def held(self, group: int, plane: int, rank: int) -> range:
+        """The heads that a rank has."""
+        total = self.layout.groups[group].planes[plane].heads
+        return Shard(rank=rank, size=self.ranks).heads(total)
+
+    @cached_property
+    def bytes_per_block(self) -> int:
+        """One block in every group, with all copies of its heads."""
+        return sum(part.layout.bytes_per_block for part in self.parts)
 
     def part_offset(self, rank: int) -> int:
         return sum(part.nbytes for part in self.parts[:rank])

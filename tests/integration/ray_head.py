@@ -97,12 +97,13 @@ class Marked:
                 title = " ".join(process.cmdline())
                 left += [title] if _is_kvrelay(title) else []
                 left += [link for link in _links(process.pid) if "kvrelay-" in link]
+                left += [line for line in _mapped(process.pid) if "kvrelay-" in line]
         return left
 
 
 def _is_kvrelay(title: str) -> bool:
     hosts = ("ray::Controller", "ray::RouterHost", "ray::WorkerHost", "ray::PoolNodeHost")
-    return title.startswith(hosts) or "bin/kvrelay" in title
+    return title.startswith(hosts) or "bin/kvrelay" in title or "engine.parallel" in title
 
 
 def _links(pid: int) -> Iterator[str]:
@@ -112,6 +113,10 @@ def _links(pid: int) -> Iterator[str]:
         with suppress(OSError):
             link = os.readlink(entry)
             yield names.get(link, link)
+
+
+def _mapped(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 def _abstract_sockets() -> dict[str, str]:

@@ -58,7 +58,9 @@ REFUSED = {
     "workers.0.parallel.tensor=0": "workers.0.parallel.tensor: got 0, "
     "expected greater than or equal to 1",
     "workers.0={role: prefill, device: 'cuda:1', parallel: {tensor: 2}}": "workers.0.parallel: "
-    "expected tensor: 1 on device cuda:1: ranks share the host's memory so far",
+    "expected tensor: 1 on device cuda:1: several ranks need cuda, or cpu",
+    "workers.0={role: prefill, device: cuda, resources: {GPU: 0.5}, parallel: {tensor: 2}}": ""
+    "workers.0.parallel: expected tensor: as many ranks as resources.GPU, which is 0.5",
     "workers.0={role: prefill, cpu_threads: 3, parallel: {tensor: 2}}": "workers.0.parallel: "
     "expected tensor: a degree that divides the 3 cpu_threads",
     "router.replicas=0": "router.replicas: got 0, expected greater than or equal to 1",
@@ -230,6 +232,14 @@ def test_the_ranks_of_a_worker_have_a_share_each() -> None:
     assert [worker.settings.threads_per_rank for worker in plan.workers] == [2, 2]
 
 
+def test_each_rank_has_a_gpu() -> None:
+    config = resolve(set_("workers.0={role: prefill, device: cuda, parallel: {tensor: 4}}"), SITE)
+    assert config.workers[0].resources["GPU"] == 4
+    plan = plan_cluster(resolve(config, SITE))
+    assert [worker.placement.gpus for worker in plan.workers] == [4, 0]
+    assert plan.workers[0].settings.device_share == 1
+
+
 def test_more_ranks_than_cpus_still_fit() -> None:
     small = Site(total_cpus=2, node_cpus=2, host=None, bundled_path="/b")
     config = resolve(set_("workers.0.parallel.tensor=2"), small)
@@ -399,6 +409,7 @@ CHANGES = {
     "engine.eviction": "reuse",
     "engine.compile": "off",
     "engine.profile": "off",
+    "engine.rank_timeout": "3s",
     "engine.cuda_graphs": "off",
     "engine.launch_ahead": "on",
     "engine.kv_dtype": "fp8",

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,18 @@ def test_a_compiler_that_dies_leaves_no_half_of_a_library(tmp_path: Path) -> Non
     with pytest.raises(BuildError, match="exit status -9"):
         built(fake_compiler(tmp_path, script), tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_of_those_that_come_together_one_builds(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = f"""case "$*" in *--version*) exit;; esac
+        echo begun >> {log}; sleep 0.2
+        while [ "$1" != -o ]; do shift; done; echo whole > "$2" """
+    source = fake_compiler(tmp_path, script)
+    with ThreadPoolExecutor(4) as pool:
+        made = {*pool.map(lambda _: built(source, tmp_path / "cache"), range(4))}
+    assert [path.read_text() for path in made] == ["whole\n"]
+    assert log.read_text() == "begun\n"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

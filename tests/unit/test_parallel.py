@@ -7,15 +7,18 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.checkpoint import open_checkpoint
 from engine.layer_marks import LayerMarks
+from engine.load import load_engine
 from engine.model import load_model
 from engine.parallel import leader
 from engine.parallel.leader import Leader
@@ -24,8 +27,12 @@ from engine.parallel.split import check_plan
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.step import StepBatch
+from kvpool.memory.sections import gather_write, scatter_write
+from kvpool.shard import Shard, ShardLayout
+from kvpool.transfer_plan import cut
+from kvpool.write import Side, TokenSpan
 from kvrelay.errors import ModelError, PeerError
-from tests.drive import run_forced, run_mixed, start
+from tests.drive import Running, run_forced, run_mixed, start
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import (
     Reference,
@@ -37,12 +44,6 @@ from tests.reference import (
 CHUNK_TOKENS, TOKENS = 64, 24
 LENGTHS = (1, 17, 64, 130)
 LIMITS = EngineLimits(max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    engine: Engine
-    references: list[Reference]
 
 
 def ranks(folder: Path, size: int, *, device: str = "cpu", compiled: bool = False) -> Engine:
@@ -66,33 +67,55 @@ def references(folder: Path) -> list[Reference]:
     return [generate_reference(model, p, tokens=TOKENS) for p in prompts]
 
 
-FAMILIES = {
-    "llama": {"vocab_size": 511},  # no rank count divides it
-    "mistral": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "gemma2": {},
-    "mixtral": {},
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """`heads` for KV that each rank has."""
+
+    family: str
+    size: int = 2
+    heads: int = 1
+    compiled: bool = False  # captures take seconds: the others run their modules
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    kind: Kind
+    folder: Path
+    engine: Engine
+    references: list[Reference]
+
+
+KINDS = {
+    "llama": Kind("llama", compiled=True, changes={"vocab_size": 511}),  # no rank count divides it
+    "llama, one head twice": Kind("llama", compiled=True, changes={"num_key_value_heads": 1}),
+    "qwen2, two heads twice": Kind("qwen2", size=4),
+    "qwen3": Kind("qwen3", changes={"tie_word_embeddings": True}),
+    "mistral": Kind("mistral"),
+    "gemma2": Kind("gemma2"),
+    "gemma3, one head twice": Kind("gemma3_text", changes={"num_key_value_heads": 1}),
+    "mixtral": Kind("mixtral"),
+    "qwen3_moe": Kind("qwen3_moe"),
 }
-COMPILED = {"llama"}
-"""The others run their modules: captures take seconds."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=sorted(KINDS))
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
-    folder = tmp_path_factory.mktemp(request.param)
-    random_checkpoint(folder, request.param, **FAMILIES[request.param])
-    engine = ranks(folder, 2, compiled=request.param in COMPILED)
-    assert (engine.model.flat is not None) == (request.param in COMPILED)
-    yield Case(engine, references(folder))
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp("model")
+    random_checkpoint(folder, kind.family, **kind.changes)
+    engine = ranks(folder, kind.size, compiled=kind.compiled)
+    assert (engine.model.flat is not None) == kind.compiled
+    yield Case(kind, folder, engine, references(folder))
     engine.close()
 
 
 def test_each_rank_has_its_heads_of_the_pool(case: Case) -> None:
-    assert len(case.engine.memory.parts) == 2
-    for group in case.engine.layout.groups:
-        assert {plane.heads for plane in group.planes} == {2}
+    assert len(case.engine.memory.parts) == case.kind.size
+    for part in case.engine.memory.parts:
+        for group in part.layout.groups:
+            assert {plane.heads for plane in group.planes} == {case.kind.heads}
 
 
 def test_logits_are_those_of_one_rank(case: Case) -> None:
@@ -107,6 +130,57 @@ def test_tokens_in_mixed_batches(case: Case) -> None:
     run_mixed(case.engine, sequences, chunk_tokens=CHUNK_TOKENS)
     for reference, one in zip(case.references, sequences, strict=True):
         assert_same_tokens(reference, one.emitted)
+
+
+def test_a_prompt_goes_to_one_rank_and_back(case: Case) -> None:
+    """Computed by one engine, decoded by the other."""
+    one = load_engine(
+        open_checkpoint(str(case.folder)),
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        blocks=48,
+        limits=LIMITS,
+        compiled=False,
+    )
+    for first, second in ((case.engine, one), (one, case.engine)):
+        for reference in case.references:
+            handed = handed_over(first, second, reference.prompt)
+            assert_same_tokens(reference, handed.emitted)
+
+
+def handed_over(first: Engine, second: Engine, prompt: list[int]) -> Running:
+    (here,) = start(first, [prompt], max_tokens=1)
+    run_mixed(first, [here], chunk_tokens=CHUNK_TOKENS)
+    (there,) = start(second, [prompt], max_tokens=TOKENS)
+    there.emitted, there.done_tokens = list(here.emitted), len(prompt)
+    whole = ShardLayout(model=first.layout, shard=Shard())
+    span = TokenSpan(start=0, tokens=len(prompt), next_position=len(prompt))
+    for write in cut(whole, whole, span=span, staging_bytes=20_000):
+        slab = torch.empty(write.nbytes, dtype=torch.uint8)
+        gather_write(first.memory, Side(tables=here.tables, block_size=16), write, slab)
+        scatter_write(second.memory, Side(tables=there.tables, block_size=16), write, slab)
+    run_mixed(second, [there], chunk_tokens=CHUNK_TOKENS)
+    return there
+
+
+def test_the_pool_is_as_large_as_asked_however_often_heads_are_kept(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path, "llama", num_key_value_heads=1)
+    limits = replace(LIMITS, kv_memory_bytes=1 << 20)
+    engine = load_split(
+        open_checkpoint(str(folder)),
+        2,
+        threads=1,
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        blocks=None,
+        limits=limits,
+        compiled=False,
+    )
+    engine.close()
+    assert 0.9 * (1 << 20) < engine.memory.flat.numel() <= 1 << 20
+    assert engine.sizing.kv_bytes == engine.memory.flat.numel()
 
 
 def refused(folder: Path, message: str, size: int = 2, **kind: str) -> None:
@@ -149,7 +223,7 @@ def test_a_rank_that_can_not_load_ends_the_start(
 
 
 def test_heads_that_can_not_be_shared_are_refused(tmp_path: Path) -> None:
-    refused(random_checkpoint(tmp_path, "llama"), r"parallel\.tensor 4 .* choose 1 or 2", 4)
+    refused(random_checkpoint(tmp_path, "llama"), r"parallel\.tensor 3 .* choose 1 or 2 or 4$", 3)
 
 
 def test_layers_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:
@@ -157,9 +231,12 @@ def test_layers_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:
     refused(folder, r"parallel\.tensor 2 can't split .*mlp\.gate_proj of this llama model: .* 97")
 
 
-def test_ranks_are_refused_on_other_devices(tmp_path: Path) -> None:
+def test_ranks_are_refused_on_devices_that_are_not_there(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "llama")
-    refused(folder, "parallel.tensor 2 on cuda:0", device="cuda:0")
+    refused(folder, "parallel.tensor 2 on cuda:0: .* CUDA_VISIBLE_DEVICES", device="cuda:0")
+    refused(
+        folder, "parallel.tensor 2 on cuda: each rank needs a GPU and torch sees 0", device="cuda"
+    )
 
 
 def test_a_rank_that_dies_while_it_loads_ends_the_start(

@@ -3,22 +3,32 @@ are threads here."""
 
 from __future__ import annotations
 
+import random
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
 import torch
+from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from engine.parallel.board import PLACE_BYTES, Board, board_bytes
+from engine.parallel import message, nccl_group, rank_kv
+from engine.parallel.board import PLACE_BYTES
+from engine.parallel.channel import Channel
 from engine.parallel.degree import check_degree
-from engine.parallel.group import Group
-from engine.parallel.message import decode_step, encode_step
+from engine.parallel.devices import check_gpus, rank_devices
+from engine.parallel.group import Group, open_group
+from engine.parallel.message import StepHearer, StepTeller
+from engine.parallel.nccl_group import NcclGroup, side_by_side
 from engine.parallel.share import profile_of_all
 from engine.sizing import MemoryProfile
 from engine.step import SampleRequest, SequenceSlice
-from kvpool.layout import NO_BLOCK, BlockId
+from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.pool.map import PoolMap
 from kvrelay.errors import ModelError, PeerError
 from kvrelay.types import RequestKey, Sampling
 
@@ -30,8 +40,8 @@ LARGE = PLACE_BYTES // 4 + 1
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Iterator[list[Group]]:
-    groups = [Group(rank, SIZE, tmp_path / "meeting") for rank in range(SIZE)]
-    memory = torch.zeros(board_bytes(SIZE), dtype=torch.uint8)
+    groups = [open_group("cpu", rank, SIZE, tmp_path / "meeting") for rank in range(SIZE)]
+    memory = torch.zeros(groups[0].shared_bytes, dtype=torch.uint8)
     on_all(groups, lambda group: group.connect(memory))
     yield groups
     for group in groups:
@@ -86,13 +96,21 @@ def test_who_waits_for_a_rank_that_is_gone_hears_of_it(groups: list[Group]) -> N
             waiting.result(10)
 
 
-def test_a_rank_that_hangs_is_waited_for_only_so_long() -> None:
-    board = Board(torch.zeros(board_bytes(2), dtype=torch.uint8), 0, 2, timeout_s=0.01)
-    with pytest.raises(PeerError, match="hangs"):
-        board.sum(torch.ones(1, 1))
+@pytest.mark.parametrize("elements", [1, LARGE], ids=["one", "large"])
+def test_a_rank_that_hangs_is_waited_for_only_so_long(groups: list[Group], elements: int) -> None:
+    on_all(groups[:2], lambda group: group.bound(0.1))
+    on_all(groups[:2], lambda group: given_up(group, elements))
 
 
-def piece(token_ids: tuple[int, ...], start: int, tables: object, samples: int) -> SequenceSlice:
+def given_up(group: Group, elements: int) -> None:
+    late = "a rank" if elements == LARGE else "rank 2"
+    with pytest.raises(PeerError, match=f"{late} is gone, or hangs"):
+        group.sum(torch.ones(1, elements))
+
+
+def piece(
+    token_ids: tuple[int, ...], start: int, tables: Tables, samples: int, *, name: str = "a"
+) -> SequenceSlice:
     request = SampleRequest(
         sampling=Sampling(max_tokens=1, seed=0),
         choice=0,
@@ -101,13 +119,24 @@ def piece(token_ids: tuple[int, ...], start: int, tables: object, samples: int) 
         emitted_ids=(),
     )
     return SequenceSlice(
-        key=RequestKey("a", 0),
+        key=RequestKey(name, 0),
         choice=0,
         token_ids=token_ids,
         start=start,
-        tables=tables,  # type: ignore[arg-type]
+        tables=tables,
         samples=(request,) * samples,
     )
+
+
+def blocks(*ids: int) -> tuple[BlockId, ...]:
+    return tuple(BlockId(i) for i in ids)
+
+
+def assert_told(slices: list[SequenceSlice], told: list[SequenceSlice]) -> None:
+    for ours, theirs in zip(slices, told, strict=True):
+        assert theirs.token_ids == ours.token_ids
+        assert (theirs.start, theirs.tables) == (ours.start, ours.tables)
+        assert bool(theirs.samples) == bool(ours.samples)
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -115,14 +144,62 @@ def test_a_step_is_told_as_it_is(is_long: bool) -> None:
     table = (NO_BLOCK, BlockId(7), BlockId(2**30))
     slices = [
         piece((5,), 40, (table, table[:0]), 2),
-        piece((9, 8, 7), 0, ((BlockId(3),), (BlockId(4),)), 0),
+        piece((9, 8, 7), 0, (blocks(3), blocks(4)), 0, name="b"),
     ]
-    told, told_long = decode_step(encode_step(slices, is_long))
+    told, told_long = StepHearer().decode(StepTeller().encode(slices, is_long))
     assert told_long is is_long
-    for ours, theirs in zip(slices, told, strict=True):
-        assert theirs.token_ids == ours.token_ids
-        assert (theirs.start, theirs.tables) == (ours.start, ours.tables)
-        assert bool(theirs.samples) == bool(ours.samples)
+    assert_told(slices, told)
+
+
+def test_only_what_is_new_of_a_table_is_told() -> None:
+    teller, hearer = StepTeller(), StepHearer()
+    table = blocks(*range(100))
+    first = [piece((5,), 1599, (table,), 1)]
+    whole = teller.encode(first, False)
+    (told,), _ = hearer.decode(whole)
+    again = teller.encode(first, False)
+    assert len(whole) - len(again) == 4 * (2 + 100)
+    (same,), _ = hearer.decode(again)
+    assert same.tables is told.tables, "what others cache by it is found"
+    grown = [piece((6,), 1600, ((*table, BlockId(7)),), 1)]
+    message = teller.encode(grown, False)
+    assert len(message) == len(again) + 4 * (2 + 1)
+    assert_told(grown, hearer.decode(message)[0])
+
+
+def test_those_that_run_are_remembered_whoever_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message, "_SPARE_ROWS", 1)
+    teller, table = StepTeller(), blocks(*range(50))
+    told = []
+    for number in range(5):
+        told.append(len(teller.encode([piece((5,), 799, (table,), 1)], False)))
+        teller.encode([piece((5,), 15, (blocks(99),), 1, name=f"other {number}")], False)
+    assert set(told[1:]) == {told[0] - 4 * (2 + 50)}
+
+
+def random_tables(letters: random.Random, old: Tables) -> Tables:
+    """Kept, grown, cut, a window's first blocks gone, or quite others."""
+    grown = tuple((*table, BlockId(letters.randrange(99))) for table in old)
+    gone = tuple((NO_BLOCK, *table[1:]) for table in old)
+    shorter = tuple(table[:-1] for table in old)
+    others = tuple(blocks(*(letters.randrange(99) for _ in range(4))) for _ in old)
+    return letters.choice([old, grown, gone, shorter, others])
+
+
+def test_tables_are_right_however_they_change_and_whoever_comes_and_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(message, "_SPARE_ROWS", 3)
+    letters, teller, hearer = random.Random(3), StepTeller(), StepHearer()
+    held = {str(i): (blocks(1, 2), blocks(3)) for i in range(12)}
+    for _ in range(300):
+        names = letters.sample(sorted(held), letters.randint(1, 6))
+        for name in names:
+            held[name] = random_tables(letters, held[name])
+        slices = [piece((1, 2), 0, held[name], 1, name=name) for name in names]
+        slices.append(piece((3,), 2, random_tables(letters, held[names[0]]), 1, name=names[0]))
+        assert_told(slices, hearer.decode(teller.encode(slices, False))[0])
+    assert len(hearer._rows) <= 7 + 3 + 7, "rows are used again"
 
 
 def test_a_host_holds_all_ranks(groups: list[Group]) -> None:
@@ -133,19 +210,125 @@ def test_a_host_holds_all_ranks(groups: list[Group]) -> None:
     assert profile_of_all(measured, groups[0]) == MemoryProfile(
         total_bytes=1200, weight_bytes=300, activation_bytes=30, staging_bytes=15
     )
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "degrees"), [(32, 8, 8), (9, 3, 3), (8, 8, 4)])
-def test_a_degree_divides_all_heads(heads: int, kv_heads: int, degrees: int) -> None:
-    check_degree(degrees, "llama", [heads], [kv_heads])
+    assert profile_of_all(measured, groups[0], on_cpu=False) == MemoryProfile(
+        total_bytes=3000, weight_bytes=300, activation_bytes=30, staging_bytes=15
+    )
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "choices"),
-    [([9], [3], "1 or 3"), ([32], [1], "1"), ([8], [2, 3], "1")],
+    ("heads", "kv_heads", "degree"),
+    [(32, 8, 8), (9, 3, 3), (8, 8, 4), (32, 8, 16), (9, 3, 9), (8, 1, 4)],
+)
+def test_a_degree_divides_all_heads_and_has_whole_ones_for_kv(
+    heads: int, kv_heads: int, degree: int
+) -> None:
+    check_degree(degree, "llama", [heads], [kv_heads])
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "kv_heads", "choices"),
+    [
+        (2, [9], [3], "1 or 3 or 9"),
+        (4, [6], [2], "1 or 2 or 6"),
+        (2, [8], [2, 3], "1"),
+        (4, [16], [8, 6], "1 or 2"),
+    ],
 )
 def test_the_degrees_there_are_get_named(
-    heads: list[int], kv_heads: list[int], choices: str
+    size: int, heads: list[int], kv_heads: list[int], choices: str
 ) -> None:
-    with pytest.raises(ModelError, match=rf"parallel\.tensor 2 .* choose {choices}$"):
-        check_degree(2, "llama", heads, kv_heads)
+    with pytest.raises(ModelError, match=rf"parallel\.tensor {size} .* choose {choices}$"):
+        check_degree(size, "llama", heads, kv_heads)
+
+
+def test_each_rank_has_its_device(tmp_path: Path) -> None:
+    assert rank_devices("cpu", 3) == ("cpu",) * 3
+    assert rank_devices("cuda", 2) == ("cuda:0", "cuda:1")
+    assert isinstance(open_group("cuda:1", 1, 2, tmp_path / "meeting"), NcclGroup)
+
+
+@pytest.mark.parametrize(
+    ("count", "reached", "message"),
+    [
+        (1, True, "each rank needs a GPU and torch sees 1: .*resources.GPU"),
+        (2, False, "cuda:0 can't reach the memory of cuda:1: .*CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_gpus_that_can_not_serve_are_refused(
+    count: int, reached: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda ours, theirs: reached)
+    with pytest.raises(ModelError, match=f"parallel.tensor 2 on cuda: {message}"):
+        check_gpus(2)
+
+
+class Gloo(ProcessGroupGloo):  # type: ignore[misc]
+    """What of NCCL's group is used, on CPUs."""
+
+    aborted = False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_what_is_asked_of_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's own part runs on GPUs alone."""
+
+    def made(meeting: Path, rank: int, size: int) -> Gloo:
+        return Gloo(FileStore(str(meeting), size), rank, size, timedelta(seconds=30))
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(nccl_group, "_process_group", made)
+    cpu, meeting = torch.device("cpu"), tmp_path / "meeting"
+    groups: list[Group] = [NcclGroup(cpu, rank, SIZE, meeting) for rank in range(SIZE)]
+    on_all(groups, lambda group: group.connect(torch.zeros(0)))
+    on_all(groups, lambda group: group.bound(5.0))
+    parts = [torch.full((1, 2, 4), float(rank + 1)) for rank in range(SIZE)]
+    joined = torch.cat(parts, dim=-1)[..., :11]
+    for found in on_all(groups, lambda group: group.join(parts[group.rank], 11)):
+        assert torch.equal(found, joined)
+    for found in on_all(groups, lambda group: group.sum(parts[group.rank])):
+        assert torch.equal(found, torch.full((1, 2, 4), 6.0))
+    groups[0].give_up()
+    assert groups[0]._nccl.aborted  # type: ignore[attr-defined]
+
+
+def test_rank_0_reaches_the_kv_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles go by the channel; what CUDA makes of them is a table here."""
+    layout = KvLayout(
+        groups=(LayerGroup(layers=(0, 1), planes=(Plane(name="k", heads=1, dim=4),)),),
+        dtype="float32",
+        block_size=16,
+    )
+    pool, shared = PoolMap(layout=layout, blocks=3, ranks=3), {}
+
+    def handle(number: bytes) -> SimpleNamespace:
+        return SimpleNamespace(pack=lambda: number, map=lambda device: shared[number])
+
+    def share(memory: torch.Tensor) -> SimpleNamespace:
+        number = bytes([len(shared) + 1])
+        shared[number] = memory
+        return handle(number)
+
+    monkeypatch.setattr(rank_kv, "share", share)
+    monkeypatch.setattr(rank_kv.CudaHandle, "unpack", staticmethod(handle))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    lines = [[Channel(end) for end in socket.socketpair()] for _ in range(2)]
+    cpu = torch.device("cpu")
+    theirs = [rank_kv.offer_part(pool.parts[rank], cpu, lines[rank - 1][1]) for rank in range(1, 3)]
+    whole = rank_kv.map_parts(pool, cpu, [ours for ours, _ in lines])
+    assert whole.lies_apart
+    for part, their in zip(whole.parts[1:], theirs, strict=True):
+        assert part.planes[0][0].data_ptr() == their.planes[0][0].data_ptr()
+    for end in (end for line in lines for end in line):
+        end.close()
+
+
+def test_parts_of_all_gpus_are_put_side_by_side() -> None:
+    parts = torch.arange(12).view(3, 2, 2)  # [ranks, rows, n]
+    assert side_by_side(parts).tolist() == [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]

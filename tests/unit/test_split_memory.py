@@ -43,12 +43,16 @@ def numbers(seed: int, layout: KvLayout = LAYOUT) -> KvMemory:
     return memory
 
 
-def split(memory: KvMemory, ranks: int) -> KvMemory:
-    """The same KV, each head with its rank."""
+def split(memory: KvMemory, ranks: int, *, apart: bool = False) -> KvMemory:
+    """The same KV, each head with its rank; `apart`: as on GPUs of their own."""
     shared = KvMemory(memory.layout, memory.blocks, "cpu", ranks=ranks)
+    if apart:
+        flats = [torch.zeros(part.nbytes, dtype=torch.uint8) for part in shared.map.parts]
+        shared = KvMemory.of_parts(shared.map, flats)
     for mine, whole in zip(planes_of(shared), planes_of(memory), strict=True):
-        for plane, all_heads in zip(mine, torch.chunk(whole[0], ranks, dim=2), strict=True):
-            plane.copy_(all_heads)
+        for rank, plane in enumerate(mine):
+            held = Shard(rank=rank, size=ranks).heads(whole[0].shape[2])
+            plane.copy_(whole[0][:, :, held.start : held.stop])
     return shared
 
 
@@ -59,9 +63,19 @@ def planes_of(memory: KvMemory) -> list[list[torch.Tensor]]:
 
 
 def assert_same(one: KvMemory, other: KvMemory) -> None:
+    """Whatever the ranks are; all copies of a head are alike."""
     for ours, theirs in zip(planes_of(one), planes_of(other), strict=True):
-        whole, expected = torch.cat(ours, dim=2), torch.cat(theirs, dim=2)
-        assert torch.equal(whole.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(all_heads(ours).view(torch.int16), all_heads(theirs).view(torch.int16))
+
+
+def all_heads(by_rank: list[torch.Tensor]) -> torch.Tensor:
+    total = LAYOUT.groups[0].planes[0].heads
+    copies = max(1, len(by_rank) // total)
+    for rank, plane in enumerate(by_rank):
+        assert torch.equal(
+            plane.view(torch.int16), by_rank[rank // copies * copies].view(torch.int16)
+        )
+    return torch.cat(by_rank[::copies], dim=2)
 
 
 def side(seed: int) -> Side:
@@ -74,35 +88,40 @@ def written(codec: Codec = Codec.NONE, wire_dtype: str | None = None) -> Write:
     return write
 
 
+SIDES = [(1, 2), (2, 1), (4, 2), (2, 4), (2, 2), (8, 1), (1, 8), (8, 2), (2, 16), (16, 8)]
 FORMATS = [(Codec.NONE, None), (Codec.NONE, "float32"), (Codec.INT8, None), (Codec.FP8, None)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("codec", "wire_dtype"), FORMATS)
 def test_a_slab_is_the_same_whoever_holds_the_heads(
-    ranks: int, codec: Codec, wire_dtype: str | None
+    ranks: int, codec: Codec, wire_dtype: str | None, apart: bool
 ) -> None:
     write, memory = written(codec, wire_dtype), numbers(1)
     slabs = [torch.zeros(write.nbytes, dtype=torch.uint8) for _ in range(2)]
     gather_write(memory, side(1), write, slabs[0])
-    gather_write(split(memory, ranks), side(1), write, slabs[1])
+    gather_write(split(memory, ranks, apart=apart), side(1), write, slabs[1])
     assert torch.equal(*slabs)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize(("codec", "wire_dtype"), FORMATS)
-def test_a_slab_is_shared_out(ranks: int, codec: Codec, wire_dtype: str | None) -> None:
+def test_a_slab_is_shared_out(
+    ranks: int, codec: Codec, wire_dtype: str | None, apart: bool
+) -> None:
     write, memory = written(codec, wire_dtype), numbers(1)
     slab = torch.zeros(write.nbytes, dtype=torch.uint8)
     gather_write(numbers(2), side(2), write, slab)
-    shared = split(memory, ranks)
+    shared = split(memory, ranks, apart=apart)
     scatter_write(memory, side(1), write, slab)
     scatter_write(shared, side(1), write, slab)
     assert_same(shared, memory)
 
 
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "unmapped"])
-@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (4, 2), (2, 4), (2, 2)])
+@pytest.mark.parametrize(("theirs", "ours"), SIDES)
 def test_blocks_are_read_from_the_ranks_of_a_peer(theirs: int, ours: int, mapped: bool) -> None:
     source, target = numbers(1), numbers(2)
     expected = numbers(2)
@@ -135,17 +154,18 @@ def test_a_peer_whose_ranks_can_not_share_the_heads_is_not_read() -> None:
     memory = numbers(1)
     with connected() as (owner, link):
         kv = replace(facts(memory, owner.adopt(memory.flat).name), ranks=3)
-        with pytest.raises(PeerError, match="pool of 3 ranks"):
+        with pytest.raises(PeerError, match=r"pool of 3 ranks: .* can't split 4 KV heads"):
             fetch(memory, side(2), link, kv, side(1), written())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_pool_node_gets_whole_blocks(ranks: int) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_pool_node_gets_whole_blocks(ranks: int, apart: bool) -> None:
     memory = random_memory(LAYOUT, 1)
     places = [(BlockId(i), BlockId((5 * i + 1) % BLOCKS)) for i in (7, 2, 3)]
     staging = [torch.empty(3 * LAYOUT.bytes_per_block, dtype=torch.uint8) for _ in range(2)]
     whole = HostBlocks(memory, staging[0])
-    shared = HostBlocks(split(memory, ranks), staging[1])
+    shared = HostBlocks(split(memory, ranks, apart=apart), staging[1])
     assert torch.equal(whole.gather(places), shared.gather(places))
     elsewhere = [(BlockId(11), BlockId(4)), (BlockId(12), BlockId(3)), (BlockId(0), BlockId(0))]
     whole.scatter(elsewhere)
@@ -153,9 +173,10 @@ def test_a_pool_node_gets_whole_blocks(ranks: int) -> None:
     assert_same(shared._memory, memory)
 
 
-def test_a_block_is_copied_on_every_rank() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_block_is_copied_on_every_rank(apart: bool) -> None:
     memory = numbers(1)
-    shared = split(memory, 2)
+    shared = split(memory, 2, apart=apart)
     for one in (memory, shared):
         one.copy_blocks((((BlockId(3), BlockId(9)),), ((BlockId(2), BlockId(0)),)))
     assert_same(shared, memory)

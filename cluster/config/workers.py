@@ -1,0 +1,67 @@
+"""Worker pools as a cluster file has them. Pure."""
+
+from __future__ import annotations
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from cluster.config.types import (
+    AutoCount,
+    AutoOrOff,
+    Count,
+    Device,
+    Dtype,
+    Quantity,
+    Section,
+)
+from kvrelay.types import Role
+
+
+class Parallel(Section):
+    tensor: Count = 1
+    """Processes of one machine that share one model copy, each with some of its heads; on device
+    cuda each on a GPU of its own."""
+
+
+class WorkerPool(Section):
+    """Workers of one role that are alike. A role may have several pools."""
+
+    role: Role
+    replicas: Count = 1
+    device: Device = "cpu"
+    """cpu, cuda (a GPU that Ray picks) or cuda:N (that GPU of the machine)."""
+    resources: dict[str, Quantity] = Field(default_factory=dict)
+    """What Ray sets aside for each worker: CPU, GPU, memory (bytes), or your own names."""
+    accelerator_type: str | None = None
+    """Only on nodes with this accelerator, in Ray's spelling, such as H100."""
+    cpu_threads: AutoCount = None
+    """Threads of one worker, of all its processes together; auto: the CPUs, shared out."""
+    cpu_pinning: AutoOrOff = "auto"
+    """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
+    the host uses, where there are enough; off: wherever the system puts it."""
+    parallel: Parallel = Parallel()
+    dtype: Dtype | None = None
+    """null: as model.dtype says."""
+
+    @field_validator("parallel")
+    @classmethod
+    def _on_its_device(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+        device = others.data.get("device", "cpu")
+        if given.tensor > 1 and device not in ("cpu", "cuda"):
+            raise ValueError(f"tensor: 1 on device {device}: several ranks need cuda, or cpu")
+        return given
+
+    @field_validator("parallel")
+    @classmethod
+    def _has_its_gpus(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+        gpus = others.data.get("resources", {}).get("GPU", given.tensor)
+        if given.tensor > 1 and gpus != given.tensor and others.data.get("device") == "cuda":
+            raise ValueError(f"tensor: as many ranks as resources.GPU, which is {gpus:g}")
+        return given
+
+    @field_validator("parallel")
+    @classmethod
+    def _has_its_threads(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+        threads = others.data.get("cpu_threads")
+        if threads is not None and threads % given.tensor:
+            raise ValueError(f"tensor: a degree that divides the {threads} cpu_threads")
+        return given

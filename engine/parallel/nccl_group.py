@@ -1,0 +1,85 @@
+"""Collectives between ranks on GPUs of one host, each with its own. Never run so far: no machine
+with two GPUs was at hand.
+
+They are queued on the caller's stream, so that nobody waits for another rank here: one that hangs
+is found by NCCL's watchdog, which ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from engine.parallel.group import LOADING_TIMEOUT_S
+from kvrelay.errors import PeerError
+
+
+class NcclGroup:
+    shared_bytes = 0
+
+    def __init__(self, device: torch.device, rank: int, size: int, meeting: Path) -> None:
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._meeting = meeting
+        self._nccl: Any = None  # a ProcessGroupNCCL, which torch has only with CUDA
+
+    def connect(self, memory: torch.Tensor) -> None:
+        torch.cuda.set_device(self._device)
+        with _peer_errors():
+            self._nccl = _process_group(self._meeting, self.rank, self.size)
+
+    def bound(self, timeout_s: float) -> None:
+        assert self._nccl is not None, "not connected"
+        self._nccl.set_timeout(timedelta(seconds=timeout_s))
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """16 bits are added in 16: NCCL has no wider sums."""
+        assert self._nccl is not None, "not connected"
+        whole = part.to(self._device).contiguous()
+        with _peer_errors():
+            self._nccl.allreduce([whole]).wait()
+        return whole
+
+    def join(self, part: torch.Tensor, outputs: int) -> torch.Tensor:
+        assert self._nccl is not None, "not connected"
+        parts = part.new_empty(self.size * len(part), *part.shape[1:])
+        with _peer_errors():
+            self._nccl._allgather_base(parts, part.contiguous()).wait()
+        return side_by_side(parts.view(self.size, *part.shape))[..., :outputs]
+
+    def give_up(self) -> None:
+        """Ends what runs on the device, which would wait for ever."""
+        if self._nccl is not None:
+            self._nccl.abort()
+
+    def close(self) -> None:
+        self._nccl = None
+
+
+def side_by_side(parts: torch.Tensor) -> torch.Tensor:
+    """`[ranks, ..., n]` as `[..., ranks x n]`."""
+    return parts.movedim(0, -2).flatten(-2)
+
+
+def _process_group(meeting: Path, rank: int, size: int) -> object:
+    kind: Any = distributed.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=LOADING_TIMEOUT_S)
+    made: object = kind(FileStore(str(meeting), size), rank, size, options)
+    return made
+
+
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"a rank is gone, or hangs: {' '.join(str(error).split())}") from error
