@@ -108,7 +108,7 @@ class Engine:
         if self._watch is not None:
             self._watch.drain()
         slices = flight.batch.slices
-        with self._stream.within():
+        with self._stream.beside():
             tokens = iter(flight.drawn.sampled())
             return StepOutcome(
                 sampled=tuple([next(tokens) if s.samples else () for s in slices]),

@@ -26,7 +26,7 @@ class _Running:
 
 
 class SimDevice:
-    """Implements cluster.worker.loop.StepDevice; `post` gets the outcomes."""
+    """Implements cluster.worker.step_turns.StepDevice; `post` gets the outcomes."""
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, get_args
@@ -32,10 +31,10 @@ from cluster.worker.events import (
 )
 from cluster.worker.preloads import Preloads
 from cluster.worker.pull_turns import PullTurns
+from cluster.worker.step_turns import StepDevice, StepTurns
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
-from engine.latency import StepWork
-from engine.step import Command, Emit, RunStep, StepBehindWanted, StepDone, StepWanted, Tick
+from engine.step import Command, Emit, RunStep, StepDone, Tick
 from kvpool.handoff import TO_PREFILL, Commit, PeerHello
 from kvpool.handoff_events import (
     FetchPiece,
@@ -87,13 +86,6 @@ _LAST = (Released, ReserveRefused)
 MoveJob = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
 
 
-class StepDevice(Protocol):
-    """Runs a step; its end comes back as Stepped. Another one is submitted while it runs only where
-    the loop was told that the device launches ahead."""
-
-    def submit(self, step: RunStep) -> None: ...
-
-
 class Links(Protocol):
     """To peers."""
 
@@ -124,12 +116,8 @@ class WorkerLoop:
         clock: Callable[[], float] | None = None,
         trace: Trace = NO_TRACE,
     ) -> None:
-        """`most_steps`: so many the device may run in a row, while no prompt waits.
-        `launches_ahead`: it takes one step while another runs. `clock` None: the machine's."""
+        """`most_steps` and `launches_ahead` are those of StepTurns. `clock` None: the machine's."""
         self._now = clock or time.monotonic
-        self._most_steps = most_steps
-        self._launches_ahead = launches_ahead
-        self._device = device
         self._pace = pace
         self._openings = openings
         self.prefill = prefill
@@ -144,9 +132,16 @@ class WorkerLoop:
         self._streams = RouterStreams(self.reports, self.counters)
         self._next_tick_s = 0.0
         self._closing = False
-        self._stepping: DecodeScheduler | PrefillScheduler | None = None
-        self._behind: StepWork | None = None  # of the step behind the one that runs
-        self._turns: deque[DecodeScheduler | PrefillScheduler] = deque([decode, prefill])
+        self._turns = StepTurns(
+            device,
+            decode,
+            prefill,
+            pace,
+            self._now,
+            self._execute,
+            most_steps=most_steps,
+            launches_ahead=launches_ahead,
+        )
         self._totals = Totals()
         self._link_states: Callable[[], tuple[LinkState, ...]] = tuple
 
@@ -172,11 +167,11 @@ class WorkerLoop:
 
     def act(self) -> None:
         """Keep the device busy, tell."""
-        self._start_step()
+        self._turns.start()
         while self._pool is not None and self._pooled(self._pool.turn()):
-            self._start_step()
-        self._start_behind()
-        if self._stepping is None:
+            self._turns.start()
+        self._turns.start_behind()
+        if self._turns.stepping is None:
             self._pace.idle()
         self._execute(self._pulls.take_commands())
         self._streams.flush()
@@ -223,7 +218,7 @@ class WorkerLoop:
                 if choice := self.decode.receiver.pools.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
             case LayersWritten():
-                if self._stepping is self.prefill:
+                if self._turns.stepping is self.prefill:
                     self._execute(self.prefill.handle(event, self._now()))
             case _ if isinstance(event, PoolNews):
                 self._from_pool(event)
@@ -302,53 +297,12 @@ class WorkerLoop:
         self._execute(self.prefill.handle(event, self._now()))
         self._execute(self.decode.handle(event, self._now()))
 
-    # --- decide and run -------------------------------------------------------------------------
-
-    def _start_step(self) -> None:
-        """The schedulers take turns at the device."""
-        if self._stepping is not None or not (self.decode.has_work or self.prefill.has_work):
-            return
-        for scheduler in list(self._turns):
-            if self._stepping is None:
-                self._turns.rotate(-1)
-                if scheduler.has_work:
-                    self._offer(scheduler)
-
-    def _offer(self, scheduler: DecodeScheduler | PrefillScheduler) -> None:
-        most_steps = 1 if self.prefill.has_work else self._most_steps
-        for command in scheduler.handle(StepWanted(most_steps=most_steps), self._now()):
-            if isinstance(command, RunStep):
-                self._stepping = scheduler
-                self._pace.begun(command.batch.work, self._now())
-                self._device.submit(command)
-            else:
-                self._execute([command])
-
-    def _start_behind(self) -> None:
-        """What the device does next is launched before it is free, unless a prompt waits."""
-        if not self._launches_ahead or self._behind is not None:
-            return
-        if self._stepping is not self.decode or self.prefill.has_work:
-            return
-        for command in self.decode.handle(StepBehindWanted(), self._now()):
-            if isinstance(command, RunStep):
-                self._behind = command.batch.work
-                self._device.submit(command)
-            else:
-                self._execute([command])
+    # --- run ------------------------------------------------------------------------------------
 
     def _stepped(self, done: StepDone) -> None:
-        scheduler = self._stepping
-        assert scheduler is not None, "a step ended that was not begun"
-        self._pace.ended(self._now(), done.steps)
-        if self._behind is None:
-            self._stepping = None
-        else:
-            self._pace.begun(self._behind, self._now())
-            self._behind = None
         self._totals.steps += 1
         self._totals.busy_s += done.seconds
-        self._execute(scheduler.handle(done, self._now()))
+        self._execute(self._turns.ended(done))
 
     def _execute(self, commands: Iterable[Command | PullBlocks]) -> None:
         for command in commands:

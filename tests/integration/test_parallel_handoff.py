@@ -87,6 +87,7 @@ def start_worker(here: Marked, router: str, role: str, tensor: int, log: Path) -
     options = (f"--role={role}", f"--tensor={tensor}", f"--cpu-threads={tensor}")
     small = ("--set=engine.kv_memory=16MiB", "--set=model.dtype=float32")
     small += ("--set=engine.rank_timeout=8s", "--set=engine.profile=off")
+    small += ("--set=engine.compile=off", "--set=attention.backend=sdpa")  # nothing is built
     return here.start(KVRELAY, "worker", f"--join={router}", *options, *small, log=log)
 
 

@@ -62,7 +62,8 @@ def serving(
     config = {
         "name": "ranks",
         "model": {"path": str(model), "dtype": "float32"},
-        "engine": {"kv_memory": "16MiB", "profile": "off", "rank_timeout": "8s"},
+        "engine": {"kv_memory": "16MiB", "profile": "off", "compile": "off", "rank_timeout": "8s"},
+        "attention": {"backend": "sdpa"},
         "workers": [one | {"cpu_pinning": "off"} for one in pools],
     }
     path.write_text(yaml.safe_dump(config))

@@ -235,7 +235,7 @@ class TestPredictive:
         forecast = Forecast(workers_of(p, d))
         for margin in (forecast.ttft, forecast.tpot):
             for _ in range(30):
-                margin.observe(0.1, 0.5, undisturbed=False)
+                margin.observe(0.1, 0.5, 0.0, undisturbed=False)
         asked, way = demand(ttft_s=0.1, tpot_s=0.3), Candidate(decode=d, prefill=p)
         verdict = Predictive().judge(asked, [way], NO_CAPACITY, forecast, 0.0)
         assert isinstance(verdict, Admitted)

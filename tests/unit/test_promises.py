@@ -286,7 +286,7 @@ def test_as_long_as_nothing_is_known_some_margin_is_taken() -> None:
     margin = Margin(confidence=0.9, at_first=0.02)
     assert margin.apply(2.0) == pytest.approx(2.04)
     for _ in range(30):
-        margin.observe(2.0, 2.0, undisturbed=False)
+        margin.observe(2.0, 2.0, 0.0, undisturbed=False)
     assert margin.apply(2.0) == 2.0
 
 

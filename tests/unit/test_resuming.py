@@ -46,14 +46,18 @@ SAMPLINGS = {
 
 
 def engine_of(
-    tmp_path_factory: pytest.TempPathFactory, family: str, *, attention: str = "auto"
+    tmp_path_factory: pytest.TempPathFactory,
+    family: str,
+    *,
+    attention: str = "auto",
+    device: str = "cpu",
 ) -> Engine:
     limits = EngineLimits(
         max_model_len=None, prefill_chunk_tokens=CHUNK_TOKENS, max_running_requests=8
     )
     return load_engine(
         open_checkpoint(str(random_checkpoint(tmp_path_factory.mktemp(family), family))),
-        device="cpu",
+        device=device,
         dtype="float32",
         block_size=BLOCK_SIZE,
         blocks=64,
