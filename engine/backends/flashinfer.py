@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from engine.step import SequenceSlice
 from kvpool.memory.kv_memory import KvMemory
 
 _WORKSPACE_BYTES = 256 << 20
+_STEPS = 2
+"""One may be launched while another runs. A wrapper keeps its plan in pinned memory, which the
+device reads when it comes to the step: no other step may have written there by then."""
 
 
 class FlashInferBackend:
@@ -33,18 +37,21 @@ class FlashInferBackend:
     ) -> None:
         self._memory, self._shapes, self._places = memory, shapes, places
         self._tables = TableCache()
-        self._wrappers = [_wrapper(memory.device) for _ in shapes]
+        workspaces = [
+            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=memory.device) for _ in shapes
+        ]
+        self._wrappers = cycle(
+            [
+                [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for workspace in workspaces]
+                for _ in range(_STEPS)
+            ]
+        )
 
     def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
         step = step_arrays(self._memory.layout, slices, self._tables)
         inputs = Named.of(step).send(self._memory.device)
         writer = KvWriter(self._memory, self._places, inputs.slots, marks, store)
-        return inputs.prepared(_State(writer, self._shapes, self._wrappers, step))
-
-
-def _wrapper(device: torch.device) -> Any:
-    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+        return inputs.prepared(_State(writer, self._shapes, next(self._wrappers), step))
 
 
 @dataclass(frozen=True, slots=True)

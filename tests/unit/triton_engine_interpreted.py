@@ -8,7 +8,9 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,28 @@ def test_backends_serve_windows_and_soft_caps(
     backend = opener(name)(gemma.memory, shapes, layer_places(gemma.layout))
     monkeypatch.setattr(gemma, "backend", backend)
     _check(gemma)
+
+
+def test_a_plan_of_flashinfer_stays_while_the_next_step_is_launched(
+    gemma: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, stand_in in fake_attention_libraries.modules().items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    wrapper, planned = sys.modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper, []
+    plan = wrapper.plan
+
+    def noted(one: object, *args: Any, **options: Any) -> None:
+        planned.append(one)
+        plan(one, *args, **options)
+
+    monkeypatch.setattr(wrapper, "plan", noted)
+    shapes = group_shapes(gemma.layout, probe(gemma.model))
+    backend = opener("flashinfer")(gemma.memory, shapes, layer_places(gemma.layout))
+    monkeypatch.setattr(gemma, "backend", backend)
+    run_mixed(gemma, start(gemma, _prompts(5), max_tokens=3), chunk_tokens=_CHUNK_TOKENS)
+    steps = [{*planned[at : at + 2]} for at in range(0, len(planned), 2)]  # of two layer groups
+    assert len(steps) == 3
+    assert not any(first & second for first, second in pairwise(steps))
 
 
 class _Counted(DecodeGraphs):
