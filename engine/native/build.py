@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -49,7 +49,7 @@ def built(source: Source, folder: Path | None = None, processor: str = "native")
     """The shared library's file, in `folder` (the user's cache); builds it if it isn't there.
 
     `processor` is what the compiler's -march takes. Of processes that start together one builds it,
-    and the others wait. The file appears whole. Raises BuildError.
+    and the others wait, where the file system can lock. The file appears whole. Raises BuildError.
     """
     compiler = source.compiler()
     folder = folder or cache_folder() / "native"
@@ -71,7 +71,8 @@ def built(source: Source, folder: Path | None = None, processor: str = "native")
 def _alone_in(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(OSError):  # NFS locks no directory
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -79,6 +80,18 @@ def test_of_those_that_come_together_one_builds(tmp_path: Path) -> None:
         made = {*pool.map(lambda _: built(source, tmp_path / "cache"), range(4))}
     assert [path.read_text() for path in made] == ["whole\n"]
     assert log.read_text() == "begun\n"
+
+
+def test_a_file_system_without_locks_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(build.fcntl, "flock", no_locks)
+    script = 'while [ "$1" != -o ]; do shift || exit 0; done; echo whole > "$2"'
+    path = built(fake_compiler(tmp_path, script), tmp_path / "cache")
+    assert path.read_text() == "whole\n"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
