@@ -24,7 +24,8 @@ class StepDevice(Protocol):
 
 class StepTurns:
     """`most_steps`: so many the device may run in a row, while no prompt waits. `launches_ahead`:
-    it takes one step while another runs. `execute` gets what isn't the device's."""
+    it takes one step while another runs, each of them a single one. `execute` gets what isn't the
+    device's."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class StepTurns:
         most_steps: int,
         launches_ahead: bool,
     ) -> None:
+        assert most_steps == 1 or not launches_ahead, "the step behind goes on one token later"
         self._device = device
         self._decode, self._prefill = decode, prefill
         self._pace = pace

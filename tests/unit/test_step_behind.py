@@ -248,6 +248,18 @@ def test_the_blocks_of_who_has_ended_come_back_after_the_step_behind() -> None:
     assert not list(driver.scheduler.receiver.tables.held())
 
 
+def test_who_has_ended_holds_no_step_behind_up() -> None:
+    driver, request = pair(), a_spec("3", 3, max_tokens=9)
+    sampling = replace(request.sampling, stop_token_ids=(55,))
+    driver.add(replace(request, sampling=sampling), by_handoff=True)
+    the_step(driver.scheduler.handle(StepWanted(), 0))
+    assert wanted(driver.scheduler)
+    end(driver, 5, 6, 55)
+    (step,) = wanted(driver.scheduler)
+    found = [(piece.key.request_id, piece.follows) for piece in step.batch.slices]
+    assert found == [("1", 0), ("2", 1)]
+
+
 @pytest.mark.parametrize(
     "message", [Abort(key=key("1")), Stop(key=key("1"), choice=0, valid_tokens=1)]
 )
