@@ -29,6 +29,8 @@ _LENGTHS = tuple(range(1, 33))
 """Tokens of the sequences that the bound is measured with."""
 _SAFETY = 4.0
 """A run meets other tokens, longer contexts and far more positions than these."""
+_SAFETY_MIXED = 6.0
+"""Between workers of two dtypes: their weights are rounded differently, too, which no run shows."""
 _SAFETY_ALIKE = 2.5
 """Between workers of one dtype that send KV as it is: the distance measured is already that of two
 orders of summation, of which such workers mostly have one."""
@@ -51,7 +53,7 @@ def canary_bound(
     exact = dtype == torch.float32 and not lossy and not mixed_precision
     if has_experts(engine.model.config) and not exact:
         return None
-    plain = (_SAFETY if mixed_precision else _SAFETY_ALIKE) * _worst(engine)
+    plain = (_SAFETY_MIXED if mixed_precision else _SAFETY_ALIKE) * _worst(engine)
     encoded = [_SAFETY * _worst_encoded(engine, codec) for codec in lossy]
     return max(plain, *encoded, _ROUNDINGS * torch.finfo(dtype).eps, _NEGLIGIBLE)
 

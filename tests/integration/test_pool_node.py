@@ -232,13 +232,14 @@ def test_another_model_is_refused_and_an_old_ones_disk_is_replaced(
     options = (*_host(32), *_disk(start.disk))
     node = start(*options)
     address = start.address
-    with pool_worker(address) as worker, pool_worker(address, kv=layout(dim=32)) as stranger:
+    with pool_worker(address) as worker:
         worker.await_connected()
         worker.store(chain(1, 4))
-        until(lambda: "refused: its blocks are bfloat16/block16" in node.text)
-        until(lambda: "refuses this worker: its blocks are" in caplog.text)
-        assert not stranger.side.client.connected
-        worker.store(chain(2, 4))
+        with pool_worker(address, kv=layout(dim=32)) as stranger:
+            until(lambda: "refused: its blocks are bfloat16/block16" in node.text)
+            until(lambda: "refuses this worker: its blocks are" in caplog.text)
+            assert not stranger.side.client.connected
+            worker.store(chain(2, 4))
     node.stop()
     node = start(*options)
     assert "8 blocks (512KiB) on disk" in node.text

@@ -205,6 +205,7 @@ SAMPLES: dict[str, object] = {
     "model.served_name": "other",
     "model.dtype": "float16",
     "model.max_model_len": 99,
+    "engine.rank_timeout": "9s",
     "engine.block_size": 32,
     "engine.memory_fraction": 0.5,
     "engine.kv_memory": "1MiB",
