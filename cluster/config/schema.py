@@ -75,7 +75,8 @@ class Engine(Section):
     time; on CUDA it multiplies at once what has one input; off: the model runs as transformers has
     it."""
     launch_ahead: Literal["auto", "on", "off"] = "auto"
-    """Launch a decode step before the tokens of the one before are known: on; auto: on CUDA."""
+    """Launch a decode step before the tokens of the one before are known: on; auto: on CUDA. With
+    several ranks it isn't done."""
     cuda_graphs: AutoOrOff = "auto"
     """auto: on CUDA decode steps are recorded when a worker starts, for each of some batch sizes;
     off: they are launched kernel by kernel."""
