@@ -7,6 +7,7 @@ text; of fp8 powers of two, since its numbers float anyway, or exact.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,7 @@ def _logits(model: Model, token_ids: list[int], state: _Rounded) -> torch.Tensor
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     folder = checkpoint_path()
     model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(_TEXT.read_text()).ids

@@ -162,9 +162,7 @@ def _search(task: Task, work: Workload, asked: Asked) -> Found:
 
 def _write(path: Path, settled: Settled, task: Task) -> None:
     raw = servable_file(settled.fleet, task.model, task.facts, task.objectives)
-    notes = "".join(
-        f"# kvrelay serve can't start this yet: {o}\n" for o in obstacles(settled.fleet)
-    )
+    notes = "".join(f"# kvrelay serve can't start this: {o}\n" for o in obstacles(settled.fleet))
     path.write_text(f"# {settled.fleet}\n{notes}{yaml.safe_dump(raw, sort_keys=False)}")
 
 

@@ -72,9 +72,11 @@ class Engine(Section):
     to be used again as learnt from the pool's history. Never one that others continue."""
     compile: AutoOrOff = "auto"
     """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
-    time; off: the model runs as transformers has it."""
+    time; on CUDA it multiplies at once what has one input; off: the model runs as transformers has
+    it."""
     launch_ahead: Literal["auto", "on", "off"] = "auto"
-    """Launch a decode step before the tokens of the one before are known: on; auto: on CUDA."""
+    """Launch a decode step before the tokens of the one before are known: on; auto: on CUDA. With
+    several ranks it isn't done."""
     cuda_graphs: AutoOrOff = "auto"
     """auto: on CUDA decode steps are recorded when a worker starts, for each of some batch sizes;
     off: they are launched kernel by kernel."""

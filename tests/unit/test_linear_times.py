@@ -26,6 +26,15 @@ def test_prefill_counts_tokens_pairs_and_sequences() -> None:
     assert TIMES.step_s(packed) == pytest.approx(0.003 + 110 * 40e-6 + pairs * 0.1e-6 + 2 * 50e-6)
 
 
+@pytest.mark.parametrize(("cached", "chunks"), [(0, (100, 100, 50)), (130, (100, 20)), (250, ())])
+def test_a_prompt_takes_as_long_as_its_chunks(cached: int, chunks: tuple[int, ...]) -> None:
+    seconds, done = 0.0, cached
+    for chunk in chunks:
+        seconds += TIMES.step_s(prefill_work(chunk, done))
+        done += chunk
+    assert TIMES.prompt_s(250, cached, 100) == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize(
     ("sequences", "seconds"),
     [(1, 0.004), (2, 0.005), (9, 0.0085), (16, 0.012), (40, 0.018), (64, 0.024)],

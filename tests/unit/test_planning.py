@@ -14,7 +14,16 @@ from bench.papers.goodput import poisson
 from cluster.cli.main import app
 from cluster.config.load import load_config
 from cluster.config.schema import Config
-from cluster.sim.planning.candidates import Fleet, Kind, fastest, fits, grown, kinds, smallest
+from cluster.sim.planning.candidates import (
+    Fleet,
+    Kind,
+    Pool,
+    fastest,
+    fits,
+    grown,
+    kinds,
+    smallest,
+)
 from cluster.sim.planning.cluster_file import obstacles, servable_file
 from cluster.sim.planning.copies import Copy, copies, simulated_kv
 from cluster.sim.planning.estimate import Objectives, decode_s, prefill_s, workload
@@ -176,6 +185,22 @@ def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> 
     assert [pool.role for pool in loaded.workers] == [Role.PREFILL, Role.DECODE]
     assert loaded.simulation.slo.tpot == pytest.approx(0.05)
     assert not obstacles(fleet)
+    assert [pool.parallel.tensor for pool in loaded.workers] == [1, 1]
+
+
+def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:
+    by_degrees = {
+        (way.parallel.tensor, way.parallel.pipeline): Fleet(
+            (Pool(role=Role.BOTH, copy=way, replicas=1, seconds=1.0),)
+        )
+        for way in ways({"h100-sxm": 2})
+    }
+    raw = servable_file(by_degrees[2, 1], "llama-3.1-8b", FACTS, OBJECTIVES)
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
+    assert load_config(tmp_path / "plan.yaml").workers[0].parallel.tensor == 2
+    assert obstacles(by_degrees[2, 1]) == []
+    (why,) = obstacles(by_degrees[1, 2])
+    assert why == "h100-sxm tp1 pp2: a worker's model isn't cut into pipeline stages"
 
 
 @pytest.fixture

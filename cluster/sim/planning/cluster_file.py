@@ -50,11 +50,16 @@ def servable_file(
 ) -> dict[str, object]:
     """The same with the model and its devices, for `kvrelay serve` and `kvrelay simulate`."""
     raw = cluster_file(fleet, model, facts, objectives)
-    workers = [{"role": str(p.role), "replicas": p.replicas, "device": "cuda"} for p in fleet.pools]
-    return {"model": {"path": model}, **raw, "workers": workers}
+    return {"model": {"path": model}, **raw, "workers": [_workers(pool) for pool in fleet.pools]}
+
+
+def _workers(pool: Pool) -> dict[str, object]:
+    found = {"role": str(pool.role), "replicas": pool.replicas, "device": "cuda"}
+    tensor = pool.copy.parallel.tensor
+    return found if tensor == 1 else found | {"parallel": {"tensor": tensor}}
 
 
 def obstacles(fleet: Fleet) -> list[str]:
-    """Why `kvrelay serve` can't start it yet; empty when it can."""
-    wide = [pool.copy.name for pool in fleet.pools if pool.copy.parallel.devices > 1]
-    return [f"{name}: a worker serves on one GPU so far" for name in wide]
+    """Why `kvrelay serve` can't start it; empty when it can."""
+    staged = [pool.copy.name for pool in fleet.pools if pool.copy.parallel.pipeline > 1]
+    return [f"{name}: a worker's model isn't cut into pipeline stages" for name in staged]
