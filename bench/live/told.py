@@ -65,10 +65,10 @@ class Told:
         self.corrections.append((at_s, hello.role, factor))
 
     def correction(self, role: Role, during: Container[float]) -> float:
-        """The median of what its worker said then."""
-        return median(
-            factor for at_s, of, factor in self.corrections if of is role and at_s in during
-        )
+        """The median of what its worker said then, or ever where it said nothing."""
+        said = [(at_s, factor) for at_s, of, factor in self.corrections if of is role]
+        then = [factor for at_s, factor in said if at_s in during]
+        return median(then or [factor for _, factor in said])
 
     def predictions(self) -> list[Predicted]:
         found = (_predicted(at_s, request) for at_s, request in self._placed.values())
