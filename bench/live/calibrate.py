@@ -12,7 +12,7 @@ from bench.live.outcome import Objectives
 from bench.live.stack import Policy, load, stack
 
 ALONE, AT_ONCE, TURNS = 16, 16, 6
-TTFT_FACTOR, TPOT_FACTOR = 8.0, 3.0
+TTFT_FACTOR, TPOT_FACTOR = 8.0, 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

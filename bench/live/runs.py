@@ -16,7 +16,7 @@ from bench.live.stack import Policy, load, stack
 from bench.live.told import Predicted, Told, read_record
 from bench.plain_cluster import PlainCluster
 
-WARM_FACTOR, WARM_S = 1.0, 6.0
+WARM_FACTOR, WARM_S = 1.0, 20.0
 """Before the first rate, so that the router has learnt how far to trust its predictions."""
 REFUSALS = "kvrelay:refusal_seconds"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from router.admitting.policy import Admitted, Verdict, no_place
+from router.admitting.policy import ANY_NUMBER, Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
 from router.forecast.forecast import Forecast
@@ -34,7 +34,7 @@ class EarlyRejection:
                 demand, candidate, prediction, forecast, now_s
             )
             if against is None:
-                return Admitted(candidate=candidate, prediction=prediction)
+                return Admitted(candidate=candidate, prediction=prediction, counted=ANY_NUMBER)
             refusal = against
         return refusal
 

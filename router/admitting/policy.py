@@ -13,11 +13,14 @@ from router.refusal import Refusal
 from router.reserve import has_place
 from router.view import WorkerView
 
+ANY_NUMBER = 2**32 - 1
+"""`counted` of policies that promise no pace: nor shall the worker refuse for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """`doubted`: against what its workers say of their speed. `counted`: its pace was judged
-    beside so many sequences of its decode worker."""
+    beside so many sequences of its decode worker; None: the worker judges it."""
 
     candidate: Candidate
     prediction: Prediction

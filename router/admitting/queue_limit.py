@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from router.admitting.policy import Admitted, Verdict, no_place
+from router.admitting.policy import ANY_NUMBER, Admitted, Verdict, no_place
 from router.candidate import Candidate
 from router.demand import Demand
 from router.forecast.forecast import Forecast
@@ -32,7 +32,7 @@ class QueueLimit:
             full = no_place(demand, candidate.decode) or self._queue_full(candidate)
             if full is None:
                 prediction = forecast.predict(demand, candidate, now_s)
-                return Admitted(candidate=candidate, prediction=prediction)
+                return Admitted(candidate=candidate, prediction=prediction, counted=ANY_NUMBER)
             refusal = full
         return refusal
 

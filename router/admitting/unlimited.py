@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from router.admitting.policy import Admitted, Deferred, Verdict, first_with_place
+from router.admitting.policy import ANY_NUMBER, Admitted, Deferred, Verdict, first_with_place
 from router.candidate import Candidate
 from router.demand import Demand
 from router.forecast.forecast import Forecast
@@ -25,5 +25,9 @@ class Unlimited:
     ) -> Verdict:
         found = first_with_place(demand, candidates, otherwise)
         if isinstance(found, Candidate):
-            return Admitted(candidate=found, prediction=forecast.predict(demand, found, now_s))
+            return Admitted(
+                candidate=found,
+                prediction=forecast.predict(demand, found, now_s),
+                counted=ANY_NUMBER,
+            )
         return found if found is NO_CAPACITY else Deferred(refusal=found, patience_s=inf)

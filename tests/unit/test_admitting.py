@@ -8,7 +8,7 @@ from kvrelay.messages import Counters, LinkState
 from kvrelay.types import Incarnation, Role
 from router.admitting.capacity import Capacity
 from router.admitting.early_rejection import EarlyRejection
-from router.admitting.policy import AdmissionPolicy, Admitted, Deferred, Verdict
+from router.admitting.policy import ANY_NUMBER, AdmissionPolicy, Admitted, Deferred, Verdict
 from router.admitting.predictive import Predictive
 from router.admitting.queue_limit import QueueLimit
 from router.admitting.unlimited import Unlimited
@@ -89,6 +89,13 @@ def test_unlimited_lets_it_wait_forever() -> None:
     assert isinstance(verdict, Deferred)
     assert verdict.patience_s == inf
     assert judge(Unlimited(), p, asked=demand()) is NO_CAPACITY
+
+
+@pytest.mark.parametrize("policy", [Unlimited(), QueueLimit(2), EarlyRejection()])
+def test_who_promises_no_pace_leaves_none_to_the_worker(policy: AdmissionPolicy) -> None:
+    verdict = judge(policy, *pair(), asked=demand(tpot_s=9.0))
+    assert isinstance(verdict, Admitted)
+    assert verdict.counted == ANY_NUMBER
 
 
 def test_queue_limit_counts_prompts() -> None:
