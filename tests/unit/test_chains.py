@@ -173,6 +173,6 @@ def test_what_is_no_number_stays_so(dtype: torch.dtype) -> None:
 def test_chains_add_no_thread_to_those_of_torch(dtype: torch.dtype) -> None:
     chain = product(pack([numbers(dtype, 960, 576)], [None]), open_fused(dtype))
     torch.ones(1 << 20).add_(1)
-    threads = len(os.listdir("/proc/self/task"))
+    threads = {*os.listdir("/proc/self/task")}
     chain(numbers(dtype, 1, 16, 576))
-    assert len(os.listdir("/proc/self/task")) == threads
+    assert {*os.listdir("/proc/self/task")} <= threads

@@ -142,9 +142,9 @@ def test_the_kernel_adds_no_thread_to_those_of_torch() -> None:
     torch.set_num_threads(3)
     try:
         torch.ones(1 << 20).add_(1)
-        threads = len(os.listdir("/proc/self/task"))
+        threads = {*os.listdir("/proc/self/task")}
         _attend_with(found)
-        assert len(os.listdir("/proc/self/task")) == threads
+        assert {*os.listdir("/proc/self/task")} <= threads
     finally:
         torch.set_num_threads(before)
 
