@@ -18,16 +18,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.codec_loss import Handoff, Load, bundled_prompts, random_prompts
+from bench.codec_loss import Handoff, Load, bench_engine, bundled_prompts, random_prompts
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
-from engine.checkpoint import open_checkpoint
-from engine.load import load_engine
 from engine.runner import Engine
-from engine.sizing import EngineLimits
 
-_BLOCK_SIZE = 16
 WAYS = (("auto", True), ("sdpa", True), ("auto", False), ("sdpa", False))
 """attention.backend, engine.compile"""
 
@@ -160,24 +156,6 @@ def agreement(engine: Engine, text: Text) -> Agreement:
     )
 
 
-def load_way(folder: Path, load: Load, attention: str, compiled: bool) -> Engine:
-    limits = EngineLimits(
-        max_model_len=load.tokens,
-        prefill_chunk_tokens=load.prompt_tokens,
-        max_running_requests=load.prompts,
-    )
-    return load_engine(
-        open_checkpoint(str(folder)),
-        device="cpu",
-        dtype="bfloat16",
-        block_size=_BLOCK_SIZE,
-        blocks=load.prompts * -(-load.tokens // _BLOCK_SIZE),
-        limits=limits,
-        attention=attention,
-        compiled=compiled,
-    )
-
-
 def rows(name: str, folder: Path, prompts: torch.Tensor, load: Load) -> Iterator[Row]:
     text = write_text(folder, prompts, load.output_tokens)
     method = (
@@ -186,7 +164,7 @@ def rows(name: str, folder: Path, prompts: torch.Tensor, load: Load) -> Iterator
         f"next token is the same in {text.another_next:.1%} of places"
     )
     for attention, compiled in WAYS:
-        found = agreement(load_way(folder, load, attention, compiled), text)
+        found = agreement(bench_engine(folder, load, attention=attention, compiled=compiled), text)
         way = f"{name}, attention {attention}, compile {'auto' if compiled else 'off'}"
         beside = {"": (found.apart, "two orders of summation", text.another_order)}
         beside |= {" from fp32's": (found.error, "transformers' own", text.error)}

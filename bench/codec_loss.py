@@ -207,7 +207,9 @@ def random_prompts(load: Load) -> torch.Tensor:
     return torch.randint(2, SMOLLM_135M.vocab_size, shape, generator=generator)
 
 
-def _engine(path: Path, load: Load) -> Engine:
+def bench_engine(
+    path: Path, load: Load, *, attention: str = "auto", compiled: bool = True
+) -> Engine:
     limits = EngineLimits(
         max_model_len=load.tokens,
         prefill_chunk_tokens=load.prompt_tokens,
@@ -220,14 +222,16 @@ def _engine(path: Path, load: Load) -> Engine:
         block_size=_BLOCK_SIZE,
         blocks=2 * load.prompts * -(-load.tokens // _BLOCK_SIZE),
         limits=limits,
+        attention=attention,
+        compiled=compiled,
     )
 
 
 def measure(load: Load) -> list[Row]:
-    found = losses(_engine(checkpoint_path(), load), bundled_prompts(load), load)
+    found = losses(bench_engine(checkpoint_path(), load), bundled_prompts(load), load)
     table = [*rows("bundled model", *found, load)]
     with tempfile.TemporaryDirectory() as folder:
-        engine = _engine(write_random_llama(Path(folder), SMOLLM_135M), load)
+        engine = bench_engine(write_random_llama(Path(folder), SMOLLM_135M), load)
         found = losses(engine, random_prompts(load), load)
     return [*table, *rows("random SmolLM-135M", *found, load)]
 

@@ -27,7 +27,8 @@ from kvrelay.values import value
 class Reserve:
     """To the decode worker: hold blocks until the KV arrives from `source`. None: from whoever
     comes with it first, as long as the router that asks is here. The router has judged its pace,
-    and what of so many sequences will be there by then (`counted`); None: it has not."""
+    and what of so many sequences will be there by then (`counted`), or promises none, however many
+    there are; None: it has not."""
 
     spec: RequestSpec
     source: Incarnation | None

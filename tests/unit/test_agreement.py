@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from bench.agreement import WAYS, Text, agreement, apart, load_way, reordered, write_text
-from bench.codec_loss import Load
+from bench.agreement import WAYS, Text, agreement, apart, reordered, write_text
+from bench.codec_loss import Load, bench_engine
 from engine.bundled import checkpoint_path
 
 LOAD = Load(prompts=2, prompt_tokens=64, output_tokens=48)
@@ -41,7 +41,9 @@ def text() -> Text:
 def test_logits_are_within_the_error_of_two_orders(
     attention: str, compiled: bool, text: Text
 ) -> None:
-    found = agreement(load_way(checkpoint_path(), LOAD, attention, compiled), text)
+    found = agreement(
+        bench_engine(checkpoint_path(), LOAD, attention=attention, compiled=compiled), text
+    )
     print(f"{found}; two orders {text.another_order:.3g}, transformers {text.error:.3g}")
     assert found.error <= 1.05 * text.error
     assert found.apart <= 1.2 * text.another_order
@@ -63,6 +65,6 @@ def test_a_norm_that_is_off_by_two_hundredths_is_noticed(text: Text, tmp_path: P
     model.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((checkpoint_path() / name).read_bytes())
-    found = agreement(load_way(tmp_path, LOAD, "auto", True), text)
+    found = agreement(bench_engine(tmp_path, LOAD), text)
     assert found.error > 1.05 * text.error
     assert found.apart > 1.2 * text.another_order
