@@ -69,7 +69,7 @@ class Remote(Protocol):
         they could not, and what `check` raises once it has taken long."""
 
     def rest(self) -> bool:
-        """No one uses it for now; every region is forgotten. Whether it may be dropped."""
+        """Every region is forgotten. Whether all of it may be dropped; else it is used again."""
 
 
 class Agent(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,7 +30,7 @@ _FAREWELL_S = 2.0
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
-    users: int = 0  # connections
+    connections: set[PeerConnection] = field(default_factory=set)
 
 
 class PeerEndpoint:
@@ -188,9 +188,12 @@ class PeerEndpoint:
             if peer is None:
                 peer = _Peer(self._exposure.peer(peer_address, self._fetcher(peer_address)))
                 self._peers[peer_address] = peer
-            peer.users += 1
+            told_meanwhile = any(not other.gone for other in peer.connections)
             connection = PeerConnection(sock, peer.memory, peer_address, self._send_timeout_s)
+            peer.connections.add(connection)
             self._connections.add(connection)
+        if not told_meanwhile:
+            peer.memory.rest()
         return connection
 
     def _welcome(self, sock: socket.socket, connection: PeerConnection) -> PeerConnection:
@@ -236,13 +239,20 @@ class PeerEndpoint:
             for holders in self._retiring.values():
                 holders.discard(connection)
             self._free_retired()
-            self._peers[connection.peer_address].users -= 1
-            self._peers = {
-                address: peer
-                for address, peer in self._peers.items()
-                if peer.users or not peer.memory.rest()
-            }
+            self._peers[connection.peer_address].connections.discard(connection)
             self._changed.notify_all()
+        self._rest(connection.peer_address)
+
+    def _rest(self, address: str) -> None:
+        """Of regions that went since a connection's end no one has told, so all are asked for
+        again. Not under the lock: a peer's memory may be waiting for the peer."""
+        with self._changed:
+            resting = {a: p for a, p in self._peers.items() if a == address or not p.connections}
+        forgettable = {a: peer for a, peer in resting.items() if peer.memory.rest()}
+        with self._changed:
+            for a, peer in forgettable.items():
+                if self._peers.get(a) is peer and not peer.connections:
+                    del self._peers[a]
 
     def _let_go(self, connection: PeerConnection, region: RegionName) -> None:
         with self._changed:

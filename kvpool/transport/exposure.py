@@ -35,7 +35,8 @@ class PeerMemory(Protocol):
         """Returns once nothing is written to the peer."""
 
     def rest(self) -> bool:
-        """No connection is left. Whether the peer may be forgotten altogether."""
+        """A connection has ended: every region is to be asked for again. Whether the peer may be
+        forgotten altogether if it was the last; else it is used again."""
 
 
 class Exposure(Protocol):

@@ -150,13 +150,14 @@ class PeerConnection:
             self._changed.notify_all()
 
     def _has_room(self, nbytes: int) -> bool:
-        return self._gone() or self._unread_bytes + nbytes <= _UNREAD_BYTES
+        return self.gone or self._unread_bytes + nbytes <= _UNREAD_BYTES
 
-    def _gone(self) -> bool:
+    @property
+    def gone(self) -> bool:
         return self._closed or self._over
 
     def _check(self) -> None:
-        if self._gone():
+        if self.gone:
             raise PeerError(f"{self._peer_address} is gone")
 
     def _end(self) -> None:

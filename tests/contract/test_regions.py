@@ -14,6 +14,7 @@ from tests.contract.transport_kit import (
     eventually_raises,
     pair,
     run_all,
+    until,
 )
 
 
@@ -140,6 +141,23 @@ def test_a_region_in_the_place_of_another(make_side: MakeSide) -> None:
         if value % 2:
             connection = writer.endpoint.connect(owner.endpoint.address)
         eventually_raises(lambda: connection.window(name))  # noqa: B023
+
+
+def test_who_connects_again_knows_nothing_of_before(make_side: MakeSide) -> None:
+    """Though the first connection's thread is not through yet."""
+    owner, writer, connection = pair(make_side)
+    region = owner.region(10)
+    connection.write(region.name, 0, torch.ones(10, dtype=torch.uint8))
+    writer.reading.clear()
+    owner.connected.get(timeout=PATIENCE_S).notify(b"is held up")
+    until(lambda: writer.waiting)
+    connection.close()
+    owner.lost.get(timeout=PATIENCE_S)
+    owner.endpoint.deregister(region)
+    again = writer.endpoint.connect(owner.endpoint.address)
+    with pytest.raises(PeerError):
+        again.window(region.name)
+    writer.reading.set()
 
 
 def test_a_name_that_was_never_registered(make_side: MakeSide) -> None:
