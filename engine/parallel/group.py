@@ -9,6 +9,8 @@ import torch
 
 LOADING_TIMEOUT_S = 600.0
 """Ranks take turns to load, and some compile for longer than others."""
+MEETING_TIMEOUT_S = 60.0
+"""All have loaded when they meet; who is missing then has died."""
 
 
 class Group(Protocol):

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from engine.parallel.board import PLACE_BYTES, Board, board_bytes
-from engine.parallel.group import LOADING_TIMEOUT_S
+from engine.parallel.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S
 from kvrelay.errors import PeerError
 
 _LOOPBACK = "127.0.0.1"
@@ -36,7 +36,7 @@ class HostGroup:
 
     def connect(self, memory: torch.Tensor) -> None:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
+        options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
         options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         store = FileStore(str(self._meeting), self.size)
         with _peer_errors():

@@ -41,6 +41,7 @@ class Leader:
         """`devices` are the ranks', `orders` what the followers load, as `load_followed` takes it;
         `threads` of each. One that is waited for longer than `timeout_s` in a step is lost."""
         size = len(devices)
+        self._followers = _started(devices, threads)
         self._folder = Path(tempfile.mkdtemp(prefix=f"kvrelay-ranks-{os.getpid()}-"))
         meeting = self._folder / "meeting"
         self.group = open_group(devices[0], 0, size, meeting)
@@ -52,7 +53,6 @@ class Leader:
         self._ending = threading.Lock()
         self._lost: Future[PeerError] = Future()
         self._loans: list[memfd.Loan] = []
-        self._followers = [_Follower(rank, devices[rank], threads) for rank in range(1, size)]
         for one in self._followers:
             threading.Thread(
                 target=self._watch, args=(one,), name="kvrelay-ranks", daemon=True
@@ -183,3 +183,16 @@ class _Follower:
         self.process.wait()
         self.channel.shut()
         self.channel.close()
+
+
+def _started(devices: Sequence[str], threads: int) -> list[_Follower]:
+    """All of them or none."""
+    started: list[_Follower] = []
+    try:
+        for rank, device in enumerate(devices[1:], start=1):
+            started.append(_Follower(rank, device, threads))
+    except OSError:
+        for one in started:
+            one.end()
+        raise
+    return started

@@ -15,14 +15,15 @@ TOKENS = 48
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Of all kinds."""
+    """Of all kinds. With their seeds no draw is so close that the order of summation, which depends
+    on what a prompt is computed with, decides it."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.0, "seed": 5},
         {"temperature": 0, "logprobs": 3},
         {"temperature": 0.8, "seed": 3, "top_p": 0.9, "n": 2},
         {"temperature": 0, "stop": ["a", "e"]},
-        {"temperature": 1.0, "seed": 8, "stop_token_ids": list(range(2, 512, 20))},
+        {"temperature": 1.0, "seed": 9, "stop_token_ids": list(range(2, 512, 20))},
         {"temperature": 0, "ignore_eos": True, "min_tokens": 20},
         {"temperature": 0, "repetition_penalty": 1.2},
     ]
