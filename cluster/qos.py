@@ -29,6 +29,7 @@ def router_tiers(qos: Qos, admission: str) -> QosTiers:
         calm_s=ladder.calm,
         stricter=ladder.stricter,
         easing=ladder.easing,
+        tolerance=ladder.tolerance,
         tail=ladder.tail,
     )
     return replace(qos_tiers(qos), ladder=rules)

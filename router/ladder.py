@@ -4,8 +4,9 @@ them: step by step, and back with hysteresis. Pure.
     normal -> tighten -> cap output -> trip
 
 A step up is taken at most every `hold_s`, upon latencies of requests that came since the last one,
-the last of them only where these are far outside: a few in a hundred are let miss their objectives;
-a step down after `calm_s` well inside the objectives, or without requests.
+the last of them only where these are far outside; a step down after `calm_s` well inside the
+objectives, or without requests. A little outside is tolerated: admission lets a few in a hundred
+miss their objectives.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ class Ladder:
         self.tpot.clear()
 
     def _outside(self, now_s: float) -> Iterator[str]:
-        far = self.rules.tail if self.step is Step.CAP else 1.0
+        rules, trips = self.rules, self.step is Step.CAP
+        far = rules.tail if trips else 1.0
         for kind, recent, objective_s in self._watched():
             for name, share, bound_s in (
-                ("p99", P99, far * objective_s),
-                ("p99.9", P999, far * self.rules.tail * objective_s),
+                ("p99", P99, max(far, rules.tolerance) * objective_s),
+                ("p99.9", P999, far * rules.tail * objective_s),
             ):
                 seconds = recent.quantile(share, now_s)
                 if seconds is not None and seconds > bound_s:

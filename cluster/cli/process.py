@@ -87,6 +87,7 @@ ROUTER_KEYS = (
     "qos.ladder.calm",
     "qos.ladder.stricter",
     "qos.ladder.easing",
+    "qos.ladder.tolerance",
     "qos.ladder.tail",
     "qos.tiers",
     "preload",

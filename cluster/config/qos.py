@@ -62,6 +62,9 @@ class Ladder(Section):
     easing: Share = 0.95
     """The 99th percentile is well inside up to this share of the objective; more than `stricter`,
     up to which a tightened tier is filled."""
+    tolerance: Annotated[float, Field(ge=1)] = 1.2
+    """The 99th percentile may be so many times the objective: admission itself lets a few in a
+    hundred miss theirs."""
     tail: Annotated[float, Field(ge=1)] = 2.0
     """The 99.9th percentile may be so many times the objective."""
 

@@ -18,6 +18,7 @@ from cluster.config.types import (
     AutoBytes,
     AutoCount,
     AutoFarTransports,
+    AutoOnOff,
     AutoOrOff,
     AutoText,
     Count,
@@ -74,7 +75,7 @@ class Engine(Section):
     """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
     time; on CUDA it multiplies at once what has one input; off: the model runs as transformers has
     it."""
-    launch_ahead: Literal["auto", "on", "off"] = "auto"
+    launch_ahead: AutoOnOff = "auto"
     """Launch a decode step before the tokens of the one before are known: on; auto: on CUDA. With
     several ranks it isn't done."""
     cuda_graphs: AutoOrOff = "auto"

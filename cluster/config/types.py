@@ -27,6 +27,13 @@ def _none_if_auto(given: object) -> object:
     return None if given == "auto" else given
 
 
+def _on_or_off(given: object) -> object:
+    """In YAML `on` is true."""
+    if isinstance(given, bool):
+        return "on" if given else "off"
+    return given
+
+
 def _off_if_false(given: object) -> object:
     return "off" if given is False else given
 
@@ -77,6 +84,7 @@ Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
 Profile = Annotated[str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")]
 """In YAML `off` is false."""
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_off_if_false)]
+AutoOnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]
 Quantity = Annotated[float, Field(ge=0)]
 
 

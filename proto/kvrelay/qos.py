@@ -34,9 +34,9 @@ class QosTier:
 class LadderRules:
     """When a router tightens a tier whose latencies leave its objectives (`router.ladder`).
 
-    Latencies of the last `window_s` count. A step up: the 99th percentile is over the objective, or
-    the 99.9th over `tail` times it; for the last step, to trip, both over `tail` times as much.
-    The next one comes `hold_s` later at the earliest. A step down:
+    Latencies of the last `window_s` count. A step up: the 99th percentile is over `tolerance` times
+    the objective, or the 99.9th over `tail` times it; for the last step, to trip, both over `tail`
+    times as much. The next one comes `hold_s` later at the earliest. A step down:
     `calm_s` with the 99th percentile under `easing` times the objective. While it is tight,
     requests are judged by `stricter` times what they ask for.
     """
@@ -46,6 +46,7 @@ class LadderRules:
     calm_s: float = 30.0
     stricter: float = 0.8
     easing: float = 0.95
+    tolerance: float = 1.2
     tail: float = 2.0
 
 

@@ -127,6 +127,16 @@ def test_refused_in_one_line_that_names_the_key(given: str, message: str) -> Non
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+def test_words_that_yaml_takes_for_booleans_are_words(mode: str) -> None:
+    assert set_(f"engine.launch_ahead={mode}").engine.launch_ahead == mode
+
+
+@pytest.mark.parametrize("key", ["compile", "profile", "cuda_graphs"])
+def test_off_is_a_word_too(key: str) -> None:
+    assert getattr(set_(f"engine.{key}=off").engine, key) == "off"
+
+
 @pytest.mark.parametrize("other", ["codec=int8", "allow_mixed_precision=true", "handoff=pool"])
 def test_a_canary_has_its_place_in_every_handoff(other: str) -> None:
     set_("transfer.canary_every=16", "pool.enabled=true", f"transfer.{other}")
@@ -448,6 +458,7 @@ CHANGES = {
     "qos.ladder.calm": "9s",
     "qos.ladder.stricter": 0.5,
     "qos.ladder.easing": 0.9,
+    "qos.ladder.tolerance": 1.5,
     "qos.ladder.tail": 3.0,
     "qos.tiers": {"only": {"default": True}},
     "qos.tenant_weights": {"a": 2.0},

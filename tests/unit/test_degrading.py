@@ -125,7 +125,8 @@ GOLD = QosTier(
     capped_tokens=4,
 )
 FREE = QosTier(name="free", priority=1, patience_s=1.0)
-TIERS = QosTiers(tiers=(GOLD, FREE), default="free", ladder=LadderRules(hold_s=1, calm_s=5))
+RULES = LadderRules(hold_s=1, calm_s=5, tolerance=1.0)
+TIERS = QosTiers(tiers=(GOLD, FREE), default="free", ladder=RULES)
 
 
 def core(times: StepTimes, *, places: int = 4) -> RouterCore:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives
 from router.ladder import LOOKS_EVERY_S, Ladder, Ladders, Step
 from router.latency.recent import Recent
 
-RULES = LadderRules(window_s=60, hold_s=10, calm_s=30, stricter=0.8, easing=0.8, tail=2.0)
+RULES = LadderRules(
+    window_s=60, hold_s=10, calm_s=30, stricter=0.8, easing=0.8, tolerance=1.0, tail=2.0
+)
 TIER = QosTier(name="gold", objectives=Objectives(ttft_s=1.0, tpot_s=0.1))
 
 
@@ -57,6 +61,17 @@ def test_a_step_up_says_why_and_is_judged_by_what_came_after_it() -> None:
     assert one.step is Step.TRIP
     feed(one.tpot, 0.25, now_s=40)
     assert one.climb(41) is None and one.step is Step.TRIP
+
+
+def test_a_little_over_its_objective_is_tolerated() -> None:
+    one = Ladder(tier=TIER, rules=replace(RULES, tolerance=1.2))
+    feed(one.ttft, 1.19)
+    assert one.climb(1) is None
+    feed(one.ttft, 1.21)
+    assert one.climb(2) == "TTFT p99 is 1210 ms, over 1200 ms"
+    one = Ladder(tier=TIER, rules=replace(RULES, tolerance=2.5), step=Step.CAP)
+    feed(one.ttft, 2.4)
+    assert one.climb(1) is None, "nor does it trip before it tightens"
 
 
 def test_a_long_tail_counts_too() -> None:
