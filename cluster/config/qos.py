@@ -57,12 +57,12 @@ class Ladder(Section):
     """Between two steps up."""
     calm: Seconds = 30.0
     """Well inside the objectives, before a step down."""
-    stricter: Share = 0.8
+    stricter: Share = 0.9
     """Of its objectives a request has to keep on the first step."""
     easing: Share = 0.95
     """The 99th percentile is well inside up to this share of the objective; more than `stricter`,
     up to which a tightened tier is filled."""
-    tolerance: Annotated[float, Field(ge=1)] = 1.2
+    tolerance: Annotated[float, Field(ge=1)] = 1.1
     """The 99th percentile may be so many times the objective: admission itself lets a few in a
     hundred miss theirs."""
     tail: Annotated[float, Field(ge=1)] = 2.0
