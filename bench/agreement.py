@@ -1,8 +1,9 @@
 """How near bf16 is to transformers: the logits given the same text, and 200 greedy tokens.
 
-There are two measures. What an order of summation makes: transformers beside itself with the
-model's hidden and inner dimensions permuted, which changes no sum but the order it is added in. And
-how far transformers itself is from the same weights in fp32.
+There are three measures. What an order of summation makes: transformers beside itself with the
+model's hidden and inner dimensions permuted, which changes no sum but the order it is added in.
+What another order of attention makes, and of its rounding: transformers' eager attention beside its
+sdpa. And how far transformers itself is from the same weights in fp32.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from engine.runner import Engine
 
 WAYS = (("auto", True), ("sdpa", True), ("auto", False), ("sdpa", False))
 """attention.backend, engine.compile"""
+OTHER = {"eager": "sdpa", "sdpa": "eager"}
+"""Of transformers' attentions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class Text:
     """What transformers made of `prompts` `[prompts, tokens]`: `tokens` `[steps, prompts]`, and the
     `logits` before each, fp32 `[steps, prompts, vocab]`, as are the `exact` ones.
 
-    `another_order` and `error`: how far another order, and fp32, are from that.
+    `another_order`, `another_attention` and `error`: how far these, and fp32, are from that.
     """
 
     prompts: torch.Tensor
@@ -41,6 +44,7 @@ class Text:
     logits: torch.Tensor
     exact: torch.Tensor
     another_order: float
+    another_attention: float
     another_next: float
 
     @property
@@ -95,9 +99,10 @@ def _permute(module: Any, dim: int, order: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def write_text(folder: Path, prompts: torch.Tensor, steps: int) -> Text:
+def write_text(folder: Path, prompts: torch.Tensor, steps: int, attention: str = "eager") -> Text:
+    """By transformers with this attention of its own."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="eager"
+        folder, dtype=torch.bfloat16, attn_implementation=attention
     ).eval()
     made = model.generate(
         prompts,
@@ -114,12 +119,15 @@ def write_text(folder: Path, prompts: torch.Tensor, steps: int) -> Text:
         _logits(part, whole, steps)
         for part in (model, reordered(model), copy.deepcopy(model).float())
     )
+    model.set_attn_implementation(OTHER[attention])
+    by_other_attention = _logits(model, whole, steps)
     return Text(
         prompts=prompts,
         tokens=made.sequences[:, prompts.shape[1] :].T,
         logits=torch.stack(made.logits).float(),
         exact=exact,
         another_order=apart(one, other),
+        another_attention=apart(one, by_other_attention),
         another_next=_share(one.argmax(-1) == other.argmax(-1)),
     )
 
@@ -156,19 +164,24 @@ def agreement(engine: Engine, text: Text) -> Agreement:
     )
 
 
-def rows(name: str, folder: Path, prompts: torch.Tensor, load: Load) -> Iterator[Row]:
-    text = write_text(folder, prompts, load.output_tokens)
+def rows(
+    name: str, folder: Path, prompts: torch.Tensor, load: Load, reference: str
+) -> Iterator[Row]:
+    text = write_text(folder, prompts, load.output_tokens, reference)
     method = (
         f"{load.prompts} prompts of {load.prompt_tokens} tokens, {load.output_tokens} greedy "
-        "tokens, bf16, beside transformers' eager generate; in another order of summation its own "
-        f"next token is the same in {text.another_next:.1%} of places"
+        f"tokens, bf16, beside transformers' {reference} generate; in another order of summation "
+        f"its own next token is the same in {text.another_next:.1%} of places"
     )
     for attention, compiled in WAYS:
         found = agreement(bench_engine(folder, load, attention=attention, compiled=compiled), text)
         way = f"{name}, attention {attention}, compile {'auto' if compiled else 'off'}"
-        beside = {"": (found.apart, "two orders of summation", text.another_order)}
-        beside |= {" from fp32's": (found.error, "transformers' own", text.error)}
-        for what, (value, against, peer) in beside.items():
+        beside = (
+            ("", found.apart, "two orders of summation", text.another_order),
+            ("", found.apart, "transformers' two attentions", text.another_attention),
+            (" from fp32's", found.error, "transformers' own", text.error),
+        )
+        for what, value, against, peer in beside:
             yield Row(
                 name=f"{way}: logits apart{what}",
                 value=value,
@@ -187,11 +200,11 @@ def _percent(name: str, share: float, method: str) -> Row:
     return Row(name=name, value=100 * share, unit="%", method=method)
 
 
-def measure(load: Load) -> Sequence[Row]:
-    found = [*rows("bundled", checkpoint_path(), bundled_prompts(load), load)]
+def measure(load: Load, reference: str) -> Sequence[Row]:
+    found = [*rows("bundled", checkpoint_path(), bundled_prompts(load), load, reference)]
     with tempfile.TemporaryDirectory() as name:
         folder = write_random_llama(Path(name), SMOLLM_135M)
-        return [*found, *rows("random SmolLM-135M", folder, random_prompts(load), load)]
+        return [*found, *rows("random SmolLM-135M", folder, random_prompts(load), load, reference)]
 
 
 def main() -> None:
@@ -200,11 +213,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=200)
+    parser.add_argument(
+        "--reference", choices=OTHER, default="eager", help="transformers' attention"
+    )
     args = parser.parse_args()
     table = measure(
         Load(
             prompts=args.prompts, prompt_tokens=args.prompt_tokens, output_tokens=args.output_tokens
-        )
+        ),
+        args.reference,
     )
     print_table("Agreement with transformers", table)
     if args.json:
