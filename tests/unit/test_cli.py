@@ -244,7 +244,7 @@ SAMPLES: dict[str, object] = {
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
     "qos.ladder.stricter": 0.5,
-    "qos.ladder.easing": 0.9,
+    "qos.ladder.easing": 0.92,
     "qos.ladder.tolerance": 1.5,
     "qos.ladder.tail": 3.0,
     "qos.tiers": {"t": {"ttft": "1s", "default": True}},

@@ -457,7 +457,7 @@ CHANGES = {
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
     "qos.ladder.stricter": 0.5,
-    "qos.ladder.easing": 0.9,
+    "qos.ladder.easing": 0.92,
     "qos.ladder.tolerance": 1.5,
     "qos.ladder.tail": 3.0,
     "qos.tiers": {"only": {"default": True}},

@@ -125,7 +125,7 @@ GOLD = QosTier(
     capped_tokens=4,
 )
 FREE = QosTier(name="free", priority=1, patience_s=1.0)
-RULES = LadderRules(hold_s=1, calm_s=5, tolerance=1.0)
+RULES = LadderRules(hold_s=1, calm_s=5, stricter=0.8, tolerance=1.0)
 TIERS = QosTiers(tiers=(GOLD, FREE), default="free", ladder=RULES)
 
 
