@@ -2,7 +2,7 @@
 and whether a client that comes back when it was told to is admitted.
 
     python -m bench.admission policies --trace conversation_trace.jsonl [--rates 1 2 4 8]
-    python -m bench.admission retries [--workers 8 --requests 4000]
+    python -m bench.admission retries [--routers 3 --workers 8 --requests 4000]
     python -m bench.admission routers --routers 3
 
 Capacity is the goodput of `predictive` at far more than any rate that can be served. Arrivals of
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only so many of the trace's requests")
     parser.add_argument("--requests", type=int, default=4000, help="of Poisson arrivals")
     parser.add_argument("--retries", type=int, default=1, help="how often a client comes back")
-    parser.add_argument("--routers", type=int, default=3)
+    parser.add_argument("--routers", type=int, help="1 for `retries`, for `routers` 3, beside one")
     parser.add_argument("--workers", type=int, default=2, help="of each role, for Poisson arrivals")
     parser.add_argument("--ttft", default="2s")
     parser.add_argument("--tpot", default="25ms")
@@ -99,6 +99,7 @@ def retries(options: argparse.Namespace) -> None:
         requests = poisson(options.requests, overload * capacity_per_s)
         for share, rounding in WAYS_BACK:
             clients = [
+                f"router.replicas={options.routers or 1}",
                 f"simulation.retries={options.retries}",
                 f"simulation.retrying_share={share}",
                 f"simulation.retry_rounding={rounding}",
@@ -144,7 +145,7 @@ def routers(options: argparse.Namespace) -> None:
     _print_head(("offered", "routers", "admitted", "broken", "of offered", "goodput/capacity"))
     for overload in (1.0, *OVERLOADS):
         requests = poisson(options.requests, overload * capacity_per_s)
-        for count in (1, options.routers):
+        for count in (1, options.routers or 3):
             one = _simulate(options, _small(options), requests, [f"router.replicas={count}"])
             admitted = one.offered - sum(one.refused.values())
             broken = admitted - one.good

@@ -12,6 +12,8 @@ _NEW_SHARE = 0.05
 """Weight of the newest step: after 14 the older ones count for half. The first ones weigh more."""
 _PROFILE_STEPS = 3
 """Before any step the profile counts for so many."""
+_UNEVEN_SHARE = 0.01
+"""Weight of the newest step for how uneven they are: a few that were held up are the rule."""
 _MOST_SURPRISE = log(4)
 """One step that was held up says no more than this."""
 _MOST = log(32)
@@ -43,19 +45,26 @@ def _prompts_of(work: StepWork) -> StepWork:
 
 @dataclass(slots=True)
 class Correction:
-    """The geometric, exponentially weighted mean of actual by predicted seconds."""
+    """The mean of actual by predicted seconds, exponentially weighted: the geometric one (`level`),
+    which is soon right and which single steps change little, times the arithmetic mean of steps'
+    ratios to it where that is more, as it is when steps are uneven. What many steps take together,
+    as a pace is, goes by the arithmetic mean."""
 
-    log_factor: float = 0.0
     factor: float = 1.0
+    level: float = 1.0
+    _log_level: float = 0.0
+    _uneven: float = 1.0
     _steps: int = _PROFILE_STEPS
 
     def observe(self, surprise: float) -> None:
-        """`surprise`: the logarithm of actual by corrected seconds."""
+        """`surprise`: the logarithm of actual seconds by those of `level`."""
         bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
         self._steps += 1
-        learnt = self.log_factor + max(_NEW_SHARE, 1 / self._steps) * bounded
-        self.log_factor = max(-_MOST, min(_MOST, learnt))
-        self.factor = exp(self.log_factor)
+        learnt = self._log_level + max(_NEW_SHARE, 1 / self._steps) * bounded
+        self._log_level = max(-_MOST, min(_MOST, learnt))
+        self._uneven += _UNEVEN_SHARE * (exp(bounded) - self._uneven)
+        self.level = exp(self._log_level)
+        self.factor = min(exp(_MOST), self.level * max(1.0, self._uneven))
 
 
 @dataclass(slots=True)
@@ -93,8 +102,9 @@ class StepPace:
         self._free_s = None
 
     def _learn(self, work: StepWork, seconds: float) -> None:
+        level = CorrectedTimes(self.times, self.prefill.level, self.decode.level)
         try:
-            predicted_s = self.corrected.step_s(work)
+            predicted_s = level.step_s(work)
         except NotCovered:
             return
         if seconds <= 0 or predicted_s <= 0:
