@@ -55,7 +55,7 @@ def test_one_step_that_was_held_up_changes_little() -> None:
 
 
 def test_uneven_steps_count_by_their_sum() -> None:
-    """One in five is held up, for three times as long: 1.4 on average, 1.25 in the geometric mean."""
+    """One in five takes three times as long: 1.4 on average, 1.25 in the geometric mean."""
     pace, now_s = StepPace(TIMES), 0.0
     for step in range(2000):
         pace.begun(DECODE, now_s)
