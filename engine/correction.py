@@ -46,14 +46,16 @@ def _prompts_of(work: StepWork) -> StepWork:
 @dataclass(slots=True)
 class Correction:
     """The mean of actual by predicted seconds, exponentially weighted: the geometric one (`level`),
-    which is soon right and which single steps change little, times the arithmetic mean of steps'
-    ratios to it where that is more, as it is when steps are uneven. What many steps take together,
-    as a pace is, goes by the arithmetic mean."""
+    which is soon right and which single steps change little. `by_sum`: times that by which the
+    arithmetic mean of steps' ratios is above the geometric one, since many steps of about the same
+    length together, as a pace is, go by the arithmetic mean."""
 
+    by_sum: bool = False
     factor: float = 1.0
     level: float = 1.0
     _log_level: float = 0.0
-    _uneven: float = 1.0
+    _mean: float = 1.0
+    _mean_log: float = 0.0
     _steps: int = _PROFILE_STEPS
 
     def observe(self, surprise: float) -> None:
@@ -62,9 +64,11 @@ class Correction:
         self._steps += 1
         learnt = self._log_level + max(_NEW_SHARE, 1 / self._steps) * bounded
         self._log_level = max(-_MOST, min(_MOST, learnt))
-        self._uneven += _UNEVEN_SHARE * (exp(bounded) - self._uneven)
+        self._mean += _UNEVEN_SHARE * (exp(bounded) - self._mean)
+        self._mean_log += _UNEVEN_SHARE * (bounded - self._mean_log)
         self.level = exp(self._log_level)
-        self.factor = min(exp(_MOST), self.level * max(1.0, self._uneven))
+        uneven = self._mean / exp(self._mean_log) if self.by_sum else 1.0
+        self.factor = min(exp(_MOST), self.level * uneven)
 
 
 @dataclass(slots=True)
@@ -74,7 +78,7 @@ class StepPace:
 
     times: StepTimes
     prefill: Correction = field(default_factory=Correction)
-    decode: Correction = field(default_factory=Correction)
+    decode: Correction = field(default_factory=lambda: Correction(by_sum=True))
     _work: StepWork | None = None
     _begun_s: float = 0.0
     _free_s: float | None = None

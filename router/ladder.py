@@ -79,7 +79,7 @@ class Ladder:
         far = rules.tail if trips else 1.0
         for kind, recent, objective_s in self._watched():
             for name, share, bound_s in (
-                ("p99", P99, max(far, rules.tolerance) * objective_s),
+                ("p99", P99, far * rules.tolerance * objective_s),
                 ("p99.9", P999, far * rules.tail * objective_s),
             ):
                 seconds = recent.quantile(share, now_s)

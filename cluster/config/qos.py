@@ -57,11 +57,11 @@ class Ladder(Section):
     """Between two steps up."""
     calm: Seconds = 30.0
     """Well inside the objectives, before a step down."""
-    stricter: Share = 0.9
+    stricter: Share = 0.85
     """Of its objectives a request has to keep on the first step."""
     easing: Share = 0.95
-    """The 99th percentile is well inside up to this share of the objective; more than `stricter`,
-    up to which a tightened tier is filled."""
+    """The 99th percentile is well inside up to this share of the objective; more than `stricter`
+    times `tolerance`, up to which a tightened tier is filled."""
     tolerance: Annotated[float, Field(ge=1)] = 1.1
     """The 99th percentile may be so many times the objective: admission itself lets a few in a
     hundred miss theirs."""
@@ -70,8 +70,11 @@ class Ladder(Section):
 
     @model_validator(mode="after")
     def _can_ease(self) -> Ladder:
-        if self.easing <= self.stricter:
-            raise ValueError(f"easing: more than stricter, which is {self.stricter:g}")
+        filled = self.stricter * self.tolerance
+        if self.easing <= filled:
+            raise ValueError(f"easing: more than stricter x tolerance, which is {filled:g}")
+        if self.tolerance > self.tail:
+            raise ValueError(f"tolerance: at most tail, which is {self.tail:g}")
         return self
 
 

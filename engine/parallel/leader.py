@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,10 +42,14 @@ class Leader:
         """`devices` are the ranks', `orders` what the followers load, as `load_followed` takes it;
         `threads` of each. One that is waited for longer than `timeout_s` in a step is lost."""
         size = len(devices)
-        self._followers = _started(devices, threads)
         self._folder = Path(tempfile.mkdtemp(prefix=f"kvrelay-ranks-{os.getpid()}-"))
         meeting = self._folder / "meeting"
-        self.group = open_group(devices[0], 0, size, meeting)
+        try:
+            self.group = open_group(devices[0], 0, size, meeting)
+            self._followers = _started(devices, threads)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._orders = orders | {"size": size, "meeting": str(meeting), "threads": threads}
         self._orders |= {"timeout_s": timeout_s}
         self._timeout_s = timeout_s
@@ -138,7 +143,8 @@ class _Follower:
         self.rank = rank
         self._device = device
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as unused:
+            unused.callback(ours.close)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "engine.parallel.follower", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
@@ -150,6 +156,7 @@ class _Follower:
                     "OMP_NUM_THREADS": str(threads),
                 },
             )
+            unused.pop_all()
         self.channel = Channel(ours)
 
     def load(self, orders: dict[str, Any]) -> None:
@@ -191,7 +198,7 @@ def _started(devices: Sequence[str], threads: int) -> list[_Follower]:
     try:
         for rank, device in enumerate(devices[1:], start=1):
             started.append(_Follower(rank, device, threads))
-    except OSError:
+    except BaseException:
         for one in started:
             one.end()
         raise

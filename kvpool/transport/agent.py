@@ -69,7 +69,7 @@ class Remote(Protocol):
         they could not, and what `check` raises once it has taken long."""
 
     def rest(self) -> bool:
-        """Every region is forgotten. Whether all of it may be dropped; else it is used again."""
+        """Every region is forgotten. Whether all of it may be dropped, if no one uses it."""
 
 
 class Agent(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +30,8 @@ _FAREWELL_S = 2.0
 @dataclass(slots=True)
 class _Peer:
     memory: PeerMemory
-    connections: set[PeerConnection] = field(default_factory=set)
+    users: int = 0  # connections
+    met: int = 0  # how many there have been
 
 
 class PeerEndpoint:
@@ -181,20 +182,31 @@ class PeerEndpoint:
         return None
 
     def _take_in(self, sock: socket.socket, peer_address: str) -> PeerConnection:
-        with self._changed:
-            if self._closed:
-                raise PeerError(f"{self.address} is closed")
-            peer = self._peers.get(peer_address)
-            if peer is None:
-                peer = _Peer(self._exposure.peer(peer_address, self._fetcher(peer_address)))
-                self._peers[peer_address] = peer
-            told_meanwhile = any(not other.gone for other in peer.connections)
-            connection = PeerConnection(sock, peer.memory, peer_address, self._send_timeout_s)
-            peer.connections.add(connection)
-            self._connections.add(connection)
-        if not told_meanwhile:
+        """All regions of the peer are asked for anew: of those that went since another connection
+        of it ended there no one has told."""
+        peer = self._use(peer_address)
+        try:
             peer.memory.rest()
+            connection = PeerConnection(sock, peer.memory, peer_address, self._send_timeout_s)
+            with self._changed:
+                if self._closed:
+                    raise PeerError(f"{self.address} is closed")
+                self._connections.add(connection)
+        except BaseException:
+            with self._changed:
+                peer.users -= 1
+            raise
         return connection
+
+    def _use(self, address: str) -> _Peer:
+        with self._changed:
+            peer = self._peers.get(address)
+            if peer is None:
+                peer = _Peer(self._exposure.peer(address, self._fetcher(address)))
+                self._peers[address] = peer
+            peer.users += 1
+            peer.met += 1
+            return peer
 
     def _welcome(self, sock: socket.socket, connection: PeerConnection) -> PeerConnection:
         try:
@@ -239,20 +251,19 @@ class PeerEndpoint:
             for holders in self._retiring.values():
                 holders.discard(connection)
             self._free_retired()
-            self._peers[connection.peer_address].connections.discard(connection)
+            self._peers[connection.peer_address].users -= 1
             self._changed.notify_all()
-        self._rest(connection.peer_address)
+        self._rest()
 
-    def _rest(self, address: str) -> None:
-        """Of regions that went since a connection's end no one has told, so all are asked for
-        again. Not under the lock: a peer's memory may be waiting for the peer."""
+    def _rest(self) -> None:
+        """Peers without a connection. Not under the lock: a peer's memory may wait for the peer."""
         with self._changed:
-            resting = {a: p for a, p in self._peers.items() if a == address or not p.connections}
-        forgettable = {a: peer for a, peer in resting.items() if peer.memory.rest()}
-        with self._changed:
-            for a, peer in forgettable.items():
-                if self._peers.get(a) is peer and not peer.connections:
-                    del self._peers[a]
+            resting = [(a, peer, peer.met) for a, peer in self._peers.items() if not peer.users]
+        for address, peer, met in resting:
+            forgettable = peer.memory.rest()
+            with self._changed:
+                if forgettable and peer.met == met and self._peers.get(address) is peer:
+                    del self._peers[address]
 
     def _let_go(self, connection: PeerConnection, region: RegionName) -> None:
         with self._changed:

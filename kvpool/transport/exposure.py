@@ -35,8 +35,8 @@ class PeerMemory(Protocol):
         """Returns once nothing is written to the peer."""
 
     def rest(self) -> bool:
-        """A connection has ended: every region is to be asked for again. Whether the peer may be
-        forgotten altogether if it was the last; else it is used again."""
+        """Every region is to be asked for again. Whether the peer may be forgotten altogether, if
+        no connection is left."""
 
 
 class Exposure(Protocol):

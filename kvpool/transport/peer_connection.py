@@ -150,14 +150,13 @@ class PeerConnection:
             self._changed.notify_all()
 
     def _has_room(self, nbytes: int) -> bool:
-        return self.gone or self._unread_bytes + nbytes <= _UNREAD_BYTES
+        return self._gone() or self._unread_bytes + nbytes <= _UNREAD_BYTES
 
-    @property
-    def gone(self) -> bool:
+    def _gone(self) -> bool:
         return self._closed or self._over
 
     def _check(self) -> None:
-        if self.gone:
+        if self._gone():
             raise PeerError(f"{self._peer_address} is gone")
 
     def _end(self) -> None:

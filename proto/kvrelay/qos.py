@@ -44,7 +44,7 @@ class LadderRules:
     window_s: float = 60.0
     hold_s: float = 10.0
     calm_s: float = 30.0
-    stricter: float = 0.9
+    stricter: float = 0.85
     easing: float = 0.95
     tolerance: float = 1.1
     tail: float = 2.0

@@ -143,16 +143,21 @@ def test_a_region_in_the_place_of_another(make_side: MakeSide) -> None:
         eventually_raises(lambda: connection.window(name))  # noqa: B023
 
 
-def test_who_connects_again_knows_nothing_of_before(make_side: MakeSide) -> None:
-    """Though the first connection's thread is not through yet."""
+@pytest.mark.parametrize("closing", ["writer", "owner"])
+def test_who_connects_again_knows_nothing_of_before(make_side: MakeSide, closing: str) -> None:
+    """Though the writer's thread of the first connection is not through yet."""
     owner, writer, connection = pair(make_side)
     region = owner.region(10)
     connection.write(region.name, 0, torch.ones(10, dtype=torch.uint8))
     writer.reading.clear()
-    owner.connected.get(timeout=PATIENCE_S).notify(b"is held up")
+    accepted = owner.connected.get(timeout=PATIENCE_S)
+    accepted.notify(b"is held up")
     until(lambda: writer.waiting)
-    connection.close()
-    owner.lost.get(timeout=PATIENCE_S)
+    if closing == "writer":
+        connection.close()
+        owner.lost.get(timeout=PATIENCE_S)
+    else:
+        accepted.close()
     owner.endpoint.deregister(region)
     again = writer.endpoint.connect(owner.endpoint.address)
     with pytest.raises(PeerError):

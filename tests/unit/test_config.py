@@ -115,7 +115,9 @@ REFUSED = {
     "qos.header=authorization": 'qos.header: got "authorization", '
     "expected another header: that one has a meaning of its own",
     "qos.ladder.stricter=0": "qos.ladder.stricter: got 0, expected greater than 0",
-    "qos.ladder.stricter=0.95": "qos.ladder: expected easing: more than stricter, which is 0.95",
+    "qos.ladder.stricter=0.95": "qos.ladder: expected easing: more than stricter x tolerance, "
+    "which is 1.045",
+    "qos.ladder.tail=1.05": "qos.ladder: expected tolerance: at most tail, which is 1.05",
     "workers=[{replicas: 2}]": "workers.0.role: missing, it is required",
 }
 
@@ -457,8 +459,8 @@ CHANGES = {
     "qos.ladder.hold": "9s",
     "qos.ladder.calm": "9s",
     "qos.ladder.stricter": 0.5,
-    "qos.ladder.easing": 0.92,
-    "qos.ladder.tolerance": 1.5,
+    "qos.ladder.easing": 0.94,
+    "qos.ladder.tolerance": 1.05,
     "qos.ladder.tail": 3.0,
     "qos.tiers": {"only": {"default": True}},
     "qos.tenant_weights": {"a": 2.0},

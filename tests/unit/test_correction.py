@@ -40,7 +40,7 @@ def test_a_device_twice_as_slow_is_found_out() -> None:
 
 def test_a_mixed_step_teaches_both_sides() -> None:
     pace = StepPace(TIMES)
-    run(pace, PREFILL + DECODE, 2.0, steps=500)
+    run(pace, PREFILL + DECODE, 2.0, steps=200)
     assert pace.corrected.step_s(PREFILL + DECODE) == pytest.approx(
         2 * TIMES.step_s(PREFILL + DECODE), rel=0.01
     )
@@ -81,7 +81,7 @@ def test_a_correction_is_bounded() -> None:
 
 def test_what_happens_between_two_steps_belongs_to_the_second() -> None:
     pace, step_s = StepPace(TIMES), TIMES.step_s(DECODE)
-    for step in range(500):  # each is submitted a step's time after the device was free
+    for step in range(200):  # each is submitted a step's time after the device was free
         pace.begun(DECODE, (2 * step + 1) * step_s)
         pace.ended((2 * step + 2) * step_s)
     assert pace.decode.factor == pytest.approx(2.0, rel=0.01)

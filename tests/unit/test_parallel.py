@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -276,3 +277,23 @@ def test_a_rank_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:
     (one,) = start(pair, [[5] * 40], max_tokens=1)
     with pytest.raises(PeerError):
         pair.run(StepBatch(slices=(one.next_slice(64),)))
+
+
+def test_no_rank_is_left_where_another_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def only_one(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        if begun:
+            raise OSError("no room")
+        begun.append(popen(*arguments, **options))
+        return begun[0]
+
+    monkeypatch.setattr(leader.subprocess, "Popen", only_one)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match="no room"):
+        Leader(["cpu"] * 3, 1, {}, 1.0)
+    assert begun[0].poll() is not None
+    assert list(tmp_path.iterdir()) == []
