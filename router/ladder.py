@@ -75,8 +75,8 @@ class Ladder:
         self.tpot.clear()
 
     def _outside(self, now_s: float) -> Iterator[str]:
-        rules, trips = self.rules, self.step is Step.CAP
-        far = rules.tail if trips else 1.0
+        rules = self.rules
+        far = rules.tail if self.step is Step.CAP else 1.0
         for kind, recent, objective_s in self._watched():
             for name, share, bound_s in (
                 ("p99", P99, far * rules.tolerance * objective_s),
