@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
 from cluster.router import RouterProcess
 from cluster.settings import RouterSettings, WorkerSettings
 from kvrelay.types import Role
+from router.generation import WorkerStatus
 from router.policies import Policies
 from tests.forks import forks
 from tests.integration import worker_host
 from tests.integration.worker_host import Command, Damage, Failed, Start, Stop
 
 PATIENCE_S = 60.0
+T = TypeVar("T")
 ALWAYS_SPLIT = Policies(local_prefill=False)
 
 
@@ -147,6 +149,18 @@ class RouterThread:
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(PATIENCE_S)
 
+    def read(self, found: Callable[[], T]) -> T:
+        """In its own thread: what that one changes meanwhile, no other can iterate over."""
+
+        async def of() -> T:
+            return found()
+
+        result: T = self.call(of())
+        return result
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return self.read(self.process.dispatcher.workers)
+
     def close(self) -> None:
         self.call(self.process.stop(drain_s=2.0))
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -174,10 +188,9 @@ class Cluster:
         return address
 
     def join(self, address: str, name: str) -> None:
-        dispatcher = self.router.process.dispatcher
-        before = len(dispatcher.workers())
+        before = len(self.router.workers())
         self.router.call(self.router.process.add_worker(address))
-        wait_until(lambda: len(dispatcher.workers()) > before, f"{name} joined")
+        wait_until(lambda: len(self.router.workers()) > before, f"{name} joined")
 
     def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}
@@ -213,8 +226,7 @@ def running_cluster(
         for host, settings in workers:
             started.append((host, host.start(settings)))
             thread.call(thread.process.add_worker(started[-1][1]))
-        dispatcher = thread.process.dispatcher
-        wait_until(lambda: len(dispatcher.workers()) == len(workers), "all workers joined")
+        wait_until(lambda: len(thread.workers()) == len(workers), "all workers joined")
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
             cluster = Cluster(thread, http)
             yield cluster

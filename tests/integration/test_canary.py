@@ -47,7 +47,7 @@ def ask(cluster: Cluster, prompt: list[int]) -> list[int]:
 
 
 def worker(cluster: Cluster, name: str) -> WorkerStatus:
-    (found,) = [w for w in cluster.router.process.dispatcher.workers() if w.name == name]
+    (found,) = [w for w in cluster.router.workers() if w.name == name]
     return found
 
 
@@ -55,6 +55,12 @@ def checks(cluster: Cluster, name: str) -> dict[str, float]:
     families = text_string_to_metric_families(cluster.http.get("/metrics").text)
     samples = [s for family in families for s in family.samples if s.labels.get("worker") == name]
     return {s.labels["result"]: s.value for s in samples if s.name == "kvrelay:canary_checks_total"}
+
+
+def assert_checks(cluster: Cluster, name: str, *, passed: int, mismatched: int) -> None:
+    """A worker tells of them after the answer."""
+    expected = {"passed": passed, "mismatched": mismatched, "skipped": 0}
+    wait_until(lambda: checks(cluster, name) == expected, f"{name} has checked: {expected}", 10.0)
 
 
 def quarantined(cluster: Cluster) -> list[tuple[str, str, str]]:
@@ -86,7 +92,7 @@ def test_a_wrong_block_costs_one_more_try(
         address = cluster.add(hosts[1], settings(model, "decode-0", Role.DECODE))
         hosts[1].damage(address, pieces=1)
         assert_same_tokens(reference, ask(cluster, asked[0]))
-        assert checks(cluster, "decode-0") == {"passed": 1, "mismatched": 1, "skipped": 0}
+        assert_checks(cluster, "decode-0", passed=1, mismatched=1)
         assert not quarantined(cluster)
         cluster.assert_clean()
         hosts[1].stop(address)
@@ -110,7 +116,7 @@ def test_a_wrong_block_is_noticed_among_what_was_lost_on_purpose(
         (asked,) = prompts(100)
         hosts[1].damage(address, pieces=1)
         assert len(ask(cluster, asked)) == TOKENS
-        assert checks(cluster, "decode-0") == {"passed": 1, "mismatched": 1, "skipped": 0}
+        assert_checks(cluster, "decode-0", passed=1, mismatched=1)
         cluster.assert_clean()
         hosts[1].stop(address)
 
@@ -132,12 +138,14 @@ def test_a_pair_is_left_alone_for_a_while_and_used_again(
         status.print_table(status.of_router(cluster.grpc_address))
         assert worker(cluster, "decode-0").counters.cached_blocks == 0
         assert_same_tokens(expected[1], ask(cluster, asked[1]))
-        assert checks(cluster, "decode-0") == {"passed": 0, "mismatched": 1, "skipped": 0}
-        assert checks(cluster, "decode-1") == {"passed": 2, "mismatched": 0, "skipped": 0}
+        assert_checks(cluster, "decode-0", passed=0, mismatched=1)
+        assert_checks(cluster, "decode-1", passed=2, mismatched=0)
         hosts[1].damage(bad, pieces=0)
         wait_until(lambda: not quarantined(cluster), "the back-off is over")
+        (other,) = [v for v in core.workers.values() if v.hello.name == "decode-1"]
+        other.draining = True
         assert_same_tokens(expected[2], ask(cluster, asked[2]))
-        assert checks(cluster, "decode-0") == {"passed": 1, "mismatched": 1, "skipped": 0}
+        assert_checks(cluster, "decode-0", passed=1, mismatched=1)
         assert not core.quarantine.active(0.0), "the next failure begins anew"
         cluster.assert_clean()
         for address in (bad, good):
@@ -208,10 +216,12 @@ def test_wrong_kv_from_the_pool_is_noticed(
             wait_until(lambda: node.text.count("joined") == 2, "both workers use the pool")
             hosts[1].damage(address, pieces=1)
             assert_same_tokens(expected[0], ask(cluster, asked[0]))
-            assert checks(cluster, "decode-0") == {"passed": 1, "mismatched": 1, "skipped": 0}
+            assert_checks(cluster, "decode-0", passed=1, mismatched=1)
             assert_same_tokens(expected[1], ask(cluster, asked[1]))
-            assert checks(cluster, "decode-0") == {"passed": 2, "mismatched": 1, "skipped": 0}
-            assert worker(cluster, "decode-0").counters.pool_host_tokens >= 80
+            assert_checks(cluster, "decode-0", passed=2, mismatched=1)
+            wait_until(
+                lambda: worker(cluster, "decode-0").counters.pool_host_tokens >= 80, "it is told"
+            )
             assert not quarantined(cluster)
             cluster.assert_clean()
             hosts[1].stop(address)

@@ -218,7 +218,7 @@ def test_a_worker_of_another_dtype_is_refused_when_it_joins(
         )
         wait_until(lambda: f"a router refuses this worker: {reason}" in caplog.text, "it is told")
         wait_until(lambda: f"worker at {address} refused: {reason}" in caplog.text, "it is logged")
-        assert {w.name for w in cluster.router.process.dispatcher.workers()} == {
+        assert {w.name for w in cluster.router.workers()} == {
             "prefill-0",
             "decode-0",
         }

@@ -21,7 +21,7 @@ from tests.models import random_checkpoint
 
 
 def links(cluster: Cluster) -> list[LinkStatus]:
-    workers = cluster.router.process.dispatcher.workers()
+    workers = cluster.router.workers()
     return [link for worker in workers for link in worker.links]
 
 

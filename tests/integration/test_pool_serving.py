@@ -141,7 +141,7 @@ def _known_in_pools(cluster: Cluster, prompt: list[int]) -> int:
     hello = next(iter(core.workers.values())).hello
     names = BlockNames(fingerprint=hello.fingerprint, physical_format=hello.physical_format)
     chain = names.chain("", len(prompt), hello.block_size)
-    held = core.directory.longest(chain.walk(prompt, len(prompt)))
+    held = cluster.router.read(lambda: core.directory.longest(chain.walk(prompt, len(prompt))))
     return max((blocks for holder, blocks in held.items() if holder not in core.workers), default=0)
 
 

@@ -89,7 +89,7 @@ def _sources(cluster: Cluster, worker: str) -> dict[str, int]:
 
 
 def _waiting(cluster: Cluster, name: str) -> int:
-    (worker,) = [w for w in cluster.router.process.dispatcher.workers() if w.name == name]
+    (worker,) = [w for w in cluster.router.workers() if w.name == name]
     return worker.counters.waiting
 
 

@@ -19,6 +19,7 @@ from kvrelay.client import Client
 from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Role
+from router.directory import Tiers
 from router.policies import Policies
 from router.preload import PreloadText
 from router.tier_match import TierMatch
@@ -42,11 +43,10 @@ def router_beside(first: Cluster, model: Path, **changes: Any) -> Iterator[Clust
     """One more router over the same workers, clean at the end."""
     thread = RouterThread(model, process="router-1", **changes)
     try:
-        workers = first.router.process.dispatcher.workers()
+        workers = first.router.workers()
         for worker in workers:
             thread.call(thread.process.add_worker(worker.address))
-        dispatcher = thread.process.dispatcher
-        wait_until(lambda: len(dispatcher.workers()) == len(workers), "all workers joined")
+        wait_until(lambda: len(thread.workers()) == len(workers), "all workers joined")
         url = f"http://127.0.0.1:{thread.address.http_port}"
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
             cluster = Cluster(thread, http)
@@ -75,10 +75,13 @@ def split_workers(hosts: Hosts, model: Path, **changes: Any) -> list[tuple[Worke
     ]
 
 
-def held_by_directory(cluster: Cluster) -> dict[Incarnation, dict[object, set[bytes]]]:
+def held_by_directory(cluster: Cluster) -> dict[Incarnation, Tiers]:
     held = cluster.router.process.dispatcher.core.directory._held
-    tiers = {worker: {tier: {*b} for tier, b in of.items() if b} for worker, of in held.items()}
-    return {worker: of for worker, of in tiers.items() if of}  # type: ignore[misc]
+
+    def tiers() -> dict[Incarnation, Tiers]:
+        return {worker: {tier: {*b} for tier, b in of.items() if b} for worker, of in held.items()}
+
+    return {worker: of for worker, of in cluster.router.read(tiers).items() if of}
 
 
 def metric(cluster: Cluster, name: str) -> float:
