@@ -8,10 +8,10 @@ simulator reads one as a trace.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from kvrelay import messages, qos, types
@@ -26,8 +26,13 @@ _MODULES = (
 )
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+
 Json = Any
 """What JSON holds."""
+Fields = tuple[tuple[str, object], ...]
+"""(name, default)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +43,7 @@ class Entry:
 
 
 def to_line(value: Beginning | Entry) -> str:
-    return json.dumps(_encode(value), separators=(",", ":"))
+    return _JSON.encode(_encode(value))
 
 
 def from_line(line: str) -> Beginning | Entry:
@@ -53,39 +58,47 @@ def from_line(line: str) -> Beginning | Entry:
 
 
 def _encode(value: object) -> Json:
-    if isinstance(value, Enum):
-        return {_ENUM: type(value).__name__, "value": value.value}
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, bytes):
-        return {_BYTES: value.hex()}
-    if _has_fields(value):
-        return _encode_fields(value)
-    if isinstance(value, Mapping):
-        return {_MAP: [[_encode(key), _encode(item)] for key, item in value.items()]}
-    assert isinstance(value, Iterable), type(value)
-    return [_encode(item) for item in value]
-
-
-def _has_fields(value: object) -> bool:
-    """A dataclass, or a value of one, or a named tuple."""
-    return is_dataclass(value) or hasattr(value, "_fields")
-
-
-def _encode_fields(value: Any) -> Json:
-    """Those that are not as by default."""
     kind: Any = type(value)
-    encoded: dict[str, Json] = {_CLASS: kind.__name__}
-    for name, default in _fields(kind):
-        given = getattr(value, name)
+    return value if kind in _PLAIN else _encoder(kind)(value)
+
+
+@lru_cache(maxsize=256)
+def _encoder(kind: Any) -> Callable[[Any], Json]:
+    if issubclass(kind, Enum):
+        return lambda value: {_ENUM: kind.__name__, "value": value.value}
+    if issubclass(kind, bytes):
+        return lambda value: {_BYTES: value.hex()}
+    if _has_fields(kind):
+        return partial(_encode_fields, kind.__name__, _fields(kind))
+    if issubclass(kind, Mapping):
+        return lambda value: {_MAP: [[_encode(key), _encode(of)] for key, of in value.items()]}
+    assert issubclass(kind, Iterable), kind
+    return _encode_items
+
+
+def _has_fields(kind: Any) -> bool:
+    """A dataclass, or a named tuple."""
+    return is_dataclass(kind) or hasattr(kind, "_fields")
+
+
+def _encode_items(value: Iterable[object]) -> Json:
+    """Prompts are long."""
+    items = tuple(value)
+    return items if _PLAIN.issuperset(map(type, items)) else [*map(_encode, items)]
+
+
+def _encode_fields(name: str, fields_: Fields, value: object) -> Json:
+    """Those that are not as by default."""
+    encoded: dict[str, Json] = {_CLASS: name}
+    for field, default in fields_:
+        given = getattr(value, field)
         if given is not default and given != default:
-            encoded[name] = _encode(given)
+            encoded[field] = _encode(given)
     return encoded
 
 
 @lru_cache(maxsize=256)
-def _fields(cls: Any) -> tuple[tuple[str, object], ...]:
-    """(name, default)"""
+def _fields(cls: Any) -> Fields:
     if not is_dataclass(cls):
         return tuple((name, MISSING) for name in cls._fields)
     return tuple((one.name, one.default) for one in fields(cls))
