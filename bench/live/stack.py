@@ -18,8 +18,8 @@ PLANS = (
     WorkerPlan(role="prefill", cores=(0,), nice=5),
     WorkerPlan(role="decode", cores=(1,), nice=5),
 )
-OTHERS = 1
-"""The core of the decode worker is also that of the router and the load generator, which go first:
+OTHERS = (0, 1)
+"""The router and the load generator run on whichever of the workers' cores is idle, and go first:
 in production they have cores of their own."""
 WORKERS: dict[str, object] = {
     "engine.kv_memory": "256MiB",
@@ -94,7 +94,7 @@ def processes(
         PLANS,
         _options(workers),
         router_settings=_options(router),
-        router_cores=(OTHERS,),
+        router_cores=OTHERS,
         routers=routers,
     ) as cluster:
         yield cluster
@@ -112,5 +112,5 @@ def load(
     at_once: int | None = None,
 ) -> list[Outcome]:
     """From another process; to the routers in turn."""
-    pin = ("taskset", "-c", str(OTHERS))
+    pin = ("taskset", "-c", ",".join(map(str, OTHERS)))
     return send(cluster.http_ports, offered, patience_s=patience_s, at_once=at_once, under=pin)

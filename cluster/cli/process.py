@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Annotated
 
 import typer
+import uvloop
 
 from cluster.cli.options import (
     GrpcPort,
@@ -141,7 +141,7 @@ def router(
     configure_logging("router")
     from cluster.plain import run_router
 
-    asyncio.run(run_router(router_settings(config), drain_s=config.drain_timeout))
+    uvloop.run(run_router(router_settings(config), drain_s=config.drain_timeout))
 
 
 def worker(
@@ -190,7 +190,7 @@ def worker(
     configure_logging(process_name)
     from cluster.plain import run_worker
 
-    asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
+    uvloop.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
 
 
 def pool_node(
@@ -243,7 +243,7 @@ def pool_node(
     from cluster.plain import run_pool_node
 
     settings = pool_node_settings(config)
-    asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
+    uvloop.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
 
 
 def _host(given: str | None, join: list[str]) -> str:
