@@ -1,27 +1,29 @@
 """Up to four times what the machine can do, offered to real processes under each admission policy;
 then the same arrivals in the simulator.
 
-The bundled model; one prefill and one decode worker; Poisson arrivals, whatever the server does.
-Objectives are multiples of the latencies without load. The ladder (docs/qos.md) stands beside
-`predictive` only: the baselines are without it, unless `--ladder` says otherwise. `--append FILE`
-keeps results, so that policies and rates can be measured one by one. With `--routers N` as many
-share the workers, and take the arrivals in turn.
+The bundled model, or with `--model smollm` one whose steps take ten times as long; one prefill and
+one decode worker; Poisson arrivals, whatever the server does. Objectives are multiples of the
+latencies without load. The ladder (docs/qos.md) stands beside `predictive` only: the baselines are
+without it, unless `--ladder` says otherwise. `--append FILE` keeps results, so that policies and
+rates can be measured one by one. With `--routers N` as many share the workers, and take the
+arrivals in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
 from bench.live.calibrate import TPOT_FACTOR, TTFT_FACTOR, Calibration, calibrate
-from bench.live.offered import Mix
 from bench.live.points import Point
 from bench.live.results import Results, read, write
 from bench.live.runs import Plan, run
 from bench.live.shown import draw_scatter, show_points, show_scatter
 from bench.live.stack import Policy
+from bench.live.subject import Subject, bundled, smollm
 from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
 from engine.checkpoint import find_text_files
@@ -44,10 +46,10 @@ def corpus() -> tuple[int, ...]:
     return tokenizer.encode("\n".join(page.read_text() for page in pages))
 
 
-def rows(results: Results, mix: Mix) -> list[Row]:
+def rows(results: Results, subject: Subject) -> list[Row]:
     assert results.calibration is not None
     method = (
-        f"bundled model, {mix.text}; capacity {results.calibration.capacity_per_s:.1f}/s in a "
+        f"{subject.text}; capacity {results.calibration.capacity_per_s:.1f}/s in a "
         f"closed loop; TTFT within {TTFT_FACTOR:g} x and TPOT within {TPOT_FACTOR:g} x of the "
         "median without load"
     )
@@ -103,10 +105,10 @@ def _goodput_rows(policy: str, points: list[Point], method: str) -> list[Row]:
 
 
 def _calibration(
-    results: Results, path: Path | None, mix: Mix, text: tuple[int, ...]
+    results: Results, path: Path | None, subject: Subject, text: tuple[int, ...]
 ) -> Calibration:
     if results.calibration is None:
-        results.calibration = calibrate(mix, text)
+        results.calibration = calibrate(subject.mix, text, subject.folder)
         if path:
             write(path, results)
     known = results.calibration
@@ -122,6 +124,12 @@ def _calibration(
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", nargs="*", choices=POLICIES, default=[*POLICIES])
+    parser.add_argument(
+        "--model",
+        choices=("bundled", "smollm"),
+        default="bundled",
+        help="smollm: random weights of SmolLM-135M's shape",
+    )
     parser.add_argument("--rate", nargs="+", type=float, default=[*FACTORS], help="x capacity")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals at each rate")
     parser.add_argument("--seed", type=int, default=1)
@@ -140,14 +148,31 @@ def _parsed() -> argparse.Namespace:
 def main() -> None:
     args = _parsed()
     results = read(args.append) if args.append else Results()
-    text, mix = corpus(), Mix(own_ends=args.own_ends)
-    calibration = _calibration(results, args.append, mix, text)
+    with ExitStack() as made:
+        subject = bundled(own_ends=args.own_ends)
+        if args.model == "smollm":
+            subject = made.enter_context(smollm(own_ends=args.own_ends))
+        measure(args, subject, results)
+    show_points(results.points)
+    for policy, predictions in results.predictions.items():
+        show_scatter(policy, predictions)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        draw_scatter(args.out / "predictions.png", results.predictions)
+    print_table("Overload", rows(results, subject))
+    if args.json:
+        write_json(args.json, rows(results, subject))
+
+
+def measure(args: argparse.Namespace, subject: Subject, results: Results) -> None:
+    text = corpus()
+    calibration = _calibration(results, args.append, subject, text)
     for name in args.policy:
         plan = Plan(
             policy=Policy(admission=name, ladder=LADDER[args.ladder](name)),
             factors=tuple(args.rate),
             seconds=args.seconds,
-            mix=mix,
+            subject=subject,
             seed=args.seed,
             patience_s=args.patience,
             routers=args.routers,
@@ -156,15 +181,6 @@ def main() -> None:
         results.add(found.points, found.predictions)
         if args.append:
             write(args.append, results)
-    show_points(results.points)
-    for policy, predictions in results.predictions.items():
-        show_scatter(policy, predictions)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        draw_scatter(args.out / "predictions.png", results.predictions)
-    print_table("Overload", rows(results, mix))
-    if args.json:
-        write_json(args.json, rows(results, mix))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from bench.live.tiers import TierFile
 from bench.overload import corpus
 from bench.plain_cluster import PlainCluster
 from bench.report import print_table, write_json
+from engine.bundled import checkpoint_path
 
 PATIENCE_S = 20.0
 AT_ONCE = {"prompts": 16, "outputs": 40}
@@ -96,7 +97,7 @@ def main() -> None:
     results, tiers, text = Results.read(args.append), TierFile.read(), corpus()
     mix = MIXES[args.load]
     if results.calibration is None:
-        results.calibration = calibrate(mix, text, AT_ONCE[args.load])
+        results.calibration = calibrate(mix, text, checkpoint_path(), AT_ONCE[args.load])
         results.write(args.append)
     known = results.calibration
     print(f"capacity for free's load {known.capacity_per_s:.2f}/s", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from statistics import median
 
@@ -28,10 +29,10 @@ class Calibration:
         return Objectives(ttft_s=TTFT_FACTOR * self.ttft_s, tpot_s=TPOT_FACTOR * self.tpot_s)
 
 
-def calibrate(mix: Mix, corpus: Sequence[int], at_once: int = AT_ONCE) -> Calibration:
+def calibrate(mix: Mix, corpus: Sequence[int], model: Path, at_once: int = AT_ONCE) -> Calibration:
     """Capacity: requests done per second in a closed loop of so many clients."""
     rng = Random(0)
-    with stack(Policy(admission="none"), None) as cluster:
+    with stack(Policy(admission="none"), None, model=model) as cluster:
         load(cluster, [one(mix, corpus, rng) for _ in range(4)], at_once=1)
         alone = load(cluster, [one(mix, corpus, rng) for _ in range(ALONE)], at_once=1)
         offered = [one(mix, corpus, rng) for _ in range(TURNS * at_once)]

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from pathlib import Path
 
+import uvloop
+
 from bench.live.offered import Offered
 from bench.live.outcome import Outcome
 
@@ -163,7 +165,7 @@ def main() -> None:
         run = one_by_one(args.ports, offered, args.at_once)
     else:
         run = offer(args.ports, offered, args.patience)
-    args.outcomes.write_text(json.dumps([asdict(one) for one in asyncio.run(run)]))
+    args.outcomes.write_text(json.dumps([asdict(one) for one in uvloop.run(run)]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -24,23 +25,33 @@ from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
 
 
+EARLY_S, LATE_S = 0.05, 0.3
+"""A request arrives a little later than it is sent; the next rate begins a second later."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Of arrivals, on the live clock."""
+    """Of the arrivals from one to another, on the live clock, in `seconds` of load."""
 
-    began_s: float
+    first_s: float
+    last_s: float
     seconds: float
 
     def __contains__(self, at_s: float) -> bool:
-        return self.began_s <= at_s < self.began_s + self.seconds + 0.5
+        return self.first_s - EARLY_S <= at_s < self.last_s + LATE_S
 
 
 def replay(
-    record: Path, told: Told, policy: Policy, objectives: Objectives, window: Window
+    record: Path,
+    told: Told,
+    policy: Policy,
+    objectives: Objectives,
+    window: Window,
+    kv: Mapping[str, int],
 ) -> list[tuple[float, Outcome]]:
     """Each request with the live time of its arrival. Those before the window teach the router;
     workers are as fast all the time as they were in it."""
-    result = simulate(_config(told, policy, objectives, window), read_trace(record), Scale())
+    result = simulate(_config(told, policy, objectives, window, kv), read_trace(record), Scale())
     first_s = told.submitted_s[0]
     return [(first_s + one.request.arrival_s, one) for one in result.outcomes]
 
@@ -64,7 +75,9 @@ def simulated(
     )
 
 
-def _config(told: Told, policy: Policy, objectives: Objectives, window: Window) -> Config:
+def _config(
+    told: Told, policy: Policy, objectives: Objectives, window: Window, kv: Mapping[str, int]
+) -> Config:
     """The live cluster's file, with its machines' measures."""
     by_role = {hello.role: hello for hello in told.hellos.values()}
     pools = [by_role[role] for role in (Role.PREFILL, Role.DECODE)]
@@ -74,7 +87,7 @@ def _config(told: Told, policy: Policy, objectives: Objectives, window: Window) 
         "simulation": {
             "pools": [{"profile": _profile(hello, told, window)} for hello in pools],
             "blocks": pools[0].total_blocks,
-            "kv": {"layers": 4, "heads": 2, "head_dim": 64},
+            "kv": dict(kv),
             "fabric": {
                 "latency": "0.1ms",
                 "bandwidth": "5GB",

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.live.calibrate import Calibration
-from bench.live.offered import Mix, poisson
+from bench.live.offered import poisson
 from bench.live.outcome import Objectives, Outcome
 from bench.live.points import Load, Point, Simulated, bucket_quantile, point
 from bench.live.replay import Window, replay, simulated
 from bench.live.stack import Policy, load, stack
+from bench.live.subject import Subject
 from bench.live.told import Predicted, Told, read_record
 from bench.plain_cluster import PlainCluster
 
@@ -26,7 +27,7 @@ class Plan:
     policy: Policy
     factors: tuple[float, ...]
     seconds: float
-    mix: Mix
+    subject: Subject
     seed: int
     patience_s: float
     routers: int = 1
@@ -41,17 +42,18 @@ class Run:
 
 
 def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
+    asked, model = calibration.objectives, plan.subject.folder
     if plan.routers > 1:
-        with stack(plan.policy, calibration.objectives, routers=plan.routers) as cluster:
+        with stack(plan.policy, asked, model=model, routers=plan.routers) as cluster:
             measured = _measure(plan, calibration, corpus, cluster)
             return Run(points=[one for one, _ in measured], predictions=[])
     with tempfile.TemporaryDirectory() as name:
         record = Path(name) / "record.jsonl"
-        with stack(plan.policy, calibration.objectives, record) as cluster:
+        with stack(plan.policy, asked, record, model=model) as cluster:
             measured = list(_measure(plan, calibration, corpus, cluster))
         told = read_record(record)
         points = [one for one, _ in measured]
-        if not plan.mix.own_ends:
+        if not plan.subject.mix.own_ends:
             points = _beside(plan, calibration, told, record, measured)
     return Run(points=points, predictions=told.predictions())
 
@@ -64,14 +66,14 @@ def _measure(
         seconds = plan.seconds if number else WARM_S
         rate = factor * calibration.capacity_per_s
         seed = 1000 * plan.seed + number
-        offered = poisson(plan.mix, corpus, rate_per_s=rate, seconds=seconds, seed=seed)
+        offered = poisson(plan.subject.mix, corpus, rate_per_s=rate, seconds=seconds, seed=seed)
         before = cluster.histogram(REFUSALS)
         outcomes = load(cluster, offered, patience_s=plan.patience_s)
         p99_s = bucket_quantile(before, cluster.histogram(REFUSALS), 0.99)
         it = Load(
             policy=plan.policy.admission,
             ladder=plan.policy.ladder,
-            own_ends=plan.mix.own_ends,
+            own_ends=plan.subject.mix.own_ends,
             routers=plan.routers,
             factor=factor,
             rate_per_s=rate,
@@ -103,6 +105,7 @@ def _simulated(
     one: Point,
     live: Sequence[Outcome],
 ) -> Simulated:
-    window = Window(began_s=live[0].sent_s - 0.05, seconds=one.seconds)
-    outcomes = replay(record, told, plan.policy, objectives, window)
+    sent_s = [outcome.sent_s for outcome in live]
+    window = Window(first_s=min(sent_s), last_s=max(sent_s), seconds=one.seconds)
+    outcomes = replay(record, told, plan.policy, objectives, window, plan.subject.kv())
     return simulated(outcomes, window, objectives)

@@ -12,7 +12,6 @@ from bench.live.offered import Offered
 from bench.live.outcome import Objectives, Outcome
 from bench.live.sending import send
 from bench.plain_cluster import PlainCluster, WorkerPlan, plain_cluster
-from engine.bundled import checkpoint_path
 
 PLANS = (
     WorkerPlan(role="prefill", cores=(0,), nice=5),
@@ -22,7 +21,7 @@ OTHERS = (0, 1)
 """The router and the load generator run on whichever of the workers' cores is idle, and go first:
 in production they have cores of their own."""
 WORKERS: dict[str, object] = {
-    "engine.kv_memory": "256MiB",
+    "engine.kv_memory": "1GiB",
     "scheduler.max_running_requests": 32,
     "scheduler.prefill_chunk_tokens": 256,
 }
@@ -75,22 +74,23 @@ def stack(
     objectives: Objectives | None,
     record: Path | None = None,
     *,
+    model: Path,
     routers: int = 1,
 ) -> Iterator[PlainCluster]:
     settings = policy.settings(objectives)
     if record is not None:
         settings["router.record"] = str(record)
-    with processes(WORKERS, settings, routers=routers) as cluster:
+    with processes(WORKERS, settings, model=model, routers=routers) as cluster:
         yield cluster
 
 
 @contextmanager
 def processes(
-    workers: Mapping[str, object], router: Mapping[str, object], *, routers: int = 1
+    workers: Mapping[str, object], router: Mapping[str, object], *, model: Path, routers: int = 1
 ) -> Iterator[PlainCluster]:
     """By keys of the cluster file."""
     with plain_cluster(
-        checkpoint_path(),
+        model,
         PLANS,
         _options(workers),
         router_settings=_options(router),

@@ -15,6 +15,7 @@ from bench.live.stack import processes
 from bench.plain_cluster import PlainCluster
 from cluster.config.load import load_config
 from cluster.config.schema import Config
+from engine.bundled import checkpoint_path
 
 FILE = Path(__file__).parents[2] / "deploy" / "configs" / "qos.yaml"
 _WORKER_SECTIONS = ("engine", "scheduler")
@@ -45,7 +46,8 @@ class TierFile:
             for key, value in self.raw[section].items()
         }
         tiers = {"qos.tiers": qos["tiers"]}
-        with processes(workers | tiers, {"qos.header": qos["header"]} | tiers) as cluster:
+        router = {"qos.header": qos["header"]} | tiers
+        with processes(workers | tiers, router, model=checkpoint_path()) as cluster:
             yield cluster
 
     def _qos(self, alike: str | None) -> dict[str, Any]:

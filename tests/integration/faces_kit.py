@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import uvloop
 
 from router.server import FaceOptions, Faces
 from router.tokenizer import TextTokenizer
@@ -29,7 +30,7 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         async def bounded() -> None:
             await asyncio.wait_for(test(*args, **kwargs), LIMIT_S)
 
-        asyncio.run(bounded())
+        uvloop.run(bounded())
 
     return run
 

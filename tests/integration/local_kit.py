@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import pytest
+import uvloop
 
 from cluster.device import Device
 from cluster.settings import WorkerSettings
@@ -55,7 +56,7 @@ class LocalHost:
     """As WorkerHost, but here."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self._worker: WorkerProcess | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import httpx
+import uvloop
 
 from cluster.router import RouterProcess
 from cluster.settings import RouterSettings, WorkerSettings
@@ -140,7 +141,7 @@ class RouterThread:
             max_body_bytes=4 * 2**20,
             policies=ALWAYS_SPLIT,
         )
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         self.process = RouterProcess(replace(plain, **changes))

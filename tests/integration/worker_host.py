@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, assert_never
 
+import uvloop
+
 from cluster.settings import WorkerSettings
 from cluster.worker.process import WorkerProcess
 from kvpool.cached_block import Place
@@ -51,7 +53,7 @@ Command = Start | Stop | Damage
 
 def serve(commands: Connection) -> None:
     warnings.simplefilter("ignore")
-    asyncio.run(_serve(commands))
+    uvloop.run(_serve(commands))
 
 
 async def _serve(commands: Connection) -> None:
