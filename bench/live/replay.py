@@ -24,7 +24,6 @@ from engine.latency_fit import LinearTimes
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
 
-
 EARLY_S, LATE_S = 0.05, 0.3
 """A request arrives a little later than it is sent; the next rate begins a second later."""
 
