@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from bench.live.results import Results, read, write
 from bench.live.runs import Plan, run
 from bench.live.shown import draw_scatter, show_points, show_scatter
 from bench.live.stack import Policy
-from bench.live.subject import Subject, bundled, smollm
+from bench.live.subject import SUBJECTS, Subject
 from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
 from engine.checkpoint import find_text_files
@@ -108,7 +107,7 @@ def _calibration(
     results: Results, path: Path | None, subject: Subject, text: tuple[int, ...]
 ) -> Calibration:
     if results.calibration is None:
-        results.calibration = calibrate(subject.mix, text, subject.folder)
+        results.calibration = calibrate(subject, text)
         if path:
             write(path, results)
     known = results.calibration
@@ -126,7 +125,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--policy", nargs="*", choices=POLICIES, default=[*POLICIES])
     parser.add_argument(
         "--model",
-        choices=("bundled", "smollm"),
+        choices=SUBJECTS,
         default="bundled",
         help="smollm: random weights of SmolLM-135M's shape",
     )
@@ -139,7 +138,9 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=8.0, help="of clients, after the last")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--own-ends", action="store_true", help="the model ends where it will")
-    parser.add_argument("--append", type=Path, help="a file of results, taken and kept")
+    parser.add_argument(
+        "--append", type=Path, help="a file of results of this model, taken and kept"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the scatter plots")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     return parser.parse_args()
@@ -147,11 +148,8 @@ def _parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = _parsed()
-    results = read(args.append) if args.append else Results()
-    with ExitStack() as made:
-        subject = bundled(own_ends=args.own_ends)
-        if args.model == "smollm":
-            subject = made.enter_context(smollm(own_ends=args.own_ends))
+    results = read(args.append, args.model) if args.append else Results(model=args.model)
+    with SUBJECTS[args.model](own_ends=args.own_ends) as subject:
         measure(args, subject, results)
     show_points(results.points)
     for policy, predictions in results.predictions.items():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from bench.live.calibrate import Calibration, calibrate
 from bench.live.stack import load
+from bench.live.subject import of_bundled
 from bench.live.tier_load import (
     ALIKE,
     FREE,
@@ -31,7 +32,6 @@ from bench.live.tiers import TierFile
 from bench.overload import corpus
 from bench.plain_cluster import PlainCluster
 from bench.report import print_table, write_json
-from engine.bundled import checkpoint_path
 
 PATIENCE_S = 20.0
 AT_ONCE = {"prompts": 16, "outputs": 40}
@@ -97,7 +97,7 @@ def main() -> None:
     results, tiers, text = Results.read(args.append), TierFile.read(), corpus()
     mix = MIXES[args.load]
     if results.calibration is None:
-        results.calibration = calibrate(mix, text, checkpoint_path(), AT_ONCE[args.load])
+        results.calibration = calibrate(of_bundled(mix), text, AT_ONCE[args.load])
         results.write(args.append)
     known = results.calibration
     print(f"capacity for free's load {known.capacity_per_s:.2f}/s", flush=True)

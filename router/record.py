@@ -66,6 +66,8 @@ def _encode(value: object) -> Json:
 def _encoder(kind: Any) -> Callable[[Any], Json]:
     if issubclass(kind, Enum):
         return lambda value: {_ENUM: kind.__name__, "value": value.value}
+    if issubclass(kind, str | int | float):
+        return lambda value: value
     if issubclass(kind, bytes):
         return lambda value: {_BYTES: value.hex()}
     if _has_fields(kind):
@@ -97,7 +99,6 @@ def _encode_fields(name: str, fields_: Fields, value: object) -> Json:
     return encoded
 
 
-@lru_cache(maxsize=256)
 def _fields(cls: Any) -> Fields:
     if not is_dataclass(cls):
         return tuple((name, MISSING) for name in cls._fields)

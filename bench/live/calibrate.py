@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from statistics import median
 
-from bench.live.offered import Mix, one
+from bench.live.offered import one
 from bench.live.outcome import Objectives
 from bench.live.stack import Policy, load, stack
+from bench.live.subject import Subject
 
 ALONE, AT_ONCE, TURNS = 16, 16, 6
 TTFT_FACTOR, TPOT_FACTOR = 8.0, 6.0
@@ -29,10 +29,10 @@ class Calibration:
         return Objectives(ttft_s=TTFT_FACTOR * self.ttft_s, tpot_s=TPOT_FACTOR * self.tpot_s)
 
 
-def calibrate(mix: Mix, corpus: Sequence[int], model: Path, at_once: int = AT_ONCE) -> Calibration:
+def calibrate(subject: Subject, corpus: Sequence[int], at_once: int = AT_ONCE) -> Calibration:
     """Capacity: requests done per second in a closed loop of so many clients."""
-    rng = Random(0)
-    with stack(Policy(admission="none"), None, model=model) as cluster:
+    rng, mix = Random(0), subject.mix
+    with stack(Policy(admission="none"), None, model=subject.folder) as cluster:
         load(cluster, [one(mix, corpus, rng) for _ in range(4)], at_once=1)
         alone = load(cluster, [one(mix, corpus, rng) for _ in range(ALONE)], at_once=1)
         offered = [one(mix, corpus, rng) for _ in range(TURNS * at_once)]

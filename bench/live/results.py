@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bench.live.told import Predicted
 class Results:
     """`predictions`: # policy |-> of all its requests"""
 
+    model: str
     calibration: Calibration | None = None
     points: list[Point] = field(default_factory=list)
     predictions: dict[str, list[Predicted]] = field(default_factory=dict)
@@ -31,11 +33,15 @@ def _key(one: Point) -> tuple[str, bool, bool, int, float]:
     return one.policy, one.ladder, one.own_ends, one.routers, one.factor
 
 
-def read(path: Path) -> Results:
+def read(path: Path, model: str) -> Results:
+    """Ends the process where it has results of another."""
     if not path.exists():
-        return Results()
+        return Results(model=model)
     raw = json.loads(path.read_text())
+    if raw["model"] != model:
+        sys.exit(f"{path} has results of the model {raw['model']}: name another file")
     return Results(
+        model=model,
         calibration=Calibration(**raw["calibration"]) if raw["calibration"] else None,
         points=[_point(one) for one in raw["points"]],
         predictions={

@@ -11,7 +11,7 @@ from bench.live.calibrate import Calibration
 from bench.live.offered import poisson
 from bench.live.outcome import Objectives, Outcome
 from bench.live.points import Load, Point, Simulated, bucket_quantile, point
-from bench.live.replay import Window, replay, simulated
+from bench.live.replay import EARLY_S, Window, replay, simulated
 from bench.live.stack import Policy, load, stack
 from bench.live.subject import Subject
 from bench.live.told import Predicted, Told, read_record
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Without predictions where several routers have decided."""
+    """Predictions of the requests of all rates; none where several routers have decided."""
 
     points: list[Point]
     predictions: list[Predicted]
@@ -45,8 +45,8 @@ def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
     asked, model = calibration.objectives, plan.subject.folder
     if plan.routers > 1:
         with stack(plan.policy, asked, model=model, routers=plan.routers) as cluster:
-            measured = _measure(plan, calibration, corpus, cluster)
-            return Run(points=[one for one, _ in measured], predictions=[])
+            points = [one for one, _ in _measure(plan, calibration, corpus, cluster)]
+            return Run(points=points, predictions=[])
     with tempfile.TemporaryDirectory() as name:
         record = Path(name) / "record.jsonl"
         with stack(plan.policy, asked, record, model=model) as cluster:
@@ -55,7 +55,9 @@ def run(plan: Plan, calibration: Calibration, corpus: Sequence[int]) -> Run:
         points = [one for one, _ in measured]
         if not plan.subject.mix.own_ends:
             points = _beside(plan, calibration, told, record, measured)
-    return Run(points=points, predictions=told.predictions())
+    began_s = measured[0][1][0].sent_s - EARLY_S
+    asked_for = [one for one in told.predictions() if one.at_s > began_s]
+    return Run(points=points, predictions=asked_for)
 
 
 def _measure(

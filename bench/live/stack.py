@@ -112,5 +112,5 @@ def load(
     at_once: int | None = None,
 ) -> list[Outcome]:
     """From another process; to the routers in turn."""
-    pin = ("taskset", "-c", ",".join(map(str, OTHERS)))
-    return send(cluster.http_ports, offered, patience_s=patience_s, at_once=at_once, under=pin)
+    cores = ("taskset", "-c", ",".join(map(str, OTHERS)))
+    return send(cluster.http_ports, offered, patience_s=patience_s, at_once=at_once, under=cores)

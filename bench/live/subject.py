@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.live.offered import Mix
+from bench.models import SMOLLM_135M, write_random_llama
 from engine.bundled import checkpoint_path
 
 
@@ -26,25 +27,33 @@ class Subject:
     def kv(self) -> dict[str, int]:
         """The shape of a token's KV, as a cluster file's `simulation` has it."""
         config = json.loads((self.folder / "config.json").read_text())
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return {
             "layers": config["num_hidden_layers"],
             "heads": config["num_key_value_heads"],
-            "head_dim": head_dim,
+            "head_dim": config["head_dim"],
         }
 
 
-def bundled(*, own_ends: bool = False) -> Subject:
-    """Its steps take a millisecond or two, so that others' work on a core is felt."""
-    return Subject(name="bundled model", folder=checkpoint_path(), mix=Mix(own_ends=own_ends))
+def of_bundled(mix: Mix) -> Subject:
+    return Subject(name="bundled model", folder=checkpoint_path(), mix=mix)
 
 
 @contextmanager
-def smollm(*, own_ends: bool = False) -> Iterator[Subject]:
-    """Its steps take some tens of milliseconds."""
-    from bench.models import SMOLLM_135M, write_random_llama
+def bundled(*, own_ends: bool) -> Iterator[Subject]:
+    """A decode step takes a millisecond or two, so that others' work on its core is felt."""
+    yield of_bundled(Mix(own_ends=own_ends))
 
+
+@contextmanager
+def smollm(*, own_ends: bool) -> Iterator[Subject]:
+    """A decode step takes ten milliseconds and more."""
     mix = Mix(prompt_tokens=(256, 768), output_tokens=(16, 96), own_ends=own_ends)
     with TemporaryDirectory() as name:
         folder = write_random_llama(Path(name), SMOLLM_135M)
         yield Subject(name="random SmolLM-135M", folder=folder, mix=mix)
+
+
+SUBJECTS: dict[str, Callable[..., AbstractContextManager[Subject]]] = {
+    "bundled": bundled,
+    "smollm": smollm,
+}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-import uvloop
 
 from cluster.cli.options import (
     GrpcPort,
@@ -139,6 +138,8 @@ def router(
 
     config = resolve(load_config(None, overrides), local_site())
     configure_logging("router")
+    import uvloop
+
     from cluster.plain import run_router
 
     uvloop.run(run_router(router_settings(config), drain_s=config.drain_timeout))
@@ -188,6 +189,8 @@ def worker(
     settings = worker_settings(config, config.workers[0], process_name)
     settings = replace(settings, role=role, device_share=device_share)
     configure_logging(process_name)
+    import uvloop
+
     from cluster.plain import run_worker
 
     uvloop.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
@@ -240,6 +243,8 @@ def pool_node(
         site = replace(site, host=_host(loaded.network.host, join))
     config = resolve(loaded, site)
     configure_logging("pool-node")
+    import uvloop
+
     from cluster.plain import run_pool_node
 
     settings = pool_node_settings(config)

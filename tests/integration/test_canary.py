@@ -64,7 +64,7 @@ def assert_checks(cluster: Cluster, name: str, *, passed: int, mismatched: int) 
 
 
 def quarantined(cluster: Cluster) -> list[tuple[str, str, str]]:
-    pairs = cluster.router.process.dispatcher.quarantined()
+    pairs = cluster.router.read(cluster.router.process.dispatcher.quarantined)
     return [(pair.prefill, pair.decode, pair.reason) for pair in pairs]
 
 

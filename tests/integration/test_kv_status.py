@@ -168,4 +168,6 @@ def acme_blocks(cluster: Cluster) -> int:
 
 
 def tenants(found: GetKvResponse) -> set[str]:
-    return {held.tenant for worker in found.workers for held in worker.held}
+    """Of requests: what is on its way to the pool node is held too, for no one."""
+    held = (held for worker in found.workers for held in worker.held)
+    return {one.tenant for one in held if not one.holder.startswith("offer")}
