@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Annotated
 
@@ -189,11 +190,9 @@ def worker(
     settings = worker_settings(config, config.workers[0], process_name)
     settings = replace(settings, role=role, device_share=device_share)
     configure_logging(process_name)
-    import uvloop
-
     from cluster.plain import run_worker
 
-    uvloop.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
+    asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
 
 
 def pool_node(
@@ -243,12 +242,10 @@ def pool_node(
         site = replace(site, host=_host(loaded.network.host, join))
     config = resolve(loaded, site)
     configure_logging("pool-node")
-    import uvloop
-
     from cluster.plain import run_pool_node
 
     settings = pool_node_settings(config)
-    uvloop.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
+    asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
 
 
 def _host(given: str | None, join: list[str]) -> str:
