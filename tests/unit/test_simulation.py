@@ -432,3 +432,30 @@ def test_routers_that_move_requests_from_the_same_workers_lose_none() -> None:
     assert all(done([*outcomes]))
     moved = [router.core.moving.moved for router in simulation.routers]
     assert sum(one > 0 for one in moved) >= 2, moved
+
+
+def preempted(moves: str, seed: int) -> int:
+    """Nine that decode for long, placed as it happens: memory for four of them in each worker."""
+    settings = (
+        *PLAIN,
+        f"router.placement={{policy: random, move_hot_spots: {moves}}}",
+        "router.admission.policy=none",
+        "workers.1.replicas=3",
+        "simulation.block_size=16",
+        "simulation.pools=[{}, {blocks: 200}]",
+        f"simulation.seed={seed}",
+    )
+    requests = [
+        TraceRequest(arrival_s=n * 0.2, input_tokens=64, output_tokens=800, hash_ids=(n,))
+        for n in range(9)
+    ]
+    config = load_config(None, map(Override.parse, settings))
+    result = simulate(config, requests, Scale())
+    assert all(done([*result.outcomes]))
+    return result.report.preemptions
+
+
+def test_long_ones_leave_before_anything_is_preempted() -> None:
+    seeds = range(6)
+    assert sum(preempted("false", seed) for seed in seeds) > 4
+    assert sum(preempted("true", seed) for seed in seeds) == 0
