@@ -84,19 +84,29 @@ class PeerEndpoint:
             holders = set(self._connections)
             self._retiring[region.name] = set(holders)
             self._free_retired()
-        for connection in holders:
+            told = [connection for connection in holders if connection.is_open]
+        for connection in told:
             connection.reply(Packet.RETIRE, region.name.encode())
 
     def connect(self, address: str) -> PeerConnection:
         sock = self._rendezvous.dial(address)
         try:
-            control_wire.introduce(sock, Packet.HELLO, self.address, address)
-            control_wire.welcomed(sock, address)
-            connection = self._take_in(sock, address)
+            connection = self._shake_hands(sock, address)
         except (OSError, PeerError):
             sock.close()
             raise
         self._threads.start(f"{self.address} <- {address}", lambda: self._deliver(connection))
+        return connection
+
+    def _shake_hands(self, sock: socket.socket, address: str) -> PeerConnection:
+        connection = self._take_in(sock, address)
+        try:
+            control_wire.introduce(sock, Packet.HELLO, self.address, address)
+            control_wire.welcomed(sock, address)
+            self._open(connection)
+        except (OSError, PeerError):
+            self._forget(connection)
+            raise
         return connection
 
     def close(self) -> None:
@@ -182,21 +192,26 @@ class PeerEndpoint:
         return None
 
     def _take_in(self, sock: socket.socket, peer_address: str) -> PeerConnection:
-        """All regions of the peer are asked for anew: of those that went since another connection
-        of it ended there no one has told."""
+        """Before the peer can ask for a region: from here on it may hold any."""
         peer = self._use(peer_address)
-        try:
-            peer.memory.rest()
-            connection = PeerConnection(sock, peer.memory, peer_address, self._send_timeout_s)
-            with self._changed:
-                if self._closed:
-                    raise PeerError(f"{self.address} is closed")
-                self._connections.add(connection)
-        except BaseException:
-            with self._changed:
-                peer.users -= 1
-            raise
+        connection = PeerConnection(sock, peer.memory, peer_address, self._send_timeout_s)
+        with self._changed:
+            self._connections.add(connection)
+            closed = self._closed
+        if closed:
+            self._forget(connection)
+            raise PeerError(f"{self.address} is closed")
         return connection
+
+    def _open(self, connection: PeerConnection) -> None:
+        """Once the peer counts it too. All of the peer's regions are asked for anew: of those that
+        went before no one has told. The peer hears what went here meanwhile."""
+        self._peers[connection.peer_address].memory.rest()
+        with self._changed:
+            connection.open()
+            retired = [name for name, held in self._retiring.items() if connection in held]
+        for name in retired:
+            connection.reply(Packet.RETIRE, name.encode())
 
     def _use(self, address: str) -> _Peer:
         with self._changed:
@@ -211,7 +226,8 @@ class PeerEndpoint:
     def _welcome(self, sock: socket.socket, connection: PeerConnection) -> PeerConnection:
         try:
             control_wire.introduce(sock, Packet.WELCOME, self.address, connection.peer_address)
-        except OSError:
+            self._open(connection)
+        except (OSError, PeerError):
             self._forget(connection)
             raise
         return connection

@@ -28,8 +28,6 @@ class PeerConnection:
     def __init__(
         self, sock: socket.socket, peer: PeerMemory, peer_address: str, send_timeout_s: float
     ) -> None:
-        """Takes the socket over, once both sides have introduced themselves."""
-        control_wire.set_send_timeout(sock, send_timeout_s)
         self._socket = sock
         self._peer = peer
         self._peer_address = peer_address
@@ -38,6 +36,7 @@ class PeerConnection:
         self._changed = threading.Condition()
         self._unread_bytes = 0  # sent, and not yet given to the peer's callback
         self._taken_bytes = 0  # given to our callback, and not yet reported
+        self.is_open = False
         self._closed = False
         self._over = False
         self.thread: threading.Thread | None = None  # the one that delivers
@@ -45,6 +44,11 @@ class PeerConnection:
     @property
     def peer_address(self) -> str:
         return self._peer_address
+
+    def open(self) -> None:
+        """Takes the socket over, once both sides have introduced themselves. Raises OSError."""
+        control_wire.set_send_timeout(self._socket, self._send_timeout_s)
+        self.is_open = True
 
     def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
         self.write_many([Write(region, offset, source)])

@@ -198,3 +198,33 @@ def test_one_process_reaches_new_lives_of_a_worker(make_side: MakeSide) -> None:
         assert bool((region.memory == value).all())
         owner.endpoint.close()
         assert writer.lost.get(timeout=PATIENCE_S) is connection
+
+
+@pytest.mark.parametrize("at", ["introduce", "welcomed"])
+def test_a_region_that_goes_while_two_shake_hands_is_told_of_afterwards(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """By the one that is connected to before its welcome is sent, by the other once it is."""
+    owner, other = make_side(), make_side()
+    leaving = owner if at == "introduce" else other
+    region = leaving.region(64)
+    told: list[bytes] = []
+    step: Callable[..., object] = getattr(control_wire, at)
+
+    def retire_in(*arguments: object) -> None:
+        if at == "welcomed" or Packet.WELCOME in arguments:
+            leaving.endpoint.deregister(region)
+        step(*arguments)
+
+    def send(sock: socket.socket, packet: Packet, payload: bytes = b"") -> None:
+        if packet is Packet.RETIRED:
+            told.append(payload)
+        plain_send(sock, packet, payload)
+
+    plain_send = control_wire.send
+    monkeypatch.setattr(control_wire, at, retire_in)
+    monkeypatch.setattr(control_wire, "send", send)
+    connection = other.endpoint.connect(owner.endpoint.address)
+    until(lambda: told == [region.name.encode()])
+    connection.notify(b"hello")
+    assert owner.next() == b"hello"
