@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from kvpool.handoff import LinkProbed, Ping, Pong
 from kvpool.link_cost import LinkCost, Sample, fit
@@ -86,7 +87,9 @@ class Prober:
         self._measured = measured
         self._region = endpoints.register(probe.PROBE_BYTES)
         self._known: dict[str, _Known] = {}  # by kind of link
+        self._live: set[Connection] = set()
         self._links: dict[Connection, Link] = {}  # those that were measured
+        self._failed: dict[Connection, tuple[float, Link]] = {}  # |-> when it is tried again
         self._waiting: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._current: Connection | None = None
@@ -100,6 +103,8 @@ class Prober:
         return self._region.name
 
     def connected(self, link: Link) -> None:
+        with self._lock:
+            self._live.add(link.connection)
         if not link.opened:
             self._waiting.put(link)
 
@@ -114,7 +119,9 @@ class Prober:
 
     def lost(self, connection: Connection) -> None:
         with self._lock:
+            self._live.discard(connection)
             self._links.pop(connection, None)
+            self._failed.pop(connection, None)
         self._answer(connection, False)
 
     def close(self) -> None:
@@ -128,7 +135,7 @@ class Prober:
             try:
                 link = self._waiting.get(timeout=self._rest_s())
             except queue.Empty:
-                self._try(self._oldest())
+                self._try(self._next()[1])
                 continue
             if link is None:
                 return
@@ -137,24 +144,29 @@ class Prober:
     def _try(self, link: Link | None) -> None:
         if link is None:
             return
+        with self._lock:
+            self._failed.pop(link.connection, None)
         try:
             self._probe(link)
         except PeerError as error:
-            self.lost(link.connection)
             log.info("the link to %s was not measured: %s", link.name, error)
+            with self._lock:
+                self._links.pop(link.connection, None)
+                if link.connection in self._live:
+                    self._failed[link.connection] = time.monotonic() + AGAIN_S[0], link
 
     def _rest_s(self) -> float | None:
-        """Until a kind is measured again, by the side that was connected to; None: none will be."""
-        oldest = self._oldest()
-        if oldest is None:
-            return None
-        return max(0.0, self._known[oldest.kind].until_s - time.monotonic())
+        """None: nothing is left to measure."""
+        due_s = self._next()[0]
+        return None if due_s == inf else max(0.0, due_s - time.monotonic())
 
-    def _oldest(self) -> Link | None:
-        """Of the kind whose turn comes next."""
+    def _next(self) -> tuple[float, Link | None]:
+        """Whose turn comes next, and when: of a kind, by the side that was connected to, or of
+        those that failed."""
         with self._lock:
-            links = [link for link in self._links.values() if not link.opened]
-        return min(links, key=lambda link: self._known[link.kind].until_s, default=None)
+            again = [(self._known[one.kind].until_s, one) for one in self._links.values()]
+            turns = [*[turn for turn in again if not turn[1].opened], *self._failed.values()]
+        return min(turns, key=lambda turn: turn[0], default=(inf, None))
 
     def _probe(self, link: Link) -> None:
         renewed = False

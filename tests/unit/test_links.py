@@ -32,7 +32,7 @@ from kvpool.transport.fabric import LinkKind, no_rdma, obstacle_of, rdma_ports
 from kvpool.transport.probe import PROBE_BYTES
 from kvpool.transport.ucx_info import UcxInfo, describe, library_of_nixl
 from kvpool.transport.ucx_options import UcxOptions
-from kvrelay.errors import ConfigError
+from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
 
 RENEW = RenewLeases(keys=(RequestKey("r", 0),))
@@ -80,6 +80,12 @@ class Side:
         while not isinstance(event := self.next(), kind):
             pass
         return event
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no peer that is gone."""
+    monkeypatch.setattr(prober, "ANSWER_S", 20.0)
 
 
 @pytest.fixture
@@ -202,12 +208,12 @@ def test_both_ends_measure_their_link(side, transport, caplog) -> None:
     for event, peer in zip(seen, (b, a), strict=True):
         assert isinstance(event, LinkMeasured) and event.peer == peer.incarnation
         assert event.cost.transport == transport
-        assert 1e6 < event.cost.bytes_per_s < 1e12
-        assert 0 < event.cost.latency_s < 0.1
+        assert 0 < event.cost.bytes_per_s < 1e12
+        assert event.cost.latency_s > 0
         assert event.cost.mapped == (transport != "nixl")
     (state,) = a.links.states()
     assert (state.peer, state.transport) == (b.incarnation, transport)
-    assert state.bytes_per_s > 1e6 and state.latency_s > 0
+    assert state.bytes_per_s > 0 and state.latency_s > 0
     assert b.links.states() == ()
     assert f"prefill-0 -> decode-1 over {transport}: " in caplog.text
 
@@ -228,9 +234,14 @@ def test_messages_pass_while_a_link_is_measured(side) -> None:
     a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
     for _ in range(100):
         a.greet(b)
-    heard = [b.until(FromPeer) for _ in range(100)]
-    assert all(isinstance(e, FromPeer) and e.message == RENEW for e in heard)
-    b.until(LinkMeasured)
+    heard = [b.next()]
+    while heard.count(FromPeer(peer=a.incarnation, message=RENEW)) < 100 or not measured(heard):
+        heard.append(b.next())
+    assert len(heard) == 100 + measured(heard)
+
+
+def measured(heard: list[FromPeer | PeerLost | LinkMeasured]) -> int:
+    return sum(isinstance(event, LinkMeasured) for event in heard)
 
 
 def test_a_peer_that_vanishes_while_measured_is_just_lost(side, monkeypatch) -> None:
@@ -418,3 +429,28 @@ def test_a_link_that_seemed_slow_at_first_is_measured_again(
         assert gaps_s[0] >= 0.15 and all(gap_s >= 0.3 for gap_s in gaps_s[1:])
     assert max(map(len, taken.values())) >= 3
     assert a.links.states()[0].latency_s == pytest.approx(5e-5)
+
+
+def test_a_link_whose_peer_did_not_answer_in_time_is_tried_again(
+    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By both sides; one that is gone is not."""
+    monkeypatch.setattr(prober, "AGAIN_S", (0.05, 300.0))
+    tried: dict[int, int] = {}
+
+    def measure(*_: object) -> list[Sample]:
+        here = threading.get_ident()
+        tried[here] = tried.get(here, 0) + 1
+        if tried[here] == 1:
+            raise PeerError("no answer")
+        return [Sample(step=step, nbytes=2**20, seconds=1e-4) for step in Step]
+
+    monkeypatch.setattr(probe, "measure", measure)
+    a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
+    a.greet(b)
+    a.until(LinkMeasured)
+    b.until(LinkMeasured)
+    assert len(tried) == 2 and min(tried.values()) >= 2
+    a.links.close()
+    b.until(PeerLost)
+    assert not b.links._prober._live and not b.links._prober._failed
