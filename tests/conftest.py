@@ -1,4 +1,7 @@
-"""One thread for tiny models; tests that need a CUDA device are skipped where there is none."""
+"""One thread for tiny models; tests that need a CUDA device are skipped where there is none.
+
+How fast hypothesis' examples are is no concern of a test: the machine may be busy.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in 
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

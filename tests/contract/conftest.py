@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpool.transport.registry import schemes
-from tests.contract.transport_kit import MakeSide, Side, held, parameters
+from tests.contract.transport_kit import MakeSide, Side, held, parameters, until
 from tests.forks import start_server
 
 
@@ -30,7 +30,7 @@ def loaded() -> None:
 
 @pytest.fixture
 def make_side(scheme: str) -> Iterator[MakeSide]:
-    """Sides that close at the end; then nothing may be left of them."""
+    """Sides that close at the end; then no threads, descriptors or mappings may be left of them."""
     before, sides = held(), []
 
     def make(**options: Any) -> Side:
@@ -41,4 +41,4 @@ def make_side(scheme: str) -> Iterator[MakeSide]:
     for side in sides:
         side.__exit__()
     sides.clear()
-    assert held() == before, "threads, descriptors or mappings are left"
+    until(lambda: held() == before)

@@ -131,7 +131,8 @@ def test_close_with_work_in_flight(make_side: MakeSide, closer: int) -> None:
 
 
 def test_close_while_a_sender_waits(make_side: MakeSide) -> None:
-    owner, writer, connection = pair(make_side)
+    owner, writer = make_side(), make_side(send_timeout_s=3 * PATIENCE_S)
+    connection = writer.endpoint.connect(owner.endpoint.address)
     owner.reading.clear()
     failed: list[PeerError] = []
 
@@ -147,7 +148,7 @@ def test_close_while_a_sender_waits(make_side: MakeSide) -> None:
     thread.join(timeout=0.3)
     assert thread.is_alive()
     connection.close()
-    thread.join(timeout=2.0)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive(), "close does not wait for the send timeout"
     assert "gone" in str(failed[0])
     assert writer.lost.empty()

@@ -11,10 +11,19 @@ from kvrelay.types import Role
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
 from tests.models import random_checkpoint
 
+LONGEST = 8192
+
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def long_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights, for answers that last as long as a test looks at them."""
+    folder = tmp_path_factory.mktemp("long-llama")
+    return random_checkpoint(folder, "llama", max_position_embeddings=LONGEST)
 
 
 @pytest.fixture(scope="session")

@@ -42,9 +42,10 @@ def until(ask: Callable[[], Answer], patience_s: float = PATIENCE_S) -> Answer:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that no one listens on, below the range that Ray gives to its workers."""
+    """Ports that no one listens on, below the range that Ray gives to its workers; processes that
+    look for some at once, whose ids are alike, begin far from each other."""
     ports: list[int] = []
-    candidates = iter(range(3000 + os.getpid() % 4000, 9000))
+    candidates = iter(range(3000 + os.getpid() * 61 % 4000, 9000))
     while len(ports) < count:
         port = next(candidates)
         with socket.socket() as probe, suppress(OSError):

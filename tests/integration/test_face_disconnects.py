@@ -113,8 +113,9 @@ async def test_grpc_client_leaves(folder: Path, moment: str) -> None:
 async def test_grpc_deadline_aborts(folder: Path) -> None:
     async with (
         served(folder, FakeDispatcher(gates={"first_token"})) as s,
-        AsyncClient(s.grpc_address, timeout_s=0.2) as client,
+        AsyncClient(s.grpc_address, timeout_s=2.0) as client,
     ):
+        await client.server_info()  # it is connected
         with pytest.raises(RequestFailedError) as caught:
             await client.generate("a b c")
         assert caught.value.reason == "deadline_exceeded"

@@ -17,6 +17,7 @@ from cluster.pool.names import host_pool_address
 from kvpool.tenants import tenant_label
 from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import GetKvResponse
+from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router import pool_nodes
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
@@ -65,7 +66,7 @@ def orphaned(cluster: Cluster) -> dict[str, float]:
 
 
 def test_blocks_are_seen_by_tier_state_tenant_and_holder(
-    llama: Path,
+    long_llama: Path,
     hosts: tuple[WorkerHost, WorkerHost],
     tmp_path: Path,
     nodes: Callable[..., Node],
@@ -75,10 +76,10 @@ def test_blocks_are_seen_by_tier_state_tenant_and_holder(
     name = f"kv-{uuid4().hex[:8]}"
     address = host_pool_address(name)
     workers = [
-        (hosts[0], worker_settings("prefill-0", Role.PREFILL, llama, pool_address=address)),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, llama, pool_address=address)),
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, long_llama, pool_address=address)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, long_llama, pool_address=address)),
     ]
-    with running_cluster(llama, workers) as cluster:
+    with running_cluster(long_llama, workers) as cluster:
         disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
         node = nodes(name, "--join", cluster.grpc_address, *disk)
         wait_until(lambda: bool(kv(cluster).pool_nodes), "the pool node has joined")
@@ -103,7 +104,7 @@ def test_blocks_are_seen_by_tier_state_tenant_and_holder(
 
 
 def assert_a_running_request_is_shown(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    body = {"model": "test-model", "prompt": [7] * 100, "max_tokens": 800, "stream": True}
+    body = {"model": "test-model", "prompt": [7] * 100, "max_tokens": 8000, "stream": True}
     body |= {"ignore_eos": True, "cache_salt": "acme"}
     with cluster.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -129,10 +130,9 @@ def assert_cached_blocks_are_the_tenants(
 ) -> None:
     cluster.completion([9] * 40, max_tokens=1)
     wait_until(lambda: not tenants(kv(cluster)), "the requests are over")
-    (worker,) = (w for w in kv(cluster).workers if w.worker == "prefill-0")
-    acmes, nobodys = worker.cached
+    wait_until(lambda: worker(cluster, "prefill-0").cached_blocks == 10, "the pool node has it")
+    acmes, nobodys = worker(cluster, "prefill-0").cached
     assert (nobodys.tenant, nobodys.blocks, acmes.tenant, acmes.blocks) == ("", 3, ACME, 7)
-    assert worker.cached_blocks == 10
     assert acmes.oldest_s >= acmes.newest_s > nobodys.newest_s >= 0
     app(
         ["status", "--kv", "--address", cluster.grpc_address, "--tenant", "acme"],
@@ -152,6 +152,11 @@ def assert_cached_blocks_are_the_tenants(
         )
 
 
+def worker(cluster: Cluster, name: str) -> DebugKvResponse:
+    (found,) = (one for one in kv(cluster).workers if one.worker == name)
+    return found
+
+
 def whose(cluster: Cluster, tier: str) -> dict[str, int]:
     """# label |-> the pool node's blocks"""
     (node,) = kv(cluster).pool_nodes
@@ -163,8 +168,7 @@ def whose(cluster: Cluster, tier: str) -> dict[str, int]:
 
 def acme_blocks(cluster: Cluster) -> int:
     """The decode worker's: those of the prompt and of the answer."""
-    (worker,) = (w for w in kv(cluster).workers if w.worker == "decode-0")
-    return {c.tenant: c.blocks for c in worker.cached}[ACME]
+    return {c.tenant: c.blocks for c in worker(cluster, "decode-0").cached}.get(ACME, 0)
 
 
 def tenants(found: GetKvResponse) -> set[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvrelay.types import Role
+from router import moving
 from router.policies import Policies
 from tests.integration.split_kit import WorkerHost, running_cluster, wait_until, worker_settings
 from tests.integration.test_cluster_life import ask_all, kv_bytes, prompts
@@ -22,9 +24,16 @@ MOVES = Policies(admission="none", move_hot_spots=True, local_prefill=False)
     ids=["greedy", "seeded"],
 )
 def test_a_moved_request_has_the_tokens_of_one_that_stayed(
-    llama: Path, hosts: tuple[WorkerHost, WorkerHost], fields: dict[str, Any]
+    llama: Path,
+    hosts: tuple[WorkerHost, WorkerHost],
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
 ) -> None:
-    """Memory for 1,500 tokens, two that want 1,800: the other worker opens when both run."""
+    """Memory for 1,500 tokens, two that want 1,800: the other worker opens when both run. It is
+    looked for early and often, and whatever the workers' times are."""
+    monkeypatch.setattr(moving, "PRESSED", 0.1)
+    monkeypatch.setattr(moving, "LOOK_S", 0.0)
+    monkeypatch.setattr(moving, "WORTH", inf)
     asked = prompts(2, 60)
     fields = {**fields, "max_tokens": 900}
     small = worker_settings("small", Role.DECODE, llama, kv_memory_bytes=kv_bytes(llama, 1500))

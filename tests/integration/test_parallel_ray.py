@@ -57,13 +57,14 @@ def pool(role: str, tensor: int) -> dict[str, object]:
 def serving(
     head: Head, folder: Path, model: Path, *pools: dict[str, object]
 ) -> Iterator[tuple[str, Path, subprocess.Popen[bytes]]]:
-    """The gRPC address, the log, the driver."""
+    """The gRPC address, the log, the driver. Every decode worker has its turn."""
     path, log = folder / "cluster.yaml", folder / "serve.log"
     config = {
         "name": "ranks",
         "model": {"path": str(model), "dtype": "float32"},
         "engine": {"kv_memory": "16MiB", "profile": "off", "compile": "off", "rank_timeout": "8s"},
         "attention": {"backend": "sdpa"},
+        "router": {"placement": {"policy": "round_robin"}},
         "workers": [one | {"cpu_pinning": "off"} for one in pools],
     }
     path.write_text(yaml.safe_dump(config))

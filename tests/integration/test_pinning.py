@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -76,10 +77,12 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def masks_of(process: Process) -> set[str]:
-    """The kernel's word, for each of its threads."""
-    tasks = Path(f"/proc/{process.pid}/task").iterdir()
-    found = (re.search(r"Cpus_allowed_list:\t(\S+)", (t / "status").read_text()) for t in tasks)
-    return {one[1] for one in found if one is not None}
+    """The kernel's word, for each of its threads that hasn't ended meanwhile."""
+    masks: set[str] = set()
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            masks |= {*re.findall(r"Cpus_allowed_list:\t(\S+)", (task / "status").read_text())}
+    return masks
 
 
 @needs_two

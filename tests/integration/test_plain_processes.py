@@ -121,7 +121,7 @@ def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) 
     with Client(both, timeout_s=60) as client:
         other = Client(stays_at).stream("It was", max_tokens=400, ignore_eos=True)
         other_tokens = len(next(other).token_ids)
-        lost = client.stream("It was", max_tokens=400, ignore_eos=True)
+        lost = client.stream("It was", max_tokens=1500, ignore_eos=True)
         next(lost)
         doomed.kill()
         doomed.wait(30)

@@ -147,13 +147,14 @@ def test_a_node_that_hangs_holds_up_no_one(start: Start) -> None:
     node = start(*_host(32))
     with pool_worker(start.address) as worker:
         worker.await_connected()
-        worker.side.client._patience_s = 0.5
         worker.store(chain(1, 8))
+        patience_s, worker.side.client._patience_s = worker.side.client._patience_s, 0.5
         node.suspend()
         assert worker.fetch(chain(1, 8), first_block=20) == 0
         assert worker.seek(chain(1, 8)) == (0, 0)
         worker.store(chain(2, 8))
         node.signal(signal.SIGCONT)
+        worker.side.client._patience_s = patience_s
         assert until(lambda: worker.seek(chain(1, 8)) == (8, 0))
         assert worker.fetch(chain(1, 8), first_block=20) == 8
     node.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -28,8 +29,16 @@ PAIR = Pair(device="cpu", model=TINY, what="tiny", prompt_tokens=512, chunk_toke
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:  # type: ignore[type-arg]
-    """(the trace's ranges by process, the rows by name)"""
-    path = tmp_path_factory.mktemp("profile") / "new" / "trace.json"
+    """(the trace's ranges by process, the rows by name); on a busy machine the first profiles may
+    have met no moment in which both workers had work."""
+    for _ in range(3):
+        shown, rows = profile(tmp_path_factory.mktemp("profile") / "new" / "trace.json")
+        if rows["shm: of that behind the prompt's compute"].value > 0 and decodes_meanwhile(shown):
+            break
+    return shown, rows
+
+
+def profile(path: Path) -> tuple[dict, dict]:  # type: ignore[type-arg]
     rows = profile_rows(path, PAIR, ["shm"], repeats=1)
     events = json.loads(path.read_text())["traceEvents"]
     process = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -49,6 +58,17 @@ def named(events: list, start: str, request: str) -> list:  # type: ignore[type-
     ]
 
 
+def decodes_meanwhile(shown: dict) -> bool:  # type: ignore[type-arg]
+    """Between the last prompt's first chunk and its commit."""
+    commit = [e for e in shown["decode-1"] if e["name"] == "commit"][-1]
+    chunks = named(shown["prefill-0"], "prefill chunk", commit["args"]["request"])
+    return any(
+        step["ts"] < commit["ts"] and step["ts"] + step["dur"] > chunks[0]["ts"]
+        for step in shown["decode-1"]
+        if step["name"] == "decode step"
+    )
+
+
 def test_both_workers_ranges_are_there(profiled: tuple[dict, dict]) -> None:  # type: ignore[type-arg]
     shown, _ = profiled
     assert shown.keys() == {"prefill-0", "decode-1"}
@@ -64,11 +84,7 @@ def test_both_workers_ranges_are_there(profiled: tuple[dict, dict]) -> None:  # 
     (commit,) = named(shown["decode-1"], "commit", request)
     last = chunks[-1]
     assert last["ts"] + last["dur"] < commit["ts"]
-    assert any(
-        step["ts"] < commit["ts"] and step["ts"] + step["dur"] > chunks[0]["ts"]
-        for step in shown["decode-1"]
-        if step["name"] == "decode step"
-    )
+    assert decodes_meanwhile(shown)
 
 
 def test_the_rows_say_what_was_hidden(profiled: tuple[dict, dict]) -> None:  # type: ignore[type-arg]

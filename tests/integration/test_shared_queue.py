@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.messages import Prefill, ToWorker
 from kvrelay.types import Role
 from router.dispatching import is_free
+from router.link import WorkerLink
 from router.policies import Policies
 from tests.integration.split_kit import (
+    PATIENCE_S,
     Cluster,
     WorkerHost,
     running_cluster,
@@ -43,15 +46,31 @@ def serving(llama: Path, doomed: WorkerHost, ttl_s: float = 30.0) -> Iterator[Cl
             yield cluster
 
 
-def test_a_worker_that_is_killed_costs_no_token_and_holds_only_what_it_had(llama: Path) -> None:
+def prefill_sent(link: WorkerLink, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once this worker is given a prompt."""
+    send, sent = link.send, threading.Event()
+
+    def hooked(message: ToWorker) -> None:
+        send(message)
+        if isinstance(message, Prefill):
+            sent.set()
+
+    monkeypatch.setattr(link, "send", hooked)
+    return sent
+
+
+def test_a_worker_that_is_killed_costs_no_token_and_holds_only_what_it_had(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its prompts go on at the other one; those in the queue have not lost a moment."""
     asked = prompts(12, 600)
     with WorkerHost() as doomed, serving(llama, doomed) as cluster:
-        core = cluster.router.process.dispatcher.core
-        (view,) = [v for v in core.workers.values() if v.hello.name == "doomed"]
+        links = cluster.router.process.dispatcher.attached.values()
+        (link,) = [one for one in links if one.hello and one.hello.name == "doomed"]
+        has_a_prompt = prefill_sent(link, monkeypatch)
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ask_all, cluster, asked)
-            wait_until(lambda: len(view.queue) > 0, "it has a prompt")
+            assert has_a_prompt.wait(PATIENCE_S)
             doomed.kill()
             answers = found.result()
         wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
@@ -68,13 +87,13 @@ def test_what_waits_at_the_router_keeps_its_place_at_the_decode_worker(
     monkeypatch.setattr(
         "router.dispatching.is_free", lambda worker: is_free(worker) and not busy.is_set()
     )
-    with WorkerHost() as other, serving(llama, other, ttl_s=0.5) as cluster:
+    with WorkerHost() as other, serving(llama, other, ttl_s=2.0) as cluster:
         core = cluster.router.process.dispatcher.core
         busy.set()
         first = next(core.attempts)
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ask_all, cluster, asked)
-            wait_until(lambda: oldest_lease_s(cluster) > 2.0, "leases would be over")
+            wait_until(lambda: oldest_lease_s(cluster) > 4.5, "leases would be over")
             assert len(core.dispatching.queue or ()) == 6
             busy.clear()
             answers = found.result()

@@ -24,7 +24,7 @@ from tests.integration.split_kit import (
 
 BUNDLED = Path(engine.bundled.__file__).parent / "checkpoint"
 PROMPT_TOKENS, OUTPUT_TOKENS, REQUESTS = 400, 48, 12
-TOLERANCE = 2.0
+TOLERANCE = 4.0
 """Below the fastest request and above the slowest: other processes may take their cores."""
 
 
@@ -96,8 +96,9 @@ def test_what_workers_tell_predicts_what_clients_see(
 
 def test_a_worker_tells_what_it_runs(cluster: Cluster) -> None:
     told = view(cluster, Role.DECODE)
-    assert len(told.hello.step_times.decode_knots) == 5  # 1, 2, 4, 8, 16
-    assert 0 < told.hello.step_times.error < 1
+    ends, timed = {1, 16}, {rows for rows, _ in told.hello.step_times.decode_knots}
+    assert ends <= timed <= {1, 2, 4, 8, 16}
+    assert told.hello.step_times.error > 0 or timed == ends, "nothing was held out"
     cluster.completion([*range(3, 100)], max_tokens=4)
     wait_until(lambda: told.counters.decode_correction != 1, "a step was compared")
     prefill = view(cluster, Role.PREFILL)

@@ -75,7 +75,7 @@ def _nan(*shape: int) -> torch.Tensor:
     return torch.full(shape, float("nan"))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(batches(), st.sampled_from([1, 3, 20]))
 def test_attention_over_ragged_paged_batches(batch: Batch, programs: int) -> None:
     _run(batch, programs=programs)

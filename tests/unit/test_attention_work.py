@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.tilings import DECODE, chunk_tiling, decode_tiling
@@ -40,7 +40,6 @@ def _key_tiles(pieces: np.ndarray) -> int:  # type: ignore[type-arg]
     return int((-(-(pieces[:, 3] - pieces[:, 2]) // _KEYS)).sum())
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3000)), min_size=1, max_size=6),
     st.sampled_from([1, 2, 8]),

@@ -143,7 +143,7 @@ def _code_values(codes: torch.Tensor, codec: Codec) -> np.ndarray:
     return codes.view(dtype).float().numpy()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), _LOSSY, st.tuples(_DTYPES, _DTYPES))
 def test_what_arrives_is_within_the_codecs_bounds(
     case: Case, codec: Codec, dtypes: tuple[str, str]
@@ -170,7 +170,7 @@ def _check_scales(before: np.ndarray, scales: np.ndarray, largest_code: int) -> 
         assert np.allclose(scales[block], wanted, rtol=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(), st.tuples(_DTYPES, _DTYPES), st.none() | _DTYPES)
 def test_other_dtypes_are_converted_once_on_each_side_that_needs_it(
     case: Case, dtypes: tuple[str, str], wire_dtype: str | None

@@ -141,15 +141,15 @@ def test_a_client_that_gives_up_before_admission_frees_its_place() -> None:
 def test_a_deadline_counts_from_when_the_request_was_received() -> None:
     async def scene(s: Scene) -> None:
         asked = replace(request(), objectives=Objectives(deadline_s=60.01), phases_s={"wait": 60})
+        begun_s = time.monotonic()
         submitting = asyncio.ensure_future(s.dispatcher.submit(asked))
         await asyncio.sleep(0)
         s.say(reserved())
         generation = await submitting
-        begun_s = time.monotonic()
         with pytest.raises(RequestFailedError, match="deadline of 60") as failure:
             [t async for t in generation]
         assert failure.value.reason == "deadline_exceeded"
-        assert 0.005 < time.monotonic() - begun_s < 5
+        assert 0.009 <= time.monotonic() - begun_s < 30
         assert s.link.sent[-1] == Abort(key=s.key())
         assert not s.dispatcher._generations
 

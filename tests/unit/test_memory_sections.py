@@ -41,7 +41,7 @@ def _gathered(move: Move) -> list[torch.Tensor]:
     return slabs
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(cases())
 def test_planned_writes_arrive_byte_for_byte(case: Case) -> None:
     trial = new_trial(case)
@@ -54,7 +54,7 @@ def test_planned_writes_arrive_byte_for_byte(case: Case) -> None:
             assert np.array_equal(_bits(ours), theirs.view(_bits(ours).dtype))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases())
 def test_a_slab_is_in_canonical_order(case: Case) -> None:
     trial = new_trial(case)

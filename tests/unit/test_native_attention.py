@@ -100,7 +100,7 @@ def test_windows_soft_caps_and_sinks(
 slices = st.tuples(st.integers(0, 600), st.sampled_from([1, 1, 1, 2, 3, 17, 70, 200]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     batch=st.lists(slices, min_size=1, max_size=8).map(tuple),
     shape=st.sampled_from([(1, 1), (2, 3), (3, 4), (1, 8), (2, 12)]),

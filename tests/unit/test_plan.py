@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
@@ -20,7 +20,6 @@ def requests(draw: st.DrawFn) -> tuple[tuple[BlockId, ...], int, int, int]:
     return tuple(BlockId(b) for b in table), start, tokens, block_size
 
 
-@settings(deadline=None)
 @given(requests())
 def test_runs_equal_a_walk_token_by_token(
     request_: tuple[tuple[BlockId, ...], int, int, int],
@@ -35,7 +34,6 @@ def test_runs_equal_a_walk_token_by_token(
     assert planned == naive
 
 
-@settings(deadline=None)
 @given(requests())
 def test_runs_are_as_long_as_they_can_be(
     request_: tuple[tuple[BlockId, ...], int, int, int],

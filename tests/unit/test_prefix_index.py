@@ -146,7 +146,7 @@ def test_index_equals_the_naive_one(policy: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 8)
     monkeypatch.setattr(learnt_eviction, "_LEAST_REMEMBERED", 4)
     machine = type("_PolicyMachine", (_Machine,), {"policy": policy})
-    limits = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    limits = settings(max_examples=150, stateful_step_count=40)
     run_state_machine_as_test(machine, settings=limits)
 
 

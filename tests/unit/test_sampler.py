@@ -104,7 +104,7 @@ def random_logits(rows: int, seed: int, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_equals_the_naive_sampler(wanted: list[SampleRequest], seed: int) -> None:
     logits = random_logits(len(wanted), seed)
@@ -114,7 +114,7 @@ def test_equals_the_naive_sampler(wanted: list[SampleRequest], seed: int) -> Non
         assert got.token_id == expected or margin < 1e-5
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_the_short_way_equals_the_full_sort(wanted: list[SampleRequest], seed: int) -> None:
     """Most draws look at the most likely ids only; equal probabilities must not matter."""
@@ -135,7 +135,7 @@ def test_frequencies_follow_the_probabilities() -> None:
 
 
 @given(wanted=st.lists(SAMPLINGS, min_size=2, max_size=6), seed=st.integers(0, 100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_row_does_not_depend_on_its_batch(wanted: list[SampleRequest], seed: int) -> None:
     logits = random_logits(len(wanted), seed)
     together = sample(logits, [(one,) for one in wanted])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.codec import Codec
@@ -33,7 +33,6 @@ def _header(**changes: int | str | Piece) -> SlabHeader:
 places = st.integers(0, 2**64 - 1)
 
 
-@settings(deadline=None)
 @given(
     places,
     st.builds(
@@ -51,7 +50,6 @@ def test_round_trip(lease_id: int, piece: Piece, dtype: str, codec: Codec) -> No
     assert SlabHeader.unpack(packed, fingerprint=_MODEL) == header
 
 
-@settings(deadline=None)
 @given(st.integers(0, HEADER_BYTES * 8 - 1))
 def test_any_flipped_bit_of_the_header_is_noticed(bit: int) -> None:
     packed = bytearray(_header().pack())

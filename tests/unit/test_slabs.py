@@ -239,5 +239,5 @@ class SlabSchedules(RuleBasedStateMachine):
         return state in (SlabState.LENT, SlabState.FENCING)
 
 
-SlabSchedules.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SlabSchedules.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestSlabSchedules = SlabSchedules.TestCase

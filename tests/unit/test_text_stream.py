@@ -38,7 +38,7 @@ characters = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 texts = st.lists(st.one_of(words, characters), max_size=40).map(" ".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=texts, step=st.integers(1, 4), skip=st.booleans())
 def test_deltas_join_to_the_whole_and_no_character_is_split(
     tokenizer: TextTokenizer, text: str, step: int, skip: bool
@@ -50,7 +50,7 @@ def test_deltas_join_to_the_whole_and_no_character_is_split(
         assert not any(BROKEN in piece for piece in pieces)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ids=st.lists(st.integers(0, 600), max_size=60))
 def test_nonsense_of_a_byte_level_model_joins_to_the_whole(
     bytewise: TextTokenizer, ids: list[int]
@@ -167,7 +167,7 @@ def test_one_push_of_many_tokens_stops_at_the_right_one(bytewise: TextTokenizer)
     assert bytewise.decode(ids[: delta.stopped.valid_tokens]) == "ab cd!"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text("ab", max_size=40),
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),

@@ -21,7 +21,7 @@ from kvrelay.errors import ConfigError
 from tests.unit.transfer_kit import Case, carry_out, cases, holds, new_trial, stage_layers
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases())
 def test_every_target_slot_is_written_once_from_the_right_place(case: Case) -> None:
     trial = new_trial(case)
@@ -55,7 +55,7 @@ def _model_layers(section: Section, source: ShardLayout) -> list[int]:
     return held[section.part.source_layer :][: section.part.layers]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(cases(), _CODECS)
 def test_writes_are_few_large_and_fit_into_staging(case: Case, codec: Codec) -> None:
     staging_bytes = max(case.staging_bytes, _STAGING_FOR_ANY_CODEC)
@@ -91,7 +91,7 @@ def _check_size(section: Section, case: Case, wire: WireFormat, staging_bytes: i
         assert section.part.layers == 1 or section.tokens >= min(WRITE_TOKENS, len(seen))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cases(), _CODECS)
 def test_first_layers_leave_first_in_the_runs_asked_for(case: Case, codec: Codec) -> None:
     for source in case.sources:
@@ -106,7 +106,6 @@ def _even_runs(layers: list[int], count: int) -> list[set[int]]:
     return [set(piece.tolist()) for piece in pieces if len(piece)]
 
 
-@settings(deadline=None)
 @given(cases())
 def test_a_rank_allocates_the_heads_and_layers_it_holds(case: Case) -> None:
     for layout in (*case.sources, case.target):

@@ -109,7 +109,7 @@ def _writes(case: Case) -> tuple[Write, ...]:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(cases())
 def test_kernels_move_the_same_bytes_as_the_cpus_executors(case: Case) -> None:
     draw = np.random.default_rng(case.seed)
