@@ -8,7 +8,7 @@ from typing import assert_never
 from cluster.sim.clock import Clock
 from cluster.sim.fabric import Fabric
 from cluster.worker.events import Incoming
-from cluster.worker.loop import MoveJob
+from cluster.worker.outlet import MoveJob
 from kvpool.handoff import PeerHello, SlabFilled
 from kvpool.handoff_events import (
     FetchPiece,

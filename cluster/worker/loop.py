@@ -11,7 +11,7 @@ import queue
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, get_args
 
 from cluster.pool.news import PoolNews
 from cluster.router_streams import RouterStreams
@@ -29,30 +29,26 @@ from cluster.worker.events import (
     RouterStream,
     Stepped,
 )
+from cluster.worker.outlet import Links, Moves, Outlet
 from cluster.worker.preloads import Preloads
 from cluster.worker.pull_turns import PullTurns
 from cluster.worker.step_turns import StepDevice, StepTurns
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
-from engine.step import Command, Emit, RunStep, StepDone, Tick
+from engine.step import StepDone, Tick
 from kvpool.handoff import TO_PREFILL, Commit, PeerHello
 from kvpool.handoff_events import (
-    FetchPiece,
     FromPeer,
     LayersWritten,
     LinkMeasured,
     PeerLost,
     PieceFetched,
-    ReplaceSlab,
-    ScatterSlab,
-    SendPeer,
     SlabReplaced,
     SlabScattered,
     SlabWritten,
-    WriteSlab,
 )
 from kvpool.openings import Openings
-from kvpool.pull import BlocksPulled, PullBlocks, PullMessage
+from kvpool.pull import BlocksPulled, PullMessage
 from kvpool.tiers.restores import Restored
 from kvrelay.messages import (
     Abort,
@@ -61,13 +57,10 @@ from kvrelay.messages import (
     LinkState,
     Prefill,
     Preload,
-    Released,
-    RequestFailed,
     Reserve,
     ReserveRefused,
     Stop,
     ToWorker,
-    WorkerEvent,
 )
 from kvrelay.types import RequestKey
 from prefill_worker.scheduler import PrefillScheduler
@@ -80,24 +73,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 _TO_PREFILL = frozenset(TO_PREFILL)
 _OF_PULLS = frozenset(get_args(PullMessage))
-_LAST = (Released, ReserveRefused)
-"""Of a request at this worker."""
-
-MoveJob = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
-
-
-class Links(Protocol):
-    """To peers."""
-
-    def send(self, command: SendPeer) -> None: ...
-
-    def states(self) -> tuple[LinkState, ...]: ...
-
-
-class Moves(Protocol):
-    """Moves KV, in order; the outcome of each job comes back."""
-
-    def put(self, job: MoveJob) -> None: ...
 
 
 class WorkerLoop:
@@ -130,6 +105,7 @@ class WorkerLoop:
         self._pulls = PullTurns(openings, self._now)
         self.reports = BlockReports(openings.tables.cache)
         self._streams = RouterStreams(self.reports, self.counters)
+        self._outlet = Outlet(self._streams, self._preloads, self._now)
         self._next_tick_s = 0.0
         self._closing = False
         self._turns = StepTurns(
@@ -138,7 +114,7 @@ class WorkerLoop:
             prefill,
             pace,
             self._now,
-            self._execute,
+            self._outlet.execute,
             most_steps=most_steps,
             launches_ahead=launches_ahead,
         )
@@ -146,9 +122,8 @@ class WorkerLoop:
         self._link_states: Callable[[], tuple[LinkState, ...]] = tuple
 
     def attach(self, links: Links, mover: Moves, pool: PoolTurns | None) -> None:
-        self._links = links
         self._link_states = links.states
-        self._mover = mover
+        self._outlet.attach(links, mover)
         self._pool = pool
 
     @property
@@ -173,7 +148,7 @@ class WorkerLoop:
         self._turns.start_behind()
         if self._turns.stepping is None:
             self._pace.idle()
-        self._execute(self._pulls.take_commands())
+        self._outlet.execute(self._pulls.take_commands())
         self._streams.flush()
 
     # --- receive --------------------------------------------------------------------------------
@@ -205,21 +180,21 @@ class WorkerLoop:
             case FromRouter(stream=stream, message=message):
                 self._from_router(stream, message)
             case PieceFetched() | SlabScattered() | SlabReplaced():
-                self._execute(self.decode.handle(event, self._now()))
+                self._outlet.execute(self.decode.handle(event, self._now()))
             case SlabWritten():
-                self._execute(self.prefill.handle(event, self._now()))
+                self._outlet.execute(self.prefill.handle(event, self._now()))
             case BlocksPulled():
                 self._pooled(self._pulls.handle(event))
             case PeerLost():
                 self._both(event)
                 self._pooled(self._pulls.handle(event))
             case LinkMeasured(peer=peer, name=name):
-                self._execute(self.decode.handle(event, self._now()))
+                self._outlet.execute(self.decode.handle(event, self._now()))
                 if choice := self.decode.receiver.pools.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
             case LayersWritten():
                 if self._turns.stepping is self.prefill:
-                    self._execute(self.prefill.handle(event, self._now()))
+                    self._outlet.execute(self.prefill.handle(event, self._now()))
             case _ if isinstance(event, PoolNews):
                 self._from_pool(event)
             case RouterJoined(stream=stream):
@@ -238,7 +213,7 @@ class WorkerLoop:
     def _from_peer(self, event: FromPeer) -> None:
         kind = type(event.message)
         if kind in _TO_PREFILL:
-            self._execute(self.prefill.handle(event, self._now()))
+            self._outlet.execute(self.prefill.handle(event, self._now()))
         elif kind is PeerHello:
             self._both(event)
             self._pooled(self._pulls.handle(event))
@@ -246,17 +221,17 @@ class WorkerLoop:
             self._pooled(self._pulls.handle(event))
         elif isinstance(event.message, Commit):
             with self._trace.span("commit", request=event.message.key.request_id):
-                self._execute(self.decode.handle(event, self._now()))
+                self._outlet.execute(self.decode.handle(event, self._now()))
         else:
-            self._execute(self.decode.handle(event, self._now()))
+            self._outlet.execute(self.decode.handle(event, self._now()))
 
     def _pooled(self, outcomes: Iterable[PoolOutcome]) -> bool:
         """Whether a step may be possible now that was not."""
         for event in outcomes:
             if isinstance(event, Restored) and event.holder.side != "prefill":
-                self._execute(self.decode.handle(event, self._now()))
+                self._outlet.execute(self.decode.handle(event, self._now()))
             else:
-                self._execute(self.prefill.handle(event, self._now()))
+                self._outlet.execute(self.prefill.handle(event, self._now()))
         return any(isinstance(event, Restored) for event in outcomes)
 
     def _from_pool(self, event: PoolNews) -> None:
@@ -277,7 +252,7 @@ class WorkerLoop:
                 else:
                     self._start(stream, message)
             case Stop(key=key) if self._streams.is_from(stream, key):
-                self._execute(self.decode.handle(message, self._now()))
+                self._outlet.execute(self.decode.handle(message, self._now()))
             case Abort(key=key) if self._streams.is_from(stream, key):
                 self._both(message)
             case Stop() | Abort():
@@ -286,46 +261,23 @@ class WorkerLoop:
     def _start(self, stream: RouterStream, message: Reserve | Generate | Prefill) -> None:
         self._streams.begin(stream, message.spec.key)
         if isinstance(message, Prefill):
-            self._execute(self.prefill.handle(message, self._now()))
+            self._outlet.execute(self.prefill.handle(message, self._now()))
         else:
-            self._execute(self.decode.handle(message, self._now()))
+            self._outlet.execute(self.decode.handle(message, self._now()))
 
     def _refuse(self, stream: RouterStream, key: RequestKey, reason: str) -> None:
         self._streams.answer(stream, ReserveRefused(key=key, at_s=self._now(), reason=reason))
 
     def _both(self, event: Abort | FromPeer | PeerLost | Tick) -> None:
-        self._execute(self.prefill.handle(event, self._now()))
-        self._execute(self.decode.handle(event, self._now()))
+        self._outlet.execute(self.prefill.handle(event, self._now()))
+        self._outlet.execute(self.decode.handle(event, self._now()))
 
     # --- run ------------------------------------------------------------------------------------
 
     def _stepped(self, done: StepDone) -> None:
         self._totals.steps += 1
         self._totals.busy_s += done.seconds
-        self._execute(self._turns.ended(done))
-
-    def _execute(self, commands: Iterable[Command | PullBlocks]) -> None:
-        for command in commands:
-            match command:
-                case Emit(events=events):
-                    self._emit(events)
-                case SendPeer():
-                    self._links.send(command)
-                case WriteSlab() | ScatterSlab() | FetchPiece() | ReplaceSlab() | PullBlocks():
-                    self._mover.put(command)
-                case RunStep():
-                    raise AssertionError("a step that was not offered")
-
-    # --- settle ---------------------------------------------------------------------------------
-
-    def _emit(self, events: Iterable[WorkerEvent]) -> None:
-        for event in events:
-            self._streams.tell(event)
-            if isinstance(event, RequestFailed):
-                log.warning("%s failed: %s: %s", event.key, event.reason, event.message)
-            if isinstance(event, _LAST):
-                self._streams.end(event.key)
-                self._preloads.ended(event, self._now())
+        self._outlet.execute(self._turns.ended(done))
 
     def counters(self) -> Counters:
         links = self._link_states()

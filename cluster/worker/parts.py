@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cluster.device import AheadDevice, Device
@@ -32,7 +33,7 @@ from engine.threads import use_threads
 from kvpool.block_names import BlockNames
 from kvpool.handoff import HandoffMode
 from kvpool.openings import Openings
-from kvpool.staging import plan_staging
+from kvpool.staging import Staging, plan_staging
 from kvpool.tables import BlockTables
 from kvpool.transport.fabric import LinkKind
 from kvrelay.messages import WorkerHello
@@ -52,32 +53,24 @@ class WorkerParts:
     hello: WorkerHello
     tables: BlockTables
     pool: PoolTurns | None
-    trace: Trace
-    pinned: Pinned
+    opened: ExitStack
 
     def close(self) -> None:
-        self.device.close()
-        self.engine.close()
-        if self.pool is not None:
-            self.pool.close()
-        self.mover.close()
-        self.links.close()
-        self.trace.close()
-        self.pinned.release()
+        self.opened.close()
 
 
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
-    """Loads the model, which takes seconds. Raises ModelError or ConfigError."""
-    pinned = _pinned(settings)
-    if settings.threads_per_rank is not None:
-        use_threads(settings.threads_per_rank)
-    trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
-    engine = open_engine(settings)
-    try:
-        return _build_around(engine, settings, inbox, trace, pinned)
-    except BaseException:
-        engine.close()
-        raise
+    """Loads the model, which takes seconds. Raises ModelError or ConfigError, with all closed."""
+    with ExitStack() as opened:
+        pinned = _pinned(settings)
+        opened.callback(pinned.release)
+        if settings.threads_per_rank is not None:
+            use_threads(settings.threads_per_rank)
+        trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
+        opened.callback(trace.close)
+        engine = open_engine(settings)
+        opened.callback(engine.close)
+        return _build_around(engine, settings, inbox, trace, pinned, opened)
 
 
 def _build_around(
@@ -86,41 +79,36 @@ def _build_around(
     inbox: queue.SimpleQueue[Incoming],
     trace: Trace,
     pinned: Pinned,
+    opened: ExitStack,
 ) -> WorkerParts:
     engine.watch(lambda error: inbox.put(Crashed(error)))
     tables = open_tables(settings, engine)
-    staging = plan_staging(
-        engine.layout,
-        slabs=settings.staging_slabs,
-        chunk_tokens=settings.prefill_chunk_tokens,
-        total_bytes=settings.staging_bytes,
-        on_cpu=engine.memory.device.type == "cpu",
-    )
+    staging = _staging(settings, engine)
     offer = codec_offer(settings, engine)
     links = open_links(settings, engine, staging, offer, inbox)
+    opened.callback(links.close)
     mover = open_mover(engine, staging, links, inbox, trace)
-    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
-    ahead = _launches_ahead(settings, engine)
-    device = (AheadDevice if ahead else Device)(stepping, settings.threads_per_rank, inbox.put)
+    opened.callback(mover.close)
+    device = _device(settings, engine, inbox, trace)
+    opened.callback(device.close)
     openings = open_caches(settings, tables, staging)
     bound = checked_bound(settings, engine)
     times = step_times(settings, engine)
     pace = StepPace(times)
-    prefill = prefill_scheduler(settings, openings, bound, pace)
-    decode = decode_scheduler(settings, engine, staging, offer, openings, mover, bound, pace)
-    max_model_len = engine.facts.max_model_len
     loop = WorkerLoop(
         device,
         openings,
-        prefill,
-        decode,
+        prefill_scheduler(settings, openings, bound, pace),
+        decode_scheduler(settings, engine, staging, offer, openings, mover, bound, pace),
         inbox,
-        max_model_len=max_model_len,
+        max_model_len=engine.facts.max_model_len,
         pace=pace,
-        launches_ahead=ahead,
+        launches_ahead=isinstance(device, AheadDevice),
         trace=trace,
     )
     pool = _pool(settings, engine, openings, links, inbox)
+    if pool is not None:
+        opened.callback(pool.close)
     loop.attach(links, mover, pool)
     mover.start()
     device.start()
@@ -135,9 +123,29 @@ def _build_around(
         hello=_hello(settings, engine, links, tables.names, times, pinned),
         tables=tables,
         pool=pool,
-        trace=trace,
-        pinned=pinned,
+        opened=opened.pop_all(),
     )
+
+
+def _staging(settings: WorkerSettings, engine: Engine) -> Staging:
+    return plan_staging(
+        engine.layout,
+        slabs=settings.staging_slabs,
+        chunk_tokens=settings.prefill_chunk_tokens,
+        total_bytes=settings.staging_bytes,
+        on_cpu=engine.memory.device.type == "cpu",
+    )
+
+
+def _device(
+    settings: WorkerSettings,
+    engine: Engine,
+    inbox: queue.SimpleQueue[Incoming],
+    trace: Trace,
+) -> Device:
+    stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
+    kind = AheadDevice if _launches_ahead(settings, engine) else Device
+    return kind(stepping, settings.threads_per_rank, inbox.put)
 
 
 def _launches_ahead(settings: WorkerSettings, engine: Engine) -> bool:
