@@ -203,9 +203,10 @@ class PeerLinks:
             opened=expected is not None,
         )
         with self._lock:
-            self._links[connection] = link
-        self._post(FromPeer(peer=theirs.incarnation, message=theirs))
-        self._prober.connected(link)
+            if connection in self._peer_of:  # else it was given up meanwhile
+                self._links[connection] = link
+                self._post(FromPeer(peer=theirs.incarnation, message=theirs))
+                self._prober.connected(link)
 
     def _check(self, theirs: PeerHello) -> None:
         ours, who = self._hello, f"worker {theirs.name or theirs.incarnation}"
@@ -263,8 +264,8 @@ class PeerLinks:
         self._forget(connection, f"the connection to worker {connection.peer_address} was lost")
 
     def _forget(self, connection: Connection, reason: str) -> None:
-        self._prober.lost(connection)
         with self._lock:
+            self._prober.lost(connection)
             self._links.pop(connection, None)
             self._costs.pop(connection, None)
             peer = self._peer_of.pop(connection, None)

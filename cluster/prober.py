@@ -2,7 +2,7 @@
 
 The side that was connected to goes first and then tells the other. Links of a kind (same
 transport, same host) are measured by one of them. That one measurement may have met a busy machine,
-so there are later ones, further and further apart.
+so there are later ones, further and further apart; what failed is tried again as well.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -89,7 +90,8 @@ class Prober:
         self._known: dict[str, _Known] = {}  # by kind of link
         self._live: set[Connection] = set()
         self._links: dict[Connection, Link] = {}  # those that were measured
-        self._failed: dict[Connection, tuple[float, Link]] = {}  # |-> when it is tried again
+        self._failed: dict[Connection, tuple[float, Link]] = {}  # |-> when it is tried again, it
+        self._failures: Counter[Connection] = Counter()
         self._waiting: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._current: Connection | None = None
@@ -122,6 +124,7 @@ class Prober:
             self._live.discard(connection)
             self._links.pop(connection, None)
             self._failed.pop(connection, None)
+            del self._failures[connection]
         self._answer(connection, False)
 
     def close(self) -> None:
@@ -150,10 +153,17 @@ class Prober:
             self._probe(link)
         except PeerError as error:
             log.info("the link to %s was not measured: %s", link.name, error)
-            with self._lock:
-                self._links.pop(link.connection, None)
-                if link.connection in self._live:
-                    self._failed[link.connection] = time.monotonic() + AGAIN_S[0], link
+            self._try_later(link)
+
+    def _try_later(self, link: Link) -> None:
+        """Unless it is gone."""
+        with self._lock:
+            self._links.pop(link.connection, None)
+            if link.connection in self._live:
+                times = self._failures[link.connection]
+                self._failures[link.connection] += 1
+                rest_s = AGAIN_S[min(times, len(AGAIN_S) - 1)]
+                self._failed[link.connection] = time.monotonic() + rest_s, link
 
     def _rest_s(self) -> float | None:
         """None: nothing is left to measure."""
@@ -180,6 +190,8 @@ class Prober:
         if not self._copies:
             return
         with self._lock:
+            if link.connection not in self._live:
+                return
             self._links.pop(link.connection, None)
             self._links[link.connection] = link  # last: the others of its kind have their turn
             links = [one for one in self._links.values() if one.kind == link.kind]

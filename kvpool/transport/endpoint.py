@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from kvpool.transport import control_wire
 from kvpool.transport.base import Callbacks, Region, RegionName
 from kvpool.transport.control_wire import Grant, Packet
-from kvpool.transport.exposure import Exposure, Fetch, PeerMemory
+from kvpool.transport.exposure import Exposure, Fetch
+from kvpool.transport.known_peers import KnownPeers
 from kvpool.transport.peer_connection import PeerConnection
 from kvpool.transport.rendezvous import Rendezvous
 from kvpool.transport.threads import ThreadGroup
@@ -25,13 +27,6 @@ from kvrelay.types import Incarnation
 
 _FAREWELL_S = 2.0
 """How long `close` waits for peers to answer before it leaves all the same."""
-
-
-@dataclass(slots=True)
-class _Peer:
-    memory: PeerMemory
-    users: int = 0  # connections
-    met: int = 0  # how many there have been
 
 
 class PeerEndpoint:
@@ -54,7 +49,7 @@ class PeerEndpoint:
         self._registered = 0
         self._greeting: set[socket.socket] = set()
         self._connections: set[PeerConnection] = set()
-        self._peers: dict[str, _Peer] = {}  # by address
+        self._peers = KnownPeers(lambda address: exposure.peer(address, self._fetcher(address)))
         self._threads = ThreadGroup()
         self._closed = False
         self._threads.start(f"{self.address} accepts", self._accept)
@@ -92,7 +87,7 @@ class PeerEndpoint:
         sock = self._rendezvous.dial(address)
         try:
             connection = self._shake_hands(sock, address)
-        except (OSError, PeerError):
+        except BaseException:
             sock.close()
             raise
         self._threads.start(f"{self.address} <- {address}", lambda: self._deliver(connection))
@@ -100,13 +95,11 @@ class PeerEndpoint:
 
     def _shake_hands(self, sock: socket.socket, address: str) -> PeerConnection:
         connection = self._take_in(sock, address)
-        try:
+        with self._forgotten_unless_open(connection):
             control_wire.introduce(sock, Packet.HELLO, self.address, address)
             control_wire.welcomed(sock, address)
+            self._ask_anew(connection)
             self._open(connection)
-        except (OSError, PeerError):
-            self._forget(connection)
-            raise
         return connection
 
     def close(self) -> None:
@@ -170,15 +163,17 @@ class PeerEndpoint:
 
     def _serve(self, sock: socket.socket) -> None:
         """Run by the thread of an accepted socket."""
+        connection = None
         try:
             self._rendezvous.admit(sock)
             connection = self._answer(sock)
         except (OSError, PeerError):
-            connection = None  # the peer was told why, or is gone
-        with self._changed:
-            self._greeting.discard(sock)
-            if connection is None:
-                sock.close()
+            pass  # the peer was told why, or is gone
+        finally:
+            with self._changed:
+                self._greeting.discard(sock)
+                if connection is None:
+                    sock.close()
         if connection is not None:
             self._deliver(connection, accepted=True)
 
@@ -192,9 +187,9 @@ class PeerEndpoint:
         return None
 
     def _take_in(self, sock: socket.socket, peer_address: str) -> PeerConnection:
-        """Before the peer can ask for a region: from here on it may hold any."""
-        peer = self._use(peer_address)
-        connection = PeerConnection(sock, peer.memory, peer_address, self._send_timeout_s)
+        """Counted before the two have shaken hands: from here on the peer may hold any region."""
+        memory = self._peers.use(peer_address)
+        connection = PeerConnection(sock, memory, peer_address, self._send_timeout_s)
         with self._changed:
             self._connections.add(connection)
             closed = self._closed
@@ -203,33 +198,38 @@ class PeerEndpoint:
             raise PeerError(f"{self.address} is closed")
         return connection
 
+    @contextmanager
+    def _forgotten_unless_open(self, connection: PeerConnection) -> Iterator[None]:
+        """Raises PeerError for an OSError."""
+        try:
+            yield
+        except OSError as error:
+            self._forget(connection)
+            raise PeerError(f"{connection.peer_address} is gone: {error}") from error
+        except BaseException:
+            self._forget(connection)
+            raise
+
+    def _ask_anew(self, connection: PeerConnection) -> None:
+        """For all of the peer's regions, once it counts the connection too: of those that went
+        before no one has told."""
+        self._peers[connection.peer_address].rest()
+
     def _open(self, connection: PeerConnection) -> None:
-        """Once the peer counts it too. All of the peer's regions are asked for anew: of those that
-        went before no one has told. The peer hears what went here meanwhile."""
-        self._peers[connection.peer_address].memory.rest()
+        """The peer hears of what went here meanwhile."""
         with self._changed:
+            if self._closed:
+                raise PeerError(f"{self.address} is closed")
             connection.open()
             retired = [name for name, held in self._retiring.items() if connection in held]
         for name in retired:
             connection.reply(Packet.RETIRE, name.encode())
 
-    def _use(self, address: str) -> _Peer:
-        with self._changed:
-            peer = self._peers.get(address)
-            if peer is None:
-                peer = _Peer(self._exposure.peer(address, self._fetcher(address)))
-                self._peers[address] = peer
-            peer.users += 1
-            peer.met += 1
-            return peer
-
     def _welcome(self, sock: socket.socket, connection: PeerConnection) -> PeerConnection:
-        try:
+        with self._forgotten_unless_open(connection):
+            self._ask_anew(connection)
             control_wire.introduce(sock, Packet.WELCOME, self.address, connection.peer_address)
             self._open(connection)
-        except (OSError, PeerError):
-            self._forget(connection)
-            raise
         return connection
 
     def _grant(self, sock: socket.socket, region: RegionName) -> None:
@@ -267,19 +267,8 @@ class PeerEndpoint:
             for holders in self._retiring.values():
                 holders.discard(connection)
             self._free_retired()
-            self._peers[connection.peer_address].users -= 1
             self._changed.notify_all()
-        self._rest()
-
-    def _rest(self) -> None:
-        """Peers without a connection. Not under the lock: a peer's memory may wait for the peer."""
-        with self._changed:
-            resting = [(a, peer, peer.met) for a, peer in self._peers.items() if not peer.users]
-        for address, peer, met in resting:
-            forgettable = peer.memory.rest()
-            with self._changed:
-                if forgettable and peer.met == met and self._peers.get(address) is peer:
-                    del self._peers[address]
+        self._peers.leave(connection.peer_address)
 
     def _let_go(self, connection: PeerConnection, region: RegionName) -> None:
         with self._changed:

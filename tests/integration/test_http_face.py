@@ -129,7 +129,7 @@ async def test_answers_are_not_held_back_by_the_network_stack(folder: Path) -> N
             began_s = time.perf_counter()
             await completion(client, max_tokens=1)
             times_s.append(time.perf_counter() - began_s)
-        assert min(times_s[1:]) < 0.03
+        assert sorted(times_s[1:])[3] < 0.03
 
 
 @in_loop
