@@ -121,12 +121,12 @@ def test_a_rank_that_is_lost_takes_its_worker_along_and_no_request(
     until(lambda: len(servers(address)) == 3)
     expected = [generate(address, number) for number in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(generate, address, number % 4) for number in range(24)]
+        asked = [pool.submit(generate, address, number % 4) for number in range(12)]
         name = until(lambda: busy(address))
         (doomed,) = [number for number, one in enumerate(decode) if name == f"decode-{one.pid}"]
         rank = rank_of(decode[doomed])
         harm(rank)
-        assert [one.result() for one in asked] == expected * 6
+        assert [one.result() for one in asked] == expected * 3
     assert decode[doomed].wait(30) != 0
     said = (tmp_path / f"decode-{doomed}").read_text()
     assert re.search(told, said), said
