@@ -90,7 +90,7 @@ class Prober:
         self._known: dict[str, _Known] = {}  # by kind of link
         self._live: set[Connection] = set()
         self._links: dict[Connection, Link] = {}  # those that were measured
-        self._failed: dict[Connection, tuple[float, Link]] = {}  # |-> when it is tried again, it
+        self._failed: dict[Connection, tuple[float, Link]] = {}  # |-> when it is tried again
         self._failures: Counter[Connection] = Counter()
         self._waiting: queue.SimpleQueue[Link | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.types import Role
-from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
+from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, split_workers
 from tests.models import random_checkpoint
 
 LONGEST = 8192
@@ -36,9 +35,5 @@ def hosts() -> Iterator[tuple[WorkerHost, WorkerHost]]:
 @pytest.fixture(scope="session")
 def split(llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
     """One prefill and one decode worker, in two processes."""
-    workers = [
-        (hosts[0], worker_settings("prefill-0", Role.PREFILL, llama)),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, llama)),
-    ]
-    with running_cluster(llama, workers) as cluster:
+    with running_cluster(llama, split_workers(hosts, llama)) as cluster:
         yield cluster

@@ -73,6 +73,16 @@ def worker_settings(name: str, role: Role, model: Path, **changes: Any) -> Worke
     return replace(plain, **changes)
 
 
+def split_workers(
+    hosts: tuple[WorkerHost, WorkerHost], model: Path, **changes: Any
+) -> list[tuple[WorkerHost, WorkerSettings]]:
+    """One prefill and one decode worker, in two processes."""
+    return [
+        (hosts[0], worker_settings("prefill-0", Role.PREFILL, model, **changes)),
+        (hosts[1], worker_settings("decode-0", Role.DECODE, model, **changes)),
+    ]
+
+
 class WorkerHost:
     """Another process that hosts workers (tests/integration/worker_host.py)."""
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from kvrelay.messages import Prefill, Released, Reserve, ReserveRefused
-from kvrelay.types import Role
 from router.core import RouterCore
 from router.dispatcher import WorkerDispatcher
 from router.events import Deliver, Send, WorkerSaid
@@ -26,8 +25,8 @@ from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
     running_cluster,
+    split_workers,
     wait_until,
-    worker_settings,
 )
 
 PROMPT = list(range(2, 302))  # five chunks
@@ -52,11 +51,7 @@ MOMENTS = [
 
 @pytest.fixture(scope="module")
 def split(long_llama: Path, hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
-    workers = [
-        (hosts[0], worker_settings("prefill-0", Role.PREFILL, long_llama)),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, long_llama)),
-    ]
-    with running_cluster(long_llama, workers) as cluster:
+    with running_cluster(long_llama, split_workers(hosts, long_llama)) as cluster:
         yield cluster
 
 

@@ -29,6 +29,7 @@ from tests.integration.split_kit import (
     RouterThread,
     WorkerHost,
     running_cluster,
+    split_workers,
     wait_until,
     worker_settings,
 )
@@ -66,13 +67,6 @@ def routers(
             stack.enter_context(router_beside(first, model, **changes)) for _ in range(count - 1)
         )
         yield [first, *others]
-
-
-def split_workers(hosts: Hosts, model: Path, **changes: Any) -> list[tuple[WorkerHost, Any]]:
-    return [
-        (hosts[0], worker_settings("prefill-0", Role.PREFILL, model, **changes)),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, model, **changes)),
-    ]
 
 
 def held_by_directory(cluster: Cluster) -> dict[Incarnation, Tiers]:
