@@ -6,6 +6,7 @@ other rank is past the sum before, and so has read it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -15,7 +16,7 @@ from kvrelay.errors import PeerError
 
 PLACE_BYTES = 4 << 20
 _BORDER_BYTES = 64  # between what two ranks write: a cache line
-_SPINS = 200
+_YIELD_S = 2e-3
 _NAP_S = 50e-6
 """Ranks are about equally fast: who waits longer has lost its core, or the other has."""
 
@@ -65,12 +66,12 @@ class Board:
         return found
 
     def _wait(self) -> None:
-        for _ in range(_SPINS):
-            if self._turns.min() >= self._turn:
-                return
-            time.sleep(0)  # other threads go on
-        deadline_s = time.monotonic() + self.timeout_s
+        started_s = time.monotonic()
         while self._turns.min() < self._turn:
-            if self.closed or time.monotonic() > deadline_s:
+            waited_s = time.monotonic() - started_s
+            if waited_s < _YIELD_S:
+                os.sched_yield()  # other threads go on
+                continue
+            if self.closed or waited_s > self.timeout_s:
                 raise PeerError(f"rank {int(self._turns.argmin())} is gone, or hangs")
             time.sleep(_NAP_S)

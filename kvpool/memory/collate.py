@@ -52,7 +52,7 @@ def write_slab(
         payload_bytes=write.nbytes,
         checksum=checksum(_buffer(payload)) if payload.is_cpu else 0,
     )
-    window[:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
+    _put(header.pack(), window[:HEADER_BYTES])
     return HEADER_BYTES + write.nbytes
 
 
@@ -106,6 +106,13 @@ def _named(piece: Piece) -> str:
 
 def _side(memory: KvMemory, tables: Tables) -> Side:
     return Side(tables=tables, block_size=memory.layout.block_size)
+
+
+def _put(data: bytes, target: torch.Tensor) -> None:
+    if target.is_cpu:
+        target.numpy().data[:] = data
+    else:
+        target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def _buffer(tensor: torch.Tensor) -> memoryview:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 
 import numpy as np
@@ -16,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.views import row_index
+from kvpool.memory.places import Index, LayerRows, PartRows, part_rows
+from kvpool.memory.views import BlockPieces, pieces_of
 from kvpool.pool.map import PoolMap
-from kvpool.reslice import End, GroupSlice, PlaneSlice
+from kvpool.reslice import End, PlaneSlice
 from kvpool.write import Section, Side
 
 Bytes = NDArray[np.uint8]
-Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,70 +58,6 @@ class Rows:
         return rows.reshape(self.index.size, self.pool.shape[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a plane's pieces lie in the pool, in bytes: the `i`-th piece of the `l`-th layer at
-    `start + l x layer + i x step`."""
-
-    start: int
-    layer: int
-    layers: int
-    step: int
-    nbytes: int  # of a piece
-
-    @property
-    def grain(self) -> int:
-        """What all of these are multiples of."""
-        return gcd(self.start, self.layer, self.step, self.nbytes)
-
-    def rows(self, pieces: Index, row_bytes: int) -> Index:
-        """`[layers, pieces, rows of a piece]`: which of the pool's rows of `row_bytes` they are."""
-        layers = self.start + self.layer * np.arange(self.layers)
-        starts = (layers[:, None] + self.step * pieces) // row_bytes
-        return starts[:, :, None] + np.arange(self.nbytes // row_bytes)
-
-
-def places_of(
-    pool: PoolMap, part: GroupSlice, plane: PlaneSlice, end: End, tokens: int, copy: int = 0
-) -> list[Place]:
-    """Of pieces of `tokens` slots, one for each rank that holds some of the heads, in their order;
-    where only some of a rank's heads travel, or several ranks hold them, of one slot."""
-    total = pool.layout.groups[part.group].planes[plane.plane].heads
-    first = plane.first_head(end)
-    found = []
-    for rank in pool.holders(part.group, plane.plane, copy):
-        held = pool.held(part.group, plane.plane, rank)
-        heads = range(max(first, held.start), min(first + plane.heads, held.stop))
-        if heads:
-            assert tokens == 1 or heads == range(total), (tokens, heads, total)
-            inside = range(heads.start - held.start, heads.stop - held.start)
-            found.append(_place(pool, rank, part, plane, end, inside, tokens))
-    return found
-
-
-def _place(
-    pool: PoolMap,
-    rank: int,
-    part: GroupSlice,
-    plane: PlaneSlice,
-    end: End,
-    heads: range,
-    tokens: int,
-) -> Place:
-    """`heads` are the rank's own numbers."""
-    own, layer = pool.parts[rank], part.first_layer(end)
-    head_bytes = plane.dim * own.layout.element_bytes
-    row = own.layout.groups[part.group].planes[plane.plane].heads * head_bytes
-    start = pool.part_offset(rank) + own.row_offset(part.group, plane.plane, layer, 0)
-    return Place(
-        start=start + heads.start * head_bytes,
-        layer=own.slots * row,
-        layers=part.layers,
-        step=tokens * row,
-        nbytes=tokens * len(heads) * head_bytes,
-    )
-
-
 def pool_rows(memory: KvMemory, row_bytes: int) -> Bytes:
     """`[rows, row_bytes]`, without what is left at the end."""
     flat: Bytes = memory.flat.numpy()
@@ -147,31 +84,20 @@ def _rows(
     section: Section,
     side: Side,
     end: End,
-    planes: Sequence[PlaneSlice],
+    planes: tuple[PlaneSlice, ...],
     tokens: int,
 ) -> Rows:
-    copies = max(memory.map.copies(section.part.group, plane.plane) for plane in planes)
-    places = [
-        [places_of(memory.map, section.part, plane, end, tokens, copy) for plane in planes]
-        for copy in range(copies)
-    ]
-    row_bytes = gcd(*(place.grain for copy in places for each in copy for place in each))
-    pieces = row_index(side.tables[section.part.group], section, side.block_size, tokens).numpy()
-    pool = pool_rows(memory, row_bytes)
-    index, *others = [_rows_of_planes(copy, pieces, row_bytes) for copy in places]
-    assert not index.size or index.max() < len(pool), (index.max(), len(pool))
-    return Rows(pool=pool, index=index, others=tuple(others))
+    part = part_rows(memory.map, section.part.group, planes, end, tokens)
+    pieces = pieces_of(side.tables[section.part.group], section, side.block_size, tokens)
+    index, *others = _layer_rows(part, pieces).index(
+        section.part.first_layer(end), section.part.layers
+    )
+    return Rows(pool=pool_rows(memory, part.row_bytes), index=index, others=tuple(others))
 
 
-def _rows_of_planes(planes: Sequence[Sequence[Place]], pieces: Index, row_bytes: int) -> Index:
-    return np.concatenate([_rows_of_plane(each, pieces, row_bytes) for each in planes], axis=1)
-
-
-def _rows_of_plane(places: Sequence[Place], pieces: Index, row_bytes: int) -> Index:
-    """`[layers, rows of a layer]`: by piece, in each by rank"""
-    rows = [place.rows(pieces, row_bytes) for place in places]
-    each = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=2)
-    return each.reshape(len(each), -1)
+@lru_cache(maxsize=64)
+def _layer_rows(part: PartRows, pieces: BlockPieces) -> LayerRows:
+    return part.of(pieces.numbers())
 
 
 class BlockRows:

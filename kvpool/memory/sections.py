@@ -69,7 +69,7 @@ def _move_planes(
     from kvpool.memory.triton import gather_planes, scatter_planes
 
     views = plane_views(memory, section, wire, slab, end)
-    slots = row_index(side.tables[section.part.group], section, side.block_size, 1)
+    slots = row_index(side.tables[section.part.group], section, side.block_size)
     (gather_planes if end is End.SOURCE else scatter_planes)(views, slots, wire)
 
 

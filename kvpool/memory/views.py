@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvpool.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
 from kvpool.layout import BlockId
@@ -61,28 +63,43 @@ def plane_views(
     ]
 
 
-def row_index(
-    table: Sequence[BlockId], section: Section, block_size: int, grain: int
-) -> torch.Tensor:
-    """int64 `[tokens / grain]`: each `grain` tokens' place in a pool seen as rows of `grain` slots.
-    Not to be changed: planes and layers of the same tokens share it.
+class BlockPieces(NamedTuple):
+    """`taken` of the blocks' pieces, `each` in a block, after the first `skipped`."""
 
-    `grain` divides the block size and the section's start and length.
-    """
+    blocks: tuple[BlockId, ...]
+    each: int
+    skipped: int
+    taken: int
+
+    def numbers(self) -> NDArray[np.int64]:
+        """int64 `[taken]`: their places in the pool, counted in pieces."""
+        assert min(self.blocks) >= 0, "a block that isn't held"
+        blocks = np.array(self.blocks, dtype=np.int64)
+        pieces = (blocks[:, None] * self.each + np.arange(self.each)).ravel()
+        return pieces[self.skipped : self.skipped + self.taken]
+
+
+def pieces_of(
+    table: Sequence[BlockId], section: Section, block_size: int, grain: int
+) -> BlockPieces:
+    """Each `grain` of the section's tokens; it divides the block size, and the section's start and
+    length."""
     first, last = section.start // block_size, -(-(section.start + section.tokens) // block_size)
     blocks = tuple(table[first:last])
     assert len(blocks) == last - first, f"a table of {len(table)} blocks ends before {last}"
     each = block_size // grain
     skipped = section.start // grain - first * each
-    return _rows(blocks, each, skipped, section.tokens // grain)
+    return BlockPieces(blocks, each, skipped, section.tokens // grain)
+
+
+def row_index(table: Sequence[BlockId], section: Section, block_size: int) -> torch.Tensor:
+    """int64 `[tokens]`: each token's slot. Not to be changed: planes and layers share it."""
+    return _slots(pieces_of(table, section, block_size, 1))
 
 
 @lru_cache(maxsize=64)
-def _rows(blocks: tuple[BlockId, ...], each: int, skipped: int, count: int) -> torch.Tensor:
-    """`count` of the blocks' rows, `each` in a block, after the first `skipped`."""
-    assert min(blocks) >= 0, "a block that isn't held"
-    rows = (np.array(blocks, dtype=np.int64)[:, None] * each + np.arange(each)).ravel()
-    return torch.from_numpy(rows[skipped : skipped + count])
+def _slots(tokens: BlockPieces) -> torch.Tensor:
+    return torch.from_numpy(tokens.numbers())
 
 
 def _slab_values(section: Section, wire: WireFormat, slab: torch.Tensor) -> Iterator[torch.Tensor]:

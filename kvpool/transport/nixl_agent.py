@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -21,16 +20,16 @@ from kvpool.transport.agent import Operation, Piece, Place
 from kvpool.transport.base import RegionName
 from kvpool.transport.exposure import Check
 from kvpool.transport.ucx_options import UcxOptions
+from kvpool.transport.waiting import Waiting
 from kvrelay.errors import ConfigError, PeerError
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 _BACKEND = "UCX"
 _PROGRESS_SLEEP_US = 100_000  # at most; the thread wakes when there is work
-_SPIN_S = 200e-6
-_POLL_S = 50e-6
+_DEFAULTS = {
+    "UCX_USE_MT_MUTEX": "y",  # else NIXL's thread spins beside the one that copies within a host
+}
 _environment_lock = threading.Lock()
-_GRACE_S = 1.0
-"""How long a transfer may run before it is asked whether its peer is still there."""
 
 
 class NixlAgent:
@@ -124,13 +123,10 @@ class NixlRemote:
         return False
 
     def _finish(self, agent: Any, request: int, check: Check) -> None:
-        nixl, started_s = self._agent.nixl, time.monotonic()
+        nixl, waiting = self._agent.nixl, Waiting(check)
         status = agent.postXferReq(request)
         while status == nixl.NIXL_IN_PROG:
-            waited_s = time.monotonic() - started_s
-            if waited_s > _GRACE_S:
-                check()
-            time.sleep(_POLL_S if waited_s > _SPIN_S else 0.0)
+            waiting.again()
             status = agent.getXferStatus(request)
         if status != nixl.NIXL_SUCCESS:
             raise PeerError(f"a transfer ended with {status}")
@@ -156,8 +152,9 @@ class NixlRemote:
 @contextmanager
 def _environment(options: UcxOptions) -> Iterator[None]:
     """The only way that NIXL's UCX can be told."""
-    settings = {f"UCX_{name}": value for name, value in options.settings().items()}
+    ours = {f"UCX_{name}": value for name, value in options.settings().items()}
     with _environment_lock:
+        settings = {n: v for n, v in _DEFAULTS.items() if n not in os.environ} | ours
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
         try:

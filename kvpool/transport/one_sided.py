@@ -11,7 +11,6 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from kvpool.transport.agent import Agent, Operation, Piece, Place
@@ -106,13 +105,19 @@ class Registered:
         """Of each piece, whether all of it lies in one registered piece of memory."""
         with self._lock:
             spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in self._memory]
-        starts = np.array([piece.data_ptr() for piece in pieces], dtype=np.uint64)
-        ends = starts + np.array([piece.nbytes for piece in pieces], dtype=np.uint64)
-        found = np.zeros(len(pieces), dtype=bool)
-        for start, end in spans:
-            found |= (starts >= start) & (ends <= end)
-        held: list[bool] = found.tolist()
-        return held
+        return list(_inside(spans, pieces))
+
+
+def _inside(spans: list[tuple[int, int]], pieces: Sequence[torch.Tensor]) -> Iterator[bool]:
+    """Neighbours mostly lie in one span: that of the piece before is tried first."""
+    start = end = 0
+    for piece in pieces:
+        at = piece.data_ptr()
+        behind = at + piece.nbytes
+        if not start <= at <= behind <= end:
+            holding = ((a, b) for a, b in spans if a <= at and behind <= b)
+            start, end = next(holding, (0, 0))
+        yield end > 0
 
 
 class OneSidedPeer:

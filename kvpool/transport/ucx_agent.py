@@ -25,6 +25,7 @@ from kvpool.transport.base import RegionName
 from kvpool.transport.exposure import Check
 from kvpool.transport.ucp import Ucp
 from kvpool.transport.ucx_options import UcxOptions
+from kvpool.transport.waiting import Waiting
 from kvrelay.errors import ConfigError, PeerError
 
 _PACKAGE = "ucxx._lib.libucxx"
@@ -35,10 +36,7 @@ _DEFAULTS = {
     "RNDV_THRESH": "inf",  # of messages, which are not used: else UCX avoids CMA (see above)
 }
 _ADDRESS_BYTES = struct.Struct("<H")
-_SPIN_S = 200e-6
 _POLL_S = 50e-6
-_GRACE_S = 1.0
-"""How long a transfer may run before it is asked whether its peer is still there."""
 _CLOSE_PERIOD_NS = 10_000_000
 _CLOSE_ATTEMPTS = 100
 
@@ -159,13 +157,9 @@ class UcxRemote:
 
     def _wait(self, requests: list[int], check: Check) -> None:
         """The last of them is the flush, so it is the last to end."""
-        started_s = time.monotonic()
+        waiting = Waiting(check)
         while (status := self._ucp.status(requests[-1])) == ucp.IN_PROGRESS:
-            waited_s = time.monotonic() - started_s
-            if waited_s > _GRACE_S:
-                check()
-            if not self._agent.worker.progress_once():  # within a host it moves the bytes itself
-                time.sleep(_POLL_S if waited_s > _SPIN_S else 0.0)
+            waiting.again(idle=not self._agent.worker.progress_once())
         failed = [s for s in map(self._ucp.status, requests) if s != ucp.OK]
         if failed or status != ucp.OK:
             raise PeerError(f"UCX could not move {len(requests) - 1} pieces: status {failed}")

@@ -31,7 +31,7 @@ def test_auto_is_a_chunk_for_each_transfer() -> None:
 def test_on_a_cpu_a_slab_stays_in_cache(on_cpu: bool, payload: int) -> None:
     found = plan_staging(LAYOUT, slabs=4, chunk_tokens=2**16, total_bytes=None, on_cpu=on_cpu)
     assert found.payload_bytes == payload
-    assert ("8.0 MiB (as much as stays in cache)" in found.reason) is on_cpu
+    assert ("4.0 MiB (as much as stays in cache)" in found.reason) is on_cpu
 
 
 @pytest.mark.parametrize("total", [4 * (TOKEN_BYTES + HEADER_BYTES), 100_000, 10**7])

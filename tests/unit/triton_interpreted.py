@@ -83,7 +83,7 @@ def _tables(layout: ShardLayout, span: TokenSpan, draw: np.random.Generator) -> 
 
 
 def _slots(side: Side, section: Section) -> torch.Tensor:
-    return row_index(side.tables[section.part.group], section, side.block_size, 1)
+    return row_index(side.tables[section.part.group], section, side.block_size)
 
 
 def _gather_interpreted(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:
