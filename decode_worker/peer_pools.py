@@ -78,9 +78,9 @@ class PeerPools:
     def ways(
         self, peer: Incarnation, ahead: PiecesAhead, writes: Sequence[Write], tables: Tables
     ) -> list[FetchPiece | Write]:
-        """How each piece comes: read where it lies, if that is possible and the faster way, else in
-        a slab, as the link's codec writes it. Raises PeerError when the peer has not named its
-        blocks."""
+        """How each piece comes: read where it lies, if that is possible and the faster way for so
+        many like it, else in a slab, as the link's codec writes it. Raises PeerError when the peer
+        has not named its blocks."""
         target = Side(tables=tables, block_size=self.layout.block_size)
         sections = [section for write in writes for section in write.sections]
         assert holds(target, sections), f"{ahead.key} lacks blocks for {ahead.piece}"
@@ -90,7 +90,7 @@ class PeerPools:
         source = self._source(facts, ahead, sections)
         ranks, ways = (facts.ranks, self.ranks), list[FetchPiece | Write]()
         for number, write in enumerate(writes, ahead.number):
-            shape = transfer_shape(write, source, target, ranks)
+            shape = transfer_shape(write, source, target, ranks).times(len(writes))
             if choice.cost.choose(shape) is Way.COLLATED:
                 ways.append(_encoded(write, choice.codec))
                 continue

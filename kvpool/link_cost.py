@@ -2,16 +2,21 @@
 
 Two ways (n bytes; the coefficients are LinkCost's fields):
 
-    direct     the receiver reads the blocks where they lie, one descriptor per run, layer and plane
-               5 x latency + read + descriptors x descriptor + n / direct
-    collated   the sender gathers into a slab and writes it, the receiver scatters; slabs overlap
-               3 x latency + sent + scattered + (slabs - 1) x max(sent, scattered), where per slab
-               sent      = (source_runs x run + n / gather) / slabs + write + n / (slabs x bytes)
-               scattered = (target_runs x run + n / scatter) / slabs
+    direct     the receiver reads the blocks where they lie, one descriptor per run, layer and
+               plane, one piece's after the other's
+               5 x latency + pieces x read + descriptors x descriptor + n / direct
+    collated   the sender gathers each piece into a slab and writes it, the receiver scatters what
+               came before
+               (1 + 2 x pieces) x latency + sent + scattered
+                   + (pieces - 1) x max(sent, scattered), each piece's
+               sent      = (source_runs x run + n / gather) / pieces + write + n / (pieces x bytes)
+               scattered = (target_runs x run + n / scatter) / pieces
 
-Messages from the announcement until a request may join (kvpool.handoff): ahead, lent, filled, with
-the commit beside it; or ahead, awaited, computed, read, and only then the commit. On a `mapped`
-link the peer's slab is local memory, so `gather` goes straight into it and nothing is written.
+Messages from the announcement until a request may join (kvpool.handoff): ahead, and for each piece
+lent and filled, the commit beside the last; or ahead, awaited, computed, read, and only then the
+commit. On a `mapped` link gathering goes straight into the peer's slab, and nothing is written; it
+takes about twice what was timed, a gather into memory of one's own. Both ends copy in the same
+memory there and gain nothing by doing it at once: sent + scattered for each piece.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ class Way(StrEnum):
     COLLATED = "collated"
 
 
-_DIRECT_MESSAGES, _COLLATED_MESSAGES = 5, 3
+_DIRECT_MESSAGES = 5
 
 
 class Step(StrEnum):
@@ -39,7 +44,8 @@ class Step(StrEnum):
 
     MESSAGE = "message"  # to the peer and back
     WRITE = "write"  # one piece
-    READ = "read"  # `pieces` descriptors in one batch
+    PREPARE = "prepare"  # the list of `pieces` descriptors, by this worker
+    READ = "read"  # `pieces` descriptors in one batch, prepared before
     GATHER = "gather"  # `pieces` runs
     SCATTER = "scatter"  # `pieces` runs
 
@@ -54,13 +60,24 @@ class Sample:
 
 @value
 class TransferShape:
-    """`descriptors` are those of a direct read: runs x layers x planes."""
+    """Of all its `pieces` together; `descriptors` are those of a direct read: runs x layers x
+    planes."""
 
     nbytes: int
     descriptors: int
     source_runs: int
     target_runs: int
-    slabs: int = 1
+    pieces: int = 1
+
+    def times(self, count: int) -> TransferShape:
+        """So many, one after another."""
+        return TransferShape(
+            nbytes=count * self.nbytes,
+            descriptors=count * self.descriptors,
+            source_runs=count * self.source_runs,
+            target_runs=count * self.target_runs,
+            pieces=count * self.pieces,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,24 +124,29 @@ class LinkCost:
         return Way.DIRECT if direct else Way.COLLATED
 
     def _direct_s(self, shape: TransferShape) -> float:
-        posted_s = self.read_s + shape.descriptors * self.descriptor_s
+        posted_s = shape.pieces * self.read_s + shape.descriptors * self.descriptor_s
         moved_s = posted_s + shape.nbytes / self.direct_bytes_per_s
         return _DIRECT_MESSAGES * self.latency_s + moved_s
 
     def _collated_s(self, shape: TransferShape) -> float:
-        slabs = max(1, shape.slabs)
-        slab_bytes = shape.nbytes / slabs
-        sent_s = shape.source_runs / slabs * self.run_s + slab_bytes / self.gather_bytes_per_s
-        if not self.mapped:
-            sent_s += self.write_s + slab_bytes / self.bytes_per_s
-        scattered_s = shape.target_runs / slabs * self.run_s + slab_bytes / self.scatter_bytes_per_s
-        moved_s = sent_s + scattered_s + (slabs - 1) * max(sent_s, scattered_s)
-        return _COLLATED_MESSAGES * self.latency_s + moved_s
+        pieces = max(1, shape.pieces)
+        piece_bytes = shape.nbytes / pieces
+        sent_s = shape.source_runs / pieces * self.run_s + piece_bytes / self.gather_bytes_per_s
+        if self.mapped:
+            sent_s += piece_bytes / self.gather_bytes_per_s
+        else:
+            sent_s += self.write_s + piece_bytes / self.bytes_per_s
+        runs_s = shape.target_runs / pieces * self.run_s
+        scattered_s = runs_s + piece_bytes / self.scatter_bytes_per_s
+        both_s = sent_s + scattered_s
+        each_s = both_s if self.mapped else max(sent_s, scattered_s)
+        moved_s = both_s + (pieces - 1) * each_s
+        return (1 + 2 * pieces) * self.latency_s + moved_s
 
 
 def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> LinkCost:
-    """Least squares of relative errors, no coefficient below zero. Raises ValueError naming the
-    steps without a sample."""
+    """Least squares of relative errors, no coefficient below zero. Over a `mapped` link no list of
+    descriptors is made. Raises ValueError naming the steps without a sample."""
     by_step: dict[Step, list[Sample]] = {step: [] for step in Step}
     for sample in samples:
         by_step[sample.step].append(sample)
@@ -134,13 +156,14 @@ def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> L
     read_s, descriptor_s, read_byte_s = _solve(
         [(1, s.pieces, s.nbytes) for s in by_step[Step.READ]], by_step[Step.READ]
     )
+    (prepare_s,) = _solve([(s.pieces,) for s in by_step[Step.PREPARE]], by_step[Step.PREPARE])
     copies = by_step[Step.GATHER] + by_step[Step.SCATTER]
     run_s, gather_byte_s, scatter_byte_s = _solve([_copy_row(s) for s in copies], copies)
     return LinkCost(
         transport=transport,
         latency_s=median(s.seconds for s in by_step[Step.MESSAGE]) / 2,
         bytes_per_s=_speed(byte_s, by_step[Step.WRITE]),
-        descriptor_s=descriptor_s,
+        descriptor_s=descriptor_s if mapped else descriptor_s + prepare_s,
         direct_bytes_per_s=_speed(read_byte_s, by_step[Step.READ]),
         gather_bytes_per_s=_speed(gather_byte_s, by_step[Step.GATHER]),
         scatter_bytes_per_s=_speed(scatter_byte_s, by_step[Step.SCATTER]),

@@ -121,7 +121,8 @@ class Sender(End):
         region = RegionName(self._probe_there)
         samples = probe.measure(self.peer, region, self.probe.memory, self._ping)
         mapped = self.peer.window(region) is not None
-        copies = measure_copies(self.shape.layout, self.memory.device)
+        slab_bytes = self.shape.staging.payload_bytes
+        copies = measure_copies(self.shape.layout, self.memory.device, slab_bytes)
         return fit(self.endpoint.address.partition(":")[0], [*samples, *copies], mapped=mapped)
 
     def _ping(self) -> None:
@@ -135,7 +136,8 @@ class Sender(End):
     def expected_s(self, cost: LinkCost, tokens: int | None = None) -> dict[Way, float]:
         """Piece by piece, as workers choose."""
         pieces = self.pieces(tokens)
-        return {way: sum(cost.seconds(way, piece) for piece in pieces) for way in Way}
+        count = len(pieces)
+        return {w: sum(cost.seconds(w, p.times(count)) for p in pieces) / count for w in Way}
 
     def rss_bytes(self) -> int:
         """Of both ends."""

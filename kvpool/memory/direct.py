@@ -33,7 +33,7 @@ def fetch(
     region = RegionName(kv.region)
     window = connection.window(region)
     if window is None:
-        connection.read_many([*_reads(memory, target, theirs, region, source, write)])
+        connection.read_many([*reads_of(memory, target, theirs, region, source, write)])
         return
     if window.numel() != theirs.nbytes:
         raise PeerError(f"a pool of {window.numel()} bytes where {theirs.nbytes} were told")
@@ -94,7 +94,7 @@ def _planes(part: KvMemory, section: Section, shared: _Shared, end: End) -> list
     ]
 
 
-def _reads(
+def reads_of(
     memory: KvMemory,
     target: Side,
     theirs: PoolMap,

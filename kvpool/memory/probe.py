@@ -1,11 +1,11 @@
-"""How fast this worker gathers and scatters: timed at its start, on a small pool of the same
-layout. Blocks in use are never touched.
+"""How fast this worker gathers, scatters and names what it would read: timed at its start, on a
+small pool of the same layout. Blocks in use are never touched.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -14,25 +14,28 @@ from kvpool.codec import Codec
 from kvpool.codec_choice import CodecSpeed
 from kvpool.layout import BlockId, KvLayout, Tables
 from kvpool.link_cost import Sample, Step
+from kvpool.memory.direct import reads_of
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.plan import token_runs
 from kvpool.shard import Shard, ShardLayout
 from kvpool.slab import checksum
 from kvpool.transfer_plan import cut
+from kvpool.transport.base import RegionName
 from kvpool.write import Side, TokenSpan, Write
 
-_MOST_BYTES = 32 * 2**20
+_MOST_BYTES = 64 * 2**20  # more than most caches hold
 _ROUNDS = 4  # of which the first warms up
 
 
 def measure_copies(
-    layout: KvLayout, device: torch.device | str, ranks: int = 1
+    layout: KvLayout, device: torch.device | str, slab_bytes: int, ranks: int = 1
 ) -> tuple[Sample, ...]:
-    """Of all layers: blocks that lie together, and blocks that lie apart."""
+    """Of all layers, in pieces of at most `slab_bytes`: blocks that lie together, and blocks that
+    lie apart."""
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
     memory = KvMemory(layout, blocks, device, ranks=ranks)
-    return tuple(sample for count in sorted({2, blocks}) for sample in _samples(memory, count))
+    counts = sorted({2, blocks})
+    return tuple(sample for count in counts for sample in _samples(memory, count, slab_bytes))
 
 
 def measure_codecs(
@@ -46,7 +49,8 @@ def measure_codecs(
 
 def _codec_speed(memory: KvMemory, codec: Codec) -> CodecSpeed:
     size = memory.layout.block_size
-    plain = _write(memory.layout, memory.blocks * size)
+    tokens = memory.blocks * size
+    (plain,) = _writes(memory.layout, tokens, tokens * memory.layout.bytes_per_token)
     write, elements = plain.encoded(codec), plain.nbytes / memory.layout.element_bytes
     slab = torch.zeros(write.nbytes, dtype=torch.uint8)
     side = Side(tables=_tables(memory, _together(memory.blocks)), block_size=size)
@@ -57,40 +61,50 @@ def _codec_speed(memory: KvMemory, codec: Codec) -> CodecSpeed:
     )
 
 
-def _samples(memory: KvMemory, blocks: int) -> Iterator[Sample]:
+def _samples(memory: KvMemory, blocks: int, slab_bytes: int) -> Iterator[Sample]:
     size = memory.layout.block_size
-    write = _write(memory.layout, blocks * size)
-    slab = torch.zeros(write.nbytes, dtype=torch.uint8)
+    writes = _writes(memory.layout, blocks * size, slab_bytes)
+    slab = torch.zeros(max(write.nbytes for write in writes), dtype=torch.uint8)
     for table in (_together(blocks), _apart(blocks)):
         side = Side(tables=_tables(memory, table), block_size=size)
-        runs = len(token_runs(table, 0, blocks * size, size)) * len(memory.layout.groups)
-        for step, run in (
-            (Step.GATHER, partial(_checked, gather_write, memory, side, write, slab)),
-            (Step.SCATTER, partial(_checked, scatter_write, memory, side, write, slab)),
-        ):
-            seconds = _least(run, memory.device)
-            yield Sample(step=step, nbytes=write.nbytes, pieces=runs, seconds=seconds)
+        runs = sum(len(side.runs(section)) for write in writes for section in write.sections)
+        yield _prepared(memory, side, writes)
+        for step, copy in ((Step.GATHER, gather_write), (Step.SCATTER, scatter_write)):
+            seconds = _least(partial(_checked, copy, memory, side, writes, slab), memory.device)
+            nbytes = sum(write.nbytes for write in writes)
+            yield Sample(step=step, nbytes=nbytes, pieces=runs, seconds=seconds)
+
+
+def _prepared(memory: KvMemory, side: Side, writes: Sequence[Write]) -> Sample:
+    """Naming what a peer's pool like ours would be asked for."""
+    found = 0
+    started_s = time.monotonic()
+    for write in writes:
+        found += len([*reads_of(memory, side, memory.map, RegionName(""), side, write)])
+    seconds = time.monotonic() - started_s
+    return Sample(step=Step.PREPARE, seconds=seconds, pieces=found)
 
 
 def _checked(
     copy: Callable[[KvMemory, Side, Write, torch.Tensor], None],
     memory: KvMemory,
     side: Side,
-    write: Write,
+    writes: Sequence[Write],
     slab: torch.Tensor,
 ) -> None:
-    """With the checksum, as in a transfer."""
-    copy(memory, side, write, slab)
-    memory.settle()
-    checksum(slab.numpy().data)
+    """One after another through the same slab, each with its checksum, as in a transfer."""
+    for write in writes:
+        payload = slab[: write.nbytes]
+        copy(memory, side, write, payload)
+        memory.settle()
+        checksum(payload.numpy().data)
 
 
-def _write(layout: KvLayout, tokens: int) -> Write:
+def _writes(layout: KvLayout, tokens: int, slab_bytes: int) -> tuple[Write, ...]:
     """All that the tokens have, whatever the windows."""
     one = ShardLayout(model=layout, shard=Shard())
     span = TokenSpan(start=0, tokens=tokens, next_position=0)
-    (write,) = cut(one, one, span=span, staging_bytes=layout.bytes_per_token * tokens)
-    return write
+    return cut(one, one, span=span, staging_bytes=slab_bytes)
 
 
 def _tables(memory: KvMemory, table: tuple[BlockId, ...]) -> Tables:

@@ -47,6 +47,7 @@ LAYOUT = KvLayout(
     block_size=16,
 )
 COPIES = (
+    Sample(step=Step.PREPARE, pieces=100, seconds=1e-3),
     Sample(step=Step.GATHER, nbytes=2**20, pieces=4, seconds=1e-3),
     Sample(step=Step.SCATTER, nbytes=2**20, pieces=4, seconds=1e-3),
 )
@@ -281,10 +282,11 @@ def test_probing_touches_only_its_own_region(side) -> None:
 
 
 def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
-    samples = measure_copies(LAYOUT, "cpu")
-    assert {sample.step for sample in samples} == {Step.GATHER, Step.SCATTER}
+    samples = measure_copies(LAYOUT, "cpu", 2**20)
+    assert {sample.step for sample in samples} == {Step.PREPARE, Step.GATHER, Step.SCATTER}
     assert len({sample.pieces for sample in samples}) > 1
-    assert all(sample.seconds > 0 and sample.nbytes > 0 for sample in samples)
+    assert all(sample.seconds > 0 and sample.pieces > 0 for sample in samples)
+    assert all(sample.nbytes > 0 for sample in samples if sample.step is not Step.PREPARE)
 
 
 # --- require ------------------------------------------------------------------------------------
