@@ -58,7 +58,7 @@ class PeerLinks:
         self.endpoints = Endpoints(
             transports, hello.incarnation, callbacks, options=options, require=require
         )
-        self._prober = Prober(self.endpoints, copies, self._measured)
+        self._prober = Prober(self.endpoints, copies, hello.kv.slab_bytes, self._measured)
         kv = replace(hello.kv, region=self._shared(memory))
         self._hello = replace(hello, kv=kv, probe_region=self._prober.region)
         self._codecs = {Codec.NONE, *hello.kv.offer.codecs}

@@ -82,9 +82,11 @@ class Prober:
         self,
         endpoints: Endpoints,
         copies: tuple[Sample, ...],
+        slab_bytes: int,
         measured: Callable[[Link, LinkCost], None],
     ) -> None:
         self._copies = copies
+        self._slab_bytes = slab_bytes
         self._measured = measured
         self._region = endpoints.register(probe.PROBE_BYTES)
         self._known: dict[str, _Known] = {}  # by kind of link
@@ -215,7 +217,9 @@ class Prober:
         with self._lock:
             self._current, self._answers = connection, queue.SimpleQueue()
         own = self._region.memory_on(link.transport)
-        samples = probe.measure(connection, region, own, lambda: self._ping(connection))
+        samples = probe.measure(
+            connection, region, own, self._slab_bytes, lambda: self._ping(connection)
+        )
         mapped = connection.window(region) is not None
         return fit(link.transport, [*samples, *self._copies], mapped=mapped)
 

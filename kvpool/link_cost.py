@@ -14,9 +14,11 @@ Two ways (n bytes; the coefficients are LinkCost's fields):
 
 Messages from the announcement until a request may join (kvpool.handoff): ahead, and for each piece
 lent and filled, the commit beside the last; or ahead, awaited, computed, read, and only then the
-commit. On a `mapped` link gathering goes straight into the peer's slab, and nothing is written; it
-takes about twice what was timed, a gather into memory of one's own. Both ends copy in the same
-memory there and gain nothing by doing it at once: sent + scattered for each piece.
+commit. What handling a message takes a worker is not known apart from its latency.
+
+On a `mapped` link gathering goes straight into the peer's slab, and nothing is written; it takes
+about twice what was timed, a gather into memory of one's own. Both ends copy in the same memory
+there and gain nothing by doing it at once: sent + scattered for each piece.
 """
 
 from __future__ import annotations

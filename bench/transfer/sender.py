@@ -119,9 +119,9 @@ class Sender(End):
     def cost(self) -> LinkCost:
         """As the workers measure it."""
         region = RegionName(self._probe_there)
-        samples = probe.measure(self.peer, region, self.probe.memory, self._ping)
-        mapped = self.peer.window(region) is not None
         slab_bytes = self.shape.staging.payload_bytes
+        samples = probe.measure(self.peer, region, self.probe.memory, slab_bytes, self._ping)
+        mapped = self.peer.window(region) is not None
         copies = measure_copies(self.shape.layout, self.memory.device, slab_bytes)
         return fit(self.endpoint.address.partition(":")[0], [*samples, *copies], mapped=mapped)
 

@@ -6,7 +6,7 @@ from cluster.settings import WorkerSettings
 from engine.runner import Engine
 from kvpool.block_names import BlockNames, named_format
 from kvpool.codec import Codec
-from kvpool.codec_choice import CodecOffer
+from kvpool.codec_choice import CodecOffer, CodecSpeed
 from kvpool.memory.probe import measure_codecs
 
 
@@ -23,11 +23,13 @@ def block_names(settings: WorkerSettings, engine: Engine) -> BlockNames:
     )
 
 
-def codec_offer(settings: WorkerSettings, engine: Engine) -> CodecOffer:
+def codec_offer(settings: WorkerSettings, engine: Engine, slab_bytes: int) -> CodecOffer:
     """Measured, unless none is configured."""
     codecs = codecs_of(settings)
     pool = engine.memory
-    speeds = measure_codecs(pool.layout, pool.device, codecs, pool.map.ranks) if codecs else ()
+    speeds: tuple[CodecSpeed, ...] = ()
+    if codecs:
+        speeds = measure_codecs(pool.layout, pool.device, codecs, slab_bytes, pool.map.ranks)
     return CodecOffer(speeds=speeds, only_if_faster=settings.codec == "auto")
 
 

@@ -84,7 +84,7 @@ def _build_around(
     engine.watch(lambda error: inbox.put(Crashed(error)))
     tables = open_tables(settings, engine)
     staging = _staging(settings, engine)
-    offer = codec_offer(settings, engine)
+    offer = codec_offer(settings, engine, staging.payload_bytes)
     links = open_links(settings, engine, staging, offer, inbox)
     opened.callback(links.close)
     mover = open_mover(engine, staging, links, inbox, trace)

@@ -78,7 +78,7 @@ class PartRows:
         )
         last = max((first + (self.layers - 1) * layer).max(initial=-1) for first, layer in copies)
         assert last < self.rows, (last, self.rows)
-        return LayerRows(copies=copies)
+        return LayerRows(layers=self.layers, copies=copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,10 +86,12 @@ class LayerRows:
     """The rows of some pieces, plane by plane: of the `l`-th layer `first + l x layer`, for each
     copy's two."""
 
+    layers: int  # of the group
     copies: tuple[tuple[Index, Index], ...]
 
     def index(self, first_layer: int, layers: int) -> list[Index]:
         """`[layers, rows of a layer]` for each copy."""
+        assert first_layer + layers <= self.layers, (first_layer, layers, self.layers)
         numbers = np.arange(first_layer, first_layer + layers)[:, None]
         return [first + numbers * layer for first, layer in self.copies]
 

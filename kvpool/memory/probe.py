@@ -39,23 +39,29 @@ def measure_copies(
 
 
 def measure_codecs(
-    layout: KvLayout, device: torch.device | str, codecs: Iterable[Codec], ranks: int = 1
+    layout: KvLayout,
+    device: torch.device | str,
+    codecs: Iterable[Codec],
+    slab_bytes: int,
+    ranks: int = 1,
 ) -> tuple[CodecSpeed, ...]:
     """On blocks that lie together: what lies apart costs a run each, whatever the codec."""
     blocks = max(2, min(256, _MOST_BYTES // layout.bytes_per_block))
     memory = KvMemory(layout, blocks, device, ranks=ranks)
-    return tuple(_codec_speed(memory, codec) for codec in codecs)
+    return tuple(_codec_speed(memory, codec, slab_bytes) for codec in codecs)
 
 
-def _codec_speed(memory: KvMemory, codec: Codec) -> CodecSpeed:
+def _codec_speed(memory: KvMemory, codec: Codec, slab_bytes: int) -> CodecSpeed:
     size = memory.layout.block_size
-    tokens = memory.blocks * size
-    (plain,) = _writes(memory.layout, tokens, tokens * memory.layout.bytes_per_token)
-    write, elements = plain.encoded(codec), plain.nbytes / memory.layout.element_bytes
-    slab = torch.zeros(write.nbytes, dtype=torch.uint8)
+    plain = _writes(memory.layout, memory.blocks * size, slab_bytes)
+    writes = [write.encoded(codec) for write in plain]
+    slab = torch.zeros(max(write.nbytes for write in writes), dtype=torch.uint8)
     side = Side(tables=_tables(memory, _together(memory.blocks)), block_size=size)
-    encode_s = _least(partial(gather_write, memory, side, write, slab), memory.device)
-    decode_s = _least(partial(scatter_write, memory, side, write, slab), memory.device)
+    elements = sum(write.nbytes for write in plain) / memory.layout.element_bytes
+    encode_s, decode_s = (
+        _least(partial(_checked, copy, memory, side, writes, slab), memory.device)
+        for copy in (gather_write, scatter_write)
+    )
     return CodecSpeed(
         codec=codec, encode_per_s=elements / encode_s, decode_per_s=elements / decode_s
     )
@@ -77,12 +83,12 @@ def _samples(memory: KvMemory, blocks: int, slab_bytes: int) -> Iterator[Sample]
 
 def _prepared(memory: KvMemory, side: Side, writes: Sequence[Write]) -> Sample:
     """Naming what a peer's pool like ours would be asked for."""
-    found = 0
-    started_s = time.monotonic()
-    for write in writes:
-        found += len([*reads_of(memory, side, memory.map, RegionName(""), side, write)])
-    seconds = time.monotonic() - started_s
-    return Sample(step=Step.PREPARE, seconds=seconds, pieces=found)
+
+    def name() -> int:
+        batches = (reads_of(memory, side, memory.map, RegionName(""), side, w) for w in writes)
+        return sum(len([*batch]) for batch in batches)
+
+    return Sample(step=Step.PREPARE, pieces=name(), seconds=_least(name, memory.device))
 
 
 def _checked(
@@ -120,7 +126,7 @@ def _apart(blocks: int) -> tuple[BlockId, ...]:
     return tuple(BlockId(i) for i in reversed(range(blocks)))
 
 
-def _least(run: Callable[[], None], device: torch.device) -> float:
+def _least(run: Callable[[], object], device: torch.device) -> float:
     taken = []
     for _ in range(_ROUNDS):
         started_s = time.monotonic()

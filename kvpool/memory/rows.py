@@ -95,7 +95,7 @@ def _rows(
     return Rows(pool=pool_rows(memory, part.row_bytes), index=index, others=tuple(others))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _layer_rows(part: PartRows, pieces: BlockPieces) -> LayerRows:
     return part.of(pieces.numbers())
 

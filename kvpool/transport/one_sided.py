@@ -32,8 +32,7 @@ class OneSidedExposure:
         self._memory: dict[RegionName, torch.Tensor] = {}
 
     def allocate(self, nbytes: int, name: RegionName) -> torch.Tensor:
-        """Written at once: else the first transfer would wait for its pages."""
-        return torch.empty(max(nbytes, 1), dtype=torch.uint8).zero_()[:nbytes]
+        return torch.zeros(max(nbytes, 1), dtype=torch.uint8)[:nbytes]
 
     def expose(self, name: RegionName, memory: torch.Tensor) -> None:
         if not memory.is_cpu:
@@ -93,7 +92,7 @@ class Registered:
         self._agent.close()
 
     def add_staging(self) -> torch.Tensor:
-        staging = torch.empty(_STAGING_BYTES, dtype=torch.uint8).zero_()
+        staging = torch.zeros(_STAGING_BYTES, dtype=torch.uint8)
         self.add(staging)
         self.staging_bytes += staging.numel()
         return staging

@@ -16,11 +16,9 @@ PROBE_BYTES = 32 * 2**20
 """The region that each worker keeps for it: with the peer's, more than most caches hold."""
 
 BUDGET_S = 0.25
-_SIZES = (2**14, 2**18, 2**22, 2**24)
-_CACHED_BYTES = 2**22
-"""Slabs on a CPU are no larger (kvpool.staging), and a larger write would be a slower one."""
 _DESCRIPTORS = (1, 16, 256)
 _ROUNDS = 4  # of which the first warms up
+_SIZES = (2**14, 2**18, 2**22, PROBE_BYTES // _ROUNDS)
 _MESSAGES = 8
 
 
@@ -28,15 +26,18 @@ def measure(
     connection: Connection,
     region: RegionName,
     own: torch.Tensor,
+    slab_bytes: int,
     ping: Callable[[], None],
 ) -> list[Sample]:
     """`region` is the peer's probe region, `own` ours (uint8 `[PROBE_BYTES]`); both get garbage.
-    `ping` returns when the peer has answered. Ends soon after BUDGET_S, with the smallest size
-    measured in any case. Raises PeerError."""
+    Writes are no larger than a slab: on a CPU those that leave its cache are slower. `ping` returns
+    when the peer has answered. Ends soon after BUDGET_S, with the smallest size measured in any
+    case. Raises PeerError."""
     end_s = time.monotonic() + BUDGET_S
     samples = [Sample(step=Step.MESSAGE, seconds=median(_timed([ping] * _MESSAGES)))]
     for size in _SIZES:
-        for pieces in (0, *_DESCRIPTORS) if size <= _CACHED_BYTES or own.is_cuda else _DESCRIPTORS:
+        written = size <= max(slab_bytes, _SIZES[0])
+        for pieces in (0, *_DESCRIPTORS) if written else _DESCRIPTORS:
             if time.monotonic() > end_s and size > _SIZES[0]:
                 return samples
             samples.append(_sample(connection, region, own, size, pieces))
@@ -48,11 +49,10 @@ def _sample(
 ) -> Sample:
     """A write without `pieces`, out of memory that is used again and again as a slab is; else a
     read in so many. Each round is somewhere else."""
-    starts = [at if at + size <= PROBE_BYTES else 0 for at in _STARTS]
     if not pieces:
-        writes = [partial(connection.write, region, at, own[:size]) for at in starts]
+        writes = [partial(connection.write, region, at, own[:size]) for at in _STARTS]
         return Sample(step=Step.WRITE, nbytes=size, seconds=min(_timed(writes)))
-    batches = [_scattered(region, own, at, size, pieces) for at in starts]
+    batches = [_scattered(region, own, at, size, pieces) for at in _STARTS]
     reads = [partial(connection.read_many, batch) for batch in batches]
     return Sample(step=Step.READ, nbytes=size // 2, pieces=pieces, seconds=min(_timed(reads)))
 

@@ -1,8 +1,8 @@
 """How a thread waits for the end of a transfer that it has posted itself.
 
 Within a host the thread that asks is the one that copies: it asks again at once, before another
-thread of its process does so on another core. `time.sleep(0)` would cost 90 us: the system rounds
-short sleeps up.
+thread of its process does so on another core. Not by `time.sleep(0)`, which the system rounds
+up to its shortest sleep.
 """
 
 from __future__ import annotations

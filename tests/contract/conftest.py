@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpool.transport.registry import schemes
-from tests.contract.transport_kit import MakeSide, Side, held, parameters, until
+from tests.contract.transport_kit import MakeSide, Side, held, no_more_than, parameters, until
 from tests.forks import start_server
 
 
@@ -41,4 +41,4 @@ def make_side(scheme: str) -> Iterator[MakeSide]:
     for side in sides:
         side.__exit__()
     sides.clear()
-    until(lambda: held() == before)
+    until(lambda: no_more_than(before))

@@ -8,7 +8,15 @@ import psutil
 import torch
 
 from kvpool.transport.base import Connection, Read, Region, Write
-from tests.contract.transport_kit import PATIENCE_S, MakeSide, held, pair, run_all, until
+from tests.contract.transport_kit import (
+    PATIENCE_S,
+    MakeSide,
+    held,
+    no_more_than,
+    pair,
+    run_all,
+    until,
+)
 
 _TRANSFERS = 10_000
 _GROWTH_BYTES = 8 * 2**20
@@ -86,7 +94,7 @@ def test_ten_thousand_transfers_leave_nothing_behind(make_side: MakeSide) -> Non
     transfer(_TRANSFERS // 10)
     before, resident_bytes = held(), process.memory_info().rss
     transfer(_TRANSFERS)
-    until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+    until(lambda: no_more_than(before))
     assert process.memory_info().rss - resident_bytes < _GROWTH_BYTES
     connection.close()
     owner.lost.get(timeout=PATIENCE_S)

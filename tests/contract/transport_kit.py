@@ -99,6 +99,11 @@ def held() -> tuple[int, int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd")), mapped
 
 
+def no_more_than(before: tuple[int, int, int]) -> bool:
+    """Are `held` now; what earlier tests held may have gone since."""
+    return all(now <= then for now, then in zip(held(), before, strict=True))
+
+
 def is_mapped(name: RegionName) -> bool:
     with open("/proc/self/maps") as maps:
         return any(f"/memfd:{name} " in line for line in maps)

@@ -156,6 +156,6 @@ def test_the_fingerprint_does_not_depend_on_the_dtype() -> None:
 
 
 def test_speeds_are_measured_of_what_is_asked_for() -> None:
-    speeds = measure_codecs(LAYOUT, "cpu", [Codec.FP8, Codec.INT8])
+    speeds = measure_codecs(LAYOUT, "cpu", [Codec.FP8, Codec.INT8], 2**20)
     assert [speed.codec for speed in speeds] == [Codec.FP8, Codec.INT8]
     assert all(speed.encode_per_s > 1e6 and speed.decode_per_s > 1e6 for speed in speeds)

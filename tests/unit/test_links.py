@@ -262,7 +262,7 @@ def test_a_peer_that_vanishes_while_measured_is_just_lost(side, monkeypatch) -> 
 
 
 def stuck(began: threading.Event):
-    def measure(connection, region, own, ping):  # type: ignore[no-untyped-def]
+    def measure(connection, region, own, slab_bytes, ping):  # type: ignore[no-untyped-def]
         began.set()
         while True:
             ping()
