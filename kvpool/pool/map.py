@@ -48,14 +48,6 @@ class PoolMap:
     blocks: int
     ranks: int = 1
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        """Layouts have many parts, and a transfer's maps are looked up for each slab."""
-        return hash((self.layout, self.blocks, self.ranks))
-
     @property
     def slots(self) -> int:
         return self.blocks * self.layout.block_size

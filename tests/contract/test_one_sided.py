@@ -87,6 +87,16 @@ def test_registered_memory_travels_as_one_batch(
     assert batches == [400, 1]
 
 
+def test_a_piece_lies_in_one_registered_memory_or_in_none(make_side: MakeSide) -> None:
+    registered = _exposure(make_side())._registered
+    memory = torch.zeros(300, dtype=torch.uint8)
+    first, second = memory[:100], memory[100:200]
+    registered.add(first)
+    registered.add(second)
+    pieces = [memory[at : at + 20] for at in (0, 80, 90, 100, 180, 190, 250, 10)]
+    assert registered.hold(pieces) == [True, True, False, True, True, False, False, True]
+
+
 def test_staging_is_told_and_given_back(make_side: MakeSide) -> None:
     owner, writer, connection = pair(make_side)
     region = owner.region(10)
