@@ -1,31 +1,40 @@
-import pytest
+"""Requests that wait at the router: in lines that don't hold up one another."""
 
-from kvpool.transport import waiting
-from kvpool.transport.waiting import Waiting
-from kvrelay.errors import PeerError
+from __future__ import annotations
 
+from router.refusal import Refusal
+from router.waiting import ASK_AGAIN_S, WaitingRoom
 
-def gone() -> None:
-    raise PeerError("the peer is gone")
-
-
-@pytest.mark.parametrize("idle", [True, False])
-def test_a_transfer_that_lasts_asks_for_its_peer(
-    idle: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = Waiting(gone)
-    one.again(idle=idle)
-    monkeypatch.setattr(waiting, "_GRACE_S", 0.0)
-    with pytest.raises(PeerError, match="gone"):
-        one.again(idle=idle)
+WHY = Refusal(reason="kv_exhausted", message="full")
 
 
-def test_who_has_waited_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(waiting.time, "sleep", slept.append)
-    one = Waiting(lambda: None)
-    monkeypatch.setattr(waiting, "_YIELD_S", 0.0)
-    one.again(idle=False)
-    assert not slept, "what moves on is not slept through"
-    one.again()
-    assert len(slept) == 1
+def room(*names: tuple[str, str]) -> WaitingRoom:
+    """(request, line), since 0"""
+    waiting = WaitingRoom()
+    for name, line in names:
+        assert waiting.try_wait(name, line, WHY, 1.0, 0)
+    return waiting
+
+
+def test_each_line_asks_in_its_order_and_lets_the_others_go_on() -> None:
+    waiting = room(("a", "free"), ("b", "free"), ("c", ""))
+    assert waiting.take_next(0.1) is None
+    assert waiting.take_next(ASK_AGAIN_S) == ("a", WHY)
+    assert waiting.try_wait("a", "free", WHY, 1.0, 0.3)
+    assert waiting.take_next(0.3) == ("c", WHY)
+    assert waiting.take_next(0.4) is None  # b waits for a
+    assert waiting.take_next(0.3 + ASK_AGAIN_S) == ("a", WHY)
+    assert waiting.take_next(0.3 + ASK_AGAIN_S) == ("b", WHY)  # a may be served
+    waiting.leave("a")
+    assert waiting.try_wait("b", "free", WHY, 1.0, 0.6)
+    assert waiting.take_next(0.9) == ("b", WHY)
+
+
+def test_patience_counts_from_the_beginning() -> None:
+    waiting = room(("a", "free"))
+    assert waiting.waited_s("a", 0.75) == 0.75
+    assert waiting.waited_s("b", 0.75) == 0.0
+    assert waiting.try_wait("a", "free", WHY, 1.0, 0.9)
+    assert not waiting.try_wait("a", "free", WHY, 1.0, 1.0)
+    waiting.leave("a")
+    assert list(waiting) == []
