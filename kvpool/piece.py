@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvpool.link_cost import TransferShape
-from kvpool.plan import TokenRun
+from kvpool.plan import TokenRun, token_runs
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import Section, Side, TokenSpan, Write
@@ -159,9 +159,23 @@ class PairedRun(NamedTuple):
     tokens: int
 
 
-def paired_runs(section: Section, source: Side, target: Side) -> Iterator[PairedRun]:
+def paired_runs(section: Section, source: Side, target: Side) -> tuple[PairedRun, ...]:
     """The copies of a section from pool to pool, adjacent slots merged on both sides."""
-    yield from _paired(source.runs(section), target.runs(section))
+    group, start, tokens = section.part.group, section.start, section.tokens
+    return _runs_between(
+        (source.tables[group], start, tokens, source.block_size),
+        (target.tables[group], start, tokens, target.block_size),
+    )
+
+
+_Tokens = tuple[tuple[BlockId, ...], int, int, int]
+"""Where a sequence's tokens lie, as token_runs is asked."""
+
+
+@lru_cache(maxsize=256)
+def _runs_between(source: _Tokens, target: _Tokens) -> tuple[PairedRun, ...]:
+    """The layers of a span lie alike, and are asked for one after another."""
+    return tuple(_paired(token_runs(*source), token_runs(*target)))
 
 
 def _paired(sources: Sequence[TokenRun], targets: Sequence[TokenRun]) -> Iterator[PairedRun]:
@@ -186,7 +200,7 @@ def transfer_shape(
     descriptors = source_runs = target_runs = 0
     for section in write.sections:
         theirs, ours = source.runs(section), target.runs(section)
-        pairs = len([*_paired(theirs, ours)])
+        pairs = len(paired_runs(section, source, target))
         for plane in section.part.planes:
             alike = min(ranks[0], plane.heads) == min(ranks[1], plane.heads)
             reads = pairs if alike else section.tokens

@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
+from kvpool.layout import KvLayout
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.piece import PairedRun, paired_runs
 from kvpool.pool.map import KvFacts, PoolMap
@@ -29,7 +31,7 @@ def fetch(
 ) -> None:
     """Done when it returns. Every head travels, from the peer's rank that holds it to ours. Raises
     PeerError."""
-    theirs = _map_of(memory, kv)
+    theirs = _map_of(memory.layout, kv.block_size, kv.blocks, kv.ranks)
     region = RegionName(kv.region)
     window = connection.window(region)
     if window is None:
@@ -41,14 +43,14 @@ def fetch(
     memory.settle()
 
 
-def _map_of(memory: KvMemory, kv: KvFacts) -> PoolMap:
-    """Raises PeerError."""
-    layout = replace(memory.layout, block_size=kv.block_size)
-    found = PoolMap(layout=layout, blocks=kv.blocks, ranks=kv.ranks)
+@lru_cache(maxsize=64)
+def _map_of(layout: KvLayout, block_size: int, blocks: int, ranks: int) -> PoolMap:
+    """A peer's. Raises PeerError."""
+    found = PoolMap(layout=replace(layout, block_size=block_size), blocks=blocks, ranks=ranks)
     try:
         assert found.parts
     except ConfigError as error:
-        raise PeerError(f"a pool of {kv.ranks} ranks: {error}") from error
+        raise PeerError(f"a pool of {ranks} ranks: {error}") from error
     return found
 
 
@@ -75,12 +77,19 @@ def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: W
     """One strided copy per run, plane and pair of ranks covers all layers of a section."""
     for section in write.sections:
         for shared in _shared(peer.map, memory.map, section.part.group):
-            ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET)
-            theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE)
+            ours = _rows(memory.parts[shared.ours], section, shared, End.TARGET)
+            theirs = _rows(peer.parts[shared.theirs], section, shared, End.SOURCE)
             for run in paired_runs(section, source, target):
                 for into, out_of in zip(ours, theirs, strict=True):
-                    taken = out_of.narrow(1, run.source, run.tokens)
-                    into.narrow(1, run.target, run.tokens).copy_(taken)
+                    taken = out_of[:, run.source : run.source + run.tokens]
+                    into[:, run.target : run.target + run.tokens] = taken
+
+
+def _rows(part: KvMemory, section: Section, shared: _Shared, end: End) -> list[Any]:
+    """The planes; in host memory as numpy's arrays of bytes, which copy whole rows by memcpy where
+    torch copies elements."""
+    planes = _planes(part, section, shared, end)
+    return [p if p.is_cuda else p.view(torch.uint8).numpy() for p in planes]
 
 
 def _planes(part: KvMemory, section: Section, shared: _Shared, end: End) -> list[torch.Tensor]:

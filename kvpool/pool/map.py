@@ -116,7 +116,7 @@ class PoolMap:
         row = self.token_bytes(group, plane)
         return self.offset(group, plane) + (layer * self.slots + slot) * row
 
-    @property
+    @cached_property
     def _planes(self) -> tuple[tuple[int, int], ...]:
         return tuple(
             (g, p) for g, group in enumerate(self.layout.groups) for p in range(len(group.planes))
