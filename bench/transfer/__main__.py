@@ -29,7 +29,7 @@ import torch
 
 from bench.report import Row, print_table, write_json
 from bench.transfer.apart import apart, usable
-from bench.transfer.grid import grid_row
+from bench.transfer.grid import grid_rows
 from bench.transfer.handoff import handoff_rows
 from bench.transfer.pair import PAIRS
 from bench.transfer.profile import profile_rows
@@ -94,7 +94,7 @@ def _rows(args: argparse.Namespace, shape: Shape, names: list[str]) -> list[Row]
         if args.steady:
             rows.append(apart(steady_row, scheme, args.steady, args.device))
         elif args.grid:
-            rows.append(apart(grid_row, scheme, shape, args.repeats))
+            rows += apart(grid_rows, scheme, shape, args.repeats)
         else:
             rows += apart(rows_of, scheme, shape, args.repeats)
     return rows
