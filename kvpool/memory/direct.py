@@ -86,21 +86,26 @@ def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: W
 
 
 def _rows(part: KvMemory, section: Section, shared: _Shared, end: End) -> list[Any]:
-    """The planes; in host memory as numpy's arrays of bytes, which copy whole rows by memcpy where
-    torch copies elements."""
-    planes = _planes(part, section, shared, end)
-    return [p if p.is_cuda else p.view(torch.uint8).numpy() for p in planes]
+    """# plane |-> what travels of it; in host memory as numpy's bytes, which it copies by memcpy a
+    row at a time, where torch copies elements"""
+    planes = part.planes[section.part.group]
+    return [_sent(_bytes(planes[plane.plane]), section, plane, end) for plane in shared.planes]
 
 
 def _planes(part: KvMemory, section: Section, shared: _Shared, end: End) -> list[torch.Tensor]:
-    """# plane |-> `[layers, slots, heads, dim]` of one rank; the layer is the same for both"""
-    group, first, layers = section.part.group, section.part.source_layer, section.part.layers
-    return [
-        part.planes[group][plane.plane]
-        .narrow(0, first, layers)
-        .narrow(2, plane.first_head(end), plane.heads)
-        for plane in shared.planes
-    ]
+    planes = part.planes[section.part.group]
+    return [_sent(planes[plane.plane], section, plane, end) for plane in shared.planes]
+
+
+def _bytes(plane: torch.Tensor) -> Any:
+    return plane if plane.is_cuda else plane.view(torch.uint8).numpy()
+
+
+def _sent(held: Any, section: Section, plane: PlaneSlice, end: End) -> Any:
+    """`[layers, slots, heads, dim]` of what one rank has; the layer is the same for both."""
+    layers = slice(section.part.source_layer, section.part.source_layer + section.part.layers)
+    first = plane.first_head(end)
+    return held[layers, :, first : first + plane.heads]
 
 
 def reads_of(

@@ -52,7 +52,7 @@ class PoolMap:
     def slots(self) -> int:
         return self.blocks * self.layout.block_size
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         if self.ranks > 1:
             return self.ranks * self.parts[0].nbytes
@@ -100,8 +100,7 @@ class PoolMap:
     def offset(self, group: int, plane: int) -> int:
         """Bytes before the plane."""
         assert self.ranks == 1, "asked of a rank's part"
-        before = sum(len(g.planes) for g in self.layout.groups[:group]) + plane
-        return self._end(self._planes[:before])
+        return self._offsets[group, plane]
 
     def plane_bytes(self, group: int, plane: int) -> int:
         layers = len(self.layout.groups[group].layers)
@@ -115,6 +114,10 @@ class PoolMap:
         """Bytes before the heads of one token in the group's `layer`-th layer."""
         row = self.token_bytes(group, plane)
         return self.offset(group, plane) + (layer * self.slots + slot) * row
+
+    @cached_property
+    def _offsets(self) -> dict[tuple[int, int], int]:
+        return {at: self._end(self._planes[:before]) for before, at in enumerate(self._planes)}
 
     @cached_property
     def _planes(self) -> tuple[tuple[int, int], ...]:
