@@ -95,13 +95,11 @@ def _encoded(
 ) -> CodecChoice:
     if cost is None:
         return CodecChoice(codec=sender.codec)
-    share = encoded_share(layout, sender.codec)
     with_codec = replace(
         cost,
         gather_bytes_per_s=sender.encode_per_s * layout.element_bytes,
         scatter_bytes_per_s=receiver.decode_per_s * layout.element_bytes,
-        bytes_per_s=cost.bytes_per_s / share,
-        cold_byte_s=cost.cold_byte_s * share,
+        bytes_per_s=cost.bytes_per_s / encoded_share(layout, sender.codec),
     )
     return CodecChoice(codec=sender.codec, cost=with_codec)
 

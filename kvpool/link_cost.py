@@ -7,7 +7,7 @@ Two ways (n bytes; the coefficients are LinkCost's fields):
                5 x latency + pieces x read + descriptors x descriptor + n / direct
     collated   the sender gathers each piece into a slab and writes it, the receiver scatters what
                came before
-               (1 + 2 x pieces) x latency + sent + scattered + 2 x n x cold_byte / pieces
+               (1 + 2 x pieces) x latency + sent + scattered
                    + (pieces - 1) x max(sent, scattered), each piece's
                sent      = (source_runs x run + n / gather) / pieces + write + n / (pieces x bytes)
                scattered = (target_runs x run + n / scatter) / pieces
@@ -16,10 +16,9 @@ Messages from the announcement until a request may join (kvpool.handoff): ahead,
 lent and filled, the commit beside the last; or ahead, awaited, computed, read, and only then the
 commit. What handling a message takes a worker is not known apart from its latency.
 
-A slab is in no cache when a transfer begins: its bytes are cold as they are gathered, and again as
-they are scattered. On a `mapped` link gathering goes straight into the peer's slab, and nothing is
-written; the slabs are cold for every piece, as each end finds them in the other's cache. Both ends
-copy in the same memory there and gain nothing by doing it at once: sent + scattered for each piece.
+On a `mapped` link gathering goes straight into the peer's slab, and nothing is written; it takes
+about twice what was timed, a gather into memory of one's own. Both ends copy in the same memory
+there and gain nothing by doing it at once: sent + scattered for each piece.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ class Way(StrEnum):
 
 
 _DIRECT_MESSAGES = 5
+_TIE = 1.03
+"""Reading a whole pool takes a little longer than the small region that is measured."""
 
 
 class Step(StrEnum):
@@ -59,7 +60,6 @@ class Sample:
     seconds: float
     nbytes: int = 0
     pieces: int = 1
-    cold: bool = False  # gathered into, or scattered out of, slabs that are in no cache
 
 
 @value
@@ -87,8 +87,8 @@ class TransferShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCost:
     """One link as this end measured it. `latency_s`: one message, one way; `read_s` and `write_s`:
-    what a batch of reads and a write cost whatever their size; `descriptor_s`, `run_s`: what each
-    descriptor and each copied run adds; `cold_byte_s`: each byte of a slab that is in no cache."""
+    what a batch of reads and a write cost whatever their size; `descriptor_s` and `run_s`: what
+    each descriptor and each copied run adds."""
 
     transport: str
     latency_s: float
@@ -100,7 +100,6 @@ class LinkCost:
     run_s: float
     read_s: float = 0.0
     write_s: float = 0.0
-    cold_byte_s: float = 0.0
     mapped: bool = False
 
     def renewed(self, newer: LinkCost) -> LinkCost:
@@ -117,7 +116,6 @@ class LinkCost:
             run_s=_later_s(self.run_s, newer.run_s),
             read_s=_later_s(self.read_s, newer.read_s),
             write_s=_later_s(self.write_s, newer.write_s),
-            cold_byte_s=_later_s(self.cold_byte_s, newer.cold_byte_s),
         )
 
     def seconds(self, way: Way, shape: TransferShape) -> float:
@@ -125,8 +123,8 @@ class LinkCost:
         return self._direct_s(shape) if way is Way.DIRECT else self._collated_s(shape)
 
     def choose(self, shape: TransferShape) -> Way:
-        """The faster one; collated where they are equal."""
-        direct = self._direct_s(shape) < self._collated_s(shape)
+        """The faster one; collated where they are about equal."""
+        direct = _TIE * self._direct_s(shape) < self._collated_s(shape)
         return Way.DIRECT if direct else Way.COLLATED
 
     def _direct_s(self, shape: TransferShape) -> float:
@@ -137,16 +135,16 @@ class LinkCost:
     def _collated_s(self, shape: TransferShape) -> float:
         pieces = max(1, shape.pieces)
         piece_bytes = shape.nbytes / pieces
-        cold_s = piece_bytes * self.cold_byte_s
         sent_s = shape.source_runs / pieces * self.run_s + piece_bytes / self.gather_bytes_per_s
-        runs_s = shape.target_runs / pieces * self.run_s
-        scattered_s = runs_s + piece_bytes / self.scatter_bytes_per_s
         if self.mapped:
-            moved_s = pieces * (sent_s + scattered_s + 2 * cold_s)
+            sent_s += piece_bytes / self.gather_bytes_per_s
         else:
             sent_s += self.write_s + piece_bytes / self.bytes_per_s
-            each_s = max(sent_s, scattered_s)
-            moved_s = sent_s + scattered_s + 2 * cold_s + (pieces - 1) * each_s
+        runs_s = shape.target_runs / pieces * self.run_s
+        scattered_s = runs_s + piece_bytes / self.scatter_bytes_per_s
+        both_s = sent_s + scattered_s
+        each_s = both_s if self.mapped else max(sent_s, scattered_s)
+        moved_s = both_s + (pieces - 1) * each_s
         return (1 + 2 * pieces) * self.latency_s + moved_s
 
 
@@ -164,9 +162,7 @@ def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> L
     )
     (prepare_s,) = _solve([(s.pieces,) for s in by_step[Step.PREPARE]], by_step[Step.PREPARE])
     copies = by_step[Step.GATHER] + by_step[Step.SCATTER]
-    run_s, gather_byte_s, scatter_byte_s, cold_byte_s = _solve(
-        [_copy_row(s) for s in copies], copies
-    )
+    run_s, gather_byte_s, scatter_byte_s = _solve([_copy_row(s) for s in copies], copies)
     return LinkCost(
         transport=transport,
         latency_s=median(s.seconds for s in by_step[Step.MESSAGE]) / 2,
@@ -178,7 +174,6 @@ def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> L
         run_s=run_s,
         read_s=read_s,
         write_s=write_s,
-        cold_byte_s=cold_byte_s,
         mapped=mapped,
     )
 
@@ -193,8 +188,7 @@ def _later_speed(old: float, new: float) -> float:
 
 def _copy_row(sample: Sample) -> tuple[float, ...]:
     gathered = sample.step is Step.GATHER
-    nbytes = sample.nbytes
-    return sample.pieces, nbytes * gathered, nbytes * (not gathered), nbytes * sample.cold
+    return sample.pieces, sample.nbytes * gathered, sample.nbytes * (not gathered)
 
 
 def _speed(byte_s: float, samples: Iterable[Sample]) -> float:

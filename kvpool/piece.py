@@ -161,20 +161,24 @@ class PairedRun(NamedTuple):
 
 def paired_runs(section: Section, source: Side, target: Side) -> tuple[PairedRun, ...]:
     """The copies of a section from pool to pool, adjacent slots merged on both sides."""
-    group, start, tokens = section.part.group, section.start, section.tokens
-    return _runs_between(
-        (source.tables[group], start, tokens, source.block_size),
-        (target.tables[group], start, tokens, target.block_size),
-    )
+    return _runs_between(_tokens(section, source), _tokens(section, target))
 
 
 _Tokens = tuple[tuple[BlockId, ...], int, int, int]
-"""Where a sequence's tokens lie, as token_runs is asked."""
+"""Where tokens lie, as token_runs is asked."""
+
+
+def _tokens(section: Section, side: Side) -> _Tokens:
+    """Of the table only what the section takes."""
+    table, size = side.tables[section.part.group], side.block_size
+    first, within = divmod(section.start, size)
+    last = -(-(section.start + section.tokens) // size)
+    return table[first:last], within, section.tokens, size
 
 
 @lru_cache(maxsize=256)
 def _runs_between(source: _Tokens, target: _Tokens) -> tuple[PairedRun, ...]:
-    """The layers of a span lie alike, and are asked for one after another."""
+    """The layers of tokens lie alike."""
     return tuple(_paired(token_runs(*source), token_runs(*target)))
 
 

@@ -12,8 +12,8 @@ direct     the receiver reads every run of blocks, of each layer and plane, as o
 one write  the same bytes in one piece, contiguous and registered at both ends.
 memcpy     the same bytes within the sender, pages touched before.
 
-All are timed in turn, and medians compared. With `--device cuda` both processes are on the one
-device, over cuda_ipc.
+All are timed in turn, and medians compared; with --grid the least. With `--device cuda` both
+processes are on the one device, over cuda_ipc.
 """
 
 from __future__ import annotations

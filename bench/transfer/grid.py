@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -13,7 +13,7 @@ from bench.report import Row
 from bench.transfer.link import link
 from bench.transfer.sender import Sender
 from bench.transfer.shape import Shape
-from kvpool.link_cost import LinkCost, Way
+from kvpool.link_cost import Way
 
 GRID_TOKENS = (64, 256, 512, 1024, 2048, 4096, 7500)
 _RUN_BLOCKS = (1, 4, 32)  # and all
@@ -21,28 +21,27 @@ _RUN_BLOCKS = (1, 4, 32)  # and all
 
 @dataclass(slots=True, kw_only=True)
 class GridPoint:
-    """`taken_s` are those of all rounds."""
+    """`taken_s[way]` are all rounds' times, of which the first warmed up."""
 
     tokens: int
     run_blocks: int
-    taken_s: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
+    chosen: Way = Way.COLLATED
     expected_s: dict[Way, float] = field(default_factory=dict)
-
-    def measure(self, sender: Sender, cost: LinkCost, ways: Iterable[Way]) -> None:
-        self.expected_s = sender.expected_s(cost, self.tokens)
-        moves = {Way.COLLATED: sender.collated, Way.DIRECT: sender.direct_pieces}
-        for way in ways:
-            self.taken_s[way].append(moves[way](self.tokens))
+    taken_s: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
 
     def seconds(self, way: Way) -> float:
-        """What disturbs a transfer makes it slower, never faster. The first one warmed up."""
+        """What disturbs a transfer makes it slower, never faster."""
         return min(self.taken_s[way][1:])
 
     @property
-    def too_long(self) -> float:
-        """The way chosen by the better one."""
-        chosen = min(self.expected_s, key=self.expected_s.__getitem__)
-        return self.seconds(chosen) / min(map(self.seconds, Way))
+    def times_the_better(self) -> float:
+        """What the way chosen takes, by what the better one does."""
+        return self.seconds(self.chosen) / min(map(self.seconds, Way))
+
+    @property
+    def right(self) -> bool:
+        """Within 5 % of the better way."""
+        return self.times_the_better <= 1.05
 
     def __str__(self) -> str:
         each = "; ".join(
@@ -62,39 +61,43 @@ def grid_rows(scheme: str, shape: Shape, repeats: int) -> list[Row]:
         if tokens <= shape.tokens
     ]
     with link(scheme, shape) as sender:
-        _measure(sender, points, repeats)
+        measure(sender, points, repeats)
     for point in points:
-        if not _is_right(point):
+        if not point.right:
             print(f"{scheme}: {point}", file=sys.stderr)
     return _rows(scheme, points, repeats)
 
 
-def _measure(sender: Sender, points: Sequence[GridPoint], repeats: int) -> None:
-    """All of them in turn, so that what disturbs the machine for a while spoils none; what comes
-    second finds blocks in the cache, so each way does every other time."""
-    cost, ways = sender.cost(), list(Way)
+def measure(sender: Sender, points: Sequence[GridPoint], repeats: int) -> None:
+    """All points one way, then all the other way, and so on: so that what disturbs the machine for
+    a while spoils none, and no transfer finds its blocks in the cache."""
+    cost = sender.cost()
+    for point in points:
+        _lay_out(sender, point)
+        point.chosen = sender.way(cost, point.tokens)
+        point.expected_s = sender.expected_s(cost, point.tokens)
+    moves = {Way.COLLATED: sender.collated, Way.DIRECT: sender.direct_pieces}
     for _ in range(1 + repeats):
-        ways.reverse()
-        for point in points:
-            if point.run_blocks != sender.shape.run_blocks:
-                sender.lay_out(point.run_blocks)
-            point.measure(sender, cost, ways)
+        for way, move in moves.items():
+            for point in points:
+                _lay_out(sender, point)
+                point.taken_s[way].append(move(point.tokens))
 
 
-def _is_right(point: GridPoint) -> bool:
-    """Within 5 % of the better way."""
-    return point.too_long <= 1.05
+def _lay_out(sender: Sender, point: GridPoint) -> None:
+    if point.run_blocks != sender.shape.run_blocks:
+        sender.lay_out(point.run_blocks)
 
 
 def _rows(scheme: str, points: Sequence[GridPoint], repeats: int) -> list[Row]:
     method = (
         f"{len(points)} transfers of up to {points[-1].tokens} tokens in runs of 1 block to all, "
-        f"in turn; least of {repeats} each"
+        f"all of them one way, then the other; least of {repeats} each"
     )
     return [
         Row(
             name=f"{scheme}: the way chosen is within 5 % of the better one",
-            value=100 * fmean(map(_is_right, points)),
+            value=100 * fmean(point.right for point in points),
             unit="%",
             against="all",
             against_value=100.0,
@@ -103,7 +106,7 @@ def _rows(scheme: str, points: Sequence[GridPoint], repeats: int) -> list[Row]:
         ),
         Row(
             name=f"{scheme}: the ways chosen take longer by",
-            value=100 * (fmean(point.too_long for point in points) - 1),
+            value=100 * (fmean(point.times_the_better for point in points) - 1),
             unit="%",
             method=method,
         ),

@@ -139,6 +139,11 @@ class Sender(End):
         count = len(pieces)
         return {w: sum(cost.seconds(w, p.times(count)) for p in pieces) / count for w in Way}
 
+    def way(self, cost: LinkCost, tokens: int | None = None) -> Way:
+        """As workers choose for the first piece; the others are like it."""
+        pieces = self.pieces(tokens)
+        return cost.choose(pieces[0].times(len(pieces)))
+
     def rss_bytes(self) -> int:
         """Of both ends."""
         self.say(say="rss")

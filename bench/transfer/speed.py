@@ -22,8 +22,7 @@ def rows_of(scheme: str, shape: Shape, repeats: int) -> list[Row]:
     with link(scheme, shape) as sender:
         sender.check(sender.collated)
         sender.check(sender.direct)
-        expected_s = sender.expected_s(sender.cost())
-        way = min(expected_s, key=expected_s.__getitem__)
+        way = sender.way(sender.cost())
         times = interleave(
             {
                 COLLATED: sender.collated,

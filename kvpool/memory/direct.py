@@ -4,7 +4,7 @@ the worker that owns the target's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -75,37 +75,42 @@ def _shared(theirs: PoolMap, ours: PoolMap, group: int) -> tuple[_Shared, ...]:
 
 def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: Write) -> None:
     """One strided copy per run, plane and pair of ranks covers all layers of a section."""
+    seen = _as_bytes if memory.device.type == peer.device.type == "cpu" else _as_is
     for section in write.sections:
         for shared in _shared(peer.map, memory.map, section.part.group):
-            ours = _rows(memory.parts[shared.ours], section, shared, End.TARGET)
-            theirs = _rows(peer.parts[shared.theirs], section, shared, End.SOURCE)
+            ours = _planes(memory.parts[shared.ours], section, shared, End.TARGET, seen)
+            theirs = _planes(peer.parts[shared.theirs], section, shared, End.SOURCE, seen)
             for run in paired_runs(section, source, target):
                 for into, out_of in zip(ours, theirs, strict=True):
                     taken = out_of[:, run.source : run.source + run.tokens]
                     into[:, run.target : run.target + run.tokens] = taken
 
 
-def _rows(part: KvMemory, section: Section, shared: _Shared, end: End) -> list[Any]:
-    """# plane |-> what travels of it; in host memory as numpy's bytes, which it copies by memcpy a
-    row at a time, where torch copies elements"""
-    planes = part.planes[section.part.group]
-    return [_sent(_bytes(planes[plane.plane]), section, plane, end) for plane in shared.planes]
+def _as_bytes(plane: torch.Tensor) -> Any:
+    """Of host memory: numpy copies a row at a time by memcpy, torch an element at a time."""
+    return plane.view(torch.uint8).numpy()
 
 
-def _planes(part: KvMemory, section: Section, shared: _Shared, end: End) -> list[torch.Tensor]:
-    planes = part.planes[section.part.group]
-    return [_sent(planes[plane.plane], section, plane, end) for plane in shared.planes]
+def _as_is(plane: torch.Tensor) -> Any:
+    return plane
 
 
-def _bytes(plane: torch.Tensor) -> Any:
-    return plane if plane.is_cuda else plane.view(torch.uint8).numpy()
-
-
-def _sent(held: Any, section: Section, plane: PlaneSlice, end: End) -> Any:
-    """`[layers, slots, heads, dim]` of what one rank has; the layer is the same for both."""
-    layers = slice(section.part.source_layer, section.part.source_layer + section.part.layers)
-    first = plane.first_head(end)
-    return held[layers, :, first : first + plane.heads]
+def _planes(
+    part: KvMemory,
+    section: Section,
+    shared: _Shared,
+    end: End,
+    seen: Callable[[torch.Tensor], Any] = _as_is,
+) -> list[Any]:
+    """# plane |-> what travels of it, `[layers, slots, heads, dim]` of one rank, `seen` as a tensor
+    or an array; the layer is the same for both"""
+    group, layer = section.part.group, section.part.source_layer
+    planes, layers = part.planes[group], slice(layer, layer + section.part.layers)
+    found = []
+    for plane in shared.planes:
+        first = plane.first_head(end)
+        found.append(seen(planes[plane.plane])[layers, :, first : first + plane.heads])
+    return found
 
 
 def reads_of(

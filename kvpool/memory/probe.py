@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import cycle
 
 import torch
 
@@ -60,7 +59,7 @@ def _codec_speed(memory: KvMemory, codec: Codec, slab_bytes: int) -> CodecSpeed:
     side = Side(tables=_tables(memory, _together(memory.blocks)), block_size=size)
     elements = sum(write.nbytes for write in plain) / memory.layout.element_bytes
     encode_s, decode_s = (
-        _least(partial(_checked, copy, memory, side, writes, [slab]), memory.device)
+        _least(partial(_checked, copy, memory, side, writes, slab), memory.device)
         for copy in (gather_write, scatter_write)
     )
     return CodecSpeed(
@@ -71,27 +70,15 @@ def _codec_speed(memory: KvMemory, codec: Codec, slab_bytes: int) -> CodecSpeed:
 def _samples(memory: KvMemory, blocks: int, slab_bytes: int) -> Iterator[Sample]:
     size = memory.layout.block_size
     writes = _writes(memory.layout, blocks * size, slab_bytes)
+    slab = torch.zeros(max(write.nbytes for write in writes), dtype=torch.uint8)
     for table in (_together(blocks), _apart(blocks)):
         side = Side(tables=_tables(memory, table), block_size=size)
+        runs = sum(len(side.runs(section)) for write in writes for section in write.sections)
         yield _prepared(memory, side, writes)
         for step, copy in ((Step.GATHER, gather_write), (Step.SCATTER, scatter_write)):
-            for slabs in _slabs(writes):
-                run = partial(_checked, copy, memory, side, writes, slabs)
-                yield Sample(
-                    step=step,
-                    nbytes=sum(write.nbytes for write in writes),
-                    pieces=sum(len(side.runs(s)) for write in writes for s in write.sections),
-                    seconds=_least(run, memory.device),
-                    cold=len(slabs) > 1,
-                )
-
-
-def _slabs(writes: Sequence[Write]) -> Iterator[list[torch.Tensor]]:
-    """One for all, and one for each where together they are in no cache."""
-    slabs = [torch.zeros(write.nbytes, dtype=torch.uint8) for write in writes]
-    yield [max(slabs, key=len)]
-    if 2 * sum(write.nbytes for write in writes) >= _MOST_BYTES:
-        yield slabs
+            seconds = _least(partial(_checked, copy, memory, side, writes, slab), memory.device)
+            nbytes = sum(write.nbytes for write in writes)
+            yield Sample(step=step, nbytes=nbytes, pieces=runs, seconds=seconds)
 
 
 def _prepared(memory: KvMemory, side: Side, writes: Sequence[Write]) -> Sample:
@@ -109,10 +96,10 @@ def _checked(
     memory: KvMemory,
     side: Side,
     writes: Sequence[Write],
-    slabs: Sequence[torch.Tensor],
+    slab: torch.Tensor,
 ) -> None:
-    """One after another through the slabs in turn, each with its checksum, as in a transfer."""
-    for write, slab in zip(writes, cycle(slabs), strict=False):
+    """One after another through the same slab, each with its checksum, as in a transfer."""
+    for write in writes:
         payload = slab[: write.nbytes]
         copy(memory, side, write, payload)
         memory.settle()

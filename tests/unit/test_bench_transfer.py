@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.report import Reading
-from bench.transfer.grid import GridPoint, _is_right, grid_rows
+from bench.transfer.grid import GridPoint, grid_rows, measure
 from bench.transfer.link import link
 from bench.transfer.overlap import Handoff
 from bench.transfer.pair import PAIRS
@@ -56,9 +58,9 @@ def test_a_choice_close_to_the_better_way_is_right(direct_s: float, right: bool)
         tokens=64,
         run_blocks=1,
         taken_s={Way.COLLATED: [0.1, 1.0, 3.0], Way.DIRECT: [9.0, 2.0, direct_s]},
-        expected_s={Way.COLLATED: 2.0, Way.DIRECT: 1.0},
+        chosen=Way.DIRECT,
     )
-    assert _is_right(point) is right
+    assert point.right is right
 
 
 def test_the_grid_lays_the_sequence_out_at_both_ends() -> None:
@@ -72,9 +74,26 @@ def test_the_grid_lays_the_sequence_out_at_both_ends() -> None:
     runs = [sum(piece.source_runs for piece in pieces) for pieces in shapes]
     assert runs[0] > runs[1] > runs[2]
     assert shapes[0][0].descriptors > shapes[2][0].descriptors
-    right, longer = grid_rows("loopback", Shape(layers=1, tokens=256), repeats=1)
-    assert 0 <= right.value <= 100 and longer.value >= 0
+    right, _ = grid_rows("loopback", Shape(layers=1, tokens=256), repeats=1)
     assert right.method.startswith("8 transfers of up to 256 tokens")
+
+
+def test_no_transfer_of_the_grid_follows_one_of_the_same_blocks() -> None:
+    moved: list[tuple[str, int, int]] = []
+    points = [GridPoint(tokens=t, run_blocks=r) for r in (1, 4) for t in (64, 256)]
+    with link("loopback", Shape(layers=1, tokens=256)) as sender:
+        collated, direct = sender.collated, sender.direct_pieces
+
+        def note(way: str, move: Callable[[int], float], tokens: int) -> float:
+            moved.append((way, sender.shape.run_blocks, tokens))
+            return move(tokens)
+
+        sender.collated = lambda tokens: note(Way.COLLATED, collated, tokens)  # type: ignore[method-assign]
+        sender.direct_pieces = lambda tokens: note(Way.DIRECT, direct, tokens)  # type: ignore[method-assign]
+        measure(sender, points, repeats=2)
+    assert len(moved) == 3 * 2 * len(points) and len(set(moved)) == 2 * len(points)
+    assert all(one[1:] != other[1:] for one, other in pairwise(moved))
+    assert all(len(point.taken_s[way]) == 3 for point in points for way in Way)
 
 
 def test_the_command_prints_json() -> None:

@@ -16,7 +16,6 @@ NIXL = LinkCost(
     run_s=3e-6,
     read_s=60e-6,
     write_s=50e-6,
-    cold_byte_s=0.03e-9,
 )
 SHM = LinkCost(
     transport="shm",
@@ -27,7 +26,6 @@ SHM = LinkCost(
     gather_bytes_per_s=9e9,
     scatter_bytes_per_s=9e9,
     run_s=3e-6,
-    cold_byte_s=0.04e-9,
     mapped=True,
 )
 BLOCK_BYTES = 65536  # 16 tokens of a layer and a plane are 32 KiB in Llama-3.1-8B
@@ -54,18 +52,14 @@ def samples_of(truth: LinkCost, noise: float, rng: random.Random) -> list[Sample
                 (Step.GATHER, truth.gather_bytes_per_s),
                 (Step.SCATTER, truth.scatter_bytes_per_s),
             ):
-                found += [copy_of(truth, step, speed, size, pieces, noisy, c) for c in (0, 1)]
+                copy_s = noisy(pieces * truth.run_s + size / speed)
+                found.append(Sample(step=step, nbytes=size, pieces=pieces, seconds=copy_s))
     return found
 
 
 def write_of(truth, size, noisy):
     seconds = noisy(truth.write_s + size / truth.bytes_per_s)
     return Sample(step=Step.WRITE, nbytes=size, seconds=seconds)
-
-
-def copy_of(truth, step, speed, size, pieces, noisy, cold):
-    seconds = noisy(pieces * truth.run_s + size / speed + cold * size * truth.cold_byte_s)
-    return Sample(step=step, nbytes=size, pieces=pieces, seconds=seconds, cold=bool(cold))
 
 
 def shapes() -> list[TransferShape]:
@@ -92,7 +86,6 @@ def test_coefficients_are_recovered(truth):
     assert found.scatter_bytes_per_s == pytest.approx(truth.scatter_bytes_per_s, rel=1e-3)
     assert found.read_s == pytest.approx(truth.read_s, abs=1e-9)
     assert found.write_s == pytest.approx(truth.write_s, abs=1e-9)
-    assert found.cold_byte_s == pytest.approx(truth.cold_byte_s, rel=1e-3)
     assert found.mapped == truth.mapped
 
 
@@ -129,22 +122,30 @@ def test_pieces_overlap_gathering_with_scattering():
     assert posted_s == pytest.approx(7 * NIXL.read_s)
 
 
-def test_slabs_are_cold_for_the_first_piece_or_where_both_ends_share_them_for_each():
-    pieces = TransferShape(nbytes=2**22, descriptors=8, source_runs=8, target_runs=8).times(8)
-    for link, cold_pieces in ((NIXL, 1), (SHM, 8)):
-        warm = replace(link, cold_byte_s=0.0)
-        longer_s = link.seconds(Way.COLLATED, pieces) - warm.seconds(Way.COLLATED, pieces)
-        assert longer_s == pytest.approx(cold_pieces * 2 * 2**22 * link.cold_byte_s)
-        assert link.seconds(Way.DIRECT, pieces) == warm.seconds(Way.DIRECT, pieces)
-
-
 def test_a_formula_by_hand():
     shape = TransferShape(nbytes=8_000_000, descriptors=100, source_runs=10, target_runs=20)
     direct = 5 * 40e-6 + 60e-6 + 100 * 2.5e-6 + 8e6 / 4e9
     collated = 3 * 40e-6 + 10 * 3e-6 + 8e6 / 9e9 + 50e-6 + 8e6 / 5e9 + 20 * 3e-6 + 8e6 / 8e9
-    collated += 2 * 8e6 * 0.03e-9
     assert NIXL.seconds(Way.DIRECT, shape) == pytest.approx(direct)
     assert NIXL.seconds(Way.COLLATED, shape) == pytest.approx(collated)
+
+
+def test_about_equal_ways_are_collated():
+    shape = TransferShape(nbytes=8_000_000, descriptors=100, source_runs=10, target_runs=20)
+    direct_s, collated_s = (NIXL.seconds(way, shape) for way in (Way.DIRECT, Way.COLLATED))
+    for faster, chosen in ((0.98, Way.COLLATED), (0.96, Way.DIRECT)):
+        latency_s = NIXL.latency_s + (faster * collated_s - direct_s) / (5 - 3 * faster)
+        link = replace(NIXL, latency_s=latency_s)
+        assert link.seconds(Way.DIRECT, shape) == pytest.approx(
+            faster * link.seconds(Way.COLLATED, shape)
+        )
+        assert link.choose(shape) is chosen
+
+
+def test_what_is_gathered_into_mapped_memory_takes_twice_as_long():
+    shape = TransferShape(nbytes=1_000_000, descriptors=100, source_runs=10, target_runs=20)
+    each = 30 * 3e-6 + 3e6 / 9e9
+    assert SHM.seconds(Way.COLLATED, shape.times(4)) == pytest.approx(9 * 20e-6 + 4 * each)
 
 
 def test_what_is_too_small_to_be_seen_is_zero_not_negative():
@@ -161,7 +162,7 @@ def test_a_step_without_samples_is_named():
 
 
 def test_a_disturbed_measurement_is_corrected_by_the_next() -> None:
-    names = ("latency_s", "descriptor_s", "run_s", "read_s", "write_s", "cold_byte_s")
+    names = ("latency_s", "descriptor_s", "run_s", "read_s", "write_s")
     speeds = ("bytes_per_s", "direct_bytes_per_s", "gather_bytes_per_s", "scatter_bytes_per_s")
     slow = replace(
         NIXL,

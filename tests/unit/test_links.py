@@ -287,17 +287,6 @@ def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
     assert len({sample.pieces for sample in samples}) > 1
     assert all(sample.seconds > 0 and sample.pieces > 0 for sample in samples)
     assert all(sample.nbytes > 0 for sample in samples if sample.step is not Step.PREPARE)
-    assert not any(sample.cold for sample in samples), "a pool that a cache holds"
-
-
-def test_copies_of_more_than_a_cache_holds_are_measured_with_cold_slabs_too() -> None:
-    plane = Plane(name="k", heads=8, dim=1024)
-    layout = KvLayout(
-        groups=(LayerGroup(layers=(0, 1), planes=(plane,)),), dtype="bfloat16", block_size=16
-    )
-    cold = [sample for sample in measure_copies(layout, "cpu", 2**22) if sample.cold]
-    assert {sample.step for sample in cold} == {Step.GATHER, Step.SCATTER}
-    assert all(sample.nbytes >= 2**25 for sample in cold)
 
 
 # --- require ------------------------------------------------------------------------------------
