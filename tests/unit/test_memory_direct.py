@@ -99,6 +99,23 @@ def test_each_token_that_is_seen_is_read_once_and_nothing_else(seed: int, mapped
     assert_moved(source, theirs, target, held, span, before)
 
 
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_pool_on_another_device_is_read_too(device: str) -> None:
+    """Memory on meta has no bytes to compare: there it is only possible."""
+    ours = layout(8)
+    source, before = random_memory(ours, 1), random_memory(ours, 2)
+    target = KvMemory.over(before.map, before.flat.clone().to(device))
+    span = TokenSpan(start=0, tokens=20, next_position=20)
+    theirs, held = (random_tables(ours, 20, seed) for seed in (1, 2))
+    ((_, write),) = pieces(ours, span)
+    with connected() as (owner, link):
+        kv = facts(source, owner.adopt(source.flat).name)
+        fetch(target, side(target, held), link, kv, side(source, theirs), write)
+    if device == "cuda":
+        there = KvMemory.over(before.map, target.flat.cpu())
+        assert_moved(source, theirs, there, held, span, before)
+
+
 def test_a_pool_of_another_size_than_told_is_not_read() -> None:
     ours = layout(8)
     memory, tables = random_memory(ours, 1), random_tables(ours, 20, 1)
