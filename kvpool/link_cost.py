@@ -39,8 +39,8 @@ class Way(StrEnum):
 
 
 _DIRECT_MESSAGES = 5
-_TIE = 1.03
-"""Reading a whole pool takes a little longer than the small region that is measured."""
+_POOL_BY_PROBE = 1.05
+"""How much longer a byte of a whole pool takes to be read than one of the region that is probed."""
 
 
 class Step(StrEnum):
@@ -123,8 +123,8 @@ class LinkCost:
         return self._direct_s(shape) if way is Way.DIRECT else self._collated_s(shape)
 
     def choose(self, shape: TransferShape) -> Way:
-        """The faster one; collated where they are about equal."""
-        direct = _TIE * self._direct_s(shape) < self._collated_s(shape)
+        """The faster one; collated where they are equal."""
+        direct = self._direct_s(shape) < self._collated_s(shape)
         return Way.DIRECT if direct else Way.COLLATED
 
     def _direct_s(self, shape: TransferShape) -> float:
@@ -168,7 +168,7 @@ def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> L
         latency_s=median(s.seconds for s in by_step[Step.MESSAGE]) / 2,
         bytes_per_s=_speed(byte_s, by_step[Step.WRITE]),
         descriptor_s=descriptor_s if mapped else descriptor_s + prepare_s,
-        direct_bytes_per_s=_speed(read_byte_s, by_step[Step.READ]),
+        direct_bytes_per_s=_speed(read_byte_s, by_step[Step.READ]) / _POOL_BY_PROBE,
         gather_bytes_per_s=_speed(gather_byte_s, by_step[Step.GATHER]),
         scatter_bytes_per_s=_speed(scatter_byte_s, by_step[Step.SCATTER]),
         run_s=run_s,
