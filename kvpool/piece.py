@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 from kvpool.link_cost import TransferShape
-from kvpool.plan import TokenRun, token_runs
+from kvpool.plan import TokenPlace, TokenRun, token_runs
 from kvpool.shard import Shard, ShardLayout
 from kvpool.transfer_plan import cut
 from kvpool.write import Section, Side, TokenSpan, Write
@@ -161,23 +161,11 @@ class PairedRun(NamedTuple):
 
 def paired_runs(section: Section, source: Side, target: Side) -> tuple[PairedRun, ...]:
     """The copies of a section from pool to pool, adjacent slots merged on both sides."""
-    return _runs_between(_tokens(section, source), _tokens(section, target))
-
-
-_Tokens = tuple[tuple[BlockId, ...], int, int, int]
-"""Where tokens lie, as token_runs is asked."""
-
-
-def _tokens(section: Section, side: Side) -> _Tokens:
-    """Of the table only what the section takes."""
-    table, size = side.tables[section.part.group], side.block_size
-    first, within = divmod(section.start, size)
-    last = -(-(section.start + section.tokens) // size)
-    return table[first:last], within, section.tokens, size
+    return _runs_between(source.place(section), target.place(section))
 
 
 @lru_cache(maxsize=256)
-def _runs_between(source: _Tokens, target: _Tokens) -> tuple[PairedRun, ...]:
+def _runs_between(source: TokenPlace, target: TokenPlace) -> tuple[PairedRun, ...]:
     """The layers of tokens lie alike."""
     return tuple(_paired(token_runs(*source), token_runs(*target)))
 

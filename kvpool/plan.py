@@ -22,7 +22,11 @@ class TokenRun:
     tokens: int
 
 
-@lru_cache(maxsize=64)
+TokenPlace = tuple[tuple[BlockId, ...], int, int, int]
+"""What token_runs is asked."""
+
+
+@lru_cache(maxsize=256)
 def token_runs(
     table: tuple[BlockId, ...], start: int, tokens: int, block_size: int
 ) -> tuple[TokenRun, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvpool.codec import Codec, WireFormat
 from kvpool.layout import Tables
-from kvpool.plan import TokenRun, token_runs
+from kvpool.plan import TokenPlace, TokenRun, token_runs
 from kvpool.reslice import GroupSlice
 from kvrelay.values import value
 
@@ -84,5 +84,11 @@ class Side:
     def runs(self, section: Section) -> tuple[TokenRun, ...]:
         """The copies between pool and section, adjacent blocks merged; positions are from the
         section's first token."""
-        table = self.tables[section.part.group]
-        return token_runs(table, section.start, section.tokens, self.block_size)
+        return token_runs(*self.place(section))
+
+    def place(self, section: Section) -> TokenPlace:
+        """Of the table only what the section takes."""
+        first, within = divmod(section.start, self.block_size)
+        last = -(-(section.start + section.tokens) // self.block_size)
+        table = self.tables[section.part.group][first:last]
+        return table, within, section.tokens, self.block_size
