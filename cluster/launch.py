@@ -97,8 +97,6 @@ class Driver:
 
 def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Driver:
     """Ask for the cluster; it starts from now on. Raises ConfigError when it can't be had."""
-    if detach and here.own:
-        raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
     resolved = resolve(config, here.site)
     if pinned(config.workers) and not pinned(resolved.workers):
         say("workers aren't pinned: they have more threads than there are CPUs")

@@ -60,6 +60,15 @@ def open_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Checkpo
     return _open_folder(folder, path_or_hub_id, revision)
 
 
+def check_model(path_or_hub_id: str, revision: str | None = None) -> None:
+    """What can be told before weights are fetched: a folder is checked whole, of a hub id its
+    configuration and tokenizer. Raises ModelError as `open_checkpoint` does."""
+    if Path(path_or_hub_id).expanduser().exists():
+        open_checkpoint(path_or_hub_id, revision)
+    else:
+        find_text_files(path_or_hub_id, revision)
+
+
 def find_config(path_or_hub_id: str, revision: str | None = None) -> dict[str, object]:
     """The configuration alone: of a hub id nothing else is fetched. Raises ModelError as
     `open_checkpoint` does."""

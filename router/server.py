@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +20,13 @@ from router.grpc_api.face import Health, InferenceFace, create_grpc_server
 from router.http.app import create_app
 from router.http.face import HttpFace
 from router.metrics import RouterMetrics
+from router.ports import bracketed, listen
 from router.sampling_defaults import GenerationDefaults
 from router.serving import TextService
 from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
-BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +78,7 @@ class Faces:
 
     async def start(self) -> tuple[int, int]:
         """(HTTP port, gRPC port). Raises ConfigError, and starts nothing, when one is busy."""
-        listener = _listen("HTTP", self._options.host, self._options.http_port)
+        listener = listen("HTTP", self._options.host, self._options.http_port)
         try:
             grpc_port = await self._start_grpc()
         except BaseException:
@@ -118,8 +116,8 @@ class Faces:
         self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
         self._add_services(self._grpc)
         await self._health.refresh()
-        _listen("gRPC", options.host, options.grpc_port).close()  # gRPC itself gives no reason
-        address = _bracketed(options.host, options.grpc_port)
+        listen("gRPC", options.host, options.grpc_port).close()  # gRPC itself gives no reason
+        address = bracketed(options.host, options.grpc_port)
         try:
             port = self._grpc.add_insecure_port(address)
         except RuntimeError as error:
@@ -150,29 +148,3 @@ class Faces:
         while True:
             await self._health.refresh()
             await asyncio.sleep(HEALTH_PERIOD_S)
-
-
-def _bracketed(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _refusal(kind: str, address: str, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"the {kind} port {address} is in use: choose another or 0 for any")
-    return ConfigError(f"the {kind} port {address}: {error.strerror}")
-
-
-def _listen(kind: str, host: str, port: int) -> socket.socket:
-    """Raises ConfigError with the system's reason."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only on sockets that say they are TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _refusal(kind, _bracketed(host, port), error) from error
-    listener.setblocking(False)
-    return listener

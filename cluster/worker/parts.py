@@ -7,6 +7,7 @@ import queue
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from cluster.auto import settle
 from cluster.device import AheadDevice, Device
 from cluster.host_cpus import ranges
 from cluster.peers import PeerLinks
@@ -61,6 +62,8 @@ class WorkerParts:
 
 def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
     """Loads the model, which takes seconds. Raises ModelError or ConfigError, with all closed."""
+    settings, chosen = settle(settings)
+    log.info("%s", chosen)
     with ExitStack() as opened:
         pinned = _pinned(settings)
         opened.callback(pinned.release)
