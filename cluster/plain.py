@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Protocol
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
+EXIT_INTERRUPTED = 130
 
 
 class Stoppable(Protocol):
@@ -109,8 +111,15 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
 
 
 def _stop_signals() -> asyncio.Event:
+    """Set by the first signal; a Ctrl-C after it ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+
+    def interrupted() -> None:
+        if stopping.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        stopping.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     return stopping

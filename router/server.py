@@ -27,6 +27,7 @@ from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
+DRAIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Faces:
             metrics=RouterMetrics(dispatcher, served_model_name),
             tiers=options.tiers,
         )
-        self._health = Health(dispatcher)
+        self._health = Health(self.service)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[int, int]:
@@ -96,19 +97,29 @@ class Faces:
         return listener.getsockname()[1], grpc_port
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, lets running ones finish for `grace_s`, then aborts them.
+        """Lets running requests finish for `grace_s`, then aborts them. New ones are refused until
+        the ports close, which is when nothing runs any more.
 
         Nothing happens when it wasn't started.
         """
         if not self._tasks:
             return
+        left_s = await self._drain(grace_s)
         serving, watching = self._tasks
         watching.cancel()
-        self._http.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._http.config.timeout_graceful_shutdown = math.ceil(left_s)
         self._http.should_exit = True
-        await asyncio.gather(self._grpc.stop(grace_s), serving, watching, return_exceptions=True)
+        await asyncio.gather(self._grpc.stop(left_s), serving, watching, return_exceptions=True)
         if self._http.server_state.tasks:
             await asyncio.wait(self._http.server_state.tasks)
+
+    async def _drain(self, grace_s: float) -> float:
+        """The seconds that are left of `grace_s` once nothing runs."""
+        deadline_s = time.monotonic() + grace_s
+        self.service.draining = True
+        while self.service.dispatcher.running_requests() and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return max(0.0, deadline_s - time.monotonic())
 
     async def _start_grpc(self) -> int:
         options = self._options
