@@ -32,7 +32,7 @@ def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
     if not chosen.transports:
         raise ConfigError(f"no transport can be used: {chosen.why}")
     settled = replace(settings, device=device, transports=chosen.transports)
-    return settled, f"{text}, KV over {_told(chosen)}"
+    return settled, f"{text}, KV over {_told(chosen, device)}"
 
 
 def choose_device(device: str, set_aside: float | None, gpus: GpuCount) -> tuple[str, str]:
@@ -72,8 +72,11 @@ def _machine(ucx: dict[str, str | int], device: str, gpus: GpuCount) -> Machine:
     )
 
 
-def _told(chosen: Chosen) -> str:
-    return _listed(chosen.transports) + (f" (not {chosen.why})" if chosen.left_out else "")
+def _told(chosen: Chosen, device: str) -> str:
+    """Nobody wonders why a CPU has no link between GPUs."""
+    others = tuple(one for one in chosen.left_out if one[0] != "cuda_ipc" or device != "cpu")
+    why = replace(chosen, left_out=others).why
+    return _listed(chosen.transports) + (f" (not {why})" if why else "")
 
 
 def _listed(transports: tuple[str, ...]) -> str:

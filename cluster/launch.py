@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import ray
 from ray.exceptions import RayError
 
+from cluster.bars import DownloadBars
 from cluster.config.schema import Config
 from cluster.controller import Controller
 from cluster.controller_report import Report
@@ -55,6 +56,7 @@ class Driver:
         self._idle_beat_s = idle_beat_s
         self._say = say
         self._seen = 0
+        self._bars = DownloadBars()
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -94,6 +96,7 @@ class Driver:
             raise KvrelayError(f"the controller is lost: {error}") from None
         for note in report.notes:
             self._say(note)
+        self._bars.show(report.downloads)
         self._seen = report.noted
         return report
 

@@ -50,6 +50,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
     address = await worker.start()
+    log.info("%s", worker.chosen)
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = [stay_registered(router, request) for router in join]

@@ -34,7 +34,11 @@ class Chosen:
 
     @property
     def why(self) -> str:
-        return ", ".join(f"{name}: {why}" for name, why in self.left_out)
+        """Those with the same reason together."""
+        named: dict[str, list[str]] = {}
+        for name, why in self.left_out:
+            named.setdefault(why, []).append(name)
+        return "; ".join(f"{', '.join(names)}: {why}" for why, names in named.items())
 
 
 def choose_transports(

@@ -103,7 +103,10 @@ def test_a_default_worker_here_runs_on_the_cpu_over_shm() -> None:
         patch.setattr(auto, "count_gpus", lambda: NONE)
         settled, said = settle(default_settings())
     assert (settled.device, settled.transports) == ("cpu", ("shm",))
-    assert said.startswith("device cpu (this machine has no GPU), KV over shm (not cuda_ipc: ")
+    assert said == (
+        "device cpu (this machine has no GPU), KV over shm "
+        "(not nixl, ucx: all workers are on this host)"
+    )
 
 
 def test_named_transports_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
