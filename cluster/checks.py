@@ -58,4 +58,4 @@ def _device_problems(config: Config, gpus: int, why_none: str) -> list[str]:
     if absent:
         return absent
     missing = shortage(plan_cluster(config), {"GPU": gpus}, only=("GPU",))
-    return [f"{missing}" + (f": {why_none}" if why_none else "")] if missing else []
+    return [f"{missing} ({why_none})" if why_none else missing] if missing else []

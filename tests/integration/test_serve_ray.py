@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.launch import ONE_PRESS_S
 from kvrelay.client import Client
+from kvrelay.errors import KvrelayError
 from tests.integration.manifests import DEPLOY, base_groups, cluster_file, group_resources, one
 from tests.integration.ray_head import BIN, Head, Marked, marked, ray_head, until
 
@@ -276,10 +279,33 @@ def test_a_machine_without_the_gpu_is_told_at_once(tmp_path: Path) -> None:
             timeout=60,
         )
     assert done.returncode == 2
-    assert re.fullmatch(
-        r"kvrelay: workers.0.device: cuda:0, and .*; workers.1.device: cuda:0, and .*\n", done.stderr
-    ), done.stdout
+    both = r"workers.0.device: cuda:0, and .*; workers.1.device: cuda:0, and .*"
+    assert re.fullmatch(rf"kvrelay: {both}\n", done.stderr), done.stderr
     assert done.stdout == "", "nothing was started"
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(head: Head, tmp_path: Path) -> None:
+    """While a long answer holds up the drain, on a Ray that goes on."""
+    log = tmp_path / "serve.log"
+    options = ["--name", "cut", "--set", "drain_timeout=300s", "--set", "workers=[{role: both}]"]
+    driver = head.joined().start(KVRELAY, "serve", *options, *OWN_PORTS, log=log)
+    http, grpc = addresses(driver, log)
+    worker = next(p for p in head.marked.processes() if "ray::WorkerHost" in title(p))
+    with Client(grpc, timeout_s=120) as client:
+        stream = client.stream("It was", max_tokens=1500, ignore_eos=True)
+        next(stream)
+        worker.suspend()  # the answer stands still, and with it the drain
+        driver.send_signal(signal.SIGINT)
+        pressed_s = time.monotonic()
+        until(lambda: "stopping: asked to stop" in log.read_text())
+        until(lambda: time.monotonic() - pressed_s > 2 * ONE_PRESS_S)
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(60) == 130, log.read_text()
+        with pytest.raises(KvrelayError):
+            list(stream)
+    assert "ending at once: what runs is cut" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)
 
 
 def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -453,3 +455,21 @@ def test_everything_but_the_launcher_imports_without_ray() -> None:
     imports = "".join(f"import {name}\n" for name in found if name not in left_out)
     done = python(WITHOUT_RAY + imports + "print('imported')")
     assert done.stdout == "imported\n", done.stderr
+
+
+def test_only_a_second_press_of_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One press may come twice; SIGTERM may come as often as it likes."""
+    handlers: dict[int, Callable[[int, object], None]] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    now_s = [100.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now_s[0])
+    asked: list[str] = []
+    launch._on_signals(SimpleNamespace(stop=lambda: asked.append("stop")))
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    now_s[0] += 1
+    handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert asked == ["stop"]
+    with pytest.raises(KeyboardInterrupt):
+        handlers[signal.SIGINT](signal.SIGINT, None)
+    assert handlers[signal.SIGINT] is signal.SIG_DFL
