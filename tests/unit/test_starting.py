@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from cluster import plain
 from cluster.bars import DownloadBars
 from cluster.room import waits_for_room
 from cluster.worker.process import WorkerProcess
@@ -149,6 +152,24 @@ def test_a_download_has_a_bar_on_a_terminal_while_it_lasts() -> None:
     assert "50.0/100.0 MB" in text
     bars.show({})
     assert bars._drawn is None
+
+
+def test_a_plain_process_shows_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cluster.plain")
+    out = io.StringIO()
+    process = SimpleNamespace(activity=Activity(stage=Stage.STARTS))
+
+    async def start() -> None:
+        console = Console(file=out, force_terminal=True, width=120)
+        async with plain.showing("worker-7", process, console):
+            for stage in (Stage.DOWNLOADS, Stage.LOADS):
+                process.activity = Activity(stage=stage, done_bytes=1, total_bytes=2)
+                while stage not in caplog.messages:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(start())
+    assert caplog.messages == ["downloads the model", "loads the model"]
+    assert "worker-7 downloads the model" in out.getvalue()
 
 
 def test_without_a_terminal_nothing_is_drawn() -> None:
