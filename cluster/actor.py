@@ -32,12 +32,15 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAt:
-    """Where clients reach a router, by its name."""
+    """Where clients reach a router, by its name, and where those who run the cluster do."""
 
     name: str
     host: str
     http_port: int
     grpc_port: int
+    internal_host: str
+    internal_http_port: int
+    internal_grpc_port: int
 
     @property
     def http(self) -> str:
@@ -46,6 +49,14 @@ class RouterAt:
     @property
     def grpc(self) -> str:
         return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def internal_http(self) -> str:
+        return f"http://{self.internal_host}:{self.internal_http_port}"
+
+    @property
+    def internal_grpc(self) -> str:
+        return f"{self.internal_host}:{self.internal_grpc_port}"
 
 
 class WorkerHost:
@@ -120,8 +131,8 @@ class RouterHost:
         configure_logging(settings.process)
         from cluster.router import RouterProcess
 
-        self._settings = settings
-        self._router = RouterProcess(settings)
+        self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
+        self._router = RouterProcess(self._settings)
         self._at: RouterAt | None = None
         self._closed = asyncio.Event()
 
@@ -167,14 +178,20 @@ class RouterHost:
 
     async def _start(self) -> RouterAt:
         ports = await self._router.start()
-        host = self._settings.host
-        reachable = _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
         return RouterAt(
             name=self._settings.process,
-            host=reachable,
-            http_port=ports.http_port,
-            grpc_port=ports.grpc_port,
+            host=_reachable(self._settings.host),
+            http_port=ports.public.http,
+            grpc_port=ports.public.grpc,
+            internal_host=_reachable(self._settings.internal_host),
+            internal_http_port=ports.internal.http,
+            internal_grpc_port=ports.internal.grpc,
         )
+
+
+def _reachable(host: str) -> str:
+    """Where others find what listens on `host`."""
+    return _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
 
 
 def _home() -> Home:

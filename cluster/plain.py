@@ -15,7 +15,9 @@ from typing import Protocol
 
 import grpc
 
+from cluster.admin import NOT_INTERNAL
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from kvrelay.errors import ConfigError
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,11 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     stopping = _stop_signals()
     router = RouterProcess(settings)
     address = await router.start()
-    print(f"HTTP on {settings.host}:{address.http_port}", flush=True)
-    print(f"gRPC on {settings.host}:{address.grpc_port}", flush=True)
+    internal = settings.internal_host
+    print(f"HTTP on {settings.host}:{address.public.http}", flush=True)
+    print(f"gRPC on {settings.host}:{address.public.grpc}", flush=True)
+    print(f"internal HTTP on {internal}:{address.internal.http}", flush=True)
+    print(f"internal gRPC on {internal}:{address.internal.grpc}", flush=True)
     await stopping.wait()
     await router.stop(drain_s=drain_s)
 
@@ -92,7 +97,8 @@ async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> Non
 
 
 async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
-    """Whether the router took it; returns when the call has ended."""
+    """Whether the router took it; returns when the call has ended. Raises ConfigError when no
+    worker can join there."""
     joined = asyncio.Event()
 
     async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
@@ -104,6 +110,8 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
         try:
             await worker_pb2_grpc.RegistryStub(channel).Register(registration())
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None
             log.warning("router %s: %s; trying again", join, error.details())
     return joined.is_set()
 
