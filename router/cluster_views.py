@@ -21,6 +21,7 @@ from router.generation import (
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.pool_nodes import PoolNodes
+from router.readiness import obstacle
 from router.view import WorkerView
 
 
@@ -33,7 +34,12 @@ class ClusterViews:
         self.attached: dict[Incarnation, WorkerLink] = {}
 
     def ready(self) -> bool:
-        return self.core.workers.longest_tokens > 0
+        return self.not_ready() is None
+
+    def not_ready(self) -> str | None:
+        """A worker that drains or is quarantined serves nobody."""
+        quarantined = self.core.quarantine.active(time.monotonic())
+        return obstacle(self.core.workers, quarantined)
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         return tuple(self._status(view) for view in self.core.workers.values())

@@ -144,6 +144,9 @@ class Dispatcher(Protocol):
     def ready(self) -> bool:
         """A pair of workers, or one alone, can serve."""
 
+    def not_ready(self) -> str | None:
+        """Why none can; None: some can."""
+
     def workers(self) -> tuple[WorkerStatus, ...]: ...
 
     def pool_nodes(self) -> tuple[PoolNodeStatus, ...]: ...

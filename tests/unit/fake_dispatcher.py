@@ -181,6 +181,9 @@ class FakeDispatcher:
     def ready(self) -> bool:
         return self.is_ready
 
+    def not_ready(self) -> str | None:
+        return None if self.is_ready else "no worker has joined yet"
+
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
 
