@@ -75,7 +75,7 @@ class Faces:
             tokenizer,
             model_name=served_model_name,
             defaults=GenerationDefaults.load(checkpoint_dir),
-            metrics=RouterMetrics(dispatcher, served_model_name),
+            metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
         )
         self._options = options

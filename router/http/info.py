@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -85,7 +87,9 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    content = face_of(request).service.metrics.exposition()
+    service = face_of(request).service
+    snapshot = service.dispatcher.snapshot()
+    content = await asyncio.to_thread(service.metrics.exposition, snapshot)
     return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 

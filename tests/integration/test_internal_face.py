@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from cluster.plain import stay_registered
 from engine.bundled import checkpoint_path
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2, worker_pb2
+from router.generation import ClusterSnapshot
+from router.metrics import RouterMetrics
 from tests.integration.faces_kit import LIMIT_S, faces_over, in_loop, served
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.integration.split_kit import RouterThread
@@ -131,3 +135,23 @@ async def test_a_busy_internal_port_names_its_key(folder: Path) -> None:
             with pytest.raises(ConfigError, match=told):
                 await faces.start()
             await faces.stop(grace_s=0.0)
+
+
+@in_loop
+async def test_a_scrape_is_rendered_beside_the_event_loop(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And shows what the loop knows when it comes in."""
+    loop_thread, threads = threading.get_ident(), []
+    rendered = RouterMetrics.exposition
+
+    def watched(metrics: RouterMetrics, snapshot: ClusterSnapshot) -> bytes:
+        threads.append(threading.get_ident())
+        return rendered(metrics, snapshot)
+
+    monkeypatch.setattr(RouterMetrics, "exposition", watched)
+    async with served(folder) as s:
+        answers = await asyncio.gather(*(s.get_internal("/metrics") for _ in range(3)))
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert len(threads) == 3
+    assert loop_thread not in threads

@@ -13,6 +13,7 @@ from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.generation import (
     ChoiceTokens,
+    ClusterSnapshot,
     GenerationRequest,
     ModelFacts,
     PoolNodeStatus,
@@ -187,32 +188,29 @@ class FakeDispatcher:
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
 
-    def moved_requests(self) -> int:
-        return 0
-
-    def local_prefills(self) -> int:
-        return 3
-
-    def queued_prompts(self) -> int:
-        return 2
-
-    def promises(self) -> dict[str, int]:
-        return {"kept": 2, "broken": 1, "expired": 0}
+    def snapshot(self) -> ClusterSnapshot:
+        return ClusterSnapshot(
+            ready=self.is_ready,
+            running_requests=len(self.running),
+            quarantined_pairs=len(self.pairs),
+            queued_prompts=2,
+            moved_requests=0,
+            local_prefills=3,
+            promises={"kept": 2, "broken": 1, "expired": 0},
+            workers=self.statuses,
+            linked=(),
+            pool_nodes=self.pools,
+            tiers=self.tier_statuses,
+        )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         return self.pairs
-
-    def tiers(self) -> tuple[TierStatus, ...]:
-        return self.tier_statuses
 
     def model(self) -> ModelFacts | None:
         return self.facts
 
     def running_requests(self) -> int:
         return len(self.running)
-
-    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
-        return self.pools
 
     async def debug_kv(self) -> GetKvResponse:
         workers = [
