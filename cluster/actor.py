@@ -14,6 +14,7 @@ from cluster.plan import NODE_HOST
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.supervision import Home
 from kvrelay.errors import KvrelayError
+from kvrelay.gc_pauses import freeze
 
 if TYPE_CHECKING:
     from cluster.worker.process import WorkerProcess
@@ -77,7 +78,9 @@ class WorkerHost:
 
         try:
             self._worker = self._worker or WorkerProcess(self._settings)
-            self._address = self._address or await self._worker.start()
+            if self._address is None:
+                self._address = await self._worker.start()
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
@@ -108,7 +111,9 @@ class PoolNodeHost:
 
     async def start(self) -> str | StartFailed:
         try:
-            self._address = self._address or (await self._node.start()).reports
+            if self._address is None:
+                self._address = (await self._node.start()).reports
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
@@ -138,7 +143,9 @@ class RouterHost:
 
     async def start(self) -> RouterAt | StartFailed:
         try:
-            self._at = self._at or await self._start()
+            if self._at is None:
+                self._at = await self._start()
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._at

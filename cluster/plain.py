@@ -18,6 +18,7 @@ import grpc
 from cluster.admin import NOT_INTERNAL
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from kvrelay.errors import ConfigError
+from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     stopping = _stop_signals()
     router = RouterProcess(settings)
     address = await router.start()
+    freeze()
     internal = settings.internal_host
     print(f"HTTP on {settings.host}:{address.public.http}", flush=True)
     print(f"gRPC on {settings.host}:{address.public.grpc}", flush=True)
@@ -53,6 +55,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
     address = await worker.start()
+    freeze()
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = [stay_registered(router, request) for router in join]
@@ -66,6 +69,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     stopping = _stop_signals()
     node = PoolNode(settings)
     addresses = await node.start()
+    freeze()
     for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)

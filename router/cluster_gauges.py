@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
+from kvrelay.gc_pauses import GcPauses
 from router.generation import ClusterSnapshot, WorkerStatus
 from router.worker_metrics import of_links, of_workers, orphaned_blocks
 
@@ -39,6 +45,27 @@ class ClusterGauges(Collector):
         yield self._orphaned(told.workers)
         yield self._pool_nodes()
         yield from self._tiers()
+        yield from self._pauses()
+
+    def _pauses(self) -> Iterable[Metric]:
+        """Of the router itself, of each worker and of each pool node."""
+        text = "Pauses of Python's garbage collector, since the process has started."
+        labels = ("model_name", "process")
+        pauses = SummaryMetricFamily("kvrelay:gc_pause_seconds", text, labels=labels)
+        text = "The longest of these pauses."
+        longest = GaugeMetricFamily("kvrelay:gc_longest_pause_seconds", text, labels=labels)
+        for process, one in self._paused():
+            pauses.add_metric((self._model_name, process), one.count, one.total_s)
+            longest.add_metric((self._model_name, process), one.longest_s)
+        return pauses, longest
+
+    def _paused(self) -> Iterator[tuple[str, GcPauses]]:
+        yield "router", self._snapshot.pauses
+        for worker in self._snapshot.workers:
+            told = worker.counters
+            yield worker.name, GcPauses(told.gc_pauses, told.gc_pause_s, told.gc_longest_pause_s)
+        for node in self._snapshot.pool_nodes:
+            yield node.name, node.pauses
 
     def _tiers(self) -> Iterable[Metric]:
         """Of QoS tiers with objectives."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 from kvpool.tenants import tenant_label
+from kvrelay.gc_pauses import PAUSES
 from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
 from kvrelay.v1.admin_pb2 import GetKvResponse
@@ -58,6 +59,7 @@ class ClusterViews:
             linked=core.recent_pairs.lately(now_s),
             pool_nodes=self.pools.statuses(),
             tiers=ladder_told.statuses(core.ladders, now_s),
+            pauses=PAUSES,
         )
 
     def _status(self, view: WorkerView) -> WorkerStatus:

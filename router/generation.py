@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.step_times import StepCoefficients
 from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, Sampling, TokenLogprobs
@@ -100,6 +101,7 @@ class PoolNodeStatus:
     orphaned_blocks: int
     blocks: Mapping[tuple[str, str], int]
     """# (tier, state) |-> blocks"""
+    pauses: GcPauses = field(default_factory=GcPauses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +155,7 @@ class ClusterSnapshot:
     linked: tuple[Pair, ...]
     pool_nodes: tuple[PoolNodeStatus, ...]
     tiers: tuple[TierStatus, ...]
+    pauses: GcPauses
 
 
 class Dispatcher(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError
+from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
@@ -141,6 +142,7 @@ class FakeDispatcher:
     cached_tokens: int = 0
     capped_tokens: int | None = None
     tier_statuses: tuple[TierStatus, ...] = ()
+    pauses: GcPauses = field(default_factory=GcPauses)
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
@@ -201,6 +203,7 @@ class FakeDispatcher:
             linked=(),
             pool_nodes=self.pools,
             tiers=self.tier_statuses,
+            pauses=self.pauses,
         )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
