@@ -6,7 +6,6 @@ A router has two of them, the public one and the internal one. Runs in the route
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import socket
 from collections.abc import Iterator
@@ -18,8 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvrelay.errors import ConfigError
-
-BACKLOG = 2048
+from router.ports import bracketed, listen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +28,11 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenAt:
-    """Port 0: the system chooses. `kind` stands before a port's name in errors, and `key` before
-    the key of the cluster file that sets it."""
+    """Port 0: the system chooses. `kind` stands before a port's name in errors."""
 
     host: str
     ports: Ports
     kind: str = ""
-    key: str = ""
 
 
 class EmbeddedUvicorn(uvicorn.Server):
@@ -60,7 +56,7 @@ class Listener:
     def bind(self) -> Ports:
         """Raises ConfigError, and binds nothing, when a port is busy."""
         at = self._at
-        listener = self._listen("HTTP", at.ports.http)
+        listener = listen(f"{at.kind}HTTP", at.host, at.ports.http)
         try:
             grpc_port = self._bind_grpc()
         except BaseException:
@@ -92,36 +88,13 @@ class Listener:
             await asyncio.wait(self._http.server_state.tasks)
 
     def _bind_grpc(self) -> int:
-        host, port = self._at.host, self._at.ports.grpc
-        self._listen("gRPC", port).close()  # gRPC itself gives no reason
-        address = _bracketed(host, port)
+        kind, at = f"{self._at.kind}gRPC", self._at
+        listen(kind, at.host, at.ports.grpc).close()  # gRPC itself gives no reason
+        address = bracketed(at.host, at.ports.grpc)
         try:
             return int(self._grpc.add_insecure_port(address))
         except RuntimeError as error:
-            raise ConfigError(f"the {self._at.kind}gRPC port {address}: {error}") from error
-
-    def _listen(self, protocol: str, port: int) -> socket.socket:
-        """Raises ConfigError with the system's reason."""
-        host = self._at.host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # asyncio turns Nagle's delay off only on sockets that say they are TCP.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise self._refusal(protocol, port, error) from error
-        listener.setblocking(False)
-        return listener
-
-    def _refusal(self, protocol: str, port: int, error: OSError) -> ConfigError:
-        where = f"the {self._at.kind}{protocol} port {_bracketed(self._at.host, port)}"
-        if error.errno == errno.EADDRINUSE:
-            key = f"router.{self._at.key}{protocol.lower()}_port"
-            return ConfigError(f"{where} is in use: set {key} to another, or to 0 for any")
-        return ConfigError(f"{where}: {error.strerror}")
+            raise ConfigError(f"the {kind} port {address}: {error}") from error
 
 
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
@@ -134,7 +107,3 @@ def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
         http="httptools",
         ws="none",
     )
-
-
-def _bracketed(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

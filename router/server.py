@@ -54,7 +54,7 @@ class FaceOptions:
     @property
     def internal(self) -> ListenAt:
         ports = Ports(http=self.internal_http_port, grpc=self.internal_grpc_port)
-        return ListenAt(host=self.internal_host, ports=ports, kind="internal ", key="internal_")
+        return ListenAt(host=self.internal_host, ports=ports, kind="internal ")
 
 
 class Faces:
