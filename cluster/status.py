@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.actor import RouterAt
-from kvrelay.client import Client
+from cluster.admin import ask
+from kvrelay.codec import server_info_of
 from kvrelay.errors import ConfigError, KvrelayError
+from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 
 if TYPE_CHECKING:
     from cluster.controller_report import ClusterStatus
@@ -41,12 +43,11 @@ Facts = dict[str, object]
 
 
 def of_router(address: str) -> Facts:
-    """What the router at HOST:PORT says. Raises ConfigError when none answers."""
-    try:
-        with Client(address, timeout_s=ANSWER_S) as client:
-            return asdict(client.server_info())
-    except KvrelayError as error:
-        raise ConfigError(f"{address}: no router answers: {error}") from None
+    """What the router says whose internal gRPC is at HOST:PORT. Raises ConfigError when none
+    answers."""
+    request = GetServerInfoRequest()
+    answer = ask(address, lambda stub: stub.GetServerInfo, request, timeout_s=ANSWER_S)
+    return asdict(server_info_of(answer))
 
 
 def of_cluster(name: str | None, address: str) -> Facts:
@@ -63,14 +64,15 @@ def of_cluster(name: str | None, address: str) -> Facts:
 
 
 def routers_of(name: str | None, address: str) -> list[str]:
-    """HOST:PORT of each router of a cluster on this Ray. Raises as `of_cluster` does."""
+    """The internal gRPC address of each router of a cluster on this Ray. Raises as `of_cluster`
+    does."""
     from cluster.rays import joined
 
     with joined(address):
         status = _of_controller(name)
     if not status.routers:
         raise KvrelayError(f"no router of {status.name} serves yet")
-    return [router.grpc for router in status.routers]
+    return [router.internal_grpc for router in status.routers]
 
 
 def _of_controller(cluster: str | None) -> ClusterStatus:
@@ -95,7 +97,7 @@ def _of_controller(cluster: str | None) -> ClusterStatus:
 def _server(router: RouterAt) -> Facts | None:
     """None while it can't be asked."""
     with contextlib.suppress(ConfigError):
-        return of_router(router.grpc)
+        return of_router(router.internal_grpc)
     return None
 
 
