@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from kvpool.tenants import tenant_label
+from kvrelay.activity import NO_ACTIVITY
 from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
 from kvrelay.v1.admin_pb2 import GetKvResponse
@@ -21,16 +22,18 @@ from router.generation import (
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.pool_nodes import PoolNodes
+from router.recent_activity import RecentActivity
 from router.view import WorkerView
 
 
 class ClusterViews:
-    """`attached`: # worker |-> its link, while there is one"""
+    """`attached`: # worker |-> its link, while there is one; `recent`: # worker |-> its activity"""
 
     def __init__(self, core: RouterCore) -> None:
         self.core = core
         self.pools = PoolNodes()
         self.attached: dict[Incarnation, WorkerLink] = {}
+        self.recent: dict[Incarnation, RecentActivity] = {}
 
     def ready(self) -> bool:
         return self.core.workers.longest_tokens > 0
@@ -41,6 +44,7 @@ class ClusterViews:
     def _status(self, view: WorkerView) -> WorkerStatus:
         hello = view.hello
         link = self.attached.get(hello.incarnation)
+        recent = self.recent.get(hello.incarnation)
         return WorkerStatus(
             name=hello.name,
             address=link.address if link is not None else "",
@@ -54,6 +58,8 @@ class ClusterViews:
             counters=view.counters,
             step_times=hello.step_times,
             links=tuple(self._link_status(state) for state in view.counters.links),
+            activity=recent.activity() if recent is not None else NO_ACTIVITY,
+            kv_token_bytes=hello.kv_token_bytes,
         )
 
     def _link_status(self, state: LinkState) -> LinkStatus:

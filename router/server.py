@@ -111,6 +111,7 @@ class Faces:
         await asyncio.gather(self._grpc.stop(grace_s), serving, watching, return_exceptions=True)
         if self._http.server_state.tasks:
             await asyncio.wait(self._http.server_state.tasks)
+        self.service.refusals.close()
 
     async def _start_grpc(self) -> int:
         options = self._options
