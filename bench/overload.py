@@ -3,8 +3,8 @@ then the same arrivals in the simulator.
 
 The bundled model, or with `--model smollm` one whose steps take ten times as long; one prefill and
 one decode worker; Poisson arrivals, whatever the server does. Objectives are multiples of the
-latencies without load. Outputs end where the model ends them, so nobody knows their lengths. Then
-`predictive` is measured again as an oracle: every output is exactly as long as it may be, so
+latencies without load. Outputs are answers that end by themselves, so nobody knows their lengths.
+Then `predictive` is measured again as an oracle: every output is exactly as long as it may be, so
 admission knows all lengths; only there the simulator can have the same. The ladder (docs/qos.md)
 stands beside `predictive` only: the baselines are without it, unless `--ladder` says otherwise.
 `--append FILE` keeps results, so that policies and rates can be measured one by one. With
@@ -53,7 +53,7 @@ def corpus() -> tuple[int, ...]:
 def rows(results: Results, texts: Mapping[str, str]) -> list[Row]:
     """The headline first: outputs that end by themselves. `texts`: # ends |-> what was offered"""
     found: list[Row] = []
-    for ends, policy, ladder in product(ENDS, POLICIES, (False, True)):
+    for ends, policy, ladder in product(texts, POLICIES, (False, True)):
         own_ends = ends == "own"
         points = [p for p in results.points if (p.policy, p.ladder) == (policy, ladder)]
         points = [p for p in points if p.own_ends == own_ends and p.routers == 1]
@@ -153,26 +153,30 @@ def _parsed() -> argparse.Namespace:
         "--ends",
         nargs="+",
         choices=ENDS,
-        default=[*ENDS],
-        help="own: the model ends where it will; oracle: as long as it may be, predictive only",
+        help="own: the model ends where it will; oracle: as long as it may be, predictive only; "
+        "without it both, or what the model can",
     )
     parser.add_argument(
         "--append", type=Path, help="a file of results of this model, taken and kept"
     )
     parser.add_argument("--out", type=Path, help="a folder for the scatter plots")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.ends is None:
+        args.ends = [*ENDS] if args.model == "bundled" else ["oracle"]
+    if args.model != "bundled" and "own" in args.ends:
+        parser.error("random weights have no ends of their own: use --ends oracle")
+    return args
 
 
 def main() -> None:
     args = _parsed()
     results = read(args.append, args.model) if args.append else Results(model=args.model)
     texts: dict[str, str] = {}
-    for ends in ENDS:
+    for ends in args.ends:
         with SUBJECTS[args.model](own_ends=ends == "own") as subject:
             texts[ends] = subject.text
-            if ends in args.ends:
-                measure(args, ends, subject, results)
+            measure(args, ends, subject, results)
     show_points(results.points)
     for policy, predictions in results.predictions.items():
         show_scatter(policy, predictions)

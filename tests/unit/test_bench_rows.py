@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from unittest.mock import Mock
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from bench import overload
 from bench.http_load import Sent
 from bench.live.calibrate import Calibration
+from bench.live.offered import LIMIT, Mix, one
 from bench.live.points import Point
 from bench.live.results import Results, read, write
+from bench.live.subject import questions
 from bench.serve import Arm, _latency_rows
 
 KNOWN = Calibration(ttft_s=0.1, tpot_s=0.002, capacity_per_s=10.0)
@@ -102,3 +105,31 @@ def test_the_split_has_no_row_that_cannot_differ() -> None:
     split, both = (Arm(cluster=Mock(), loops=[[sent]]) for _ in range(2))
     names = [row.name for row in _latency_rows(split, both, "method")]
     assert len(names) == 9 and not [name for name in names if "tokens/s" in name]
+
+
+def test_random_weights_have_no_ends_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench.overload", "--model", "smollm"])
+    assert overload._parsed().ends == ["oracle"]
+    monkeypatch.setattr("sys.argv", ["bench.overload", "--model", "smollm", "--ends", "own"])
+    with pytest.raises(SystemExit):
+        overload._parsed()
+
+
+def test_answers_that_end_by_themselves_say_nothing_of_their_length() -> None:
+    corpus, mix = range(10_000), Mix(questions=((7, 8), (9,)))
+    rng = Random(1)
+    asked = [one(mix, corpus, rng) for _ in range(20)]
+    assert {each.max_tokens for each in asked} == {LIMIT}
+    assert {each.prompt_ids[-1] for each in asked} == {8, 9}
+    assert not any(each.ignore_eos for each in asked)
+    assert all(1024 <= len(each.prompt_ids) <= 1792 for each in asked)
+    assert len({each.seed for each in asked}) == 20
+    known = [one(Mix(), corpus, rng) for _ in range(20)]
+    assert all(each.ignore_eos for each in known)
+    assert len({each.max_tokens for each in known}) > 10
+
+
+def test_questions_are_turns_of_a_chat() -> None:
+    turns = questions()
+    assert len(turns) > 50 and len({turn[0] for turn in turns}) == 1
+    assert len({turn[-1] for turn in turns}) == 1
