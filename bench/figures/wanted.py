@@ -126,7 +126,7 @@ WANTED: tuple[Wanted, ...] = (
     ),
     Wanted(
         key="overload-oracle",
-        what="the same, with output lengths known to admission (oracle)",
+        what="four times the capacity offered, output lengths known to admission (an oracle)",
         module="bench.overload",
         options=OVERLOAD,
         row="goodput at 4 x, predictive, oracle",
