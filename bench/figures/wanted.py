@@ -40,6 +40,7 @@ ENGINE = ("--peer", "vllm")
 SPLIT = ("--only", "split", "--repeats", "3")
 OVERLOAD = ("--policy", "none", "predictive", "--rate", "1", "4")
 BOTH = "two workers of role both"
+VLLM_WHOLE = "vLLM's server on both cores"
 
 WANTED: tuple[Wanted, ...] = (
     Wanted(
@@ -86,6 +87,33 @@ WANTED: tuple[Wanted, ...] = (
         row="output tokens/s, all at once, 1 prefill + 1 decode",
         against="vLLM over its NIXL connector",
         peer="vLLM's split over NIXL",
+    ),
+    Wanted(
+        key="whole-vllm",
+        what="the same two cores as one worker: the 16 requests at once",
+        module="bench.serve",
+        options=ENGINE,
+        row="output tokens/s, all at once, 1 worker of role both",
+        against=VLLM_WHOLE,
+        peer=VLLM_WHOLE,
+    ),
+    Wanted(
+        key="split-vllm-whole",
+        what="1 prefill + 1 decode worker: the 16 requests at once",
+        module="bench.serve",
+        options=ENGINE,
+        row="output tokens/s, all at once, 1 prefill + 1 decode",
+        against=VLLM_WHOLE,
+        peer=VLLM_WHOLE,
+    ),
+    Wanted(
+        key="split-vllm-whole-gap",
+        what="the same: p99 gap between tokens, arrivals at 1/s",
+        module="bench.serve",
+        options=ENGINE,
+        row="gap between tokens, p99, 1 prefill + 1 decode",
+        against=VLLM_WHOLE,
+        peer=VLLM_WHOLE,
     ),
     Wanted(
         key="split-gap",

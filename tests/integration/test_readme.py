@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.bundled import checkpoint_path
+from kvrelay.qos import ONE_TIER, QosTier, QosTiers
+from router.tier_match import NO_MATCH, TierMatch
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, split_workers
 
 README = Path(__file__).parents[2] / "README.md"
@@ -20,11 +22,22 @@ HTTP, GRPC = "127.0.0.1:8000", "127.0.0.1:50051"
 PATIENCE_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def cluster(hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
+TIERS = QosTiers(tiers=(QosTier(name="premium"), QosTier(name="free")), default="free")
+MATCH = TierMatch(values={"premium": "premium"})
+
+
+@pytest.fixture(
+    scope="module", params=[(ONE_TIER, NO_MATCH), (TIERS, MATCH)], ids=["one tier", "tiers"]
+)
+def cluster(
+    request: pytest.FixtureRequest, hosts: tuple[WorkerHost, WorkerHost]
+) -> Iterator[Cluster]:
+    """As `kvrelay serve` starts it without a cluster file, and as deploy/configs/qos.yaml does."""
     model = Path(checkpoint_path())
-    workers = split_workers(hosts, model)
-    with running_cluster(model, workers, served_model_name="kvrelay-tiny") as cluster:
+    tiers, match = request.param
+    workers = split_workers(hosts, model, qos=tiers)
+    router = {"qos": tiers, "tier_match": match}
+    with running_cluster(model, workers, served_model_name="kvrelay-tiny", **router) as cluster:
         yield cluster
 
 
