@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-LIMIT = 384
-"""max_tokens of a request whose answer ends by itself."""
+LIMIT = 256
+"""max_tokens of a request whose answer ends by itself: what the bundled model's context of 2,048
+tokens leaves behind the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from unittest.mock import Mock
@@ -10,13 +11,16 @@ import pytest
 
 from bench import overload
 from bench.http_load import Sent
-from bench.live.calibrate import Calibration
+from bench.live.calibrate import Calibration, _check
 from bench.live.offered import LIMIT, Mix, one
+from bench.live.outcome import Outcome
 from bench.live.points import Point
 from bench.live.results import Results, read, write
 from bench.live.subject import questions
 from bench.serve import Arm, _latency_rows
+from engine.bundled import checkpoint_path
 
+CONTEXT = json.loads((checkpoint_path() / "config.json").read_text())["max_position_embeddings"]
 KNOWN = Calibration(ttft_s=0.1, tpot_s=0.002, capacity_per_s=10.0)
 TEXTS = {"own": "the model's own ends", "oracle": "exactly"}
 
@@ -124,6 +128,7 @@ def test_answers_that_end_by_themselves_say_nothing_of_their_length() -> None:
     assert not any(each.ignore_eos for each in asked)
     assert all(1024 <= len(each.prompt_ids) <= 1792 for each in asked)
     assert len({each.seed for each in asked}) == 20
+    assert max(mix.prompt_tokens) + LIMIT <= CONTEXT, "every prompt leaves room for the limit"
     known = [one(Mix(), corpus, rng) for _ in range(20)]
     assert all(each.ignore_eos for each in known)
     assert len({each.max_tokens for each in known}) > 10
@@ -133,3 +138,9 @@ def test_questions_are_turns_of_a_chat() -> None:
     turns = questions()
     assert len(turns) > 50 and len({turn[0] for turn in turns}) == 1
     assert len({turn[-1] for turn in turns}) == 1
+
+
+def test_calibration_counts_no_request_that_was_not_served() -> None:
+    refused = Outcome(sent_s=0.0, ended="refused", reason="context_length_exceeded")
+    with pytest.raises(RuntimeError, match="1 requests refused without load: context_length"):
+        _check([refused])
