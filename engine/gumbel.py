@@ -50,6 +50,7 @@ class Draws:
 
     keys: NDArray[np.uint32]  # [rows, 4]: seed's low and high word, choice, index
     temperatures: NDArray[np.float32]  # [rows]; 0: the most likely id
+    cuts: NDArray[np.float32]  # [rows, 3]: top_k, top_p, min_p; 0, 1, 0: nothing is cut
 
 
 def draws_of(requests: Sequence[SampleRequest]) -> Draws:
@@ -61,11 +62,18 @@ def draws_of(requests: Sequence[SampleRequest]) -> Draws:
     return Draws(
         keys=np.array(words, dtype=np.uint32).reshape(-1, 4),
         temperatures=np.array([r.sampling.temperature for r in requests], dtype=np.float32),
+        cuts=np.array(
+            [(r.sampling.top_k, r.sampling.top_p, r.sampling.min_p) for r in requests],
+            dtype=np.float32,
+        ).reshape(-1, 3),
     )
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Token ids `[rows]` from `logits` fp32 `[rows, vocab]`, row by row: the noise takes room."""
+    """Token ids `[rows]` from `logits` fp32 `[rows, vocab]`, row by row: the noise takes room.
+
+    Of what is cut the logits are -inf already.
+    """
     keys = send(draws.keys.astype(np.int64), torch.long, logits.device)
     temperatures = send(draws.temperatures, torch.float32, logits.device)
     rows = zip(logits, keys, temperatures, strict=True)

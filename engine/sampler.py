@@ -65,13 +65,14 @@ def draw(logits: torch.Tensor, wanted: Sequence[Sequence[SampleRequest]]) -> Dra
 def _choose(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
     if all(request.sampling.temperature == 0 for request in requests):
         return _most_likely(logits)
-    return draw_tokens(truncate(logits, requests), gumbel.draws_of(requests))
+    return draw_tokens(logits, gumbel.draws_of(requests))
 
 
 def draw_tokens(logits: torch.Tensor, draws: gumbel.Draws) -> torch.Tensor:
-    """By the fastest way that there is here; all draw the same."""
+    """Truncates and draws by the fastest way that there is here; all draw the same."""
     if logits.device.type == "cpu" and (kernel := host_draw()) is not None:
         return kernel.draw(logits, draws)
+    logits = truncate(logits, draws)
     if logits.device.type == "cuda" and _has_triton():
         from engine.backends import triton_draw
 

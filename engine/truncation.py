@@ -1,55 +1,45 @@
 """top_k, top_p and min_p: which ids may be drawn. Runs in the worker.
 
-Ids are ranked by probability at the request's temperature, equal ones by id. top_k keeps the first
-of them, top_p of these the first whose probabilities reach its share of theirs, and min_p of these
-those of at least its share of the largest.
+Ids are ranked by logit, equal ones by id. top_k keeps the first of them, top_p of these the first
+whose probabilities at the row's temperature reach its share of theirs, and min_p of these those of
+at least its share of the largest. `native/source/truncation.h` does the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 
+from engine.gumbel import Draws
 from engine.sending import send
-from engine.step import SampleRequest
-from kvrelay.types import Sampling
 
 _HEAD = 1024
 """On a CPU so many ids are ranked first; where they don't settle what is kept, all are."""
 
 
-def truncate(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    """`logits` fp32 `[requests, vocab]`, unchanged; in the copy that is returned where anything is
-    cut, what is cut is -inf."""
-    cut = [i for i, request in enumerate(requests) if _cuts(request.sampling)]
-    if not cut:
+def truncate(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """`logits` fp32 `[rows, vocab]`, unchanged; in the copy that is returned where anything is cut,
+    what is cut is -inf."""
+    is_cut = (draws.cuts != (0.0, 1.0, 0.0)).any(axis=1) & (draws.temperatures > 0)
+    if not is_cut.any():
         return logits
-    samplings = [requests[i].sampling for i in cut]
-    if len(cut) == len(requests):
-        return _kept_of(logits, samplings)
-    rows = send(cut, torch.long, logits.device)
-    return logits.index_copy(0, rows, _kept_of(logits[rows], samplings))
+    rows = send(np.flatnonzero(is_cut).tolist(), torch.long, logits.device)
+    temperatures = send(draws.temperatures[is_cut], torch.float32, logits.device)[:, None]
+    cuts = send(draws.cuts[is_cut], torch.float32, logits.device)
+    return logits.index_copy(0, rows, _kept_of(logits[rows], temperatures, cuts))
 
 
-def _cuts(sampling: Sampling) -> bool:
-    keeps_all = sampling.top_k == 0 and sampling.top_p >= 1.0 and sampling.min_p == 0.0
-    return sampling.temperature > 0 and not keeps_all
-
-
-def _kept_of(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    temperatures = _column([s.temperature for s in samplings], logits)
+def _kept_of(logits: torch.Tensor, temperatures: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
     largest = logits.amax(dim=-1, keepdim=True)
     probabilities = torch.softmax((logits - largest) / temperatures, dim=-1)
-    vocab = logits.shape[1]
-    if logits.device.type != "cpu" or vocab <= _HEAD:
-        return _masked(logits, *_rank_all(probabilities, samplings))
-    ids, kept, is_settled = _rank_head(probabilities, samplings)
+    if logits.device.type != "cpu" or logits.shape[1] <= _HEAD:
+        return _masked(logits, *_rank_all(logits, probabilities, cuts))
+    ids, kept, is_settled = _rank_head(logits, probabilities, cuts)
     found = _masked(logits, ids, kept)
     if not is_settled.all():
-        rows = (~is_settled).nonzero()[:, 0]
-        others = [samplings[row] for row in rows.tolist()]
-        found[rows] = _masked(logits[rows], *_rank_all(probabilities[rows], others))
+        rows = ~is_settled
+        ranked = _rank_all(logits[rows], probabilities[rows], cuts[rows])
+        found[rows] = _masked(logits[rows], *ranked)
     return found
 
 
@@ -61,41 +51,35 @@ def _masked(logits: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> torc
 
 
 def _rank_all(
-    probabilities: torch.Tensor, samplings: Sequence[Sampling]
+    logits: torch.Tensor, probabilities: torch.Tensor, cuts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All ids in their order, and how many of them are kept."""
-    ranked, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    return ids, _kept(ranked, samplings)
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices
+    return ids, _kept(probabilities.gather(1, ids), cuts)
 
 
 def _rank_head(
-    probabilities: torch.Tensor, samplings: Sequence[Sampling]
+    logits: torch.Tensor, probabilities: torch.Tensor, cuts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `_rank_all`, of the most likely ids; and for which rows these are enough.
+    """As `_rank_all`, of the largest logits; and for which rows these are enough.
 
-    `topk` breaks ties as it likes, so ids as likely as the last one are not certain.
+    `topk` breaks ties as it likes, so ids of the last one's logit are not certain.
     """
-    ids = probabilities.topk(_HEAD, dim=-1, sorted=False).indices.sort(dim=-1).values
-    ranked, order = probabilities.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    kept = _kept(ranked, samplings)
+    ids = logits.topk(_HEAD, dim=-1, sorted=False).indices.sort(dim=-1).values
+    ranked, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    kept = _kept(probabilities.gather(1, ids), cuts)
     certain = (ranked > ranked[:, -1:]).sum(dim=-1, keepdim=True)
-    is_beyond = _column([float(s.top_k > _HEAD) for s in samplings], ranked).bool()
-    return ids.gather(1, order), kept, ((kept <= certain) & ~is_beyond)[:, 0]
+    return ids, kept, ((kept <= certain) & (cuts[:, :1] <= _HEAD))[:, 0]
 
 
-def _kept(ranked: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """How many of the ranked ids are kept: `[rows, 1]`, at least 1."""
+def _kept(ranked: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
+    """How many ids of the ranked probabilities are kept: `[rows, 1]`, at least 1."""
     width = ranked.shape[1]
+    top_k, top_p, min_p = cuts.split(1, dim=1)
     totals = ranked.cumsum(dim=-1)
-    limits = _column([min(s.top_k or width, width) for s in samplings], ranked).long()
-    by_k = totals.gather(1, limits - 1)
-    unlimited = _column([float(s.top_k == 0) for s in samplings], ranked).bool()
-    mass = torch.where(unlimited, torch.ones_like(by_k), by_k)
-    top_p = _column([s.top_p if s.top_p < 1.0 else float("inf") for s in samplings], ranked)
-    min_p = _column([s.min_p for s in samplings], ranked)
-    stays = (totals - ranked < top_p * mass) & (ranked >= min_p * ranked[:, :1])
+    limits = torch.where(top_k > 0, top_k, width).clamp_max(width).long()
+    mass = torch.where(top_k > 0, totals.gather(1, limits - 1), 1.0)
+    share = torch.where(top_p < 1, top_p * mass, float("inf"))
+    stays = (totals - ranked < share) & (ranked >= min_p * ranked[:, :1])
     return stays.sum(dim=-1, keepdim=True).minimum(limits).clamp_min(1)
-
-
-def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return send(values, torch.float32, like.device)[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from engine.native import draw as native
 from engine.native.build import built
 from engine.native.draw import SOURCE, DrawKernel, open_draw
 from engine.step import SampleRequest
+from engine.truncation import truncate
 from kvrelay.types import Sampling
-from tests.unit.draw_kit import VOCABS, random_draws, random_logits
+from tests.unit.draw_kit import VOCABS, no_cuts, random_cuts, random_draws, random_logits
 
 needs_compiler = pytest.mark.skipif(
     not any(map(build.shutil.which, SOURCE.compilers)), reason="no C++ compiler here"
@@ -102,6 +104,42 @@ def test_older_processors_draw_the_same(processor: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("vocab", [40, 65, 1500, 5000])
+@pytest.mark.parametrize("processor", ["native", "x86-64"])
+def test_the_kernel_cuts_the_same(vocab: int, processor: str, tmp_path: Path) -> None:
+    """But for ids at the very border of top_p, whose sums are added in another order."""
+    if processor != "native" and platform.machine() != "x86_64":
+        pytest.skip("the name is x86's")
+    kernel = open_draw(built(SOURCE, tmp_path, processor))
+    compared = 0
+    for seed in range(30):
+        draws = replace(random_draws(8, seed), cuts=random_cuts(8, vocab, seed))
+        logits = random_logits(8, vocab, seed)
+        both = (truncate(logits, part) for part in (draws, nudged(draws)))
+        for row, (expected, nearly) in enumerate(zip(*both, strict=True)):
+            if draws.temperatures[row] > 0 and torch.equal(expected, nearly):
+                assert torch.equal(kernel.truncate(logits[row], draws, row), expected)
+                compared += 1
+    assert compared > 150
+
+
+def nudged(draws: Draws) -> Draws:
+    """What is cut alike by this is cut away from a border."""
+    cuts = draws.cuts.copy()
+    cuts[:, 1] *= np.where(cuts[:, 1] < 1, 1 - 1e-5, 1)
+    return replace(draws, cuts=cuts)
+
+
+@needs_compiler
+def test_rows_that_are_cut_are_drawn_alike(kernel: DrawKernel) -> None:
+    for seed in range(5):
+        draws = replace(random_draws(8, seed), cuts=random_cuts(8, 3000, seed))
+        logits = torch.randn(8, 3000, generator=torch.Generator().manual_seed(seed)) * 4
+        expected = gumbel.draw(truncate(logits, draws), draws)
+        assert torch.equal(kernel.draw(logits, draws), expected)
+
+
+@needs_compiler
 def test_a_column_of_a_wider_tensor_is_drawn_from_alone(kernel: DrawKernel) -> None:
     draws, logits = random_draws(6, 2), random_logits(6, 300, 2)
     assert torch.equal(kernel.draw(logits[:, :100], draws), gumbel.draw(logits[:, :100], draws))
@@ -133,7 +171,8 @@ def many(first: int, count: int, column: int) -> Draws:
     """Keys that differ in one column only."""
     keys = np.full((count, 4), 5, dtype=np.uint32)
     keys[:, column] = np.arange(first, first + count)
-    return Draws(keys=keys, temperatures=np.full(count, 0.8, dtype=np.float32))
+    temperatures = np.full(count, 0.8, dtype=np.float32)
+    return Draws(keys=keys, temperatures=temperatures, cuts=no_cuts(count))
 
 
 def drawn(logits: torch.Tensor, column: int) -> torch.Tensor:

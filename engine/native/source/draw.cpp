@@ -10,6 +10,7 @@
 
 #include "lanes.h"
 #include "team.h"
+#include "truncation.h"
 
 namespace {
 
@@ -126,13 +127,6 @@ struct Best {
   int64_t id = 0;
 };
 
-inline bool any(Ints flags) {
-  uint64_t parts[kLanes / 2], all = 0;
-  std::memcpy(parts, &flags, sizeof parts);
-  for (uint64_t part : parts) all |= part;
-  return all != 0;
-}
-
 // At least `noise` of each: -log(-log(1 - x)) <= -log(x), and log2(1 + f) >= f.
 inline Floats noise_limit(Ints words) {
   const Ints halves = (words >> 1) & 0x7FFFFFFF;
@@ -186,13 +180,26 @@ int64_t draw_row(const float* logits, int64_t vocab, const uint32_t* key, float 
 // `keys` [rows][4]: seed's low and high word, choice, index. `logits` [rows][vocab], fp32, dense.
 extern "C" void kvrelay_draw(Fork fork, int64_t threads, int64_t rows, int64_t vocab,
                              const float* logits, const uint32_t* keys, const float* temperatures,
-                             int64_t* tokens) {
+                             const Cut* cuts, int64_t* tokens) {
   share(fork, int(threads), int(rows), [&](int row) {
-    tokens[row] = draw_row(logits + row * vocab, vocab, keys + row * 4, temperatures[row]);
+    const float* mine = logits + row * vocab;
+    const Cut cut = cuts[row];
+    thread_local std::vector<float> kept;
+    if (temperatures[row] > 0 && (cut.top_k > 0 || cut.top_p < 1 || cut.min_p > 0)) {
+      kept.resize(size_t(vocab));
+      Truncation(mine, vocab, temperatures[row], cut).write(kept.data());
+      mine = kept.data();
+    }
+    tokens[row] = draw_row(mine, vocab, keys + row * 4, temperatures[row]);
   });
 }
 
 // What tests compare.
+extern "C" void kvrelay_truncate(int64_t vocab, const float* logits, float temperature,
+                                 const Cut* cut, float* out) {
+  Truncation(logits, vocab, temperature, *cut).write(out);
+}
+
 extern "C" void kvrelay_noise(int64_t groups, const uint32_t* key, float* out) {
   Words words;
   for (int64_t group = 0; group < groups; ++group) {
