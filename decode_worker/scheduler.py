@@ -179,10 +179,6 @@ class DecodeScheduler:
             if sequence.dropped:
                 events += self.batch.roster.released_if_done(sequence.key, now_s)
                 continue
-            if take == 0:
-                continue
-            if i in done.outcome.late:
-                self.batch.roster.void(sequence)
             if done.steps > 1:
                 events += self._advance_run(sequence, sampled, now_s)
                 continue

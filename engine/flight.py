@@ -28,13 +28,6 @@ class Flight:
         self.wait()
         return self.finish(self)
 
-    def late_slices(self) -> frozenset[int]:
-        """# slices of the batch whose tokens `drawn` told other than it left them on the device"""
-        if not self.drawn.late:
-            return frozenset()
-        owners = [i for i, piece in enumerate(self.batch.slices) for _ in piece.samples]
-        return frozenset(owners[row] for row in self.drawn.late)
-
 
 def next_tokens(slices: tuple[SequenceSlice, ...], before: Flight | None) -> torch.Tensor | None:
     """`[slices]` on the device: what each follows in `before`, or its known token; None where no

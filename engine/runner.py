@@ -113,7 +113,6 @@ class Engine:
             return StepOutcome(
                 sampled=tuple([next(tokens) if s.samples else () for s in slices]),
                 sketches=sketches(flight.logits, slices, self.canary_bound),
-                late=flight.late_slices(),
             )
 
     def logits(

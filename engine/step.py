@@ -85,13 +85,11 @@ class Sampled:
 class StepOutcome:
     """# slice of the batch |-> one Sampled for each of its samples; and its sketch if wanted
 
-    After several steps: one Sampled for each step. `late` are slices whose tokens were known too
-    late for the step behind: what follows them there is void.
+    After several steps: one Sampled for each step.
     """
 
     sampled: tuple[tuple[Sampled, ...], ...]
     sketches: Mapping[int, LogitSketch] = field(default_factory=dict)
-    late: frozenset[int] = frozenset()
 
 
 # --- between a scheduler and its worker ---------------------------------------------------------
