@@ -13,7 +13,8 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from engine.finish import finish_reason, needs_history
-from engine.step import Sampled, SampleRequest
+from engine.scoring import is_scored, scoring_of
+from engine.step import Sampled, SampleRequest, Scoring
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
@@ -109,9 +110,25 @@ class Sequence:
 
     @property
     def reusable(self) -> abc.Sequence[BlockHash]:
-        """What may be found in the cache: at least the last token is run, for its logits."""
+        """What may be found in the cache."""
         self.names.extend(self, self.length)
-        return self.names.full(self.end - 1)
+        return self.names.full(self.reusable_tokens)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """At least the last token is run, for its logits; all are where all are scored."""
+        return 0 if self.is_scored else self.end - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """The log probabilities of its prompt are wanted, and come before its first token."""
+        return is_scored(self.spec) and len(self.emitted) == len(self.spec.emitted_ids)
+
+    def scoring(self, take: int) -> Scoring | None:
+        """Of its next `take` tokens."""
+        if not self.is_scored:
+            return None
+        return scoring_of(self.spec, self.computed, self.computed + take)
 
     @property
     def filled(self) -> abc.Sequence[BlockHash]:
@@ -130,9 +147,11 @@ class Sequence:
 
     def samples(self) -> tuple[SampleRequest, ...]:
         """What to draw once all tokens are run; with the history where it matters. What is checked
-        is drawn already: one anyhow, for the logits."""
+        is drawn already: one anyhow, for the logits; so it is where no token is wanted."""
         if self.sketch is not None:
             return (_ANY,)
+        if not self.spec.sampling.max_tokens:
+            return (_ANY,) * len(self.choices)
         history = needs_history(self.spec.sampling)
         return tuple(
             SampleRequest(
@@ -164,7 +183,16 @@ class Sequence:
 
     def tokens_event(self, choice: int, drawn: tuple[Sampled, ...], now_s: float) -> Tokens:
         """Of one step or of several, the last of which may end it. The emitted ones are as before
-        the first."""
+        the first. No token where none is wanted."""
+        if not self.spec.sampling.max_tokens:
+            return Tokens(
+                key=self.key,
+                at_s=now_s,
+                choice=choice,
+                first_index=0,
+                token_ids=(),
+                finish_reason=FinishReason.LENGTH,
+            )
         last = drawn[-1]
         reason = finish_reason(
             self.spec.sampling, token_id=last.token_id, emitted=len(self.emitted) + len(drawn)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 
 from engine.prompts.order import Order
+from engine.scoring import scored_event
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted
 from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
@@ -136,6 +137,8 @@ class PrefillScheduler:
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take
             events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
+            if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
+                events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
             self._name(job)
             self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None:

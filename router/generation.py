@@ -12,7 +12,14 @@ from typing import Protocol
 
 from kvrelay.messages import Counters
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, Sampling, TokenLogprobs
+from kvrelay.types import (
+    NO_OBJECTIVES,
+    FinishReason,
+    Objectives,
+    PromptLogprob,
+    Sampling,
+    TokenLogprobs,
+)
 from kvrelay.v1.admin_pb2 import GetKvResponse
 
 
@@ -55,6 +62,10 @@ class Generation(Protocol):
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was found, not computed; known with the first token."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Of each token of the prompt but the first, where wanted; known with the first token."""
 
     @property
     def capped_tokens(self) -> int | None:

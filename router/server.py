@@ -20,6 +20,7 @@ from kvrelay.errors import ConfigError
 from router.generation import Dispatcher
 from router.grpc_api.face import Health, InferenceFace, create_grpc_server
 from router.http.app import create_app
+from router.http.event_stream import KEEP_ALIVE_S
 from router.http.face import HttpFace
 from router.metrics import RouterMetrics
 from router.sampling_defaults import GenerationDefaults
@@ -41,6 +42,7 @@ class FaceOptions:
     max_body_bytes: int
     cluster: str
     tiers: TierRules = ONE_FOR_ALL
+    keep_alive_s: float = KEEP_ALIVE_S
 
 
 class EmbeddedUvicorn(uvicorn.Server):
@@ -133,6 +135,7 @@ class Faces:
             max_body_bytes=self._options.max_body_bytes,
             version=version("kvrelay"),
             started_s=time.time(),
+            keep_alive_s=self._options.keep_alive_s,
         )
         config = uvicorn.Config(
             create_app(face),

@@ -111,6 +111,8 @@ class Workers(dict[Incarnation, WorkerView]):
     ) -> Choice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
         prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
+        if demand.is_prompt_only:
+            prefills, decodes, both = [], [], [*prefills, *both] or decodes
         return Choice(
             prefills=prefills,
             decodes=[view for view in decodes if view.incarnation not in tried],

@@ -23,7 +23,7 @@ from kvrelay.results import (
 from kvrelay.retry import Retries
 from kvrelay.status import LEDGER_KEY, Metadata
 from kvrelay.times_wire import decode_step_times
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -49,16 +49,19 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     n: int
     logprobs: int
+    prompt_logprobs: int
     seed: int
     logit_bias: Mapping[int, float]
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """`tenant`: requests of different ones share no cached KV. `tier`: of QoS, one of those that
-    the cluster has. It is stopped when `deadline_s` have passed, waits before retries included."""
+    """`chat_template_kwargs` are further variables of the chat template. `tenant`: requests of
+    different ones share no cached KV. `tier`: of QoS, one of those that the cluster has. It is
+    stopped when `deadline_s` have passed, waits before retries included."""
 
     request_id: str
     model: str
+    chat_template_kwargs: Mapping[str, object]
     tenant: str
     tier: str
     slo: Slo
@@ -66,7 +69,10 @@ class GenerateOptions(SamplingOptions, total=False):
     ledger: bool
 
 
-REQUEST_FIELDS = ("request_id", "model", "tenant", "tier", "slo", "deadline_s", "ledger")
+REQUEST_FIELDS = (
+    *("request_id", "model", "chat_template_kwargs"),
+    *("tenant", "tier", "slo", "deadline_s", "ledger"),
+)
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -92,6 +98,8 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
         request.text = prompt
     elif any(isinstance(part, ChatMessage) for part in prompt):
         request.chat.CopyFrom(pb.ChatInput(messages=[_message(part) for part in prompt]))
+        variables = options.get("chat_template_kwargs", {})
+        request.chat.chat_template_kwargs.update(variables)  # type: ignore[arg-type]
     else:
         request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
     return request
@@ -138,7 +146,13 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         completion_tokens=response.completion_tokens,
         seed=response.seed,
         capped_tokens=response.capped_tokens if response.HasField("capped_tokens") else None,
+        prompt_logprobs=tuple(_prompt_logprob(entry) for entry in response.input_logprobs),
     )
+
+
+def _prompt_logprob(entry: pb.PromptLogprob) -> PromptLogprob:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return PromptLogprob(entry.token.token_id, entry.token.logprob, entry.rank, top)
 
 
 def _logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
@@ -157,6 +171,7 @@ def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Gen
         completion_tokens=sum(own[-1].completion_tokens for own in by_choice),
         seed=chunks[0].seed,
         capped_tokens=chunks[0].capped_tokens,
+        prompt_logprobs=chunks[0].prompt_logprobs,
         ledger_ms=ledger_ms,
     )
 

@@ -12,6 +12,7 @@ from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     FinishReason,
     Incarnation,
+    PromptLogprob,
     RequestKey,
     RequestSpec,
     Role,
@@ -167,6 +168,17 @@ class Tokens:
     stood_back_s: float = 0.0
 
 
+@value
+class PromptLogprobs:
+    """Of consecutive tokens of the prompt, from `first_position` on. The prompt's first token has
+    none, so an attempt tells from position 1 to the last, in order."""
+
+    key: RequestKey
+    at_s: float
+    first_position: int
+    entries: tuple[PromptLogprob, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed:
     """The worker gave this request up; `reason` is machine readable."""
@@ -185,7 +197,9 @@ class Released:
     at_s: float
 
 
-WorkerEvent = Reserved | ReserveRefused | Lifetime | Tokens | RequestFailed | Released
+WorkerEvent = (
+    Reserved | ReserveRefused | Lifetime | PromptLogprobs | Tokens | RequestFailed | Released
+)
 
 
 @value

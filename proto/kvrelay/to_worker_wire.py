@@ -41,6 +41,7 @@ def encode_sampling(sampling: Sampling) -> pb.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         n=sampling.n,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         seed=sampling.seed,
         logit_bias=dict(sampling.logit_bias),
     )
@@ -60,6 +61,7 @@ def decode_sampling(message: pb.Sampling) -> Sampling:
         stop_token_ids=tuple(message.stop_token_ids),
         n=message.n,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=(message.prompt_logprobs if message.HasField("prompt_logprobs") else None),
         seed=message.seed,
         logit_bias=tuple(sorted(message.logit_bias.items())),
     )

@@ -30,6 +30,8 @@ ROUTES = [
     Route("/tokenize", info.tokenize, methods=["POST"]),
     Route("/detokenize", info.detokenize, methods=["POST"]),
     Route("/health", info.health),
+    Route("/ping", info.ping, methods=["GET", "POST"]),
+    Route("/load", info.load),
     Route("/ready", info.ready),
     Route("/metrics", info.metrics),
     Route("/debug/kv", info.debug_kv),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.generation import (
@@ -60,6 +60,12 @@ class FakeGeneration:
             await self.owner.moment("first_token", self.aborted)
             self.owner.fail_if_due(0)
             said = {c: self._spoken(c) for c in range(self.request.sampling.n)}
+            if not self.request.sampling.max_tokens:
+                for choice in said:
+                    yield ChoiceTokens(
+                        choice=choice, token_ids=(), finish_reason=FinishReason.LENGTH
+                    )
+                return
             for index in range(max(len(tokens) for tokens in said.values())):
                 if index == 1:
                     await self.owner.moment("second_token", self.aborted)
@@ -109,6 +115,17 @@ class FakeGeneration:
     @property
     def cached_tokens(self) -> int:
         return self.owner.cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Each token of the prompt is the second best."""
+        top = self.request.sampling.prompt_logprobs
+        if top is None:
+            return ()
+        return [
+            PromptLogprob(i, -1.0, 2, ((i + 1, -0.25), (i, -1.0), (i + 2, -2.0))[:top])
+            for i in self.request.prompt_ids[1:]
+        ]
 
     @property
     def capped_tokens(self) -> int | None:
