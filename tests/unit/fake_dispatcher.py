@@ -54,10 +54,11 @@ class FakeGeneration:
     request: GenerationRequest
     stopped: dict[int, int] = field(default_factory=dict)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
         try:
-            await self.owner.moment("first_token", self.aborted)
+            await self.owner.moment("first_token", self.go_on)
             self.owner.fail_if_due(0)
             said = {c: self._spoken(c) for c in range(self.request.sampling.n)}
             if not self.request.sampling.max_tokens:
@@ -68,7 +69,7 @@ class FakeGeneration:
                 return
             for index in range(max(len(tokens) for tokens in said.values())):
                 if index == 1:
-                    await self.owner.moment("second_token", self.aborted)
+                    await self.owner.moment("second_token", self.go_on)
                 if self.aborted.is_set():
                     return
                 for choice, tokens in said.items():
@@ -193,6 +194,7 @@ class FakeDispatcher:
         generation = self.running.pop(request_id, None)
         if generation is not None:
             generation.aborted.set()
+            generation.go_on.set()
         self.aborted.put_nowait(request_id)
 
     def ready(self) -> bool:
