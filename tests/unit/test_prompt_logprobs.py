@@ -40,11 +40,15 @@ WITHIN = 1e-4
 # --- the engine -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "phi3_longrope"])
+CASES = [("llama", "auto"), ("llama", "sdpa"), ("gemma2", "auto"), ("phi3_longrope", "auto")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    folder = random_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+    family, attention = request.param
+    folder = random_checkpoint(tmp_path_factory.mktemp("model"), family)
     found = load_engine(
         open_checkpoint(str(folder)),
         device="cpu",
@@ -52,6 +56,7 @@ def engine(
         block_size=16,
         blocks=64,
         limits=LIMITS,
+        attention=attention,
     )
     yield found
     found.close()
@@ -70,7 +75,11 @@ def scored(one: Running, chunk_tokens: int, top: int) -> SequenceSlice:
 
 
 def test_chunks_are_scored_beside_sequences_that_decode_and_plain_prompts(engine: Engine) -> None:
-    """And nobody else's draw changes."""
+    check_scores(engine, references=engine)
+
+
+def check_scores(engine: Engine, references: Engine) -> None:
+    """Against transformers' own logits of the model that `references` has."""
     lengths = (40, 90, 100, 40)
     prompts = [_prompt(seed, length) for seed, length in enumerate(lengths)]
     decoding, first, second, plain = start(engine, prompts, max_tokens=8)
@@ -91,15 +100,15 @@ def test_chunks_are_scored_beside_sequences_that_decode_and_plain_prompts(engine
             found[one.name] += outcome.prompt_logprobs[i]
             one.done_tokens += len(pieces[i].token_ids)
     assert [len(entries) for entries in found.values()] == [89, 94]
-    _assert_scores(engine, first.prompt, found[first.name], top=2)
-    _assert_scores(engine, second.prompt, found[second.name], top=0)
+    _assert_scores(references, first.prompt, found[first.name], top=2)
+    _assert_scores(references, second.prompt, found[second.name], top=0)
 
 
 def _assert_scores(
     engine: Engine, prompt: list[int], entries: list[PromptLogprob], top: int
 ) -> None:
-    logits = engine.model.eager_logits(torch.tensor([prompt]))[0]
-    rows = torch.log_softmax(logits.float(), dim=-1)
+    ids = torch.tensor([prompt], device=engine.model.device)
+    rows = torch.log_softmax(engine.model.eager_logits(ids)[0].float(), dim=-1).cpu()
     for row, token, entry in zip(rows, prompt[1:], entries, strict=False):
         assert entry.token_id == token
         assert entry.logprob == pytest.approx(float(row[token]), abs=WITHIN)
