@@ -42,10 +42,9 @@ class RunAhead:
 
     def _left(self, sequence: Sequence) -> int:
         border = self.rope_border_tokens
-        left = max(1, sequence.tokens_left)  # a prompt of which no token is wanted takes a step
         if border is None or border < sequence.computed:
-            return left
-        return min(left, max(1, border - sequence.computed))
+            return sequence.tokens_left
+        return min(sequence.tokens_left, max(1, border - sequence.computed))
 
     def _try_room(self, chosen: Taken, steps: int, now_s: float) -> bool:
         """Where one gets none the others keep theirs until the step is over."""

@@ -147,11 +147,9 @@ class Sequence:
 
     def samples(self) -> tuple[SampleRequest, ...]:
         """What to draw once all tokens are run; with the history where it matters. What is checked
-        is drawn already: one anyhow, for the logits; so it is where no token is wanted."""
+        is drawn already: one anyhow, for the logits."""
         if self.sketch is not None:
             return (_ANY,)
-        if not self.spec.sampling.max_tokens:
-            return (_ANY,) * len(self.choices)
         history = needs_history(self.spec.sampling)
         return tuple(
             SampleRequest(
@@ -183,16 +181,7 @@ class Sequence:
 
     def tokens_event(self, choice: int, drawn: tuple[Sampled, ...], now_s: float) -> Tokens:
         """Of one step or of several, the last of which may end it. The emitted ones are as before
-        the first. No token where none is wanted."""
-        if not self.spec.sampling.max_tokens:
-            return Tokens(
-                key=self.key,
-                at_s=now_s,
-                choice=choice,
-                first_index=0,
-                token_ids=(),
-                finish_reason=FinishReason.LENGTH,
-            )
+        the first."""
         last = drawn[-1]
         reason = finish_reason(
             self.spec.sampling, token_id=last.token_id, emitted=len(self.emitted) + len(drawn)

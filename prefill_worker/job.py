@@ -186,7 +186,11 @@ class Job:
         )
 
     def take_first(self, sampled: tuple[Sampled, ...], now_s: float) -> list[Tokens]:
-        """The first token drawn of each choice, as the router is told."""
+        """The first token drawn of each choice, as the router is told; an end where no token is
+        wanted."""
+        if not self.sampling.max_tokens:
+            self.finished = tuple(range(self.sampling.n))
+            return [self._end(choice, now_s) for choice in self.finished]
         emitted = self.first_index + 1
         self.first = tuple(one.token_id for one in sampled)
         reasons = [finish_reason(self.sampling, token_id=t, emitted=emitted) for t in self.first]
@@ -204,3 +208,13 @@ class Job:
             )
             for choice, (one, reason) in enumerate(zip(sampled, reasons, strict=True))
         ]
+
+    def _end(self, choice: int, now_s: float) -> Tokens:
+        return Tokens(
+            key=self.key,
+            at_s=now_s,
+            choice=choice,
+            first_index=0,
+            token_ids=(),
+            finish_reason=FinishReason.LENGTH,
+        )

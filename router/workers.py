@@ -147,6 +147,8 @@ class Workers(dict[Incarnation, WorkerView]):
 
     @staticmethod
     def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
+        if demand.is_prompt_only:
+            return
         candidate, prediction = admitted.candidate, admitted.prediction
         key = demand.spec.key
         joins_in_s, step_s = map(_known, (prediction.decode.joins_in_s, prediction.decode.step_s))

@@ -51,11 +51,14 @@ class PrefixSource:
 class Prefill:
     """To the prefill worker: compute the KV, sample the next token of each choice, hand over all
     but the first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more
-    of it than the prefill worker itself. Its first token is due `within_s` of now."""
+    of it than the prefill worker itself. Its first token is due `within_s` of now.
+
+    Without a target no token is wanted: nothing is handed over, and the worker says Reserved at
+    once."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
-    target: Incarnation
+    target: Incarnation | None
     held_tokens: int = 0
     prefix_source: PrefixSource | None = None
     within_s: float | None = None

@@ -106,7 +106,11 @@ def _decode_prefill(message: pb.Prefill) -> Prefill:
     return Prefill(
         spec=_decode_spec(message.spec),
         target_addresses=tuple(message.target_addresses),
-        target=Incarnation(message.target_incarnation),
+        target=(
+            Incarnation(message.target_incarnation)
+            if message.HasField("target_incarnation")
+            else None
+        ),
         held_tokens=message.held_tokens,
         prefix_source=_decode_source(message),
         within_s=_decode_within(message),

@@ -188,6 +188,14 @@ def test_lm_evals_request_is_answered_as_it_reads_it(
                 assert [choice["text"] for choice in choices] == texts
 
 
+def test_a_batch_of_more_prompts_than_there_are_places(split: Cluster, model: Model) -> None:
+    """Only the prefill worker has them, one after the other."""
+    batch = [_prompt(100 + i, 20 + i) for i in range(40)]
+    answer = split.completion(batch, **LOGLIKELIHOOD)  # type: ignore[arg-type]
+    for prompt, choice in zip(batch, answer["choices"], strict=True):
+        _assert_legacy(model, prompt, choice["logprobs"], top=1, echoed=len(prompt))
+
+
 def _assert_loglikelihood(
     model: Model, ids: list[int], context: int, logprobs: dict[str, Any], dropped: int
 ) -> None:

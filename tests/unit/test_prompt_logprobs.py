@@ -22,8 +22,9 @@ from engine.step import (
     StepDone,
     StepOutcome,
     StepWanted,
+    Tick,
 )
-from kvrelay.messages import Generate, Lifetime, Prefill, PromptLogprobs, Tokens
+from kvrelay.messages import Abort, Generate, Lifetime, Prefill, PromptLogprobs, Tokens
 from kvrelay.types import FinishReason, Incarnation, PromptLogprob, Role
 from prefill_worker.scheduler import PrefillScheduler
 from router.events import Admit, Command, Deliver, Send, Submitted, WorkerJoined, WorkerLost
@@ -201,22 +202,37 @@ def test_a_step_scores_so_many_tokens_at_most() -> None:
 @pytest.mark.parametrize("count", [1, 6])
 @pytest.mark.parametrize("n", [1, 3])
 def test_where_no_token_is_wanted_a_prompt_ends_when_it_is_computed(count: int, n: int) -> None:
-    """Even one of a single token, which looks like one that decodes."""
-    scheduler = decode_scheduler(chunk=4)
+    """Nobody else hears of it."""
+    scheduler = prefill_scheduler(chunk=4, canary_every=1)
     spec = worker_kit.spec("a", count, n=n, max_tokens=0, prompt_logprobs=0)
-    scheduler.handle(Generate(spec=spec), 0)
-    commands: list[worker_kit.Command] = []
+    commands = scheduler.handle(Prefill(spec=spec, target_addresses=(), target=None), 0)
+    assert worker_kit.names(commands) == ["Reserved", "prefill_received"]
     while scheduler.has_work:
-        step = the_step(scheduler.handle(StepWanted(most_steps=8), 0))
-        assert step.steps == 1
-        commands += scheduler.handle(ran(list(step.batch.slices)), 0)
+        scheduler.handle(Tick(), 0)
+        commands += scheduler.handle(ran(run_scored(scheduler)), 0)
     assert [first for first, _ in told(commands)] == [1, 5][: (count + 2) // 4]
     ends = [event for event in events(commands) if isinstance(event, Tokens)]
     assert [(one.choice, one.token_ids, one.finish_reason) for one in ends] == [
         (choice, (), FinishReason.LENGTH) for choice in range(n)
     ]
     assert worker_kit.names(commands)[-1] == "Released"
-    assert scheduler.generated_tokens == 0
+    assert not worker_kit.to_peer(commands)
+    scheduler.validate()
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_such_a_prompt_can_be_aborted(on_device: bool) -> None:
+    scheduler = prefill_scheduler(chunk=4)
+    spec = worker_kit.spec("a", 6, max_tokens=0, prompt_logprobs=0)
+    scheduler.handle(Prefill(spec=spec, target_addresses=(), target=None), 0)
+    slices = run_scored(scheduler) if on_device else []
+    commands = scheduler.handle(Abort(key=spec.key), 0)
+    if on_device:
+        assert commands == []
+        commands = scheduler.handle(ran(slices), 0)
+    assert worker_kit.names(commands)[-1] == "Released"
+    assert not worker_kit.to_peer(commands)
+    assert not scheduler.has_work
     scheduler.validate()
 
 
@@ -252,9 +268,10 @@ def scores(first: int, count: int, attempt: int = 0) -> PromptLogprobs:
 
 def test_a_request_without_output_needs_a_prefill_worker_alone() -> None:
     core = core_with(p=Role.PREFILL, d=Role.DECODE)
-    (asked,) = submit(core, max_tokens=0, n=2)
-    assert isinstance(asked, Send) and isinstance(asked.message, Generate)
-    assert asked.worker == P
+    asked = replace(router_kit.spec(n=2).sampling, max_tokens=0, prompt_logprobs=0)
+    spec = replace(router_kit.spec(n=2), sampling=asked)
+    alone = Prefill(spec=spec, target_addresses=(), target=None)
+    assert submit(core, max_tokens=0, n=2) == [Send(worker=P, message=alone)]
     request = core.requests["r"]
     assert says(core, "p", reserved()) == [Admit(request_id="r")]
     assert core.workers[D].outlook.sequences == 0
@@ -273,11 +290,23 @@ def test_a_request_without_output_needs_a_prefill_worker_alone() -> None:
     assert len(core.workers[P].queue) == core.workers[P].outlook.sequences == 0
 
 
-def test_without_any_prefill_worker_whoever_computes_prompts_takes_it() -> None:
-    core = core_with(b=Role.BOTH)
+@pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
+def test_without_any_prefill_worker_another_takes_it(role: Role) -> None:
+    core = core_with(w=role)
     (asked,) = submit(core, max_tokens=0)
-    assert isinstance(asked, Send)
-    assert (asked.worker, type(asked.message)) == (Incarnation("b"), Generate)
+    assert isinstance(asked, Send) and isinstance(asked.message, Prefill)
+    assert (asked.worker, asked.message.target) == (Incarnation("w"), None)
+
+
+def test_it_takes_no_place_of_those_that_decode() -> None:
+    """A list of prompts may be longer than there are places."""
+    core = core_with(places=1, p=Role.PREFILL, d=Role.DECODE)
+    for i in range(5):
+        plain = router_kit.request(f"r{i}", max_tokens=0)
+        (asked,) = core.handle(Submitted(request=plain), 1)
+        assert isinstance(asked, Send), asked
+        says(core, "p", reserved(f"r{i}"), running=1)
+    assert len(core.workers[P].queue) == 5
 
 
 def test_another_attempt_tells_them_again_and_each_counts_once() -> None:

@@ -118,7 +118,7 @@ to_worker = st.one_of(
         Prefill,
         spec=specs,
         target_addresses=st.lists(text).map(tuple),
-        target=text,
+        target=st.none() | text,
         within_s=perhaps_seconds,
     ),
     st.builds(Generate, spec=specs, within_s=perhaps_seconds),
