@@ -81,13 +81,14 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
     positions = np.arange(int(ends[-1])) - (ends - counts - starts)[owner]
     last_rows = np.empty(len(slices), dtype=np.int64)
     last_rows[order] = ends - 1
+    decodes = int((counts == 1).sum())
     tables = cache.arrays(ordered)
     return StepArrays(
         order=order,
-        decodes=int((counts == 1).sum()),
+        decodes=decodes,
         token_ids=np.array([t for s in ordered for t in s.token_ids], dtype=np.int64),
         positions=positions,
-        logit_rows=_logit_rows(slices, last_rows),
+        logit_rows=_logit_rows(slices, last_rows, decodes),
         rows=ends - counts,
         counts=counts,
         starts=starts,
@@ -98,8 +99,11 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
     )
 
 
-def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s) -> Int64s:
+def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s, decodes: int) -> Int64s:
+    """A slice of one token that samples scores nothing."""
     rows: Int64s = last_rows[[i for i, s in enumerate(slices) if s.samples]]
+    if decodes == len(slices) == len(rows):
+        return rows
     scored = scored_rows(slices, last_rows)
     return np.concatenate([rows, np.array(scored)]) if scored else rows
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
 
+from kvrelay import AsyncClient, ChatMessage
 from router.http.body_fields import StreamOptions
 from router.http.neutral_fields import ANYTHING
 from tests.integration.faces_kit import MODEL, Served, in_loop, served
@@ -149,6 +150,11 @@ async def test_the_template_gets_its_variables(tmp_path: Path) -> None:
             assert tokenizer.decode(ids) == CHAT[0]["content"] + text
             told = await client.post("/tokenize", json={"messages": CHAT, **fields})
             assert told.json()["tokens"] == list(ids)
+        async with AsyncClient(s.grpc_address) as typed:
+            chat = [ChatMessage("user", CHAT[0]["content"])]
+            await typed.generate(chat, chat_template_kwargs={"enable_thinking": False})
+            ids = s.dispatcher.requests[-1].prompt_ids
+            assert tokenizer.decode(ids) == CHAT[0]["content"] + " plain"
 
 
 @in_loop
