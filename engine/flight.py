@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.prompt_logprobs import Scored
 from engine.sampler import Drawn
 from engine.sending import send
 from engine.step import SequenceSlice, StepBatch, StepOutcome
@@ -22,6 +23,7 @@ class Flight:
     drawn: Drawn
     wait: Callable[[], None]
     finish: Callable[[Flight], StepOutcome]
+    scored: Scored | None = None
 
     def collect(self) -> StepOutcome:
         """Waits for the device. Once, and in the order of the launches."""
