@@ -28,6 +28,7 @@ from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
+DRAIN_POLL_S = 0.02
 INTERNAL_GRACE_S = 1.0
 LOOPBACK = "127.0.0.1"
 
@@ -80,7 +81,7 @@ class Faces:
         )
         self._options = options
         self._add_internal = add_internal
-        self._health = Health(dispatcher)
+        self._health = Health(self.service)
         self._public: Listener | None = None
         self._internal: Listener | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -100,13 +101,24 @@ class Faces:
         return await self._start(self._public, self._internal)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, lets running ones finish for `grace_s`, then aborts them. The
-        internal listener serves until then. Nothing happens when it wasn't started."""
+        """Lets running requests finish for `grace_s`, then aborts them. New ones are refused until
+        the ports close, which is when nothing runs any more. The internal listener serves until
+        then. Nothing happens when it wasn't started."""
+        left_s = grace_s
         if self._watching is not None:
+            left_s = await self._drain(grace_s)
             self._watching.cancel()
         if self._public is not None and self._internal is not None:
-            await self._public.stop(grace_s)
+            await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)
+
+    async def _drain(self, grace_s: float) -> float:
+        """The seconds that are left of `grace_s` once nothing runs."""
+        deadline_s = time.monotonic() + grace_s
+        self.service.draining = True
+        while self.service.dispatcher.running_requests() and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return max(0.0, deadline_s - time.monotonic())
 
     async def _start(self, public: Listener, internal: Listener) -> tuple[Ports, Ports]:
         try:

@@ -79,8 +79,10 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    dispatcher = face_of(request).service.dispatcher
-    reason = dispatcher.not_ready()
+    service = face_of(request).service
+    if service.draining:
+        return json_response({"ready": False, "reason": "this router is draining"}, status=503)
+    reason = service.dispatcher.not_ready()
     if reason is None:
         return json_response({"ready": True})
     return json_response({"ready": False, "reason": reason}, status=503)
