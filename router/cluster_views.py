@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 from kvpool.tenants import tenant_label
+from kvrelay.activity import NO_ACTIVITY
 from kvrelay.gc_pauses import PAUSES
 from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
@@ -23,16 +24,18 @@ from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.pool_nodes import PoolNodes
 from router.readiness import obstacle
+from router.recent_activity import RecentActivity
 from router.view import WorkerView
 
 
 class ClusterViews:
-    """`attached`: # worker |-> its link, while there is one"""
+    """`attached`: # worker |-> its link, while there is one; `recent`: # worker |-> its activity"""
 
     def __init__(self, core: RouterCore) -> None:
         self.core = core
         self.pools = PoolNodes()
         self.attached: dict[Incarnation, WorkerLink] = {}
+        self.recent: dict[Incarnation, RecentActivity] = {}
 
     def ready(self) -> bool:
         return self.not_ready() is None
@@ -66,6 +69,7 @@ class ClusterViews:
         """Without its links."""
         hello = view.hello
         link = self.attached.get(hello.incarnation)
+        recent = self.recent.get(hello.incarnation)
         return WorkerStatus(
             name=hello.name,
             address=link.address if link is not None else "",
@@ -78,6 +82,8 @@ class ClusterViews:
             block_size=hello.block_size,
             counters=view.counters,
             step_times=hello.step_times,
+            activity=recent.activity() if recent is not None else NO_ACTIVITY,
+            kv_token_bytes=hello.kv_token_bytes,
         )
 
     def _with_links(self, view: WorkerView) -> WorkerStatus:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.activity import NO_ACTIVITY, Activity
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.step_times import StepCoefficients
@@ -93,6 +94,8 @@ class WorkerStatus:
     step_times: StepCoefficients
     links: tuple[LinkStatus, ...] = ()
     cpus: str = ""
+    activity: Activity = NO_ACTIVITY
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,7 @@ class Faces:
         if self._public is not None and self._internal is not None:
             await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)
+            self.service.refusals.close()
 
     async def _drain(self, grace_s: float) -> float:
         """The seconds that are left of `grace_s` once nothing runs."""

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvrelay.activity import kv_used
 from kvrelay.messages import Counters, LinkState
 from kvrelay.types import PrefixOrigin
 from router.generation import WorkerStatus
@@ -18,9 +19,7 @@ LABELS = ("model_name", "worker", "role")
 
 
 def _usage(worker: WorkerStatus) -> float:
-    """Cached blocks that no request holds are not in use."""
-    available = worker.counters.free_blocks + worker.counters.cached_blocks
-    return 1 - available / worker.total_blocks if worker.total_blocks else 0.0
+    return kv_used(worker.counters, worker.total_blocks)
 
 
 WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (

@@ -56,7 +56,7 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
                 async for delta in deltas:
                     yield response_of(generation, delta)
         except Exception as error:
-            await abort_with(context, error)
+            await abort_with(context, error, request.request_id or None)
         if request.ledger:
             ledger = json.dumps(generation.ledger_ms())
             context.set_trailing_metadata(((LEDGER_KEY, ledger),))

@@ -63,7 +63,8 @@ def _app(face: HttpFace, routes: list[Route]) -> Starlette:
 
 
 class RequestIdEcho:
-    """Every response has x-request-id: the client's own, or a new one."""
+    """Every response has x-request-id: the client's own, or a new one. It is part of the id under
+    which logs and `/debug/kv` show the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -74,6 +75,7 @@ class RequestIdEcho:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

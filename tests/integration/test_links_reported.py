@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import status
+from kvrelay.activity import speed_text
 from kvrelay.types import Role
 from router.generation import LinkStatus
 from tests.integration.split_kit import (
@@ -54,5 +55,5 @@ def test_the_common_transport_is_used_measured_and_reported(
         }
         facts = status.of_router(cluster.internal_grpc)
         status.print_table(facts)
-        shown = f"prefill-0 -> decode-0 over nixl: {link.bytes_per_s / 1e9:.1f} GB/s, "
+        shown = f"prefill-0 -> decode-0 over nixl: {speed_text(link.bytes_per_s)}, "
         assert shown in capsys.readouterr().out

@@ -113,5 +113,6 @@ def test_status_shows_times_and_corrections(
 ) -> None:
     status.print_table(status.of_router(cluster.internal_grpc))
     lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if line.startswith("decode-0 prefill x ")]
-    assert "; decode x 1.00 of {1: " in line
+    (line,) = [line for line in lines if line.startswith("decode-0 step times: ")]
+    assert "; decode x 1.00 (good) of {1: " in line
+    assert lines.index(line) > next(i for i, row in enumerate(lines) if "out tok/s" in row)
