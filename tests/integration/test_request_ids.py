@@ -25,7 +25,7 @@ PREFIX = "cmpl-my-trace-7-"
 
 def held(cluster: Cluster) -> set[str]:
     """Requests of this client that hold blocks."""
-    found = kv_status.of_router(cluster.grpc_address)
+    found = kv_status.of_router(cluster.internal_grpc)
     ids = {held.request_id for worker in found.workers for held in worker.held}
     return {one for one in ids if one.startswith(PREFIX)}
 
