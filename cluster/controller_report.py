@@ -10,8 +10,10 @@ from cluster.supervision import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all."""
+    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all.
+    `controller` is another id after each start of the controller."""
 
+    controller: str
     phase: Phase
     error: str | None
     notes: tuple[str, ...]
