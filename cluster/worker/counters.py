@@ -29,6 +29,7 @@ def count(
     totals: Totals,
     pace: StepPace,
     links: tuple[LinkState, ...],
+    draining: bool,
 ) -> Counters:
     origins = openings.origins
     tables, restores, receiver = openings.tables, openings.restores, decode.receiver
@@ -75,6 +76,7 @@ def count(
         canaries_skipped=decode.canary.skipped,
         links=links,
         tiers=tier_loads(prefill, decode),
+        draining=draining,
     )
 
 
