@@ -11,17 +11,17 @@ from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, wo
 from tests.integration.test_cluster_life import ask_all, prompts
 
 FOR_EVER_S = 1e6
-CLIENTS = 6
+CLIENTS = 12
 
 
 def keep_asking(cluster: Cluster, client: int, enough: threading.Event) -> int:
-    """Until it is enough, and then once more; each answer is a whole one."""
-    asked = prompts(40, 300, seed=client)
+    """Long prompts, none of which is idle for long, until it is enough, and then once more."""
+    asked = prompts(40, 900, seed=client)
     answers, last = 0, False
     while not last:
         last = enough.is_set()
-        (ids,) = ask_all(cluster, [asked[answers % len(asked)]], max_tokens=8)
-        assert len(ids) == 8
+        (ids,) = ask_all(cluster, [asked[answers % len(asked)]], max_tokens=1)
+        assert len(ids) == 1
         answers += 1
     return answers
 
