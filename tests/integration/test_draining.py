@@ -35,11 +35,14 @@ def test_a_prefill_worker_drains_while_requests_keep_coming(
     ]
     with running_cluster(llama, workers) as cluster, ThreadPoolExecutor(CLIENTS) as pool:
         address = cluster.add(hosts[1], worker_settings("leaves", Role.PREFILL, llama))
+        views = cluster.router.process.dispatcher.core.workers.values()
+        view = next(one for one in views if one.hello.name == "leaves")
         enough = threading.Event()
         answers = [pool.submit(keep_asking, cluster, i, enough) for i in range(CLIENTS)]
         try:
             hosts[1].stop(address, drain_s=FOR_EVER_S)
         finally:
             enough.set()
+        assert view.draining, "the router heard of it"
         assert all(answer.result() > 0 for answer in answers)
         assert [worker.name for worker in cluster.router.workers()] == ["prefill-0", "decode-0"]
