@@ -1,48 +1,76 @@
-"""A prefill worker that stops under load: it empties, though requests keep coming."""
+"""A router that stops: what runs goes on, what is new is refused in words, then the ports close."""
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import asyncio
 from pathlib import Path
 
-from kvrelay.types import Role
-from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
-from tests.integration.test_cluster_life import ask_all, prompts
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-FOR_EVER_S = 1e6
-CLIENTS = 12
+from kvrelay import AsyncClient
+from kvrelay.errors import Refused
+from tests.integration.faces_kit import in_loop, served
+from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
+from tests.unit.fake_dispatcher import FakeDispatcher
 
-
-def keep_asking(cluster: Cluster, client: int, enough: threading.Event) -> int:
-    """Long prompts, none of which is idle for long, until it is enough, and then once more."""
-    asked = prompts(40, 900, seed=client)
-    answers, last = 0, False
-    while not last:
-        last = enough.is_set()
-        (ids,) = ask_all(cluster, [asked[answers % len(asked)]], max_tokens=1)
-        assert len(ids) == 1
-        answers += 1
-    return answers
+BODY = {"prompt": "the earth and the sky", "max_tokens": 4}
 
 
-def test_a_prefill_worker_drains_while_requests_keep_coming(
-    llama: Path, hosts: tuple[WorkerHost, WorkerHost]
-) -> None:
-    workers = [
-        (hosts[0], worker_settings("prefill-0", Role.PREFILL, llama)),
-        (hosts[1], worker_settings("decode-0", Role.DECODE, llama)),
-    ]
-    with running_cluster(llama, workers) as cluster, ThreadPoolExecutor(CLIENTS) as pool:
-        address = cluster.add(hosts[1], worker_settings("leaves", Role.PREFILL, llama))
-        views = cluster.router.process.dispatcher.core.workers.values()
-        view = next(one for one in views if one.hello.name == "leaves")
-        enough = threading.Event()
-        answers = [pool.submit(keep_asking, cluster, i, enough) for i in range(CLIENTS)]
-        try:
-            hosts[1].stop(address, drain_s=FOR_EVER_S)
-        finally:
-            enough.set()
-        assert view.draining, "the router heard of it"
-        assert all(answer.result() > 0 for answer in answers)
-        assert [worker.name for worker in cluster.router.workers()] == ["prefill-0", "decode-0"]
+async def begin(
+    http: httpx.AsyncClient, dispatcher: FakeDispatcher
+) -> asyncio.Task[httpx.Response]:
+    """One answer that has begun, and goes on until it is aborted."""
+    task = asyncio.ensure_future(http.post("/v1/completions", json=BODY))
+    assert await dispatcher.reached.get() == "second_token"
+    return task
+
+
+@in_loop
+async def test_new_requests_are_refused_while_old_ones_run(folder: Path) -> None:
+    dispatcher = FakeDispatcher(gates={"second_token"})
+    async with served(folder, dispatcher) as s, s.http() as http:
+        running = await begin(http, dispatcher)
+        stopping = asyncio.ensure_future(s.faces.stop(grace_s=30.0))
+        while not s.faces.service.draining:
+            await asyncio.sleep(0)
+
+        async with httpx.AsyncClient(base_url=s.url, trust_env=False) as newcomer:
+            refused = await newcomer.post("/v1/completions", json=BODY)
+            ready = await newcomer.get("/ready")
+        assert refused.status_code == 429, refused.text
+        assert refused.json()["error"]["code"] == "draining"
+        assert float(refused.headers["retry-after-ms"]) > 0
+        assert (ready.status_code, "draining" in ready.text) == (503, True)
+        async with AsyncClient(s.grpc_address) as client:
+            with pytest.raises(Refused) as told:
+                await client.generate("the earth")
+        assert told.value.reason == "draining"
+        assert await health(s.grpc_address) == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert not running.done()
+        assert not stopping.done()
+
+        dispatcher.abort(next(iter(dispatcher.running)))
+        await stopping
+        await running
+        with pytest.raises(httpx.ConnectError):
+            await http.get("/health")
+
+
+@in_loop
+async def test_what_runs_too_long_is_cut(folder: Path) -> None:
+    dispatcher = FakeDispatcher(gates={"second_token"})
+    async with served(folder, dispatcher) as s, s.http() as http:
+        running = await begin(http, dispatcher)
+        await s.faces.stop(grace_s=0.1)
+        await asyncio.gather(running, return_exceptions=True)
+        assert not dispatcher.running
+
+
+async def health(address: str) -> int:
+    async with grpc.aio.insecure_channel(address) as channel:
+        asked = health_pb2.HealthCheckRequest()
+        answer = await health_pb2_grpc.HealthStub(channel).Check(asked)
+        return int(answer.status)

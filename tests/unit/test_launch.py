@@ -36,6 +36,7 @@ def report(phase: Phase, controller: str = "first", notes: tuple[str, ...] = ())
         noted=len(notes),
         model="m",
         routers=(),
+        downloads={},
     )
 
 
