@@ -277,3 +277,6 @@ class Counters:
     links: tuple[LinkState, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
     draining: bool = False
+    gc_pauses: int = 0
+    gc_pause_s: float = 0.0
+    gc_longest_pause_s: float = 0.0
