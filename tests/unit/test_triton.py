@@ -27,7 +27,13 @@ def _run(arguments: list[str], **environment: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "tests", ["triton_interpreted", "attention_interpreted", "triton_engine_interpreted"]
+    "tests",
+    [
+        "triton_interpreted",
+        "attention_interpreted",
+        "triton_engine_interpreted",
+        "draw_interpreted",
+    ],
 )
 def test_kernels_interpreted_on_the_cpu(tests: str) -> None:
     arguments = ["-m", "pytest", f"tests/unit/{tests}.py", "-p", "no:cacheprovider"]
@@ -35,6 +41,6 @@ def test_kernels_interpreted_on_the_cpu(tests: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled"])
+@pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled", "draw_compiled"])
 def test_kernels_compiled_for_devices_reach_memory_as_meant(program: str, tmp_path: Path) -> None:
     _run(["-m", f"tests.unit.{program}"], TRITON_CACHE_DIR=str(tmp_path))
