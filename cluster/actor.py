@@ -71,7 +71,20 @@ class RouterAt:
         return f"{self.internal_host}:{self.internal_grpc_port}"
 
 
-class WorkerHost:
+class Member:
+    """What each process of a cluster keeps for a controller that is restarted."""
+
+    _cluster_was_ready = False
+
+    async def remember_ready(self) -> None:
+        self._cluster_was_ready = True
+
+    async def recall_ready(self) -> bool:
+        """Whether the cluster has been READY since this process serves."""
+        return self._cluster_was_ready
+
+
+class WorkerHost(Member):
     """Async actor. `start` may be asked again, by a controller that was restarted."""
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -116,7 +129,7 @@ class WorkerHost:
             await self._worker.stop(drain_s=drain_s)
 
 
-class PoolNodeHost:
+class PoolNodeHost(Member):
     """Async actor. `start` may be asked again, by a controller that was restarted."""
 
     def __init__(self, settings: PoolNodeSettings) -> None:
@@ -149,7 +162,7 @@ class PoolNodeHost:
         await self._node.stop(drain_s=drain_s)
 
 
-class RouterHost:
+class RouterHost(Member):
     """Async actor; `start` and `add_worker` may be asked again."""
 
     def __init__(self, settings: RouterSettings) -> None:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from typing import assert_never
+from uuid import uuid4
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -39,6 +40,8 @@ from cluster.supervision import (
     Phase,
     Ping,
     Placed,
+    Recalled,
+    Remember,
     Remove,
     Serving,
     Start,
@@ -71,20 +74,25 @@ class Controller:
         configure_logging("controller")
         self._plan = plan
         self._fleet = Fleet(plan)
+        self._id = uuid4().hex
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._notes: list[str] = []
         self._free_before = ray.available_resources()
         self._router_at: dict[str, RouterAt] = {}
         self._router_calls: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._last_report = asyncio.Event()
-        self._core = self._new_core(detach)
+        former = self._fleet.names()
+        self._core = self._new_core(detach, restarted=bool(former))
         self._tasks: set[asyncio.Task[None]] = set()
         self._spawn(self._run())
+        if former:
+            self._spawn(self._recall(former))
 
     async def heartbeat(self, seen: int, stop: bool) -> Report:
         """The driver lives and has `seen` so many notes; `stop`: it wants the cluster gone."""
         self._events.put_nowait(StopAsked() if stop else DriverSeen())
         report = Report(
+            controller=self._id,
             phase=self._core.phase,
             error=self._core.error,
             notes=tuple(self._notes[seen:]),
@@ -125,7 +133,7 @@ class Controller:
 
     # The loop: wait, decide, act
 
-    def _new_core(self, detach: bool) -> Supervisor:
+    def _new_core(self, detach: bool, *, restarted: bool) -> Supervisor:
         limits = Limits(
             startup_timeout_s=self._plan.startup_timeout_s,
             driver_timeout_s=None if detach else self._plan.driver_timeout_s,
@@ -135,7 +143,14 @@ class Controller:
         pool = self._plan.pool
         pool_needs = None if pool is None else str(pool.placement)
         routers = [router.settings.process for router in self._plan.routers]
-        return Supervisor(routers, needs, limits, time.monotonic(), pool_needs=pool_needs)
+        return Supervisor(
+            routers,
+            needs,
+            limits,
+            time.monotonic(),
+            pool_needs=pool_needs,
+            restarted=restarted,
+        )
 
     async def _run(self) -> None:
         try:
@@ -182,6 +197,8 @@ class Controller:
                 self._spawn(self._withdraw(command))
             case Ping():
                 self._spawn(self._ping(command))
+            case Remember(name=name):
+                self._spawn(self._remember(name))
             case Note(text=text):
                 log.debug(text)
                 self._notes.append(text)
@@ -273,6 +290,28 @@ class Controller:
         with suppress(RayError):  # one that is dead has been heard of, by `_start`
             await self._fleet.find(command.name).answer.remote()
             self._events.put_nowait(Answered(name=command.name, life=command.life))
+
+    async def _remember(self, name: str) -> None:
+        with suppress(RayError):
+            await self._fleet.find(name).remember_ready.remote()
+
+    async def _recall(self, former: list[str]) -> None:
+        """The first that knows that the cluster was READY settles it."""
+        asked = [asyncio.ensure_future(self._recalls(name)) for name in former]
+        was_ready = False
+        with suppress(TimeoutError):
+            for answer in asyncio.as_completed(asked, timeout=self._plan.hang_timeout_s):
+                if was_ready := await answer:
+                    break
+        for task in asked:
+            task.cancel()
+        self._events.put_nowait(Recalled(was_ready=was_ready))
+
+    async def _recalls(self, name: str) -> bool:
+        process = self._fleet.find(name)
+        with suppress(RayError):
+            return process is not None and bool(await process.recall_ready.remote())
+        return False
 
     def _adopt(self, started: str | RouterAt) -> str:
         if isinstance(started, str):

@@ -12,8 +12,10 @@ from engine.activity import Activity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all."""
+    """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all.
+    `controller` is another id after each start of the controller."""
 
+    controller: str
     phase: Phase
     error: str | None
     notes: tuple[str, ...]

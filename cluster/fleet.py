@@ -63,14 +63,18 @@ class Fleet:
             ray.kill(handle, no_restart=True)
             del self._handles[name]
 
+    def names(self) -> list[str]:
+        """The processes of this cluster that Ray knows, whichever controller started them."""
+        found = ray.util.list_named_actors(all_namespaces=True)
+        actors = [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
+        split = [name.partition("/") for name in actors]
+        return [name for of, _, name in split if of == self._plan.name and name != CONTROLLER]
+
     def kill_strays(self) -> None:
         """What a former controller started and this one never heard of."""
-        for actor in ray.util.list_named_actors(all_namespaces=True):
-            cluster, _, name = actor["name"].partition("/")
-            ours = actor["namespace"] == NAMESPACE and cluster == self._plan.name
-            if ours and name != CONTROLLER:
-                log.warning("%s was left by a former controller", name)
-                self.kill(name)
+        for name in self.names():
+            log.warning("%s was left by a former controller", name)
+            self.kill(name)
 
     def keep_ports(self, at: RouterAt) -> None:
         """A router that is started again answers where it did before."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from cluster.bars import DownloadBars
 from cluster.config.schema import Config
@@ -55,7 +55,9 @@ class Driver:
         self._controller = controller
         self._idle_beat_s = idle_beat_s
         self._say = say
+        self._controller_id = ""
         self._seen = 0
+        self._was_ready = False
         self._bars = DownloadBars()
         self._stopping = threading.Event()
 
@@ -89,16 +91,39 @@ class Driver:
             self._stopping.wait(self._idle_beat_s)
 
     def _beat(self) -> Report:
-        beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
         try:
-            report: Report = ray.get(beat, timeout=ANSWER_S)
+            report = self._with_all_notes(self._ask())
         except RayError as error:
             raise KvrelayError(f"the controller is lost: {error}") from None
         for note in report.notes:
             self._say(note)
         self._bars.show(report.downloads)
         self._seen = report.noted
+        self._was_ready = report.phase is Phase.READY
         return report
+
+    def _with_all_notes(self, report: Report) -> Report:
+        """A controller that was restarted has begun its notes anew."""
+        if report.controller == self._controller_id:
+            return report
+        self._controller_id = report.controller
+        if not self._seen:
+            return report
+        self._seen = 0
+        return self._ask()
+
+    def _ask(self) -> Report:
+        """A cluster that is READY serves without its controller: its answer is waited for."""
+        while True:
+            beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
+            try:
+                report: Report = ray.get(beat, timeout=ANSWER_S)
+            except GetTimeoutError:
+                if not self._was_ready or self._stopping.is_set():
+                    raise
+                self._say(f"the controller has answered nothing for {ANSWER_S:g} s")
+            else:
+                return report
 
 
 def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Driver:

@@ -68,6 +68,10 @@ class RouterStreams:
             self._changed = True
             self._outbox[stream].append(event)
 
+    def tell_all(self) -> None:
+        """The counters, with the next flush."""
+        self._changed = True
+
     def tick(self) -> None:
         for stream in self._outbox:
             stream.send([], self._counters())

@@ -100,6 +100,13 @@ class Stopped:
     name: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """What the processes of a former controller say: whether the cluster was READY under it."""
+
+    was_ready: bool
+
+
 @dataclass(frozen=True, slots=True)
 class DriverSeen:
     pass
@@ -115,7 +122,19 @@ class Tick:
     pass
 
 
-Event = Placed | Does | Serving | Lost | Joined | Answered | Stopped | DriverSeen | StopAsked | Tick
+Event = (
+    Placed
+    | Does
+    | Serving
+    | Lost
+    | Joined
+    | Answered
+    | Stopped
+    | Recalled
+    | DriverSeen
+    | StopAsked
+    | Tick
+)
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -174,10 +193,17 @@ class Ping:
 
 
 @dataclass(frozen=True, slots=True)
+class Remember:
+    """Tell a process that the cluster is READY. A restarted controller asks the process for it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """One line for the people who watch."""
 
     text: str
 
 
-Command = Start | Announce | Withdraw | Stop | Remove | Ping | Note
+Command = Start | Announce | Withdraw | Stop | Remove | Ping | Remember | Note

@@ -25,6 +25,8 @@ from cluster.supervision import (
     Note,
     Phase,
     Placed,
+    Recalled,
+    Remember,
     Remove,
     Serving,
     Start,
@@ -35,7 +37,7 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
-from cluster.watching import Watching
+from cluster.watching import DriverWatch, Watching
 from engine.activity import Stage
 
 REMIND_S = 10.0
@@ -52,9 +54,11 @@ class Supervisor:
         now_s: float,
         *,
         pool_needs: str | None = None,
+        restarted: bool = False,
     ) -> None:
         """`needs`: # router or worker |-> what it asks of Ray, in words; `pool_needs`: a pool node,
-        or None when there shall be none."""
+        or None when there shall be none. `restarted`: processes of a former controller are there;
+        no rule of the start applies before `Recalled` tells what they say."""
         self.routers = {name: Process(name=name, kind=Kind.ROUTER) for name in routers}
         self.workers = {
             name: Process(name=name, kind=Kind.WORKER) for name in needs if name not in self.routers
@@ -67,7 +71,8 @@ class Supervisor:
         self.error: str | None = None
         self._limits = limits
         self._started_s = now_s
-        self._driver_seen_s = now_s
+        self._recalling = restarted
+        self._driver = DriverWatch(timeout_s=limits.driver_timeout_s, looked_s=now_s)
         self._watching = Watching(timeout_s=limits.hang_timeout_s, looked_s=now_s)
         for process in self.processes():
             process.state = State.BACKING_OFF
@@ -95,8 +100,10 @@ class Supervisor:
                 return []
             case Stopped(name=name):
                 return self._stopped(name, now_s)
+            case Recalled():
+                return self._recalled(event)
             case DriverSeen():
-                self._driver_seen_s = now_s
+                self._driver.hears(now_s)
                 return self._tick(now_s)
             case StopAsked():
                 return self._stop("asked to stop")
@@ -120,10 +127,10 @@ class Supervisor:
     def _tick(self, now_s: float) -> list[Command]:
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
-        if self._driver_is_gone(now_s):
+        if self._driver.is_gone(now_s):
             return self._stop("the serve command is gone")
         late = now_s - self._started_s > self._limits.startup_timeout_s
-        if self.phase is Phase.STARTING and late:
+        if late and self._may_give_up():
             return self._fail(f"{self._missing()} did not start in time; is there room for it?")
         due = [p for p in self.processes() if p.is_due(now_s)]
         started = [command for p in due for command in self._start(p)]
@@ -161,9 +168,19 @@ class Supervisor:
             return []
         return [Note(f"{process.name} {self.doing(process)}")]
 
-    def _driver_is_gone(self, now_s: float) -> bool:
-        timeout_s = self._limits.driver_timeout_s
-        return timeout_s is not None and now_s - self._driver_seen_s > timeout_s
+    def _may_give_up(self) -> bool:
+        """Only a cluster that has never been READY is stopped because it can't start."""
+        return self.phase is Phase.STARTING and not self._recalling
+
+    def _recalled(self, event: Recalled) -> list[Command]:
+        self._recalling = False
+        if self.phase is not Phase.STARTING or not event.was_ready:
+            return []
+        return [Note("the controller was restarted; the cluster was ready"), *self._be_ready()]
+
+    def _be_ready(self) -> list[Command]:
+        self.phase = Phase.READY
+        return [Remember(p.name) for p in self.processes() if p.state is State.SERVING]
 
     def _missing(self) -> str:
         return ", ".join(p.name for p in self.processes() if p.state is not State.SERVING)
@@ -208,7 +225,8 @@ class Supervisor:
         process.served_s = now_s
         process.hears(now_s)
         note = Note(f"{process.name} serves on {event.address}")
-        return [note, *self._announcements(process)]
+        remember = [Remember(process.name)] if self.phase is Phase.READY else []
+        return [note, *remember, *self._announcements(process)]
 
     def _announcements(self, newcomer: Process) -> list[Command]:
         """All that serve to a new router; a newcomer to every router that serves."""
@@ -234,10 +252,10 @@ class Supervisor:
             return []
         if event.refused is not None:
             text = f"{event.router} refused {event.name}: {event.refused}"
-            return self._fail(text) if self.phase is Phase.STARTING else [Note(text)]
+            return self._fail(text) if self._may_give_up() else [Note(text)]
         joined.joined.add(event.router)
         if self.phase is Phase.STARTING and self._all_joined():
-            self.phase = Phase.READY
+            return self._be_ready()
         return []
 
     def _all_joined(self) -> bool:
@@ -261,7 +279,7 @@ class Supervisor:
 
     def _hopeless(self, process: Process, event: Lost) -> bool:
         """It never served, and what never did holds up a cluster that starts."""
-        if process.served_s is not None or self.phase is not Phase.STARTING:
+        if process.served_s is not None or not self._may_give_up():
             return False
         return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
 

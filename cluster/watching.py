@@ -1,4 +1,7 @@
-"""Which processes are asked for a sign of life, and which give none. Pure; of the supervisor."""
+"""Who gives no sign of life: the processes that are asked for one, and the driver. Pure.
+
+A pause of the supervisor itself is nobody's silence: what was said meanwhile is still to be read.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from cluster.supervision import Ping
 
 PINGS = 4
 """In the time after which one that is silent is given up."""
+COUNTED_S = 1.0
+"""Between two looks at the driver at most so much counts as its silence: the supervisor looks
+twice a second, unless it stands still itself."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,3 +42,20 @@ class Watching:
 
     def _is_silent(self, process: Process, now_s: float) -> bool:
         return process.asked_s is not None and now_s - process.asked_s >= self.timeout_s
+
+
+@dataclass(slots=True, kw_only=True)
+class DriverWatch:
+    """`timeout_s` is None when the cluster outlives its driver."""
+
+    timeout_s: float | None
+    looked_s: float
+    silent_s: float = 0.0
+
+    def hears(self, now_s: float) -> None:
+        self.looked_s, self.silent_s = now_s, 0.0
+
+    def is_gone(self, now_s: float) -> bool:
+        self.silent_s += min(now_s - self.looked_s, COUNTED_S)
+        self.looked_s = now_s
+        return self.timeout_s is not None and self.silent_s > self.timeout_s

@@ -1,7 +1,8 @@
 """The pace of those on their tiers' own places: who borrows a place steps back where a step would
 break it. Pure; one per step.
 
-Who steps back keeps its blocks, and goes on with a later step.
+Who steps back keeps its blocks, and goes on with a later step. It has at least `LEAST_SHARE` of the
+pace that it would have alone: a step that it needs for that takes it in, however long it gets.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from engine.latency import NotCovered, StepTimes, StepWork, decode_work, prefill
 
 USED = 0.9
 """A step may take this much of the strictest time per token: more happens than steps."""
+LEAST_SHARE = 0.05
 _FEWEST = 16
 """Tokens of a chunk that is worth a step."""
 
@@ -44,6 +46,16 @@ class Pace:
     def chunk(self, tokens: int, computed: int) -> None:
         self.work += prefill_work(tokens, computed)
 
+    def overdue(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether it must be in this step to keep its least share of the pace that it had alone."""
+        if sequence.advanced_s is None:
+            return False
+        alone = decode_work(1, sequence.length)
+        if sequence.needed > 1:
+            alone = prefill_work(min(sequence.needed, _FEWEST), sequence.computed)
+        next_step_s = now_s + self.most_s
+        return next_step_s - sequence.advanced_s > self._step_s(alone) / LEAST_SHARE
+
     def bears(self, lent: Ordered[Sequence]) -> int:
         """How many of them may take their next token too, the first ones first."""
         tokens = accumulate(sequence.length for sequence in lent)
@@ -52,11 +64,12 @@ class Pace:
                 return count - 1
         return len(lent)
 
-    def bears_chunk(self, tokens: int, computed: int) -> int:
-        """How many of so many tokens; 0: not worth it."""
+    def bears_chunk(self, sequence: Sequence, tokens: int, now_s: float) -> int:
+        """How many of so many tokens of it; 0: not worth it, unless it is overdue."""
+        fewest, computed = min(tokens, _FEWEST), sequence.computed
         while tokens and self._step_s(self.work + prefill_work(tokens, computed)) > self.most_s:
             tokens = max(tokens // 2, _FEWEST) if tokens > _FEWEST else 0
-        return tokens
+        return fewest if not tokens and self.overdue(sequence, now_s) else tokens
 
     def _step_s(self, work: StepWork) -> float:
         try:

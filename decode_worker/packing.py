@@ -92,12 +92,25 @@ class Packing:
         self._pace = Pace.of(own, self.times)
         if self._pace is None:
             return
+        for sequence in self._lent:
+            sequence.advanced_s = self.now_s if sequence.advanced_s is None else sequence.advanced_s
         decoding = [s for s in self._running if s.needed == 1]
         self._pace.take(s for s in decoding if s not in self._lent)
-        lent = [s for s in decoding if s in self._lent]
-        count = self._pace.bears(lent)
-        self._pace.take(lent[:count])
-        self._stepped_back = {*lent[count:]}
+        self._stepped_back = {*self._who_steps_back([s for s in decoding if s in self._lent])}
+
+    def _who_steps_back(self, lent: list[Sequence]) -> list[Sequence]:
+        """The last of those on lent places, as many as the pace can't bear; but none for so long
+        that it stands still."""
+        pace = self._pace
+        assert pace is not None
+        overdue: set[Sequence] = set()
+        if pace.bears(lent) < len(lent):
+            overdue = {s for s in lent if pace.overdue(s, self.now_s)}
+            pace.take(overdue)
+        others = [s for s in lent if s not in overdue]
+        count = pace.bears(others)
+        pace.take(others[:count])
+        return others[count:]
 
     def _all_run(self, seated: Ordered[Sequence]) -> bool:
         return not self.roster.awaiting_prefill and len(seated) == len(self.roster.running)
@@ -123,6 +136,7 @@ class Packing:
     def _take(self, sequence: Sequence, tokens: int) -> None:
         self.chosen.append((sequence, tokens))
         self._taken.add(sequence)
+        sequence.advanced_s = self.now_s
         if sequence.back_since_s is not None and tokens == sequence.needed:
             sequence.goes_on(self.now_s)
 
@@ -133,7 +147,7 @@ class Packing:
             take = min(take, self.scored)
         if self._pace is None or sequence not in self._lent:
             return take
-        return self._pace.bears_chunk(take, sequence.computed)
+        return self._pace.bears_chunk(sequence, take, self.now_s)
 
     def _take_chunk(self, sequence: Sequence, take: int) -> None:
         self.budget -= take
@@ -178,16 +192,16 @@ class Packing:
 
     def _start_waiting(self, waiting: Ordered[Sequence]) -> None:
         """In order; where the head lacks blocks, those behind it that hold theirs still go on."""
-        may_allocate = True
+        starved = False
         for sequence in waiting:
             if self.budget == 0:
                 return
-            if sequence.holder not in self.roster.tables and not may_allocate:
+            if starved and sequence.holder not in self.roster.tables:
                 continue
-            self.roster.starved = not self._try_resume(sequence)
-            if self.roster.starved:
-                may_allocate = False
-            elif not self.roster.openings.waits(sequence.holder):
+            found = self._try_resume(sequence)
+            starved |= not found
+            self.roster.starved = starved
+            if found and not self.roster.openings.waits(sequence.holder):
                 self._start(sequence)
 
     def _start(self, sequence: Sequence) -> None:

@@ -36,9 +36,9 @@ class RunAhead:
         return steps
 
     def _is_steady(self, chosen: Taken) -> bool:
-        """Nobody waits, and all take the next token of one choice."""
-        waits = bool(self.roster.awaiting_prefill)
-        return not waits and all(_decodes(sequence) for sequence, _ in chosen)
+        """Nobody waits or stands back, and all take the next token of one choice."""
+        here = len(self.roster.running) + len(self.roster.awaiting_prefill)
+        return len(chosen) == here and all(_decodes(sequence) for sequence, _ in chosen)
 
     def _left(self, sequence: Sequence) -> int:
         border = self.rope_border_tokens

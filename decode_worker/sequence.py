@@ -33,7 +33,8 @@ class Sequence:
     those `stopped` end with the token that the choices part at. Of `computed` tokens the first
     `cached` were found in the blocks when it began. Its logits at the prompt's last token are to be
     compared with `sketch`. While it decodes it may stand back for others: so far for
-    `stood_back_s`, and now since `back_since_s`; `parked`: then it lost its place or its blocks."""
+    `stood_back_s`, and now since `back_since_s`; `parked`: then it lost its place or its blocks.
+    While others may hold it up, `advanced_s` is the time of the last step that it was in."""
 
     spec: RequestSpec
     choices: tuple[int, ...]
@@ -51,6 +52,7 @@ class Sequence:
     parked: bool = False
     stood_back_s: float = 0.0
     back_since_s: float | None = None
+    advanced_s: float | None = None
 
     @property
     def key(self) -> RequestKey:

@@ -242,6 +242,8 @@ class RouterCore:
                 return self.delivering.said(request, view, event, now_s)
             case Reserved(held_tokens=held_tokens):
                 return self._reserved(request, held_tokens, now_s)
+            case ReserveRefused(reason=reason) if not request.decodes_at(view.incarnation):
+                return self.ending.sent_back(request, refused_by_worker(reason), now_s)
             case ReserveRefused(reason=reason):
                 self.legs.forget(request, now_s)
                 return self.seeking.place(request, refused_by_worker(reason), now_s)

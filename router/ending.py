@@ -58,6 +58,13 @@ class Ending:
         failure = Fail(request_id=request_id, reason="deadline_exceeded", message=message)
         return [*self.aborted(request_id, now_s), failure]
 
+    def sent_back(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
+        """Its prefill worker takes no prompts any more: it is placed anew, which is no failure."""
+        aborts = self.legs.abort(request, now_s)
+        self.legs.forget(request, now_s)
+        request.begin_again(next(self.attempts))
+        return [*aborts, *self.seeking.place(request, refusal, now_s)]
+
     def leg_failed(
         self, request: Request, reason: str, message: str, now_s: float
     ) -> list[Command]:

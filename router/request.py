@@ -174,6 +174,10 @@ class Request:
             return (candidate.decode.incarnation,)
         return (candidate.decode.incarnation, candidate.prefill.incarnation)
 
+    def decodes_at(self, worker: Incarnation) -> bool:
+        """This attempt's decode worker is that one."""
+        return self.placed is not None and self.placed.candidate.decode.incarnation == worker
+
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
@@ -202,9 +206,13 @@ class Request:
             self.prompt_logprobs += event.entries[known:]
 
     def try_again(self, attempt: int) -> None:
+        """As `begin_again`, after a failure."""
+        self.tries += 1
+        self.begin_again(attempt)
+
+    def begin_again(self, attempt: int) -> None:
         """What the old attempt still says is dropped; tokens delivered already stay delivered. With
         several choices they are drawn again."""
-        self.tries += 1
         if len(self.choices) == 1:
             self.resumed_ids = tuple(self.choices[0].delivered)
         self._begin(attempt)

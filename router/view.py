@@ -67,6 +67,7 @@ class WorkerView:
     def said(self, counters: Counters) -> None:
         first = self.counters is NOTHING_TOLD
         self.counters = counters
+        self.draining |= counters.draining
         own, share = self.outlook.sequences, 1.0 if first else _NEW_SHARE
         self.own_usually += share * (own - self.own_usually)
         self.all_usually += share * (max(own, counters.running) - self.all_usually)

@@ -13,11 +13,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.second_chance import FOLDERS
+
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(FOLDERS):
+            item.add_marker(pytest.mark.processes)
     if torch.cuda.is_available():
         return
     for item in items:

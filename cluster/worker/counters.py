@@ -31,6 +31,7 @@ def count(
     totals: Totals,
     pace: StepPace,
     links: tuple[LinkState, ...],
+    draining: bool,
 ) -> Counters:
     origins = openings.origins
     tables, restores, receiver = openings.tables, openings.restores, decode.receiver
@@ -77,6 +78,7 @@ def count(
         canaries_skipped=decode.canary.skipped,
         links=links,
         tiers=tier_loads(prefill, decode),
+        draining=draining,
         gc_pauses=totals.pauses.count,
         gc_pause_s=totals.pauses.total_s,
         gc_longest_pause_s=totals.pauses.longest_s,

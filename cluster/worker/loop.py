@@ -130,6 +130,11 @@ class WorkerLoop:
     def idle(self) -> bool:
         return self._streams.idle
 
+    def drain(self) -> None:
+        """Finish what is here and take nothing new; all routers hear of it with this turn."""
+        self.draining = True
+        self._streams.tell_all()
+
     def run(self) -> None:
         """Until Close; raises what a thread beside it raised."""
         while not self._closing:
@@ -247,7 +252,7 @@ class WorkerLoop:
             case Reserve(spec=spec) | Generate(spec=spec) | Prefill(spec=spec):
                 if spec.key in self._streams:
                     self._refuse(stream, spec.key, "duplicate_request")
-                elif self.draining and not isinstance(message, Prefill):
+                elif self.draining:
                     self._refuse(stream, spec.key, "draining")
                 else:
                     self._start(stream, message)
@@ -281,4 +286,5 @@ class WorkerLoop:
 
     def counters(self) -> Counters:
         links = self._link_states()
-        return count(self._openings, self.prefill, self.decode, self._totals, self._pace, links)
+        parts = (self._openings, self.prefill, self.decode, self._totals, self._pace)
+        return count(*parts, links, self.draining)

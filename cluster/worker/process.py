@@ -71,9 +71,11 @@ class WorkerProcess:
         self._parts = None
         if self._logging is not None:
             self._logging.cancel()
-        parts.loop.draining = True
-        deadline_s = time.monotonic() + drain_s
-        while time.monotonic() < deadline_s and self._thread.is_alive() and not parts.loop.idle:
+        loop, deadline_s = parts.loop, time.monotonic() + drain_s
+        self._inbox.put(Call(loop.drain))
+        while time.monotonic() < deadline_s and self._thread.is_alive():
+            if loop.draining and loop.idle:
+                break
             await asyncio.sleep(0.02)
         await self._server.stop(grace=None)
         self._inbox.put(Close())

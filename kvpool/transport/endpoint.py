@@ -7,6 +7,8 @@ is gone.
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,6 +27,12 @@ from kvpool.transport.threads import ThreadGroup
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 
+log = logging.getLogger(__name__)
+
+_LISTENS_NO_MORE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+"""Errors of `accept` that the next one would have too. All others are of one peer, or pass."""
+_REST_S = 0.05
+"""After a peer could not be accepted."""
 _FAREWELL_S = 2.0
 """How long `close` waits for peers to answer before it leaves all the same."""
 
@@ -142,15 +150,28 @@ class PeerEndpoint:
             connection.abandon()
 
     def _accept(self) -> None:
+        failing = False
         with self._rendezvous.listener as listener:
             while True:
                 try:
                     sock, _ = listener.accept()
-                except OSError:
+                except OSError as error:
                     if self._closed:
                         return
-                    raise
-                self._greet(sock)
+                    if error.errno in _LISTENS_NO_MORE:
+                        raise
+                    if not failing:
+                        log.warning("%s can't accept a peer: %s", self.address, error)
+                    failing = True
+                    self._rest()
+                else:
+                    failing = False
+                    self._greet(sock)
+
+    def _rest(self) -> None:
+        """What is short now may be there soon, and the peer that waits is still to be accepted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, _REST_S)
 
     def _greet(self, sock: socket.socket) -> None:
         with self._changed:

@@ -250,6 +250,7 @@ class Counters:
     Steps take the hello's times multiplied by the corrections, as the worker finds. Of `running`
     decode steps take `decode_sequences` now, whose contexts sum to `decode_kv_tokens`, and
     `reserved_sequences` are on their way. `tiers` is empty where there is one only.
+    A worker that is `draining` finishes what it has and takes nothing new.
     """
 
     free_blocks: int = 0
@@ -292,6 +293,7 @@ class Counters:
     canaries_skipped: int = 0
     links: tuple[LinkState, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
+    draining: bool = False
     gc_pauses: int = 0
     gc_pause_s: float = 0.0
     gc_longest_pause_s: float = 0.0

@@ -3,12 +3,15 @@ peers, refusals."""
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any, Self
 
 import pytest
 import torch
@@ -228,3 +231,53 @@ def test_a_region_that_goes_while_two_shake_hands_is_told_of_afterwards(
     until(lambda: told == [region.name.encode()])
     connection.notify(b"hello")
     assert owner.next() == b"hello"
+
+
+# --- what a listener survives --------------------------------------------------------------------
+
+
+class _FailingListener:
+    """Accepts nobody for as long as there are errors."""
+
+    def __init__(self, listener: socket.socket, *errors: int) -> None:
+        self._listener = listener
+        self.errors = [OSError(number, os.strerror(number)) for number in errors]
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.errors:
+            raise self.errors.pop()
+        return self._listener.accept()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOMEM])
+def test_an_owner_that_could_not_accept_a_peer_accepts_the_next(
+    make_side: MakeSide,
+    error: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It says so once, however often it fails in a row."""
+    begin, listeners = PeerEndpoint.__init__, []
+
+    def failing(self: PeerEndpoint, *args: Any) -> None:
+        rendezvous = args[3]
+        listeners.append(_FailingListener(rendezvous.listener, error, error, error))
+        rendezvous.listener = listeners[-1]
+        begin(self, *args)
+
+    other = make_side()
+    monkeypatch.setattr(PeerEndpoint, "__init__", failing)
+    owner = make_side()
+    other.endpoint.connect(owner.endpoint.address)
+    assert owner.connected.get(timeout=PATIENCE_S)
+    assert [one.errors for one in listeners] == [[]]
+    assert caplog.text.count(f"can't accept a peer: [Errno {error}]") == 1

@@ -102,10 +102,10 @@ class WorkerHost:
         assert isinstance(answer, str), answer
         return answer
 
-    def stop(self, address: str) -> None:
+    def stop(self, address: str, drain_s: float = 5.0) -> None:
         """A host that has died has nothing to stop."""
         if self.process.is_alive():
-            self._ask(Stop(address))
+            self._ask(Stop(address, drain_s))
 
     def damage(self, address: str, *, pieces: int) -> None:
         """The next pieces of KV that this worker receives end up wrong."""

@@ -43,7 +43,7 @@ PLACES = 10
 SECONDS, PATIENCE_S = 7.0, 30.0
 SHORT = Mix(prompt_tokens=(128, 256), output_tokens=(8, 24))
 REQUESTS = 20
-HELD_UP, TRIES = 4, 3
+HELD_UP = 2
 """By the machine, which may have other work: in one tier with free, two of three are late."""
 IN_TIME = 8.0
 """Objectives are those of the file, or so many times what a request takes alone."""
@@ -144,15 +144,11 @@ def overloaded(cluster: Cluster) -> bool:
 def test_premium_keeps_its_objectives_while_free_offers_four_times_capacity(
     hosts: tuple[WorkerHost, WorkerHost], name: str
 ) -> None:
-    """In one of a few clusters: in each the machine may have held the workers up."""
-    tried = []
-    for _ in range(TRIES):
-        with fresh_cluster(hosts) as cluster:
-            tried.append(flooded(cluster, FLOODS[name]))
-        late, refused = tried[-1]
-        if late <= HELD_UP and not refused:
-            return
-    raise AssertionError(f"of {REQUESTS}, late and refused: {tried}")
+    """None is refused, and nine of ten are in time."""
+    with fresh_cluster(hosts) as cluster:
+        late, refused = flooded(cluster, FLOODS[name])
+    assert refused == 0
+    assert late <= HELD_UP, f"of {REQUESTS}"
 
 
 def flooded(cluster: Cluster, flood: Flood) -> tuple[int, int]:

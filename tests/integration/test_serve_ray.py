@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import psutil
 import pytest
 
 from cluster.launch import ONE_PRESS_S
+from engine.bundled import checkpoint_path
 from kvrelay.client import Client
 from kvrelay.errors import KvrelayError
 from tests.integration.manifests import DEPLOY, base_groups, cluster_file, group_resources, one
@@ -130,6 +132,17 @@ def kill_one(here: Marked, of: str) -> None:
     next(process for process in here.processes() if of in title(process)).kill()
 
 
+def phase(head: Head, name: str) -> object:
+    status = head.status(name)
+    return None if status is None else status["phase"]
+
+
+def states(head: Head, name: str) -> list[str]:
+    status = head.status(name)
+    assert status is not None
+    return [process["state"] for process in status["processes"]]  # type: ignore[attr-defined]
+
+
 def ready(http: str) -> bool:
     try:
         with urllib.request.urlopen(f"{http}/ready", timeout=10) as reply:
@@ -209,6 +222,41 @@ def test_a_worker_that_hangs_is_killed_and_started_again(head: Head, tmp_path: P
     until(lambda: ready(http))
     ask_both_faces(http, grpc)
 
+    driver.terminate()
+    assert driver.wait(60) == 0, log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)
+
+
+def test_a_restarted_controller_lets_a_degraded_cluster_serve(head: Head, tmp_path: Path) -> None:
+    """It is killed together with one of two workers. That one can't start for lack of a file,
+    which would end a cluster that starts."""
+    log, model = (
+        tmp_path / "serve.log",
+        Path(shutil.copytree(checkpoint_path(), tmp_path / "model")),
+    )
+    options = [
+        "--name",
+        "degraded",
+        "--model",
+        model,
+        "--set",
+        "workers=[{role: both, replicas: 2}]",
+    ]
+    driver = head.joined().start(KVRELAY, "serve", *options, *OWN_PORTS, log=log)
+    http, grpc = addresses(driver, log)
+
+    config = (model / "config.json").rename(tmp_path / "config.json")
+    kill_one(head.marked, "ray::WorkerHost")
+    kill_one(head.marked, "ray::Controller")
+    again = "the controller was restarted; the cluster was ready"
+    failed = r"both-\d is lost: .*has no config.json"
+    until(lambda: re.search(failed, log.read_text().partition(again)[2]))
+    assert phase(head, "degraded") == "ready"
+    ask_both_faces(http, grpc)
+
+    config.rename(model / "config.json")
+    until(lambda: states(head, "degraded") == ["serving"] * 3)
+    ask_both_faces(http, grpc)
     driver.terminate()
     assert driver.wait(60) == 0, log.read_text()
     assert_nothing_is_left(head.marked, http, grpc)

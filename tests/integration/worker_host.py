@@ -32,6 +32,7 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Stop:
     address: str
+    drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +71,8 @@ async def answer(command: Command, workers: dict[str, WorkerProcess]) -> str | F
     match command:
         case Start(settings=settings):
             return await start(WorkerProcess(settings), workers)
-        case Stop(address=address):
-            await workers.pop(address).stop(drain_s=5)
+        case Stop(address=address, drain_s=drain_s):
+            await workers.pop(address).stop(drain_s=drain_s)
             return address
         case Damage(address=address, pieces=pieces):
             damage(workers[address], pieces)

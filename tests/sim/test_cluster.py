@@ -11,6 +11,7 @@ from kvpool.handoff import HandoffMode
 from kvrelay.types import Role
 from tests.sim.clients import Call, Clients
 from tests.sim.model import ROW_BYTES
+from tests.sim.seeds import seeds
 from tests.sim.worker import Shape
 
 BLOCKS = 14
@@ -52,7 +53,7 @@ def disturb(clients: Clients, moments: int) -> None:
         cluster.after(f"strike {i}", strike, rng.uniform(0.2, 4))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, long=12))
 @pytest.mark.parametrize(
     "shape",
     [
@@ -68,7 +69,7 @@ def test_undisturbed_every_request_is_done(seed: int, shape: dict[str, int]) -> 
     assert clients.finish() == {"done": 20}
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, long=12))
 def test_clients_that_leave_free_everything(seed: int) -> None:
     clients = Clients(seed, requests=20)
     start(clients, prefill=2, decode=2, both=1)
@@ -79,7 +80,7 @@ def test_clients_that_leave_free_everything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", HandoffMode)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, long=32))
 def test_deaths_and_broken_links_lose_nothing(seed: int, mode: HandoffMode) -> None:
     clients = Clients(seed, requests=20, mode=mode)
     start(clients, prefill=2, decode=2, both=seed % 2)

@@ -18,6 +18,7 @@ from tests.sim.clients import Clients
 from tests.sim.contents import GARBAGE, TENANTS
 from tests.sim.model import GEMMA, MISTRAL, PLAIN, ROW_BYTES, VOCABULARY, expected
 from tests.sim.pool_node import Host
+from tests.sim.seeds import seeds
 from tests.sim.waits import who_waits
 from tests.sim.worker import Shape
 
@@ -207,7 +208,7 @@ def test_undisturbed_every_request_is_done(seed: int, roles: str, mode: HandoffM
 
 
 @pytest.mark.parametrize("mode", HandoffMode)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, long=12))
 def test_deaths_silence_damage_and_broken_links(seed: int, mode: HandoffMode) -> None:
     """Of workers and nodes at any moment; some clients leave. None of it is stuck or held."""
     rng = random.Random(f"{seed} {mode}")

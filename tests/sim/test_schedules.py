@@ -23,6 +23,7 @@ from kvrelay.messages import (
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from tests.sim.fabric import Fabric
 from tests.sim.model import GEMMA, MISTRAL, PLAIN, ROW_BYTES, expected, make_spec
+from tests.sim.seeds import seeds
 from tests.sim.worker import CANARY_EVERY
 
 LAYOUTS = {"plain": PLAIN, "gemma": GEMMA, "mistral": MISTRAL}
@@ -85,7 +86,7 @@ def assert_right(fabric: Fabric, spec: RequestSpec) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "both"])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(10, long=40))
 def test_every_request_gets_its_right_tokens(seed: int, split: bool) -> None:
     rng = random.Random(seed)
     specs = [make_spec(rng, i) for i in range(20)]
@@ -118,7 +119,7 @@ def any_fabric(seed: int, layout: KvLayout, mode: HandoffMode, **more: int) -> F
 
 @pytest.mark.parametrize("mode", PIECEWISE)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(4, long=12))
 def test_pieces_of_any_size_through_slabs_and_directly(
     seed: int, layout: str, mode: HandoffMode
 ) -> None:
@@ -203,7 +204,7 @@ def test_preemption_happens_and_is_harmless() -> None:
 
 
 @pytest.mark.parametrize("mode", HandoffMode)
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", seeds(8, long=40))
 def test_aborts_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> None:
     """A read may still be under way when the blocks it reads are another's."""
     rng = random.Random(seed)
@@ -223,7 +224,7 @@ def test_aborts_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> Non
 
 
 @pytest.mark.parametrize("mode", HandoffMode)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, long=32))
 def test_broken_connections_at_any_moment_leave_nothing(seed: int, mode: HandoffMode) -> None:
     """Each side learns of it late, and the reader goes on reading blocks that are another's by
     now: no wrong KV is ever used."""
@@ -239,7 +240,7 @@ def test_broken_connections_at_any_moment_leave_nothing(seed: int, mode: Handoff
     assert_clean(fabric)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8, long=32))
 def test_stopped_choices_end_early_and_leave_nothing(seed: int) -> None:
     rng = random.Random(seed)
     specs = [make_spec(rng, i) for i in range(10)]

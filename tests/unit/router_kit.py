@@ -167,9 +167,14 @@ def spec(
 
 
 def says(
-    core: RouterCore, worker: str, *events: WorkerEvent, now_s: float = 2, running: int = 0
+    core: RouterCore,
+    worker: str,
+    *events: WorkerEvent,
+    now_s: float = 2,
+    running: int = 0,
+    draining: bool = False,
 ) -> list[Command]:
-    counters = Counters(running=running)
+    counters = Counters(running=running, draining=draining)
     event = WorkerSaid(incarnation=Incarnation(worker), events=events, counters=counters)
     return core.handle(event, now_s)
 

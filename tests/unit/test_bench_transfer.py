@@ -96,6 +96,7 @@ def test_no_transfer_of_the_grid_follows_one_of_the_same_blocks() -> None:
     assert all(len(point.taken_s[way]) == 3 for point in points for way in Way)
 
 
+@pytest.mark.processes
 def test_the_command_prints_json() -> None:
     small = ["--layers=1", "--tokens=64", "--only", "loopback", "--steady=20", "--format=json"]
     run = subprocess.run(
@@ -149,6 +150,7 @@ def test_what_is_exposed_on_a_device_has_its_limit() -> None:
     assert [row.reached for row in on_cpu if row.unit == "ms"] == [None, None, None]
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a device")
 def test_without_a_device_nothing_is_measured_on_it() -> None:
     run = subprocess.run(

@@ -84,6 +84,7 @@ def test_whole_folder_is_small() -> None:
     assert sum(path.stat().st_size for path in checkpoint_path().iterdir()) <= MAX_BYTES
 
 
+@pytest.mark.processes
 def test_finding_the_checkpoint_needs_no_torch() -> None:
     program = (
         "import sys, engine.bundled as b; b.checkpoint_path(); sys.exit('torch' in sys.modules)"

@@ -187,6 +187,7 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("opener", "fetched"),
     [
@@ -211,6 +212,7 @@ def test_only_what_is_needed_is_fetched(
     assert {path.name for path in found} == fetched
 
 
+@pytest.mark.processes
 def test_unreachable_hub() -> None:
     """The hub's real client, against a port where no one listens."""
     code = (
@@ -226,6 +228,7 @@ def test_unreachable_hub() -> None:
     assert "can't be reached" in ran.stdout
 
 
+@pytest.mark.processes
 def test_needs_no_torch() -> None:
     code = "import sys, engine.checkpoint; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

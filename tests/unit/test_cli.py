@@ -408,6 +408,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.processes
 def test_help_and_config_import_nothing_heavy() -> None:
     heavy = ["torch", "ray", "transformers", "grpc", "numpy"]
     done = python(
@@ -418,6 +419,7 @@ def test_help_and_config_import_nothing_heavy() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+@pytest.mark.processes
 def test_a_plain_router_imports_no_torch() -> None:
     done = python(
         "import asyncio, sys, cluster.router\nfrom cluster.plain import run_router\n"
@@ -440,6 +442,7 @@ sys.meta_path.insert(0, Hidden())
 """
 
 
+@pytest.mark.processes
 def test_serve_without_ray_says_what_to_do() -> None:
     done = python(
         WITHOUT_RAY
@@ -453,6 +456,7 @@ def test_serve_without_ray_says_what_to_do() -> None:
     )
 
 
+@pytest.mark.processes
 def test_everything_but_the_launcher_imports_without_ray() -> None:
     left_out = {f"cluster.{name}" for name in ("__main__", "launch", "fleet", "controller")}
     found = (module.name for module in pkgutil.walk_packages(cluster.__path__, "cluster."))

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
 from kvpool.handoff import Commit, Committed, SlabFilled, SlabLent
 from kvpool.handoff_events import ScatterSlab, SendPeer, SlabScattered
+from kvpool.openings import Openings
 from kvrelay.messages import (
     Abort,
     Generate,
@@ -272,6 +275,38 @@ def test_nobody_new_is_taken_while_a_preempted_one_waits_for_blocks() -> None:
     assert events(scheduler.handle(reserve(spec("c", 1)), 0)) == [
         ReserveRefused(key=key("c"), at_s=0, reason="kv_exhausted")
     ]
+
+
+def test_a_prefix_on_its_way_lets_no_one_past_a_preempted_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The newest waits for its prefix, and holds its blocks; the one before it has none."""
+    fetching = {"fetched"}
+    monkeypatch.setattr(Openings, "waits", lambda _, holder: holder.key.request_id in fetching)
+    scheduler = decode_scheduler(blocks=16, chunk=32, max_running=32, caching=False)
+
+    def step() -> list[str]:
+        batch = the_step(scheduler.handle(StepWanted(), 0)).batch
+        done(scheduler, *[(7,) if piece.samples else () for piece in batch.slices])
+        scheduler.validate()
+        return [piece.key.request_id for piece in batch.slices]
+
+    def ask(name: str, tokens: int, most: int) -> bool:
+        asked = Generate(spec=spec(name, tokens, max_tokens=most))
+        return names(scheduler.handle(asked, 0)) == ["Reserved"]
+
+    for name, tokens, most in (("old", 20, 40), ("preempted", 28, 30), ("fetched", 3, 4)):
+        assert ask(name, tokens, most)
+        step()
+    while key("preempted") not in [s.key for s in scheduler.batch.roster.awaiting_prefill]:
+        step()
+    came = 0
+    while "preempted" not in step():
+        came += ask(f"new-{came}", 7, 9)
+    assert came == 0
+    fetching.clear()
+    while scheduler.has_work:
+        step()
 
 
 def test_a_preempted_sequence_is_recomputed_with_all_it_has_said() -> None:

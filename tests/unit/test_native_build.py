@@ -111,6 +111,7 @@ def _build_in(folder: Path) -> None:
     built(SOURCE, folder)
 
 
+@pytest.mark.processes
 @needs_compiler
 def test_several_processes_build_one_file_that_is_used_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from decode_worker.pace import LEAST_SHARE
 from decode_worker.scheduler import DecodeScheduler
+from engine.latency import decode_work
 from engine.latency_fit import LinearTimes
 from engine.step import StepWanted
 from kvrelay.messages import Generate, Tokens
@@ -79,9 +82,11 @@ def stood_back(one: DecodeScheduler, step_s: float = 1.0) -> dict[str, float]:
 
 def test_the_last_token_tells_for_how_long_it_stood_back() -> None:
     """For the two steps that premium needs; one of the three goes on beside it."""
-    assert stood_back(beside_free(0.012)) == {"p": 0.0, "f0": 2.0, "f1": 2.0, "f2": 2.0}
-    assert stood_back(beside_free(0.03)) == {"p": 0.0, "f0": 0.0, "f1": 2.0, "f2": 2.0}
-    assert stood_back(beside_free(None)) == dict.fromkeys(("p", "f0", "f1", "f2"), 0.0)
+    step_s = 2**-10
+    names = ("p", "f0", "f1", "f2")
+    for tpot_s, steps in ((0.012, (0, 2, 2, 2)), (0.03, (0, 0, 2, 2)), (None, (0, 0, 0, 0))):
+        told = stood_back(beside_free(tpot_s), step_s)
+        assert told == {name: n * step_s for name, n in zip(names, steps, strict=True)}
 
 
 def test_so_does_one_that_was_preempted() -> None:
@@ -126,6 +131,60 @@ def test_who_steps_back_keeps_its_blocks_and_goes_on_later() -> None:
         running(one)
     assert_idle(one)
     assert one.generated_tokens == 3 * 5 + 2
+
+
+def tokens_beside_premium(times: LinearTimes, tpot_s: float, until_s: float) -> dict[str, int]:
+    """# request |-> tokens, of three free ones, where premium's place is never empty."""
+    one = decode_scheduler(blocks=4000, slabs=4, max_running=4, qos=TIERS)
+    for i in range(3):
+        arrive(one, paced("free", f"f{i}", None, max_tokens=10_000))
+    arrive(one, paced("premium", "p", tpot_s, max_tokens=10_000))
+    one.batch.times = times
+    tokens, now_s = Counter(p=0, f0=0, f1=0, f2=0), 0.0
+    while now_s < until_s:
+        batch = the_step(one.handle(StepWanted(), now_s)).batch
+        tokens.update(piece.key.request_id for piece in batch.slices)
+        lengths = sum(piece.start + 1 for piece in batch.slices)
+        now_s += times.step_s(decode_work(len(batch.slices), lengths))
+        done(one, *[(7,)] * len(batch.slices), now_s=now_s)
+        one.validate()
+    return tokens
+
+
+@pytest.mark.parametrize("tpot_s", [0.011, 0.012, 0.0235, 0.03, 0.5])
+def test_who_steps_back_keeps_a_twentieth_of_the_pace_that_it_had_alone(tpot_s: float) -> None:
+    until_s = 6.0
+    tokens = tokens_beside_premium(PER_SEQUENCE, tpot_s, until_s)
+    alone = until_s / 0.010
+    assert min(tokens.values()) >= LEAST_SHARE * alone - 1, "the last is still to come"
+    assert tokens["p"] == max(tokens.values())
+    if tpot_s < 0.02:
+        assert max(tokens[f"f{i}"] for i in range(3)) <= 1.1 * LEAST_SHARE * alone
+
+
+def test_so_does_one_whose_context_grows() -> None:
+    """Its pace alone slows down with it."""
+    times = LinearTimes(decode_knots=((4, 0.001),), decode_kv_token_s=1e-5)
+    tokens = tokens_beside_premium(times, 0.05, 8.0)
+    count, alone_s = 0, 0.0
+    while alone_s < 8.0:
+        alone_s += times.step_s(decode_work(1, 4 + count))
+        count += 1
+    assert min(tokens.values()) >= LEAST_SHARE * count - 1
+
+
+def test_a_prompt_that_is_held_back_goes_on_slowly() -> None:
+    """17 ms leave no room for 16 tokens beside a step of 10 ms. These take 26 ms alone."""
+    one, took, now_s = with_a_prompt(0.017, 256, blocks=120), 0, 0.0
+    while now_s < 0.5:
+        batch = the_step(one.handle(StepWanted(), now_s)).batch
+        chunk = sum(len(s.token_ids) for s in batch.slices if s.key.request_id == "long")
+        assert chunk in (0, 16)
+        took += chunk
+        now_s += 0.010 + 0.001 * chunk
+        done(one, *[((7,) if s.samples else ()) for s in batch.slices], now_s=now_s)
+        one.validate()
+    assert 16 <= took <= 32
 
 
 @pytest.mark.parametrize("times", [None, LinearTimes(decode_knots=((1, 9.0),))])

@@ -9,6 +9,7 @@ import tomllib
 import zipfile
 from pathlib import Path, PurePath
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,7 @@ def test_the_image_has_all_that_is_packaged() -> None:
     assert {path.parts[0] for path in packaged()} <= copied
 
 
+@pytest.mark.processes
 def test_a_wheel_builds_from_what_ray_uploads(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*RUNTIME_ENV["excludes"], *BUILT))

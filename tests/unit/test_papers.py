@@ -30,27 +30,20 @@ from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
 from engine.latency import StepWork
 
-_DATA = Path(__file__).parents[3] / "shared/data"
-
-
-def data(name: str) -> Path:
-    path = _DATA / name
-    if not path.exists():
-        pytest.skip(f"no ../shared/data/{name} beside the repository")
-    return path
+_DATA = Path(__file__).parents[1] / "data"
 
 
 # --- Splitwise ----------------------------------------------------------------------------------
 
 
 def test_splitwise_s_example_is_met_to_every_digit() -> None:
-    claims = list(splitwise.golden(data("splitwise-sim/perf_model.csv")))
+    claims = list(splitwise.golden(_DATA / "splitwise-sim/perf_model.csv"))
     assert len(claims) == 3 * 3 + 3 * 4
     assert {claim.off for claim in claims} == {"every digit"}
 
 
 def test_the_simulator_meets_it_where_nothing_is_moved() -> None:
-    claims = list(splitwise.simulated(data("splitwise-sim/perf_model.csv")))
+    claims = list(splitwise.simulated(_DATA / "splitwise-sim/perf_model.csv"))
     alone = [claim for claim in claims if claim.what.startswith("one DGX")]
     assert len(alone) == 6 and {claim.off for claim in alone} == {"every digit"}
     split = [c for c in claims if c.what.startswith("Splitwise") and c.what.endswith("response")]
@@ -167,7 +160,7 @@ def test_poisson_arrivals_have_their_rate_and_a_seed() -> None:
 def test_disaggregation_serves_more_per_gpu() -> None:
     profile: dict[str, object] = {
         "kind": "distserve",
-        "file": str(data("distserve-sim/profiler-a100-80g.vllm.json").absolute()),
+        "file": str(_DATA / "distserve-sim/profiler-a100-80g.vllm.json"),
         "model": "facebook/opt-13b",
     }
     strict = Objectives(ttft_s=0.2, tpot_s=0.1)
@@ -241,7 +234,7 @@ def test_repeats_of_a_setting_are_in_one_half() -> None:
 
 
 def test_held_out_silicon_is_predicted_as_well_as_published_simulators_do() -> None:
-    rows, left_out = read_measured(data("silicon/h200_measured.csv"))
+    rows, left_out = read_measured(_DATA / "silicon/h200_measured.csv")
     assert len(rows) + left_out.total() == 471
     fold = silicon.hold_out(rows, half=1)
     found = silicon.overall("all", fold.outcomes)

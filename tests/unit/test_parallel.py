@@ -196,10 +196,12 @@ def children() -> set[psutil.Process]:
     return set(psutil.Process().children())
 
 
+@pytest.mark.processes
 def test_a_plan_that_leaves_attention_whole_is_refused(tmp_path: Path) -> None:
     refused(random_checkpoint(tmp_path, "gpt_oss"), "gpt_oss family .* leaves attention whole")
 
 
+@pytest.mark.processes
 def test_a_plan_that_needs_more_than_cuts_is_refused(tmp_path: Path) -> None:
     refused(random_checkpoint(tmp_path, "phi3"), "its plan asks for rowwise_split_input")
 
@@ -210,6 +212,7 @@ def test_a_family_without_a_plan_is_refused() -> None:
         check_plan(AutoModelForCausalLM.from_config(config))
 
 
+@pytest.mark.processes
 def test_a_rank_that_can_not_load_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,15 +227,18 @@ def test_a_rank_that_can_not_load_ends_the_start(
     refused(folder, "float1")
 
 
+@pytest.mark.processes
 def test_heads_that_can_not_be_shared_are_refused(tmp_path: Path) -> None:
     refused(random_checkpoint(tmp_path, "llama"), r"parallel\.tensor 3 .* choose 1 or 2 or 4$", 3)
 
 
+@pytest.mark.processes
 def test_layers_that_can_not_be_cut_are_refused(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "llama", intermediate_size=97)
     refused(folder, r"parallel\.tensor 2 can't split .*mlp\.gate_proj of this llama model: .* 97")
 
 
+@pytest.mark.processes
 def test_ranks_are_refused_on_devices_that_are_not_there(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path, "llama")
     refused(folder, "parallel.tensor 2 on cuda:0: .* CUDA_VISIBLE_DEVICES", device="cuda:0")
@@ -241,6 +247,7 @@ def test_ranks_are_refused_on_devices_that_are_not_there(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_while_it_loads_ends_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +301,7 @@ def test_a_rank_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:
         pair.run(StepBatch(slices=(one.next_slice(64),)))
 
 
+@pytest.mark.processes
 def test_no_rank_is_left_where_another_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

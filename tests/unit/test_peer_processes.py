@@ -32,6 +32,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.processes
 def test_a_peer_and_its_children_stand_still_but_for_their_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

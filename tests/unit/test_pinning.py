@@ -123,6 +123,7 @@ gate.set()
 """
 
 
+@pytest.mark.processes
 def test_every_thread_of_the_process_is_moved() -> None:
     command = [sys.executable, "-c", SCRIPT, f"test-{os.getpid()}-"]
     done = subprocess.run(

@@ -13,7 +13,7 @@ from cluster.sim.profiles.load import HardwareProfile, load_profile, parse_profi
 from engine.latency import NotCovered, decode_work, prefill_work
 from kvrelay.errors import ConfigError
 
-_DATA = Path(__file__).parents[3] / "shared/data"
+_DATA = Path(__file__).parents[1] / "data"
 _SHIPPED = Path(__file__).parents[2] / "deploy/profiles"
 
 
@@ -255,8 +255,6 @@ where: {model_path: meta-llama/Llama-3.1-70B, backend: trtllm, tp_size: "4"}
 
 
 def test_silicon_rows_are_met_and_not_left(tmp_path: Path) -> None:
-    if not (_DATA / "silicon").exists():
-        pytest.skip("no silicon rows at ../shared/data/silicon beside the repository")
     times = profile(tmp_path, SILICON, _DATA / "silicon").times
     assert times.step_s(decode_work(4, 4 * 1536)) == pytest.approx(0.00798, abs=1e-5)
     assert times.step_s(prefill_work(1024)) == pytest.approx(0.230, abs=1e-3)
@@ -273,5 +271,5 @@ def test_every_shipped_profile_can_be_read(path: Path) -> None:
     data = {"table": "splitwise-sim", "distserve": "distserve-sim"}.get(kind.kind)
     if data is None:
         assert load_profile(path).name == path.stem
-    elif (_DATA / data).exists():
+    else:
         assert load_profile(path, _DATA / data).times.step_s(decode_work(1, 1)) > 0

@@ -281,6 +281,37 @@ def test_a_lost_prefill_worker_is_replaced_before_the_handoff() -> None:
     ]
 
 
+@pytest.mark.parametrize("tells", ["at once", "when it is asked"])
+def test_a_prefill_worker_that_drains_costs_no_attempt(tells: str) -> None:
+    """Its requests go on at another one, as often as it takes."""
+    names = [f"p{i}" for i in range(MAX_ATTEMPTS + 2)]
+    core = core_with(d=Role.DECODE, **dict.fromkeys(names, Role.PREFILL))
+    (asked,) = submit(core)
+    for attempt in range(len(names) - 1):
+        *_, begun = says(core, "d", reserved(attempt=attempt))
+        assert isinstance(begun, Send) and isinstance(begun.message, Prefill)
+        source = begun.worker
+        if tells == "at once":
+            says(core, source, draining=True)
+        commands = says(core, source, refused("draining", attempt=attempt), draining=True)
+        *aborts, asked = commands
+        assert Send(worker=D, message=Abort(key=key(attempt=attempt))) in aborts
+        assert isinstance(asked, Send) and isinstance(asked.message, Reserve)
+        assert asked.message.source != source
+        says(core, "d", released(attempt=attempt))
+        core.validate()
+    assert core.requests["r"].tries == 1
+
+
+def test_nothing_new_goes_to_a_prefill_worker_that_drains() -> None:
+    core = core_with(d=Role.DECODE, p=Role.PREFILL, p2=Role.PREFILL)
+    says(core, "p", draining=True)
+    for name in ("a", "b", "c"):
+        (asked,) = submit(core, name)
+        assert isinstance(asked, Send) and isinstance(asked.message, Reserve)
+        assert asked.message.source == P2
+
+
 def test_a_lost_prefill_worker_is_not_missed_after_the_handoff() -> None:
     core = running(split())
     assert core.handle(WorkerLost(incarnation=P), 3) == []

@@ -24,6 +24,8 @@ from cluster.supervision import (
     Phase,
     Ping,
     Placed,
+    Recalled,
+    Remember,
     Remove,
     Serving,
     Start,
@@ -151,7 +153,8 @@ def test_lost_worker_is_withdrawn_and_started_again_after_a_pause() -> None:
     assert act(core, lost, 5.0) == [Withdraw(ROUTER, "p"), Remove(P)]
     assert act(core, DriverSeen(), 5.5) == []
     assert act(core, Tick(), 6.0) == [Start(P, 2)]
-    assert act(core, Serving(name=P, life=2, address="p2"), 7.0) == [Announce(ROUTER, P, 2, "p2")]
+    again = act(core, Serving(name=P, life=2, address="p2"), 7.0)
+    assert again == [Remember(P), Announce(ROUTER, P, 2, "p2")]
 
 
 def test_back_off_doubles_until_a_process_was_stable() -> None:
@@ -175,7 +178,8 @@ def test_lost_router_hears_of_every_worker_again() -> None:
     assert act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0) == [Remove(ROUTER)]
     assert act(core, Tick(), 6.0) == [Start(ROUTER, 2)]
     again = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
-    assert again == [Announce(ROUTER, P, 1, "p"), Announce(ROUTER, D, 1, "d")]
+    announced = [Announce(ROUTER, P, 1, "p"), Announce(ROUTER, D, 1, "d")]
+    assert again == [Remember(ROUTER), *announced]
 
 
 def test_old_lives_are_not_heard() -> None:
@@ -236,6 +240,83 @@ def test_startup_has_a_limit() -> None:
     assert core.error.startswith("prefill-0, decode-0 did not start in time")
 
 
+# --- a controller that is restarted --------------------------------------------------------------
+
+
+def restarted() -> Supervisor:
+    """All of a former controller's processes but decode-0 serve."""
+    core = Supervisor([ROUTER], NEEDS, LIMITS, now_s=0.0, restarted=True)
+    act(core, Tick())
+    return core
+
+
+def adopt(core: Supervisor) -> list[Command]:
+    told = act(core, Serving(name=ROUTER, life=1, address="r"))
+    told += act(core, Serving(name=P, life=1, address="p"))
+    return told + act(core, Joined(name=P, life=1, router=ROUTER))
+
+
+def fail_starts(core: Supervisor, name: str, times: int, now_s: float) -> None:
+    """Each at once and for good, as when what it needs is gone."""
+    for _ in range(times):
+        life = core.workers[name].life
+        act(core, Lost(name=name, life=life, reason="no model", fatal=True), now_s)
+        now_s += 60.0
+        act(core, DriverSeen(), now_s)
+
+
+def test_a_cluster_that_is_ready_is_remembered_by_its_processes() -> None:
+    core = new()
+    act(core, Tick())
+    for name in (ROUTER, P, D):
+        act(core, Serving(name=name, life=1, address=name))
+    act(core, Joined(name=P, life=1, router=ROUTER))
+    told = act(core, Joined(name=D, life=1, router=ROUTER))
+    assert told == [Remember(ROUTER), Remember(P), Remember(D)]
+    act(core, Lost(name=D, life=1, reason="crashed"), 5.0)
+    act(core, Tick(), 6.0)
+    assert Remember(D) in act(core, Serving(name=D, life=2, address="d"), 7.0)
+
+
+def test_a_restarted_controller_never_stops_a_cluster_that_was_ready() -> None:
+    core = restarted()
+    adopt(core)
+    assert act(core, Recalled(was_ready=True)) == [Remember(ROUTER), Remember(P)]
+    assert core.phase is Phase.READY
+    fail_starts(core, D, 2 * STARTS_BEFORE_FATAL, now_s=1.0)
+    refused = Joined(name=P, life=1, router=ROUTER, refused="another model")
+    assert act(core, refused) == []
+    act(core, DriverSeen(), 10_000.0)
+    assert (core.phase, core.error) == (Phase.READY, None)
+
+
+def test_no_rule_of_the_start_applies_before_the_processes_have_answered() -> None:
+    core = restarted()
+    adopt(core)
+    fail_starts(core, D, 2 * STARTS_BEFORE_FATAL, now_s=1.0)
+    assert core.phase is Phase.STARTING
+    assert act(core, Recalled(was_ready=True), 1000.0) == [Remember(ROUTER), Remember(P)]
+    assert core.phase is Phase.READY
+
+
+def test_a_restarted_controller_goes_on_with_a_start_that_was_not_over() -> None:
+    core = restarted()
+    adopt(core)
+    assert act(core, Recalled(was_ready=False)) == []
+    refused = Lost(name=D, life=1, reason="no model", fatal=True)
+    assert act(core, refused) == [Stop(ROUTER, drain=True)]
+
+
+def test_what_is_recalled_does_not_hold_up_a_stop() -> None:
+    core = restarted()
+    act(core, StopAsked())
+    assert act(core, Recalled(was_ready=True)) == []
+    assert core.phase is Phase.STOPPING
+
+
+# --- stopping ------------------------------------------------------------------------------------
+
+
 def test_stop_drains_the_router_then_the_workers() -> None:
     core = ready()
     assert act(core, StopAsked()) == [Stop(ROUTER, drain=True)]
@@ -252,8 +333,17 @@ def test_stop_drains_the_router_then_the_workers() -> None:
 def test_a_driver_that_is_gone_stops_the_cluster() -> None:
     core = ready()
     act(core, DriverSeen(), 8.0)
-    assert act(core, Tick(), 18.0) == []
+    assert pass_time(core, 8, 18) == []
     assert act(core, Tick(), 18.1) == [Stop(ROUTER, drain=True)]
+
+
+def test_nobody_is_gone_for_the_supervisors_own_pause() -> None:
+    core = ready()
+    act(core, DriverSeen(), 10.0)
+    assert act(core, Tick(), 1000.0) == [], "the driver's heartbeats are still to be read"
+    assert act(core, DriverSeen(), 1000.1) == []
+    assert pass_time(core, 1000, 1010) == []
+    assert act(core, Tick(), 1010.5) == [Stop(ROUTER, drain=True)]
 
 
 def test_a_detached_cluster_needs_no_driver() -> None:
@@ -521,7 +611,7 @@ def test_a_lost_router_costs_the_others_nothing() -> None:
     assert gone == [Withdraw(ROUTER, "prefill-0's"), Remove(P)]
     assert act(core, Tick(), 6.0) == [Start(SECOND, 2), Start(P, 2)]
     again = act(core, Serving(name=SECOND, life=2, address="s"), 7.0)
-    assert again == [Announce(SECOND, D, 1, "decode-0's")]
+    assert again == [Remember(SECOND), Announce(SECOND, D, 1, "decode-0's")]
     assert core.phase is Phase.READY
 
 

@@ -25,6 +25,7 @@ def _run(arguments: list[str], **environment: str) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "tests",
     [
@@ -39,6 +40,7 @@ def test_kernels_interpreted_on_the_cpu(tests: str) -> None:
     _run(arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled", "draw_compiled"])
 def test_kernels_compiled_for_devices_reach_memory_as_meant(program: str, tmp_path: Path) -> None:
     _run(["-m", f"tests.unit.{program}"], TRITON_CACHE_DIR=str(tmp_path))

@@ -273,11 +273,15 @@ def test_worker_hello(role: Role) -> None:
 
 
 def test_a_batch_carries_counters() -> None:
-    names = [name for name in Counters.__dataclass_fields__ if name not in ("links", "tiers")]
+    others = ("links", "tiers", "draining")
+    names = [name for name in Counters.__dataclass_fields__ if name not in others]
     link = LinkState(peer=Incarnation("d"), transport="shm", bytes_per_s=1e10, latency_s=1e-5)
     load = TierLoad(tier="premium", running=3, waiting=2)
     counters = Counters(
-        **{name: i + 1 for i, name in enumerate(names)}, links=(link,), tiers=(load,)
+        **{name: i + 1 for i, name in enumerate(names)},
+        links=(link,),
+        tiers=(load,),
+        draining=True,
     )
     event = Released(key=RequestKey("r", 1), at_s=3)
     batch = report_wire.encode_batch([event], counters, 4)

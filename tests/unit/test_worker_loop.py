@@ -321,6 +321,33 @@ def test_a_draining_worker_refuses_the_new_and_finishes_the_old() -> None:
     assert worker.loop.idle
 
 
+def test_a_worker_that_drains_tells_every_router_at_once() -> None:
+    worker = Harness()
+    streams = [worker.router(), worker.router()]
+    worker.run()
+    assert not any(stream.counters.draining for stream in streams)
+    worker.inbox.put(Call(worker.loop.drain))
+    worker.loop.turn()
+    assert all(stream.counters.draining for stream in streams)
+
+
+def test_a_draining_worker_finishes_the_prompts_it_has_and_takes_no_more() -> None:
+    worker = Harness()
+    stream = worker.router()
+    worker.loop.attach(Links(), mover=None, pool=None)  # type: ignore[arg-type]
+    worker.say(stream, prefill(spec("queued", 20)))
+    worker.loop.turn()
+    worker.inbox.put(Call(worker.loop.drain))
+    worker.say(stream, prefill(spec("new", 20)))
+    for _ in range(4):
+        worker.run()
+    assert {piece.key for batch in worker.device.batches for piece in batch.slices} == {
+        key("queued")
+    }
+    assert sum(len(batch.slices[0].token_ids) for batch in worker.device.batches) == 20
+    assert stream.about("new") == ["ReserveRefused"]
+
+
 def test_a_refused_request_leaves_no_route() -> None:
     worker = Harness()
     stream = worker.router()

@@ -1,0 +1,45 @@
+"""Writes down which tests failed, and which of them start processes. A plugin of `tests.run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+FOLDERS = ("tests/integration/", "tests/contract/")
+"""All tests there start processes, or talk to some."""
+
+
+def starts_processes(nodeid: str, keywords: object) -> bool:
+    """A test whose own process died has left no keywords."""
+    marked = isinstance(keywords, dict) and "processes" in keywords
+    return marked or nodeid.startswith(FOLDERS)
+
+
+class Failures:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failed: dict[str, bool] = {}  # test |-> whether it starts processes
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed[report.nodeid] = starts_processes(report.nodeid, report.keywords)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._failed[report.nodeid] = False
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self._failed))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--failures", type=Path, help="where to write which tests failed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(path))

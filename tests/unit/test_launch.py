@@ -1,0 +1,87 @@
+"""What `kvrelay serve` does while its controller does not answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError
+
+from cluster.controller_report import Report
+from cluster.launch import Driver
+from cluster.supervision import Phase
+from kvrelay.errors import KvrelayError
+
+
+class SilentController:
+    """Answers with a report; None stands for a call that times out."""
+
+    def __init__(self, *answers: Report | None) -> None:
+        self._answers = iter(answers)
+        self.heartbeat = self
+
+    def remote(self, seen: int, stop: bool) -> Report | None:
+        report = next(self._answers)
+        return None if report is None else replace(report, notes=report.notes[seen:])
+
+
+def report(phase: Phase, controller: str = "first", notes: tuple[str, ...] = ()) -> Report:
+    return Report(
+        controller=controller,
+        phase=phase,
+        error=None,
+        notes=notes,
+        noted=len(notes),
+        model="m",
+        routers=(),
+        downloads={},
+    )
+
+
+READY, STARTING = report(Phase.READY), report(Phase.STARTING)
+
+
+def get(answer: Report | None, timeout: float) -> Report:
+    if answer is None:
+        raise GetTimeoutError(f"nothing for {timeout:g} s")
+    return answer
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, said: list[str], *answers: Report | None) -> Driver:
+    monkeypatch.setattr(ray, "get", get)
+    controller: Any = SilentController(*answers)
+    return Driver("mine", controller, idle_beat_s=0.0, say=said.append)
+
+
+def test_the_notes_of_a_restarted_controller_are_all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    first = report(Phase.READY, notes=("a", "b"))
+    restarted = report(Phase.READY, controller="second", notes=("c", "d"))
+    one = driver(monkeypatch, said, first, first, restarted, restarted, restarted)
+    for _ in range(4):
+        one._beat()
+    assert said == ["a", "b", "c", "d"]
+
+
+def test_a_cluster_that_is_ready_outlives_a_pause_of_its_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    one = driver(monkeypatch, said, READY, None, None, READY)
+    assert one.wait_ready().phase is Phase.READY
+    assert one._beat().phase is Phase.READY
+    assert said == ["the controller has answered nothing for 60 s"] * 2
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_start_or_a_stop_gives_up_a_controller_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch, stop: bool
+) -> None:
+    one = driver(monkeypatch, [], READY if stop else STARTING, None)
+    one._beat()
+    if stop:
+        one.stop()
+    with pytest.raises(KvrelayError, match="the controller is lost"):
+        one._beat()
