@@ -13,7 +13,7 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from engine.finish import finish_reason, needs_history
-from engine.scoring import is_scored, scoring_of
+from engine.scoring import scoring_of
 from engine.step import Sampled, SampleRequest, Scoring
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch
@@ -124,7 +124,7 @@ class Sequence:
     @property
     def is_scored(self) -> bool:
         """The log probabilities of its prompt are wanted, and come before its first token."""
-        return is_scored(self.spec) and len(self.emitted) == len(self.spec.emitted_ids)
+        return self.spec.is_scored and len(self.emitted) == len(self.spec.emitted_ids)
 
     def scoring(self, take: int) -> Scoring | None:
         """Of its next `take` tokens."""

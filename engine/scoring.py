@@ -27,10 +27,6 @@ MOST_SCORED_TOKENS = 512
 """Of one step. Each takes a row of logits: of a vocabulary of 128,000 ids half a megabyte."""
 
 
-def is_scored(spec: RequestSpec) -> bool:
-    return spec.sampling.prompt_logprobs is not None
-
-
 def scoring_of(spec: RequestSpec, start: int, end: int) -> Scoring | None:
     """Of a slice `[start, end)`; None: nothing of it is scored."""
     top = spec.sampling.prompt_logprobs

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.finish import finish_reason, needs_history
-from engine.scoring import is_scored, scoring_of
+from engine.scoring import scoring_of
 from engine.step import Sampled, SampleRequest, SequenceSlice
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch
@@ -106,7 +106,7 @@ class Job:
     @property
     def is_scored(self) -> bool:
         """The log probabilities of its prompt are wanted."""
-        return is_scored(self.message.spec)
+        return self.message.spec.is_scored
 
     @property
     def filled(self) -> Sequence[BlockHash]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.scoring import is_scored
 from kvpool.block_names import BlockNames
 from kvrelay.messages import PrefixSource, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
@@ -42,7 +41,7 @@ class HeldPrefixes:
     def _look(self, hello: WorkerHello) -> Held:
         """At least the last token is computed, so it counts for nothing; so do all tokens of a
         prompt whose log probabilities are wanted."""
-        if not self.directory.entries or is_scored(self.spec):
+        if not self.directory.entries or self.spec.is_scored:
             return {}
         names = BlockNames(
             fingerprint=hello.fingerprint,

@@ -144,6 +144,11 @@ class RequestSpec:
     def context_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.emitted_ids)
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log probabilities of its prompt are told."""
+        return self.sampling.prompt_logprobs is not None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
