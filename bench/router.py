@@ -31,7 +31,16 @@ from kvrelay.messages import (
 )
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role, Sampling, Tier
+from kvrelay.types import (
+    NO_OBJECTIVES,
+    FinishReason,
+    Incarnation,
+    Objectives,
+    RequestKey,
+    Role,
+    Sampling,
+    Tier,
+)
 from router.core import RouterCore
 from router.events import Refuse, Send, Submitted, WorkerJoined, WorkerSaid
 from router.generation import GenerationRequest
@@ -257,7 +266,7 @@ class World:
         for claimed in (True, False) * 20:
             made.claims.first.learn(claimed)
 
-    def request(self, name: str, objectives: Objectives = Objectives()) -> GenerationRequest:
+    def request(self, name: str, objectives: Objectives = NO_OBJECTIVES) -> GenerationRequest:
         """Like no other, but for the beginning of its prompt."""
         known = self._random.choice(self._prompts)
         drawn = self._random.random()
