@@ -12,7 +12,7 @@ from kvrelay.types import RequestSpec
 from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Verdict
 from router.degrading import deferred, less_output_helps, stricter, tripped, ways
-from router.demand import Demand
+from router.demand import Demand, Known
 from router.directory import Directory
 from router.forecast.forecast import Forecast
 from router.ladder import Ladders, Step
@@ -101,6 +101,7 @@ class Deciding:
             waited_s=request.ledger.age_s(now_s),
             promised=self._soon(request, now_s),
             line=self._line(request),
+            known=Known(),
         )
 
     def _output_tokens(self, request: Request, spec: RequestSpec) -> int:

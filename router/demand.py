@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
-from kvrelay.types import NO_OBJECTIVES, Objectives, RequestSpec
+from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives, RequestSpec
+from router.candidate import PromptPrediction
+from router.forecast.decode_outlook import Likely
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised
+
+PromptWay = tuple[Incarnation, bool, Incarnation | None]
+"""Who prefills, whether it decodes too, and whom it may pull a prefix from."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What was found out in one decision, at one moment: it is the same for several of its ways."""
+
+    prompts: dict[PromptWay, PromptPrediction] = field(default_factory=dict)
+    batches: dict[tuple[Incarnation, float], Likely] = field(default_factory=dict)  # at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +29,8 @@ class Demand:
     """`output_tokens` is how many each choice will probably have. It is of one `tier` of the
     `tiers`. `waited_s` of its time to first token are over. What others were `promised` for the
     time that it would wait goes before it, for each prefill worker and each decode worker; the
-    `line` is all that was promised, which goes before it if it has to come back."""
+    `line` is all that was promised, which goes before it if it has to come back. `known` is shared
+    by all ways that are looked at in one decision."""
 
     spec: RequestSpec
     output_tokens: int
@@ -27,6 +41,7 @@ class Demand:
     waited_s: float = 0.0
     promised: Promised = NOTHING_PROMISED
     line: Promised = NOTHING_PROMISED
+    known: Known | None = None
 
     @cached_property
     def priority(self) -> int:

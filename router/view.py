@@ -152,8 +152,8 @@ class WorkerView:
     @property
     def free_places(self) -> int:
         """As far as is known: other routers ask too."""
-        taken = max(self.outlook.sequences, self.counters.running)
-        return self.hello.max_running_requests - taken
+        sequences, running = self.outlook.sequences, self.counters.running
+        return self.hello.max_running_requests - (sequences if sequences > running else running)
 
     def held(self, tier: str) -> int:
         """Its sequences, here or on their way; those of other routers as the worker told."""

@@ -70,6 +70,16 @@ class Forecast:
     # --- prefill side ---------------------------------------------------------------------------
 
     def prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
+        if demand.known is None:
+            return self._prompt(demand, candidate, now_s)
+        source = None if candidate.source is None else candidate.source.peer
+        way = (candidate.prefiller.incarnation, candidate.prefill is None, source)
+        found = demand.known.prompts.get(way)
+        if found is None:
+            found = demand.known.prompts[way] = self._prompt(demand, candidate, now_s)
+        return found
+
+    def _prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
         worker = candidate.prefiller
         beside = self._beside(candidate, now_s)
         own = demand.held.tokens(worker)
@@ -156,7 +166,7 @@ class Forecast:
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
         then_s = now_s + joins_in_s
-        own = self._own_then(worker, then_s, now_s)
+        own = self._known_then(demand, worker, then_s, now_s)
         mean, at_most = (_with_others(demand, worker, batch) for batch in own)
         return DecodePrediction(
             joins_in_s=joins_in_s,
@@ -167,6 +177,17 @@ class Forecast:
             - blocks_of(worker, mean.kv_tokens)
             - mean.sequences,
         )
+
+    def _known_then(
+        self, demand: Demand, worker: WorkerView, then_s: float, now_s: float
+    ) -> Likely:
+        if demand.known is None:
+            return self._own_then(worker, then_s, now_s)
+        at = (worker.incarnation, then_s)
+        found = demand.known.batches.get(at)
+        if found is None:
+            found = demand.known.batches[at] = self._own_then(worker, then_s, now_s)
+        return found
 
     def _own_then(self, worker: WorkerView, then_s: float, now_s: float) -> Likely:
         """Steps take as long as now at first, and as with that batch at last."""

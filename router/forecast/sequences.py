@@ -12,7 +12,7 @@ from math import sqrt
 import numpy as np
 
 from kvrelay.types import RequestKey
-from router.latency.survival import Floats, Survival, SurvivalTable
+from router.latency.survival import Survival, SurvivalTable
 
 _EMITTED, _MOST, _PROMPT, _CHOICES, _JOINS, _ENDS, _TIER, _ROWS = range(8)
 _FEW = 24
@@ -45,6 +45,8 @@ class Sequences:
         self._keys: list[RequestKey] = []  # in the order of the columns
         self._index: dict[RequestKey, int] = {}
         self._tiers: list[str] = []  # tiers by their number in the columns
+        self._table: SurvivalTable | None = None  # of these survivals, and of all these tiers
+        self._table_of: Mapping[str, Survival] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -65,6 +67,7 @@ class Sequences:
             self._columns = np.hstack([self._columns, np.zeros_like(self._columns)])
         if tier not in self._tiers:
             self._tiers.append(tier)
+            self._table = None
         number = self._tiers.index(tier)
         self._columns[:, at] = (0, most, prompt_tokens, choices, joins_s, ends_s, number)
         self._keys.append(key)
@@ -128,10 +131,11 @@ class Sequences:
         from_s = np.where(emitted > 0, now_s, np.maximum(now_s, joins_s))
         more = np.maximum(0.0, (then_s - from_s) / step_s)
         then = emitted + more
-        share = self._shares(columns[_TIER], emitted, more, survivals)
+        table = self._survivals(survivals)
+        share = table.go_on(columns[_TIER].astype(np.int64), emitted, more)
         share *= (then < most) & (from_s <= then_s)
-        unknown = [i for i, tier in enumerate(self._tiers) if tier not in survivals]
-        if unknown:
+        if len(survivals) < len(self._tiers) or not survivals.keys() >= {*self._tiers}:
+            unknown = [i for i, tier in enumerate(self._tiers) if tier not in survivals]
             lasts = (then_s < ends_s) & (from_s <= then_s)
             share = np.where(np.isin(columns[_TIER], unknown), lasts, share)
         n, tokens = share * choices, prompts + then
@@ -143,8 +147,9 @@ class Sequences:
             float((uncertain * tokens) @ tokens),
         )
 
-    def _shares(
-        self, tier: Floats, emitted: Floats, more: Floats, survivals: Mapping[str, Survival]
-    ) -> Floats:
-        table = SurvivalTable([survivals.get(name, _UNKNOWN) for name in self._tiers])
-        return table.go_on(tier.astype(np.int64), emitted, more)
+    def _survivals(self, survivals: Mapping[str, Survival]) -> SurvivalTable:
+        """Made once for each mapping that is given: those are replaced, never changed."""
+        if self._table is None or self._table_of is not survivals:
+            kinds = [survivals.get(tier, _UNKNOWN) for tier in self._tiers]
+            self._table, self._table_of = SurvivalTable(kinds), survivals
+        return self._table
