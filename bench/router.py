@@ -130,7 +130,7 @@ class Spent:
         rows = [self._rate(placement, method)]
         for name, seconds in (("refusal", self.refused_s), ("admission", self.admitted_s)):
             if len(seconds) > 1:
-                rows += [_at_most(f"{placement}, a {name}", seconds, share) for share in (50, 99)]
+                rows += [_at_most(f"{placement}, one {name}", seconds, share) for share in (50, 99)]
         return rows
 
     def _rate(self, placement: str, method: str) -> Row:
@@ -267,15 +267,16 @@ class World:
             made.claims.first.learn(claimed)
 
     def request(self, name: str, objectives: Objectives = NO_OBJECTIVES) -> GenerationRequest:
-        """Like no other, but for the beginning of its prompt."""
+        """Like no other; some of its prompt, at least the half that all share, is known."""
         known = self._random.choice(self._prompts)
+        same = self._random.randrange(len(known) // 2, len(known))
         drawn = self._random.random()
         tier = "premium" if drawn < PREMIUM_SHARE else ""
         if not tier and drawn < PREMIUM_SHARE + STANDARD_SHARE:
             tier = "standard"
         return GenerationRequest(
             request_id=name,
-            prompt_ids=(*known[:-64], *(self._random.randrange(50_000) for _ in range(64))),
+            prompt_ids=(*known[:same], *self._random.choices(range(50_000), k=len(known) - same)),
             sampling=Sampling(max_tokens=MAX_TOKENS, seed=1),
             objectives=objectives,
             qos_tier=tier,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives, RequestSpec
-from router.candidate import PromptPrediction
+from router.candidate import Candidate, PromptPrediction
 from router.forecast.decode_outlook import Likely
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised
@@ -22,6 +23,9 @@ class Known:
 
     prompts: dict[PromptWay, PromptPrediction] = field(default_factory=dict)
     batches: dict[tuple[Incarnation, float], Likely] = field(default_factory=dict)  # at a time
+    fitting: list[Incarnation] | None = None  # the workers for which these ways were suggested
+    ways: list[Candidate] = field(default_factory=list)
+    more_ways: Iterator[Candidate] = field(default_factory=lambda: iter(()))
 
 
 @dataclass(frozen=True, kw_only=True)
