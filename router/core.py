@@ -3,9 +3,8 @@
     submitted -> reserving -> (Reserved) admitted -> tokens ... -> finished
                     `-> (ReserveRefused) next decode worker, or refused
 
-A request whose worker fails goes on elsewhere under the next attempt, behind the tokens delivered;
-draws are counter based. One of several choices is run again: it yields the same tokens, and those
-already delivered are dropped by their index.
+A request whose worker fails goes on elsewhere under the next attempt, each of its choices behind
+the tokens delivered; draws are counter based.
 """
 
 from __future__ import annotations

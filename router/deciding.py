@@ -122,7 +122,9 @@ class Deciding:
 
     def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
         """Of each choice, still to come."""
-        emitted, most = len(spec.emitted_ids), spec.sampling.max_tokens
+        since = (len(spec.resumed_by(c.choice)) for c in request.choices if not c.finished)
+        emitted = len(spec.emitted_ids) + min(since, default=0)
+        most = spec.sampling.max_tokens
         expected = self.lengths.quantile(
             request.tier.name, EXPECTED, max_tokens=most, emitted=emitted
         )

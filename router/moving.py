@@ -4,7 +4,7 @@
                                            `-> (ReserveRefused) decodes on
 
 The worker that it leaves prefills the new attempt: it has the KV of all full blocks in its cache.
-What it says between Reserve and Reserved is drawn again, and dropped by its index.
+What it says between Reserve and Reserved is not drawn again: the prefill says what it was.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class Request:
     stood_back_s: float = 0.0  # for others, while it decoded
     is_queued: bool = False  # its prompt waits at the router, for any prefill worker
     key: RequestKey = field(init=False)
-    resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
+    emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
+    resumed: tuple[tuple[int, ...], ...] = ()  # the same where these are not the prompt's
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +70,9 @@ class Request:
             tenant=asked.tenant,
             qos_tier=self.tier.name,
             tpot_s=self.objectives.tpot_s,
-            emitted_ids=self.resumed_ids,
+            emitted_ids=self.emitted_ids,
+            resumed=self.resumed,
+            finished_choices=tuple(c.choice for c in self.choices if c.finished),
         )
 
     @property
@@ -125,13 +128,15 @@ class Request:
     @property
     def decodes(self) -> bool:
         """It is past the first token of this attempt."""
-        return self.choices[0].next_index > len(self.resumed_ids)
+        return any(choice.next_index > choice.resumed for choice in self.choices)
 
     @property
     def handed_over(self) -> bool:
-        """KV and first tokens have left the prefill worker: it may die now."""
-        begun = len(self.resumed_ids)
-        return self.committed and all(choice.next_index > begun for choice in self.choices)
+        """KV and first tokens have left the prefill worker: it may die now. It draws none for the
+        choices that had some before this attempt, other than those of the prompt."""
+        since = self.resumed
+        drawn = (c for c in self.choices if not (c.finished or (since and since[c.choice])))
+        return self.committed and all(choice.next_index > choice.resumed for choice in drawn)
 
     @property
     def legs(self) -> tuple[Incarnation, ...]:
@@ -165,24 +170,27 @@ class Request:
         self.ledger.mark(moment.name, moment.at_s)
 
     def try_again(self, attempt: int) -> None:
-        """What the old attempt still says is dropped; tokens delivered already stay delivered. With
-        several choices they are drawn again."""
+        """What the old attempt still says is dropped. Each choice goes on behind the tokens that
+        were delivered."""
         self.tries += 1
         if len(self.choices) == 1:
-            self.resumed_ids = tuple(self.choices[0].delivered)
-        self._begin(attempt)
+            self._begin(attempt, emitted_ids=tuple(self.choices[0].delivered))
+        else:
+            self._begin(attempt, emitted_ids=())
 
     def move(self, spec: RequestSpec) -> None:
-        """It goes on as `spec` says, which may draw some tokens again that came meanwhile."""
+        """It goes on as `spec` says, and behind what was delivered since."""
         self.moves += 1
-        self.resumed_ids = spec.emitted_ids
-        self._begin(spec.key.attempt)
+        self._begin(spec.key.attempt, emitted_ids=spec.emitted_ids)
 
-    def _begin(self, attempt: int) -> None:
+    def _begin(self, attempt: int, emitted_ids: tuple[int, ...]) -> None:
         self.attempt = attempt
         self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()
         for choice in self.choices:
-            choice.forget_early()
+            choice.begin_again()
+        first = len(emitted_ids)
+        since = tuple(() if c.finished else tuple(c.delivered[first:]) for c in self.choices)
+        self.emitted_ids, self.resumed = emitted_ids, since if any(since) else ()

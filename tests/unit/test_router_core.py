@@ -309,16 +309,31 @@ def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
     assert core.requests["r"].key == key(attempt=2)
 
 
-def test_several_choices_are_run_again_and_none_repeats_a_token() -> None:
+def test_each_choice_goes_on_behind_its_own_tokens() -> None:
+    """Whatever another worker would draw for them: the client has them already."""
     core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE), n=2)
     says(core, "d", tokens(1, 11, 12), tokens(1, 21, choice=1))
+    resumed = replace(spec(attempt=1, n=2), resumed=((10, 11, 12), (10, 21)))
     assert core.handle(WorkerLost(incarnation=D), 3) == [
-        Send(worker=D2, message=Reserve(spec=spec(attempt=1, n=2), source=P))
+        Send(worker=D2, message=Reserve(spec=resumed, source=P))
     ]
-    says(core, "d2", reserved(attempt=1))
-    assert delivered(says(core, "p", tokens(0, 10, attempt=1))) == []
-    again = says(core, "d2", tokens(1, 11, attempt=1), tokens(2, 12, 13, attempt=1))
-    assert delivered(again) == [(13,)]
+    says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
+    assert core.requests["r"].legs == (D2,), "the prefill worker draws nothing"
+    again = says(core, "d2", tokens(2, 22, choice=1, attempt=1), tokens(3, 13, attempt=1))
+    assert delivered(again) == [(22,), (13,)]
+
+
+def test_a_choice_without_a_token_is_still_drawn_by_the_prefill_worker() -> None:
+    core = core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE)
+    submit(core, n=2)
+    says(core, "d", reserved())
+    says(core, "p", tokens(0, 10))
+    core.handle(WorkerLost(incarnation=D), 3)
+    assert core.requests["r"].spec.resumed == ((10,), ())
+    says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
+    assert core.requests["r"].legs == (D2, P)
+    assert delivered(says(core, "p", tokens(0, 20, choice=1, attempt=1))) == [(20,)]
+    assert core.requests["r"].legs == (D2,)
 
 
 def test_what_was_emitted_counts_as_prompt_and_no_more_as_output() -> None:
@@ -338,6 +353,8 @@ def test_choices_that_ended_are_not_decoded_again() -> None:
     commands = says(core, "d2", reserved(attempt=1))
     stop = Stop(key=key(attempt=1), choice=1, valid_tokens=2)
     assert commands[0] == Send(worker=D2, message=stop)
+    assert core.requests["r"].spec.finished_choices == (1,)
+    assert core.requests["r"].spec.resumed == ((10,), ())
 
 
 def test_after_the_last_attempt_it_fails_with_the_reason() -> None:
