@@ -39,7 +39,7 @@ class Request:
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # that it came back for
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
-    cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    found_tokens: int | None = None  # in a cache, by the first prefill that began
     moves: int = 0  # to other decode workers
     stood_back_s: float = 0.0  # for others, while it decoded
     is_queued: bool = False  # its prompt waits at the router, for any prefill worker
@@ -89,6 +89,11 @@ class Request:
         """How soon its first token is due; None: whenever."""
         ttft_s = self.objectives.ttft_s
         return None if ttft_s is None else ttft_s - self.ledger.age_s(now_s)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of its prompt: a later attempt may also find what was emitted before."""
+        return min(self.found_tokens or 0, len(self.submitted.prompt_ids))
 
     @property
     def prefilled_locally(self) -> bool:
@@ -165,8 +170,8 @@ class Request:
     def lived(self, moment: Lifetime) -> None:
         """A worker has got so far with it."""
         self.committed |= moment.name == "handoff_committed"
-        if moment.name == "prefill_started" and self.tries == 1:
-            self.cached_tokens = moment.tokens
+        if moment.name == "prefill_started" and self.found_tokens is None:
+            self.found_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
 
     def try_again(self, attempt: int) -> None:

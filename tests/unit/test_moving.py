@@ -91,6 +91,15 @@ def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     assert core.moving.moved == 1
 
 
+def test_what_the_move_finds_cached_is_none_of_the_clients() -> None:
+    """The worker that it leaves has all of it."""
+    core = moving(decoding())
+    core.requests["r"].found_tokens = 1
+    says(core, "d2", reserved(attempt=1))
+    says(core, "d", replace(lifetime("prefill_started", attempt=1), tokens=6))
+    assert core.requests["r"].cached_tokens == 1
+
+
 def test_refused_it_stays_as_it_was() -> None:
     core = moving(decoding())
     assert says(core, "d2", refused("kv_exhausted", attempt=1)) == []

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
+from kvrelay.messages import Abort, Generate, Lifetime, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core import RouterCore
 from router.ending import MAX_ATTEMPTS
@@ -457,3 +457,41 @@ def test_routers_number_their_attempts_from_where_they_are_told() -> None:
     (send,) = core.handle(Submitted(request=request()), 1)
     assert isinstance(send, Send) and isinstance(send.message, Generate)
     assert send.message.spec.key == key(attempt=700)
+
+
+class TestCachedTokens:
+    """Of the prompt, as the first prefill that began has found them."""
+
+    def started(self, tokens_found: int, attempt: int = 0) -> Lifetime:
+        moment = lifetime("prefill_started", attempt=attempt)
+        return replace(moment, tokens=tokens_found)
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_the_first_worker_dies_before_it_begins(self, n: int) -> None:
+        core = core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE)
+        submit(core, n=n)
+        says(core, "d", reserved())
+        first = core.requests["r"].legs[1]
+        core.handle(WorkerLost(incarnation=first), 3)
+        says(core, "d", reserved(attempt=1))
+        assert core.requests["r"].cached_tokens == 0
+        says(core, core.requests["r"].legs[1], self.started(2, attempt=1))
+        assert core.requests["r"].cached_tokens == 2
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_what_a_later_attempt_finds_does_not_count(self, n: int) -> None:
+        core = core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE)
+        submit(core, n=n)
+        says(core, "d", reserved())
+        says(core, "p", self.started(1), *(tokens(0, 10, choice=c) for c in range(n)))
+        core.handle(WorkerLost(incarnation=D), 3)
+        says(core, "d2", reserved(attempt=1))
+        says(core, "p", self.started(3, attempt=1))
+        assert core.requests["r"].cached_tokens == 1
+
+    def test_emitted_tokens_are_none_of_the_prompt(self) -> None:
+        core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
+        core.handle(WorkerLost(incarnation=D), 3)
+        says(core, "d2", reserved(attempt=1))
+        says(core, "p", self.started(4, attempt=1))
+        assert core.requests["r"].cached_tokens == 3
