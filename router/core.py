@@ -188,6 +188,7 @@ class RouterCore:
                 return self.ending.too_late(request_id, now_s)
             case WorkerJoined(hello=hello):
                 self.workers.join(hello)
+                self.waiting.wake(now_s)
                 return orders.preload(hello, self.preloads)
             case WorkerLost(incarnation=incarnation):
                 return self._worker_lost(incarnation, now_s)
@@ -215,12 +216,16 @@ class RouterCore:
         view = self.workers.get(said.incarnation)
         if view is None:
             return []
+        running_before = view.counters.running
         view.said(said.counters)
         for changes in said.blocks:
             self.directory.changed(said.incarnation, changes)
         commands: list[Command] = []
         for event in said.events:
             commands += self._one_said(view, event, now_s)
+        ended = any(isinstance(event, Released) for event in said.events)
+        if not view.prefills and (ended or said.counters.running < running_before):
+            self.waiting.wake(now_s)
         return [*commands, *self.moving.relieve(view, now_s)]
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:

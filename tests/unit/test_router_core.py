@@ -401,8 +401,7 @@ def test_without_any_worker_there_is_nothing_to_wait_for() -> None:
 def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None:
     core = waiting()
     again = Send(worker=D2, message=Reserve(spec=spec(attempt=1, emitted=(10,)), source=P))
-    assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == []
-    assert says(core, "p", now_s=3 + ASK_AGAIN_S) == [again]
+    assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == [again]
     assert says(core, "p", now_s=4) == []  # it is being asked for
     assert says(core, "d2", refused("kv_exhausted", attempt=1), now_s=4) == []
     assert says(core, "p", now_s=4.1) == []
