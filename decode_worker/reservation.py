@@ -90,8 +90,8 @@ class Reservation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
     """A request whose KV is here. `finished` choices need no decoding; with a `sketch` of the
-    prefill worker's logits the KV is to be checked. A moved request may have several tokens instead of its
-    first one: `resumed_ids`."""
+    prefill worker's logits the KV is to be checked. A moved request may have several tokens
+    instead of its first one: `resumed_ids`."""
 
     message: Reserve
     source: Incarnation

@@ -258,6 +258,7 @@ class RouterCore:
 
     def _reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         request.ledger.mark("reserved", now_s)
+        self.learning.reserved(request, now_s)
         self.waiting.leave(request.request_id)
         begin = self.dispatching.reserved(request, held_tokens, now_s)
         if request.admitted:

@@ -71,7 +71,7 @@ class Deciding:
                 request.cap(way.spec.sampling.max_tokens)
                 return way, verdict
             refusal = verdict if ladder is None else replace(verdict, hopeless=False)
-            if not less_output_helps(refusal, demand):
+            if not less_output_helps(refusal):
                 break
         waited_s = self.waiting.waited_s(request.request_id, now_s)
         return demand, deferred(refusal, tier, waited_s) or refusal

@@ -13,8 +13,8 @@ from router.forecast.decode_outlook import Likely
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised
 
-PromptWay = tuple[Incarnation, bool, Incarnation | None]
-"""Who prefills, whether it decodes too, and whom it may pull a prefix from."""
+PromptWay = tuple[Incarnation, Incarnation | None, Incarnation | None]
+"""Who decodes, who prefills, and whom that one may pull a prefix from."""
 
 
 @dataclass(slots=True)

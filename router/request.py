@@ -32,6 +32,7 @@ class Request:
     tries: int = 1
     placed: Admitted | None = None
     placed_s: float = 0.0
+    reserved_s: float = 0.0  # when its decode worker had taken it
     tried: set[Incarnation] = field(default_factory=set)
     avoided: set[Pair] = field(default_factory=set)
     admitted: bool = False

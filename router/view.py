@@ -12,6 +12,7 @@ from router.doubt import Doubt
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
 from router.forecast.step_peaks import StepPeaks
+from router.latency.delay import Delay
 from router.latency.worker_times import NoTimes, ToldTimes, WorkerTimes
 
 _KILO = 1024
@@ -44,6 +45,8 @@ class WorkerView:
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     peaks: StepPeaks = field(default_factory=StepPeaks)
     doubt: Doubt = field(default_factory=Doubt)
+    reserving: Delay = field(default_factory=Delay)  # from asking it to its answer
+    dispatching: Delay = field(default_factory=Delay)  # what prompts take beside their computing
     own_usually: float = 0.0  # sequences here, lately: from this router
     all_usually: float = 0.0  # and from all
     draining: bool = False

@@ -152,7 +152,8 @@ class _Look:
     def _alone_s(self) -> float:
         """To its first token, without a queue."""
         prompt = self.prediction.prompt
-        return self.forecast.ttft.overhead_s + prompt.pull_s + prompt.prefill_s
+        alone_s = prompt.messages_s + prompt.pull_s + prompt.prefill_s
+        return self.forecast.ttft.overhead_s + alone_s
 
     def objection(self) -> Objection | None:
         return self.place() or self.ttft() or self.tpot() or self.deadline() or self.blocks()

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 
 from kvrelay.messages import Counters, LinkState
-from kvrelay.types import Incarnation, Role
+from kvrelay.types import Incarnation, Objectives, Role
 from router.admitting import predictive
 from router.admitting.capacity import Capacity
 from router.admitting.early_rejection import EarlyRejection
@@ -298,6 +299,19 @@ class TestPredictive:
         refusal = refusal_of(judge(Predictive(), p, d, *others, asked=asked))
         assert refusal.retry_after_s == pytest.approx(301, abs=2)
         assert steps <= 8 + 2 * 10
+
+    @pytest.mark.parametrize(("deadline_s", "hopeless"), [(0.003, True), (1.2, False)])
+    def test_a_deadline_has_a_reason_of_its_own(self, deadline_s: float, hopeless: bool) -> None:
+        """A prompt of 30 ms and 7 steps of 100 ms, behind a second of others."""
+        p, d = pair()
+        queue(p, 1.0)
+        asked = replace(demand(), objectives=Objectives(deadline_s=deadline_s))
+        refusal = refusal_of(judge(Predictive(), p, d, asked=asked))
+        assert (refusal.reason, refusal.hopeless) == ("deadline_unreachable", hopeless)
+        assert (refusal.retry_after_s is None) == hopeless
+        said = "3 ms" if hopeless else "1.20 s"
+        assert refusal.message.endswith(f"its deadline is {said} after it was received")
+        assert "730 ms without a queue" in refusal.message
 
     @pytest.mark.parametrize("most", [0, 1, 2, 7, 250])
     def test_the_fewest_are_found_as_by_looking_at_each(self, most: int) -> None:

@@ -75,14 +75,17 @@ class TestLessOutput:
         assert list(ways(asked, PATIENT, Step.TRIP)) == [asked]
 
     def test_helps_against_what_output_costs(self) -> None:
-        asked = demand(ttft_s=1)
         helps = {
-            reason: less_output_helps(Refusal(reason=reason, message=""), asked)
-            for reason in ("tpot_unreachable", "kv_exhausted", "ttft_unreachable", "no_capacity")
+            reason: less_output_helps(Refusal(reason=reason, message=""))
+            for reason in (
+                "tpot_unreachable",
+                "kv_exhausted",
+                "deadline_unreachable",
+                "ttft_unreachable",
+                "no_capacity",
+            )
         }
-        assert list(helps.values()) == [True, True, False, False]
-        late = replace(asked, objectives=Objectives(deadline_s=1))
-        assert less_output_helps(Refusal(reason="ttft_unreachable", message=""), late)
+        assert list(helps.values()) == [True, True, True, False, False]
 
 
 class TestWaiting:

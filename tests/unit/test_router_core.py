@@ -458,6 +458,26 @@ def test_routers_number_their_attempts_from_where_they_are_told() -> None:
     assert send.message.spec.key == key(attempt=700)
 
 
+def test_forecasts_count_what_asking_and_telling_the_workers_takes() -> None:
+    """20 ms until the decode worker has answered, 50 more until the prompt is begun: a second
+    request that allows less than these, and its prompt, is refused for good."""
+    core = split()
+    submit(core, "a", now_s=1)
+    placed = core.requests["a"].predicted
+    assert placed is not None and placed.prompt.messages_s == 0
+    says(core, "d", reserved("a"), now_s=1.02)
+    says(core, "p", tokens(0, 10, name="a"), now_s=1.07 + placed.prompt.prefill_s)
+    objectives = Objectives(ttft_s=placed.prompt.prefill_s + 0.06)
+    again = replace(request("b"), objectives=objectives)
+    (refuse,) = core.handle(Submitted(request=again), 9)
+    assert isinstance(refuse, Refuse) and refuse.refusal.hopeless
+    submit(core, "c", now_s=9)
+    predicted = core.requests["c"].predicted
+    assert predicted is not None
+    assert predicted.prompt.messages_s == pytest.approx(0.07)
+    assert predicted.ttft_s == pytest.approx(placed.prompt.prefill_s + 0.07)
+
+
 class TestCachedTokens:
     """Of the prompt, as the first prefill that began has found them."""
 
