@@ -12,8 +12,11 @@ from cluster.logs import configure_logging
 from cluster.net import host_id
 from cluster.plan import NODE_HOST
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.supervised import STARTS
 from cluster.supervision import Home
+from engine.activity import Activity, Stage
 from kvrelay.errors import KvrelayError
+from kvrelay.gc_pauses import freeze
 
 if TYPE_CHECKING:
     from cluster.worker.process import WorkerProcess
@@ -21,6 +24,15 @@ if TYPE_CHECKING:
 EVERY_INTERFACE = ("0.0.0.0", "::")
 JOIN_TIMEOUT_S = 30.0
 JOIN_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """What a process that starts does now; `chosen`: the device and the transports that it took,
+    once it has."""
+
+    activity: Activity = STARTS
+    chosen: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +44,15 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAt:
-    """Where clients reach a router, by its name."""
+    """Where clients reach a router, by its name, and where those who run the cluster do."""
 
     name: str
     host: str
     http_port: int
     grpc_port: int
+    internal_host: str
+    internal_http_port: int
+    internal_grpc_port: int
 
     @property
     def http(self) -> str:
@@ -47,6 +62,14 @@ class RouterAt:
     def grpc(self) -> str:
         return f"{self.host}:{self.grpc_port}"
 
+    @property
+    def internal_http(self) -> str:
+        return f"http://{self.internal_host}:{self.internal_http_port}"
+
+    @property
+    def internal_grpc(self) -> str:
+        return f"{self.internal_host}:{self.internal_grpc_port}"
+
 
 class WorkerHost:
     """Async actor. `start` may be asked again, by a controller that was restarted."""
@@ -55,18 +78,26 @@ class WorkerHost:
         configure_logging(settings.name)
         self._settings = replace(settings, host=_own_host(settings.host))
         self._worker: WorkerProcess | None = None
+        self._activity = STARTS
         self._address: str | None = None
 
     async def home(self) -> Home:
         """Answered before `start` loads anything."""
         return _home()
 
-    async def start(self) -> str | StartFailed:
-        from cluster.worker.process import WorkerProcess
+    async def doing(self) -> Doing:
+        if self._worker is None:
+            return Doing(activity=self._activity)
+        return Doing(activity=self._worker.activity, chosen=self._worker.chosen)
 
+    async def start(self) -> str | StartFailed:
+        self._activity = Activity(stage=Stage.IMPORTS)
         try:
-            self._worker = self._worker or WorkerProcess(self._settings)
-            self._address = self._address or await self._worker.start()
+            kind = await asyncio.to_thread(_worker_class)
+            self._worker = self._worker or kind(self._settings)
+            if self._address is None:
+                self._address = await self._worker.start()
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
@@ -95,9 +126,14 @@ class PoolNodeHost:
         self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
         self._address: str | None = None
 
+    async def doing(self) -> Doing:
+        return Doing()
+
     async def start(self) -> str | StartFailed:
         try:
-            self._address = self._address or (await self._node.start()).reports
+            if self._address is None:
+                self._address = (await self._node.start()).reports
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
@@ -120,14 +156,19 @@ class RouterHost:
         configure_logging(settings.process)
         from cluster.router import RouterProcess
 
-        self._settings = settings
-        self._router = RouterProcess(settings)
+        self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
+        self._router = RouterProcess(self._settings)
         self._at: RouterAt | None = None
         self._closed = asyncio.Event()
 
+    async def doing(self) -> Doing:
+        return Doing(activity=self._router.activity)
+
     async def start(self) -> RouterAt | StartFailed:
         try:
-            self._at = self._at or await self._start()
+            if self._at is None:
+                self._at = await self._start()
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._at
@@ -167,14 +208,27 @@ class RouterHost:
 
     async def _start(self) -> RouterAt:
         ports = await self._router.start()
-        host = self._settings.host
-        reachable = _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
         return RouterAt(
             name=self._settings.process,
-            host=reachable,
-            http_port=ports.http_port,
-            grpc_port=ports.grpc_port,
+            host=_reachable(self._settings.host),
+            http_port=ports.public.http,
+            grpc_port=ports.public.grpc,
+            internal_host=_reachable(self._settings.internal_host),
+            internal_http_port=ports.internal.http,
+            internal_grpc_port=ports.internal.grpc,
         )
+
+
+def _worker_class() -> type[WorkerProcess]:
+    """PyTorch's import takes seconds."""
+    from cluster.worker.process import WorkerProcess
+
+    return WorkerProcess
+
+
+def _reachable(host: str) -> str:
+    """Where others find what listens on `host`."""
+    return _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
 
 
 def _home() -> Home:

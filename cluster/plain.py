@@ -9,19 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import grpc
+from rich.console import Console
 
+from cluster.admin import NOT_INTERNAL
+from cluster.bars import DownloadBars
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from engine.activity import Activity, Stage
+from kvrelay.errors import ConfigError
+from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
+EXIT_INTERRUPTED = 130
+SHOW_S = 0.25
+
+
+class Active(Protocol):
+    activity: Activity
 
 
 class Stoppable(Protocol):
@@ -34,9 +48,14 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
 
     stopping = _stop_signals()
     router = RouterProcess(settings)
-    address = await router.start()
-    print(f"HTTP on {settings.host}:{address.http_port}", flush=True)
-    print(f"gRPC on {settings.host}:{address.grpc_port}", flush=True)
+    async with showing(settings.process, router):
+        address = await router.start()
+    freeze()
+    internal = settings.internal_host
+    print(f"HTTP on {settings.host}:{address.public.http}", flush=True)
+    print(f"gRPC on {settings.host}:{address.public.grpc}", flush=True)
+    print(f"internal HTTP on {internal}:{address.internal.http}", flush=True)
+    print(f"internal gRPC on {internal}:{address.internal.grpc}", flush=True)
     await stopping.wait()
     await router.stop(drain_s=drain_s)
 
@@ -47,7 +66,10 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
 
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
-    address = await worker.start()
+    async with showing(settings.name, worker):
+        address = await worker.start()
+    freeze()
+    log.info("%s", worker.chosen)
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = [stay_registered(router, request) for router in join]
@@ -61,11 +83,37 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     stopping = _stop_signals()
     node = PoolNode(settings)
     addresses = await node.start()
+    freeze()
     for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = [stay_registered(router, request) for router in join]
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
+
+
+@asynccontextmanager
+async def showing(
+    name: str, process: Active, console: Console | None = None
+) -> AsyncIterator[None]:
+    """Logs what a process does while it starts; downloads have a progress bar on a terminal."""
+    bars = DownloadBars(console=console or Console(stderr=True))
+    task = asyncio.create_task(_show(name, process, bars))
+    try:
+        yield
+    finally:
+        task.cancel()
+        bars.close()
+
+
+async def _show(name: str, process: Active, bars: DownloadBars) -> None:
+    said = Stage.STARTS
+    while True:
+        now = process.activity
+        if now.stage is not said:
+            said = now.stage
+            log.info("%s", now.stage)
+        bars.show({name: now} if now.stage is Stage.DOWNLOADS else {})
+        await asyncio.sleep(SHOW_S)
 
 
 async def _first_of(
@@ -92,7 +140,8 @@ async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> Non
 
 
 async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
-    """Whether the router took it; returns when the call has ended."""
+    """Whether the router took it; returns when the call has ended. Raises ConfigError when no
+    worker can join there."""
     joined = asyncio.Event()
 
     async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
@@ -104,13 +153,22 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
         try:
             await worker_pb2_grpc.RegistryStub(channel).Register(registration())
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None
             log.warning("router %s: %s; trying again", join, error.details())
     return joined.is_set()
 
 
 def _stop_signals() -> asyncio.Event:
+    """Set by the first signal; a Ctrl-C after it ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+
+    def interrupted() -> None:
+        if stopping.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        stopping.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     return stopping

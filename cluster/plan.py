@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import get_args
 
@@ -22,7 +22,7 @@ from router.policies import Policies
 from router.preload import PreloadText
 
 NODE_HOST = "auto"
-"""A worker's host that stands for the address of the node where Ray places it."""
+"""A host that stands for the address of the node where Ray places the process."""
 
 
 ROUNDING = 1e-6
@@ -111,8 +111,11 @@ def placements(plan: ClusterPlan) -> dict[str, Placement]:
     return routers | {worker.settings.name: worker.placement for worker in plan.workers}
 
 
-def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
-    """Why the cluster can't fit on a machine that offers this much of each resource, or None."""
+def shortage(
+    plan: ClusterPlan, offered: Mapping[str, float], only: Collection[str] | None = None
+) -> str | None:
+    """Why the cluster can't fit on a machine that offers this much of each resource, or None.
+    With `only`, of these resources."""
     asked: defaultdict[str, float] = defaultdict(float)
     places = [*placements(plan).values()]
     places += [] if plan.pool is None else [plan.pool.placement]
@@ -121,6 +124,8 @@ def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
             asked[name] += amount
     for name, amount in asked.items():
         has = offered.get(name, 0.0)
+        if only is not None and name not in only:
+            continue
         if amount > has + ROUNDING:
             return f"the cluster asks for {name}: {amount:g} and this machine has {has:g}"
     return None
@@ -134,6 +139,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         model=config.model.path,
         revision=config.model.revision,
         device=pool.device,
+        gpus=pool.resources.get("GPU", 0.0),
         dtype=pool.dtype or config.model.dtype,
         block_size=config.engine.block_size,
         prefill_chunk_tokens=config.scheduler.prefill_chunk_tokens,
@@ -147,7 +153,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         profile=config.engine.profile,
         device_share=device_share(pool, config.workers),
         cpu_threads=pool.cpu_threads,
-        transports=config.transfer.transports,
+        transports=config.transfer.transports or (),
         handoff=config.transfer.handoff,
         codec=config.transfer.codec,
         allow_mixed_precision=config.transfer.allow_mixed_precision,
@@ -186,7 +192,7 @@ def _router_plan(config: Config, number: int) -> RouterPlan:
 
 def router_settings(config: Config, number: int = 0) -> RouterSettings:
     """Of one of its routers."""
-    http_port, grpc_port = config.router.ports(number)
+    ports = config.router.ports(number)
     assert config.model.path is not None, "resolved"
     assert config.model.served_name is not None, "resolved"
     return RouterSettings(
@@ -196,8 +202,9 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         revision=config.model.revision,
         served_model_name=config.model.served_name,
         host=config.router.host,
-        http_port=http_port,
-        grpc_port=grpc_port,
+        internal_host=internal_host(config.router),
+        public_metrics=config.router.public_metrics,
+        **asdict(ports),
         max_body_bytes=config.router.max_body,
         preload=tuple(_preload(one) for one in config.preload),
         record=_record(config.router, number),
@@ -213,6 +220,11 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
     )
+
+
+def internal_host(router: Router) -> str:
+    assert router.internal_host is not None, "resolved"
+    return NODE_HOST if router.internal_host == "node" else router.internal_host
 
 
 def _record(router: Router, number: int) -> str | None:
@@ -251,9 +263,11 @@ def pool_node_settings(config: Config) -> PoolNodeSettings:
     )
 
 
-def _far_transports(config: Config) -> tuple[str, ...]:
+def _far_transports(config: Config) -> tuple[str, ...] | None:
     if config.pool.transports is not None:
         return config.pool.transports
+    if config.transfer.transports is None:
+        return None
     return tuple(one for one in config.transfer.transports if one in get_args(FarTransport))
 
 

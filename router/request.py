@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from kvrelay.messages import Lifetime, Tokens
@@ -60,6 +61,21 @@ class Request:
     @property
     def placement(self) -> Placement | None:
         return None if self.placed is None else self.placed.candidate.placement
+
+    @property
+    def pair(self) -> Pair | None:
+        """None where one worker does all."""
+        return self.placement.pair if self.placement else None
+
+    def links(self) -> Iterator[Pair]:
+        """From whom to whom its KV travels between workers."""
+        if self.placed is None:
+            return
+        candidate = self.placed.candidate
+        if candidate.source is not None and not candidate.source.is_pool_node:
+            yield Pair(candidate.source.peer, candidate.prefiller.incarnation)
+        if self.pair is not None:
+            yield self.pair
 
     @property
     def spec(self) -> RequestSpec:

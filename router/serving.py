@@ -6,6 +6,7 @@ Runs in the router's event loop. Knows nothing of HTTP or gRPC.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from router.generation import (
     ModelFacts,
 )
 from router.metrics import RequestTimer, RouterMetrics
+from router.refusal_log import RefusalLog
 from router.sampling_defaults import (
     GenerationDefaults,
     RequestedSampling,
@@ -31,6 +33,8 @@ from router.sampling_defaults import (
 from router.text_stream import TextStream
 from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
 
 INLINE_CHARACTERS = 20_000
 """A longer text is tokenized on a thread: it would hold up every stream."""
@@ -78,6 +82,8 @@ class TextService:
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self.draining = False
+        self.refusals = RefusalLog()
 
     async def start(self, request: TextRequest) -> TextGeneration:
         """Raises InvalidRequest, ModelNotFound or Refused; the request runs once it returns."""
@@ -87,6 +93,7 @@ class TextService:
             after_s = time.perf_counter() - request.received_s
             self.metrics.refused(refusal.reason, request.tier, after_s)
             refusal.tier = request.tier
+            self.refusals.refused(refusal.reason, request.tier, request.request_id)
             raise
         except InvalidRequest as invalid:
             self.metrics.invalid(invalid.code, request.tier)
@@ -130,6 +137,8 @@ class TextService:
 
     async def _start(self, request: TextRequest) -> TextGeneration:
         parsed_s = time.perf_counter()
+        if self.draining:
+            raise Refused("draining", "this router stops and takes nothing new", retry_after_s=1.0)
         self.check_model(request.model)
         facts = self.facts()
         if request.prompt == "":
@@ -234,7 +243,8 @@ class TextGeneration:
                     return
             if not self._ended:
                 raise RequestFailedError("aborted", "the request was aborted")
-        except RequestFailedError:
+        except RequestFailedError as failure:
+            self._log_failure(failure)
             self._end("error")
             raise
         finally:
@@ -253,9 +263,21 @@ class TextGeneration:
             self._end(delta.finish_reason.value)
         return delta
 
+    def _log_failure(self, failure: RequestFailedError) -> None:
+        asked_for = failure.reason in ("aborted", "deadline_exceeded")
+        level = logging.DEBUG if asked_for else logging.WARNING
+        log.log(level, "a request failed: %s", failure, extra={"request_id": self.request_id})
+
     def _end(self, reason: str) -> None:
         if not self._ended:
             self._ended = True
+            log.debug(
+                "a request ended: %s, %d tokens in, %d out",
+                reason,
+                len(self.prompt_ids),
+                self.completion_tokens,
+                extra={"request_id": self.request_id},
+            )
             self._timer.finished(reason, self._generation.ledger())
             self._metrics.predicted(self._generation.prediction_errors())
 

@@ -35,7 +35,7 @@ class Workers(dict[Incarnation, WorkerView]):
         decode_alone: bool = False,
     ) -> None:
         super().__init__(views or {})
-        self._decode_alone = decode_alone
+        self.decode_alone = decode_alone
         self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
 
     def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
@@ -62,7 +62,7 @@ class Workers(dict[Incarnation, WorkerView]):
             role = view.hello.role
             longest[role] = max(longest[role], view.hello.max_model_len)
         decode = longest[Role.DECODE]
-        pair = decode if self._decode_alone else min(longest[Role.PREFILL], decode)
+        pair = decode if self.decode_alone else min(longest[Role.PREFILL], decode)
         return max(longest[Role.BOTH], pair)
 
     @property

@@ -10,6 +10,7 @@ import typer
 
 from cluster.cli.options import (
     GrpcPort,
+    Host,
     HttpPort,
     ModelOption,
     NameOption,
@@ -71,6 +72,10 @@ ROUTER_KEYS = (
     "router.host",
     "router.http_port",
     "router.grpc_port",
+    "router.internal_host",
+    "router.internal_http_port",
+    "router.internal_grpc_port",
+    "router.public_metrics",
     "router.max_body",
     "router.record",
     "router.record_size",
@@ -115,7 +120,7 @@ POOL_KEYS = (
 
 def router(
     model: ModelOption = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
+    host: Host = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
     name: NameOption = None,
@@ -138,6 +143,7 @@ def router(
     from cluster.site import local_site
 
     config = resolve(load_config(None, overrides), local_site())
+    _no_node(config.router.internal_host)
     configure_logging("router")
     import uvloop
 
@@ -149,10 +155,12 @@ def router(
 def worker(
     join: Annotated[
         list[str],
-        typer.Option(metavar="HOST:PORT", help="A router's gRPC address."),
+        typer.Option(metavar="HOST:PORT", help="A router's internal gRPC address."),
     ],
     role: Annotated[Role, typer.Option(help="What this worker does.")],
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    ] = "auto",
     model: ModelOption = None,
     name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
     cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
@@ -181,14 +189,14 @@ def worker(
     from cluster.logs import configure_logging
     from cluster.plan import worker_settings
     from cluster.resolve import resolve
-    from cluster.site import local_site
+    from cluster.site import site_with_gpus
 
     loaded = load_config(None, overrides)
-    site = replace(local_site(), host=_host(loaded.network.host, join))
+    site = replace(site_with_gpus(), host=_host(loaded.network.host, join))
     config = resolve(loaded, site)
     process_name = name or f"{role}-{os.getpid()}"
     settings = worker_settings(config, config.workers[0], process_name)
-    settings = replace(settings, role=role, device_share=device_share)
+    settings = replace(settings, role=role, device_share=device_share, gpus=None)
     configure_logging(process_name)
     from cluster.plain import run_worker
 
@@ -214,7 +222,7 @@ def pool_node(
     ] = None,
     join: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="A router's gRPC address: it tells what is held."),
+        typer.Option(metavar="HOST:PORT", help="A router's internal gRPC address."),
     ] = None,
     name: NameOption = None,
     set_: SetOption = None,
@@ -255,6 +263,14 @@ def _host(given: str | None, join: list[str]) -> str:
     for address in join:
         split_address(address, "--join")
     return given or host_towards(join)
+
+
+def _no_node(internal_host: str | None) -> None:
+    """Raises ConfigError."""
+    from kvrelay.errors import ConfigError
+
+    if internal_host == "node":
+        raise ConfigError("router.internal_host: node is for routers on Ray, give an address")
 
 
 def _pool(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.options import REQUEST_FIELDS, GenerateOptions
 from kvrelay.results import (
     ChatMessage,
     Choice,
@@ -28,45 +28,6 @@ from kvrelay.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids or a chat."""
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Absent: the model's generation config, then the neutral value."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    max_tokens: int
-    min_tokens: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    skip_special_tokens: bool
-    include_stop_str_in_output: bool
-    ignore_eos: bool
-    n: int
-    logprobs: int
-    seed: int
-    logit_bias: Mapping[int, float]
-
-
-class GenerateOptions(SamplingOptions, total=False):
-    """`tenant`: requests of different ones share no cached KV. `tier`: of QoS, one of those that
-    the cluster has. It is stopped when `deadline_s` have passed, waits before retries included."""
-
-    request_id: str
-    model: str
-    tenant: str
-    tier: str
-    slo: Slo
-    deadline_s: float
-    ledger: bool
-
-
-REQUEST_FIELDS = ("request_id", "model", "tenant", "tier", "slo", "deadline_s", "ledger")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -223,6 +184,12 @@ def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
             step_times=decode_step_times(w.step_times),
             prefill_correction=w.prefill_correction,
             decode_correction=w.decode_correction,
+            prompt_tokens_per_s=w.prompt_tokens_per_s,
+            generated_tokens_per_s=w.generated_tokens_per_s,
+            kv_used=w.kv_used,
+            hit_rate=w.hit_rate if w.HasField("hit_rate") else None,
+            transfer_bytes_per_s=w.transfer_bytes_per_s,
+            kv_token_bytes=w.kv_token_bytes,
         )
 
 

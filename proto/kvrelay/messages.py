@@ -275,3 +275,6 @@ class Counters:
     canaries_skipped: int = 0
     links: tuple[LinkState, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
+    gc_pauses: int = 0
+    gc_pause_s: float = 0.0
+    gc_longest_pause_s: float = 0.0

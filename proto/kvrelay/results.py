@@ -106,7 +106,12 @@ class LinkInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Its steps take `step_times` multiplied by the corrections. `cpus`: its own, if it has any."""
+    """Its steps take `step_times` multiplied by the corrections. `cpus`: its own, if it has any.
+
+    Rates and `hit_rate` are means over about the last 10 s; `hit_rate` is None when no prompt was
+    looked up. `kv_used` is the share of KV blocks that requests hold, 0 to 1. `kv_token_bytes` is
+    the KV of one token.
+    """
 
     name: str
     address: str
@@ -125,6 +130,12 @@ class WorkerInfo:
     decode_correction: float
     links: tuple[LinkInfo, ...] = ()
     cpus: str = ""
+    prompt_tokens_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
+    kv_used: float = 0.0
+    hit_rate: float | None = None
+    transfer_bytes_per_s: float = 0.0
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

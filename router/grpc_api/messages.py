@@ -121,6 +121,12 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         step_times=encode_step_times(worker.step_times),
         prefill_correction=worker.counters.prefill_correction,
         decode_correction=worker.counters.decode_correction,
+        prompt_tokens_per_s=worker.activity.prompt_tokens_per_s,
+        generated_tokens_per_s=worker.activity.generated_tokens_per_s,
+        kv_used=worker.activity.kv_used,
+        hit_rate=worker.activity.hit_rate,
+        transfer_bytes_per_s=worker.activity.transfer_bytes_per_s,
+        kv_token_bytes=worker.kv_token_bytes,
     )
 
 

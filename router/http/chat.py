@@ -31,7 +31,8 @@ async def chat_completions(request: Request) -> Response:
     face = face_of(request)
     objectives = objectives_in(request)
     body = await read_body(request, ChatBody, CHAT_NEUTRAL, face.max_body_bytes)
-    reply = ChatReply(face, body, ledger=wants_ledger(request))
+    request_id = new_id("chatcmpl", request)
+    reply = ChatReply(face, body, request_id, ledger=wants_ledger(request))
     asked = TextRequest(
         request_id=reply.id,
         prompt=chat_prompt(body.messages, body.add_generation_prompt is not False),
@@ -94,10 +95,10 @@ def _logprobs(body: ChatBody) -> int | None:
 
 
 class ChatReply(Reply):
-    def __init__(self, face: HttpFace, body: ChatBody, *, ledger: bool) -> None:
+    def __init__(self, face: HttpFace, body: ChatBody, request_id: str, *, ledger: bool) -> None:
         stream, include_usage = stream_flags(body)
         super().__init__(stream=stream, include_usage=include_usage, ledger=ledger)
-        self.id = new_id("chatcmpl")
+        self.id = request_id
         self._eos_ids = face.service.defaults.eos_token_ids
         self._tokenizer = face.service.tokenizer
         self._with_logprobs = bool(body.logprobs)

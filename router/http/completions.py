@@ -35,7 +35,8 @@ async def completions(request: Request) -> Response:
     face = face_of(request)
     objectives = objectives_in(request)
     body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, face.max_body_bytes)
-    reply = CompletionReply(face, body, ledger=wants_ledger(request))
+    request_id = new_id("cmpl", request)
+    reply = CompletionReply(face, body, request_id, ledger=wants_ledger(request))
     asked = TextRequest(
         request_id=reply.id,
         prompt="",
@@ -76,10 +77,12 @@ def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
 
 
 class CompletionReply(Reply):
-    def __init__(self, face: HttpFace, body: CompletionBody, *, ledger: bool) -> None:
+    def __init__(
+        self, face: HttpFace, body: CompletionBody, request_id: str, *, ledger: bool
+    ) -> None:
         stream, include_usage = stream_flags(body)
         super().__init__(stream=stream, include_usage=include_usage, ledger=ledger)
-        self.id = new_id("cmpl")
+        self.id = request_id
         self._eos_ids = face.service.defaults.eos_token_ids
         self._with_logprobs = body.logprobs is not None
         self._with_token_ids = bool(body.return_token_ids)

@@ -25,5 +25,10 @@ def face_of(request: Request) -> HttpFace:
     return face
 
 
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+ID_LENGTH = 200
+"""Of a client's x-request-id: with what is added it stays below what workers take."""
+
+
+def new_id(prefix: str, request: Request) -> str:
+    """Begins with the request's x-request-id; unique, since clients may send one id many times."""
+    return f"{prefix}-{request.state.request_id[:ID_LENGTH]}-{uuid.uuid4().hex[:8]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -10,8 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.types import Role
-from router.generation import WorkerStatus
 from router.http.bodies import read_body
 from router.http.body_fields import DetokenizeBody, TokenizeBody
 from router.http.chat import chat_prompt
@@ -81,26 +79,19 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    dispatcher = face_of(request).service.dispatcher
-    if dispatcher.ready():
+    service = face_of(request).service
+    if service.draining:
+        return json_response({"ready": False, "reason": "this router is draining"}, status=503)
+    reason = service.dispatcher.not_ready()
+    if reason is None:
         return json_response({"ready": True})
-    reason = not_ready_reason(dispatcher.workers())
     return json_response({"ready": False, "reason": reason}, status=503)
 
 
-def not_ready_reason(workers: Sequence[WorkerStatus]) -> str:
-    roles = {worker.role for worker in workers}
-    if not roles:
-        return "no worker has joined yet"
-    if Role.BOTH not in roles:
-        missing = [role for role in (Role.PREFILL, Role.DECODE) if role not in roles]
-        if missing:
-            return f"no {' and no '.join(missing)} worker has joined yet"
-    return "the workers that joined can't serve yet"
-
-
 async def metrics(request: Request) -> Response:
-    content = face_of(request).service.metrics.exposition()
+    service = face_of(request).service
+    snapshot = service.dispatcher.snapshot()
+    content = await asyncio.to_thread(service.metrics.exposition, snapshot)
     return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 

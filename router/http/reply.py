@@ -121,7 +121,7 @@ class GenerationResponse(Response):
                 async for position, delta in deltas:
                     await _send(send, event(reply.chunk(position, delta)))
             except Exception as error:
-                await _send(send, _error_event(error))
+                await _send(send, _error_event(error, self._requests[0].request_id))
             else:
                 await self._close(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -137,8 +137,8 @@ async def _send(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _error_event(error: Exception) -> bytes:
+def _error_event(error: Exception, request_id: str) -> bytes:
     if isinstance(error, KvrelayError):
         return event(reply_of(error).body())
-    log.error("a stream failed", exc_info=error)
+    log.error("a stream failed", exc_info=error, extra={"request_id": request_id})
     return event(INTERNAL.body())

@@ -336,9 +336,9 @@ async def test_ipv6_literals(folder: Path) -> None:
         except OSError:
             pytest.skip("this machine has no IPv6")
     faces = faces_over(FakeDispatcher(), folder, host="::1")
-    _, grpc_port = await faces.start()
+    public, _ = await faces.start()
     try:
-        async with grpc.aio.insecure_channel(f"[::1]:{grpc_port}") as channel:
+        async with grpc.aio.insecure_channel(f"[::1]:{public.grpc}") as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
     finally:
         await faces.stop(grace_s=1.0)

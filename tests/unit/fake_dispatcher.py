@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError
+from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.generation import (
     ChoiceTokens,
+    ClusterSnapshot,
     GenerationRequest,
     ModelFacts,
     PoolNodeStatus,
@@ -140,6 +142,7 @@ class FakeDispatcher:
     cached_tokens: int = 0
     capped_tokens: int | None = None
     tier_statuses: tuple[TierStatus, ...] = ()
+    pauses: GcPauses = field(default_factory=GcPauses)
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
@@ -181,35 +184,36 @@ class FakeDispatcher:
     def ready(self) -> bool:
         return self.is_ready
 
+    def not_ready(self) -> str | None:
+        return None if self.is_ready else "no worker has joined yet"
+
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
 
-    def moved_requests(self) -> int:
-        return 0
-
-    def local_prefills(self) -> int:
-        return 3
-
-    def queued_prompts(self) -> int:
-        return 2
-
-    def promises(self) -> dict[str, int]:
-        return {"kept": 2, "broken": 1, "expired": 0}
+    def snapshot(self) -> ClusterSnapshot:
+        return ClusterSnapshot(
+            ready=self.is_ready,
+            running_requests=len(self.running),
+            quarantined_pairs=len(self.pairs),
+            queued_prompts=2,
+            moved_requests=0,
+            local_prefills=3,
+            promises={"kept": 2, "broken": 1, "expired": 0},
+            workers=self.statuses,
+            linked=(),
+            pool_nodes=self.pools,
+            tiers=self.tier_statuses,
+            pauses=self.pauses,
+        )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         return self.pairs
-
-    def tiers(self) -> tuple[TierStatus, ...]:
-        return self.tier_statuses
 
     def model(self) -> ModelFacts | None:
         return self.facts
 
     def running_requests(self) -> int:
         return len(self.running)
-
-    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
-        return self.pools
 
     async def debug_kv(self) -> GetKvResponse:
         workers = [

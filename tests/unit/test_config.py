@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, dispatch, grpc_port, "
-    "host, http_port, max_body, placement, record, record_size, replicas, resources, "
-    "same_ports",
+    "host, http_port, internal_grpc_port, internal_host, internal_http_port, max_body, placement, "
+    "public_metrics, record, record_size, replicas, resources, same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -54,7 +55,7 @@ REFUSED = {
     "workers.0.replicas=0": "workers.0.replicas: got 0, expected greater than or equal to 1",
     "workers.0.replicas=true": "workers.0.replicas: got true, expected a valid integer",
     "workers.0.role=foo": "workers.0.role: got \"foo\", expected 'prefill', 'decode' or 'both'",
-    "workers.0.device=gpu": 'workers.0.device: got "gpu", expected cpu, cuda or cuda:N',
+    "workers.0.device=gpu": 'workers.0.device: got "gpu", expected auto, cpu, cuda or cuda:N',
     "workers.0.parallel.tensor=0": "workers.0.parallel.tensor: got 0, "
     "expected greater than or equal to 1",
     "workers.0={role: prefill, device: 'cuda:1', parallel: {tensor: 2}}": "workers.0.parallel: "
@@ -76,7 +77,14 @@ REFUSED = {
     "with dispatch: shared_queue: each would have a queue of its own, which the others know "
     "nothing of",
     "router={grpc_port: 65534, replicas: 3}": "router: expected ports up to 65535: "
-    "HTTP on 8000 to 8002, gRPC on 65534 to 65536 are beyond",
+    "gRPC on 65534 to 65536 is beyond",
+    "router.internal_grpc_port=8000": "router: expected different ports for http_port and "
+    "internal_grpc_port: HTTP on 8000, internal gRPC on 8000 share 8000",
+    "router={http_port: 8000, grpc_port: 8902, replicas: 3}": "router: expected different ports "
+    "for grpc_port and internal_http_port: gRPC on 8902 to 8904, internal HTTP on 8900 to 8902 "
+    "share 8902",
+    "router.internal_http_port=none": 'router.internal_http_port: got "none", expected a valid '
+    "integer",
     "router.http_port=65536": "router.http_port: got 65536, expected less than or equal to 65535",
     "network.port_range=[9, 3]": "network.port_range: got a list of 2, "
     "expected [first, last] with 1024 <= first <= last",
@@ -300,6 +308,40 @@ def test_eight_gpus_are_eight_workers() -> None:
     assert {worker.settings.device_share for worker in plan.workers} == {1}
 
 
+AUTO_POOLS: dict[str, tuple[list[str], float, list[float]]] = {
+    "no GPU: all on the CPU": ([], 0, [0, 0]),
+    "one for each": ([], 8, [1, 1]),
+    "one for two": ([], 1, [0.5, 0.5]),
+    "two for three": (["workers.0.replicas=2"], 2, [0.5, 0.5, 0.5]),
+    "one for three": (["workers.0.replicas=2"], 1, [0.3333] * 3),
+    "one for each rank": (["workers.0.parallel.tensor=2"], 4, [2, 1]),
+    "too few for the ranks": (["workers.0.parallel.tensor=2"], 2, [0, 0]),
+    "others have taken some": (["workers.0.device=cuda"], 2, [1, 1]),
+    "others have taken all": (["workers.0.device=cuda"], 1, [1, 0]),
+    "a numbered one": (["workers.0.device=cuda:0"], 2, [1, 1]),
+    "as its resources say": (["workers.0.resources={GPU: 0.25}"], 0, [0.25, 0]),
+}
+
+
+@pytest.mark.parametrize(("given", "gpus", "parts"), AUTO_POOLS.values(), ids=AUTO_POOLS)
+def test_device_auto_takes_the_gpus_that_are_free(
+    given: list[str], gpus: float, parts: list[float]
+) -> None:
+    config = resolve(set_(*given), replace(SITE, gpus=gpus))
+    assert resolve(config, replace(SITE, gpus=gpus)) == config
+    workers = plan_cluster(config).workers
+    assert [worker.placement.gpus for worker in workers] == parts
+    assert [worker.settings.gpus for worker in workers] == parts
+    on_cpu = [part == 0 for part in parts]
+    shares = [
+        sum(on_cpu) if here else round(1 / part) if part < 1 else 1
+        for here, part in zip(on_cpu, parts, strict=True)
+    ]
+    assert [worker.settings.device_share for worker in workers] == shares
+    threads = {worker.settings.cpu_threads for worker in workers if worker.settings.gpus}
+    assert threads <= {1, 2}, "of a worker on a GPU the CPU has little to do"
+
+
 def test_names_count_over_the_pools_of_a_role() -> None:
     pools = "workers=[{role: both, replicas: 2}, {role: both, device: cuda}]"
     plan = plan_cluster(resolve(set_(pools), SITE))
@@ -351,6 +393,31 @@ def test_each_router_has_ports_and_a_record_of_its_own() -> None:
     ]
 
 
+def internal_of(site: Site, *texts: str) -> list[tuple[str, int, int]]:
+    plans = plan_cluster(resolve(set_(*texts), site)).routers
+    settings = [one.settings for one in plans]
+    return [(s.internal_host, s.internal_http_port, s.internal_grpc_port) for s in settings]
+
+
+def test_internal_ports_are_above_the_public_ones() -> None:
+    assert internal_of(SITE) == [("127.0.0.1", 8900, 50951)]
+    assert internal_of(SITE, "router.http_port=0") == [("127.0.0.1", 0, 50951)]
+    assert internal_of(SITE, "router={replicas: 2, internal_http_port: 9000}") == [
+        ("127.0.0.1", 9000, 50951),
+        ("127.0.0.1", 9001, 50952),
+    ]
+    assert internal_of(SITE, "router={http_port: 65000, replicas: 2}")[0][1] == 0, "no room"
+
+
+def test_the_internal_listener_is_on_loopback_unless_the_cluster_spans_hosts() -> None:
+    several = Site(total_cpus=8, node_cpus=8, host=None, bundled_path="/b", spans_hosts=True)
+    one_node = Site(total_cpus=8, node_cpus=8, host=None, bundled_path="/b")
+    assert internal_of(several)[0][0] == NODE_HOST
+    assert internal_of(one_node)[0][0] == "127.0.0.1"
+    assert internal_of(one_node, "router.internal_host=node")[0][0] == NODE_HOST
+    assert internal_of(several, "router.internal_host=10.0.0.5")[0][0] == "10.0.0.5"
+
+
 @pytest.mark.parametrize(
     ("policy", "enabled", "stands"),
     [
@@ -387,13 +454,14 @@ def test_workers_of_two_dtypes_need_permission() -> None:
 
 
 def test_a_pools_transports_are_those_between_hosts_unless_they_are_named() -> None:
-    def transports(*options: str) -> tuple[str, ...]:
+    def transports(*options: str) -> tuple[str, ...] | None:
         plan = plan_cluster(resolve(set_("pool.enabled=true", *options), SITE))
         assert plan.pool is not None
         return plan.pool.settings.transports
 
     some = "transfer.transports=[shm, ucx, cuda_ipc, nixl]"
-    assert transports() == ()
+    assert transports() is None, "left to the node"
+    assert transports("transfer.transports=[shm]") == ()
     assert transports(some) == ("ucx", "nixl")
     assert transports(some, "pool.transports=[nixl]") == ("nixl",)
     assert transports(some, "pool.transports=[]") == ()
@@ -443,6 +511,10 @@ CHANGES = {
     "router.replicas": 3,
     "router.http_port": 1,
     "router.grpc_port": 2,
+    "router.internal_host": "node",
+    "router.internal_http_port": 3,
+    "router.internal_grpc_port": 4,
+    "router.public_metrics": True,
     "router.max_body": "5MiB",
     "router.record": "/log",
     "router.record_size": "5MiB",

@@ -16,7 +16,7 @@ from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Rol
 from router.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
 from router.link import WorkerLink
 from router.policies import Policies
-from tests.unit.router_kit import hello, request, reserved, tokens
+from tests.unit.router_kit import hello, refused, request, reserved, tokens
 
 B = Incarnation("b")
 
@@ -26,6 +26,10 @@ class Link:
 
     def __init__(self) -> None:
         self.sent: list[ToWorker] = []
+        self.when_closed: Callable[[], None] = lambda: None
+
+    async def close(self) -> None:
+        self.when_closed()
 
     def send(self, message: ToWorker) -> None:
         self.sent.append(message)
@@ -68,6 +72,22 @@ def test_tokens_come_in_order_and_end() -> None:
         assert not [m for m in s.link.sent if isinstance(m, Abort)]
 
     play(scene)
+
+
+def test_only_a_worker_that_goes_by_itself_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "router")
+
+    async def scene(s: Scene) -> None:
+        s.dispatcher._links["host:1"] = cast(WorkerLink, s.link)
+        s.dispatcher.lost(B, "it closed the stream")
+        s.dispatcher.joined(cast(WorkerLink, s.link), hello("b", Role.BOTH))
+        s.link.when_closed = lambda: s.dispatcher.lost(B, "the link was closed")
+        await s.dispatcher.remove_worker("host:1")
+
+    play(scene)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert ("WARNING", "lost the worker at host:1: it closed the stream") in said
+    assert said[-1] == ("INFO", "the worker at host:1 has left")
 
 
 def test_what_can_never_be_served_is_invalid() -> None:
@@ -178,6 +198,20 @@ def test_the_deadline_of_a_request_that_ended_is_not_that_of_the_next_one_of_its
         assert s.dispatcher.runs(new)
 
     play(scene, admission="none")
+
+
+def test_a_worker_that_drains_makes_the_router_not_ready() -> None:
+    async def scene(s: Scene) -> None:
+        assert s.dispatcher.ready()
+        submitting = asyncio.ensure_future(s.dispatcher.submit(request()))
+        await asyncio.sleep(0)
+        s.say(refused("draining"))
+        with pytest.raises(Refused):
+            await submitting
+        assert not s.dispatcher.ready()
+        assert s.dispatcher.not_ready() == "all workers drain"
+
+    play(scene)
 
 
 def test_a_request_whose_workers_are_all_gone_fails() -> None:
