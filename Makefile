@@ -34,6 +34,7 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.engine
 	$(BIN)/python -m bench.agreement
+	$(BIN)/python -m bench.sampler
 	$(BIN)/python -m bench.collate
 	$(BIN)/python -m bench.codec_loss
 	$(BIN)/python -m bench.canary

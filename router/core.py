@@ -15,6 +15,7 @@ from itertools import count
 
 from kvrelay.messages import (
     Lifetime,
+    PromptLogprobs,
     Released,
     RequestFailed,
     Reserved,
@@ -254,6 +255,9 @@ class RouterCore:
                 if event.name == "handoff_committed":
                     self.recent_pairs.used(request.links(), now_s)
                 return [*trust(self.quarantine, request, event)]
+            case PromptLogprobs():
+                request.scored(event)
+                return []
             case RequestFailed(reason=reason, message=message):
                 suspected = suspect(self.quarantine, request, event, now_s)
                 return [*suspected, *self.ending.leg_failed(request, reason, message, now_s)]

@@ -14,7 +14,14 @@ from kvrelay.activity import NO_ACTIVITY, Activity
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, Sampling, TokenLogprobs
+from kvrelay.types import (
+    NO_OBJECTIVES,
+    FinishReason,
+    Objectives,
+    PromptLogprob,
+    Sampling,
+    TokenLogprobs,
+)
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from router.placement import Pair
 
@@ -58,6 +65,10 @@ class Generation(Protocol):
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose KV was found, not computed; known with the first token."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Of each token of the prompt but the first, where wanted; known with the first token."""
 
     @property
     def capped_tokens(self) -> int | None:

@@ -19,6 +19,7 @@ from router.grpc_api.face import (
     create_public_server,
 )
 from router.http.app import create_internal_app, create_public_app
+from router.http.event_stream import KEEP_ALIVE_S
 from router.http.face import HttpFace
 from router.listener import ListenAt, Listener, Ports
 from router.metrics import RouterMetrics
@@ -47,6 +48,7 @@ class FaceOptions:
     internal_grpc_port: int = 0
     public_metrics: bool = False
     tiers: TierRules = ONE_FOR_ALL
+    keep_alive_s: float = KEEP_ALIVE_S
 
     @property
     def public(self) -> ListenAt:
@@ -139,6 +141,7 @@ class Faces:
             max_body_bytes=self._options.max_body_bytes,
             version=version("kvrelay"),
             started_s=time.time(),
+            keep_alive_s=self._options.keep_alive_s,
         )
 
     async def _watch_health(self) -> None:

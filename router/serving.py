@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
-from kvrelay.types import NO_OBJECTIVES, Objectives, Sampling
+from kvrelay.types import NO_OBJECTIVES, Objectives, PromptLogprob, Sampling
 from router.choice_text import ChoiceText, TextDelta
 from router.generation import (
     ChoiceTokens,
@@ -44,6 +44,8 @@ INLINE_CHARACTERS = 20_000
 class ChatPrompt:
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -120,11 +122,13 @@ class TextService:
         match prompt:
             case tuple():
                 return prompt
-            case ChatPrompt(messages, add_generation_prompt):
+            case ChatPrompt() as chat:
                 text = self.tokenizer.render_chat(
-                    messages, add_generation_prompt=add_generation_prompt
+                    chat.messages,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    template_kwargs=chat.template_kwargs,
                 )
-                return await self._encode(text, add_special_tokens=False)
+                return await self._encode(text, add_special_tokens=chat.add_special_tokens)
             case str():
                 return await self._encode(prompt, add_special_tokens=add_special_tokens)
 
@@ -182,6 +186,7 @@ class TextGeneration:
         timer: RequestTimer,
     ) -> None:
         self.request_id = request.request_id
+        self.prompt = request.prompt
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self._generation = generation
@@ -201,6 +206,11 @@ class TextGeneration:
     @property
     def completion_tokens(self) -> int:
         return sum(choice.completion_tokens for choice in self._choices)
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Of each token of the prompt but the first, once the first token is here."""
+        return self._generation.prompt_logprobs
 
     @property
     def cached_tokens(self) -> int:

@@ -23,7 +23,7 @@ from kvrelay.results import (
 from kvrelay.retry import Retries
 from kvrelay.status import LEDGER_KEY, Metadata
 from kvrelay.times_wire import decode_step_times
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -53,6 +53,8 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
         request.text = prompt
     elif any(isinstance(part, ChatMessage) for part in prompt):
         request.chat.CopyFrom(pb.ChatInput(messages=[_message(part) for part in prompt]))
+        variables = options.get("chat_template_kwargs", {})
+        request.chat.chat_template_kwargs.update(variables)  # type: ignore[arg-type]
     else:
         request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
     return request
@@ -99,7 +101,13 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         completion_tokens=response.completion_tokens,
         seed=response.seed,
         capped_tokens=response.capped_tokens if response.HasField("capped_tokens") else None,
+        prompt_logprobs=tuple(_prompt_logprob(entry) for entry in response.input_logprobs),
     )
+
+
+def _prompt_logprob(entry: pb.PromptLogprob) -> PromptLogprob:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return PromptLogprob(entry.token.token_id, entry.token.logprob, entry.rank, top)
 
 
 def _logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
@@ -118,6 +126,7 @@ def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Gen
         completion_tokens=sum(own[-1].completion_tokens for own in by_choice),
         seed=chunks[0].seed,
         capped_tokens=chunks[0].capped_tokens,
+        prompt_logprobs=chunks[0].prompt_logprobs,
         ledger_ms=ledger_ms,
     )
 

@@ -31,6 +31,7 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     n: int
     logprobs: int
+    prompt_logprobs: int
     seed: int
     logit_bias: Mapping[int, float]
 
@@ -40,6 +41,7 @@ class GenerateOptions(SamplingOptions, total=False):
 
     request_id: str
     model: str
+    chat_template_kwargs: Mapping[str, object]
     tenant: str
     tier: str
     slo: Slo
@@ -47,7 +49,10 @@ class GenerateOptions(SamplingOptions, total=False):
     ledger: bool
 
 
-REQUEST_FIELDS = ("request_id", "model", "tenant", "tier", "slo", "deadline_s", "ledger")
+REQUEST_FIELDS = (
+    *("request_id", "model", "chat_template_kwargs"),
+    *("tenant", "tier", "slo", "deadline_s", "ledger"),
+)
 
 RETRIES_HELP = (
     "A refused request is sent again up to so many times, each at the time that its refusal names."
@@ -69,10 +74,12 @@ HELP: Mapping[str, str] = {
     "ignore_eos": "Go on after the model's own end, up to max_tokens.",
     "n": "How many answers to draw.",
     "logprobs": "Return each token's log probability, and this many of the likeliest.",
+    "prompt_logprobs": "The same for the tokens of the prompt, which is then computed whole.",
     "seed": "The same seed draws the same tokens; absent: a random one, which the answer names.",
     "logit_bias": "Added to the logits, by token id.",
     "request_id": "The id in logs and in `kvrelay status --kv`; absent: a random one.",
     "model": "Refuse to be served by any other model.",
+    "chat_template_kwargs": "Variables for the chat template, such as enable_thinking.",
     "tenant": "Requests of different tenants share no cached KV.",
     "tier": "The QoS tier, one of those that the cluster file names.",
     "slo": "Objectives: time to first token and per token; absent: those of the tier.",

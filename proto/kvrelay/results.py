@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Chunk:
     """What one choice gained. The last one of a choice has its finish reason.
 
     `token_ids` may run ahead of `text`, which never holds half a character. `capped_tokens`: the
-    router has cut max_tokens to so many, to serve it rather than refuse it.
+    router has cut max_tokens to so many, to serve it rather than refuse it. The first one of all
+    has `prompt_logprobs`, if asked for: of each token of the prompt but the first.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Chunk:
     completion_tokens: int
     seed: int
     capped_tokens: int | None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class Generated:
     completion_tokens: int
     seed: int
     capped_tokens: int | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
     ledger_ms: Mapping[str, float] = field(default_factory=dict)
     """# phase |-> milliseconds, in the order of events"""
 

@@ -22,6 +22,7 @@ from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     objectives_in,
     prompt_of,
+    prompt_told,
     quarantined_pair,
     response_of,
     sampling_of,
@@ -53,8 +54,13 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
         try:
             generation = await self._service.start(self._text_request(request, context, received_s))
             async with aclosing(generation.deltas()) as deltas:
+                is_first = True
                 async for delta in deltas:
-                    yield response_of(generation, delta)
+                    response = response_of(generation, delta)
+                    if is_first:
+                        response.input_logprobs.extend(prompt_told(generation))
+                        is_first = False
+                    yield response
         except Exception as error:
             await abort_with(context, error, request.request_id or None)
         if request.ledger:

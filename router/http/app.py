@@ -31,6 +31,8 @@ PUBLIC_ROUTES = [
     Route("/tokenize", info.tokenize, methods=["POST"]),
     Route("/detokenize", info.detokenize, methods=["POST"]),
     Route("/health", info.health),
+    Route("/ping", info.ping, methods=["GET", "POST"]),
+    Route("/load", info.load),
     Route("/ready", info.ready),
     Route("/version", info.version),
 ]

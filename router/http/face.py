@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from router.http.event_stream import KEEP_ALIVE_S
 from router.serving import TextService
 
 
@@ -17,6 +18,8 @@ class HttpFace:
     version: str
     started_s: float
     """Unix time."""
+    keep_alive_s: float = KEEP_ALIVE_S
+    """A stream without a token for so long gets a comment."""
 
 
 def face_of(request: Request) -> HttpFace:

@@ -15,6 +15,7 @@ from router.http.body_fields import DetokenizeBody, TokenizeBody
 from router.http.chat import chat_prompt
 from router.http.encoding import json_response
 from router.http.face import HttpFace, face_of
+from router.http.neutral_fields import TEMPLATE_NEUTRAL
 from router.serving import Prompt
 
 
@@ -42,7 +43,7 @@ def _model_card(face: HttpFace) -> dict[str, object]:
 
 async def tokenize(request: Request) -> Response:
     face = face_of(request)
-    body = await read_body(request, TokenizeBody, {}, face.max_body_bytes)
+    body = await read_body(request, TokenizeBody, TEMPLATE_NEUTRAL, face.max_body_bytes)
     face.service.check_model(body.model or "")
     ids = await face.service.prompt_ids(
         _prompt_of(body), add_special_tokens=body.add_special_tokens is not False
@@ -62,7 +63,7 @@ def _prompt_of(body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if body.messages is not None:
-        return chat_prompt(body.messages, body.add_generation_prompt is not False)
+        return chat_prompt(body.messages, body)
     return body.prompt or ""
 
 
@@ -76,6 +77,17 @@ async def detokenize(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
+
+
+async def ping(request: Request) -> Response:
+    """vLLM's and SageMaker's: `health` without a body."""
+    return Response()
+
+
+async def load(request: Request) -> Response:
+    """vLLM's: how many requests this router is serving."""
+    running = face_of(request).service.dispatcher.running_requests()
+    return json_response({"server_load": running})
 
 
 async def ready(request: Request) -> Response:

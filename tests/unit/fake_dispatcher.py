@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvrelay.errors import KvrelayError
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.generation import (
@@ -56,15 +56,22 @@ class FakeGeneration:
     request: GenerationRequest
     stopped: dict[int, int] = field(default_factory=dict)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
         try:
-            await self.owner.moment("first_token", self.aborted)
+            await self.owner.moment("first_token", self.go_on)
             self.owner.fail_if_due(0)
             said = {c: self._spoken(c) for c in range(self.request.sampling.n)}
+            if not self.request.sampling.max_tokens:
+                for choice in said:
+                    yield ChoiceTokens(
+                        choice=choice, token_ids=(), finish_reason=FinishReason.LENGTH
+                    )
+                return
             for index in range(max(len(tokens) for tokens in said.values())):
                 if index == 1:
-                    await self.owner.moment("second_token", self.aborted)
+                    await self.owner.moment("second_token", self.go_on)
                 if self.aborted.is_set():
                     return
                 for choice, tokens in said.items():
@@ -111,6 +118,17 @@ class FakeGeneration:
     @property
     def cached_tokens(self) -> int:
         return self.owner.cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Each token of the prompt is the second best."""
+        top = self.request.sampling.prompt_logprobs
+        if top is None:
+            return ()
+        return [
+            PromptLogprob(i, -1.0, 2, ((i + 1, -0.25), (i, -1.0), (i + 2, -2.0))[:top])
+            for i in self.request.prompt_ids[1:]
+        ]
 
     @property
     def capped_tokens(self) -> int | None:
@@ -179,6 +197,7 @@ class FakeDispatcher:
         generation = self.running.pop(request_id, None)
         if generation is not None:
             generation.aborted.set()
+            generation.go_on.set()
         self.aborted.put_nowait(request_id)
 
     def ready(self) -> bool:

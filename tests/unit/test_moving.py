@@ -91,6 +91,16 @@ def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     assert core.moving.moved == 1
 
 
+def test_a_second_move_takes_all_that_was_delivered_as_prompt() -> None:
+    core = moving(decoding())
+    says(core, "d", tokens(3, 13))
+    says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
+    says(core, "d2", tokens(4, 14, attempt=1))
+    assert core.requests["r"].spec.resumed == ((13,),)
+    again = core.moving._spec(core.requests["r"])
+    assert (again.emitted_ids, again.resumed) == ((10, 11, 12, 13, 14), ())
+
+
 def test_what_the_move_finds_cached_is_none_of_the_clients() -> None:
     """The worker that it leaves has all of it."""
     core = moving(decoding())
