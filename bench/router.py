@@ -1,27 +1,56 @@
-"""Decisions per second of the router's core, in one thread: placement and admission of requests
-over many workers, a full directory and running requests.
+"""What decisions cost the router's core, in one thread, when the cluster is full.
 
-python -m bench.router [--workers 64] [--blocks 100000] [--prompt-tokens 2048]
+Half of the workers decode, each with nearly all of its slots taken. Requests of three tiers come,
+none like another; how long outputs are is learnt, and many clients were told to come back.
+
+python -m bench.router [--workers 64] [--running 250] [--promises 50000] [--prompt-tokens 2048]
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 from bench.report import Row, print_table
 from kvpool.block_names import BlockNames
-from kvrelay.messages import BlockChanges, Counters, LinkState, Released, Reserved, WorkerHello
+from kvrelay.messages import (
+    BlockChanges,
+    Counters,
+    LinkState,
+    Released,
+    Reserved,
+    TierLoad,
+    Tokens,
+    WorkerEvent,
+    WorkerHello,
+)
+from kvrelay.qos import QosTier, QosTiers
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import Incarnation, Objectives, RequestKey, Role, Sampling, Tier
+from kvrelay.types import (
+    NO_OBJECTIVES,
+    FinishReason,
+    Incarnation,
+    Objectives,
+    RequestKey,
+    Role,
+    Sampling,
+    Tier,
+)
 from router.core import RouterCore
-from router.events import Aborted, Refuse, Send, Submitted, WorkerJoined, WorkerSaid
+from router.events import Refuse, Send, Submitted, WorkerJoined, WorkerSaid
 from router.generation import GenerationRequest
 from router.policies import Policies, open_admission, open_placement
+from router.promises import Promised
 
 BLOCK_TOKENS = 16
+SLOTS = 256
 GOAL_PER_S = 2_000
+GOAL_REFUSAL_P99_MS = 0.5
 STEP_TIMES = StepCoefficients(
     prefill_overhead_s=0.01,
     prefill_token_s=2e-5,
@@ -29,45 +58,129 @@ STEP_TIMES = StepCoefficients(
     decode_knots=((1, 0.007), (64, 0.01), (256, 0.02)),
     decode_kv_token_s=3e-8,
 )
+TIERS = QosTiers(
+    tiers=(
+        QosTier(name="premium", share=0.1, objectives=Objectives(ttft_s=2.0, tpot_s=0.05)),
+        QosTier(
+            name="standard",
+            priority=1,
+            share=0.3,
+            objectives=Objectives(ttft_s=5.0, tpot_s=0.04),
+            capped_tokens=256,
+        ),
+        QosTier(
+            name="free",
+            priority=2,
+            objectives=Objectives(ttft_s=10.0, tpot_s=0.045),
+            capped_tokens=128,
+        ),
+    ),
+    default="free",
+)
+PREMIUM_SHARE, STANDARD_SHARE = 0.05, 0.35
+"""Of the requests that come; the rest names no tier."""
+MAX_TOKENS = 2_000
+STEP_S = 0.035
+"""Between two tokens of a sequence."""
+FILL_S, MOVE_S = 0.0025, 0.0005
+"""Between two requests, while the workers fill up and afterwards."""
+ENDED = 8
+"""Sequences of each decode worker: by them it is known how long outputs are."""
+PATIENT = Objectives(ttft_s=1e3, tpot_s=0.06)
+PROMISED_WITHIN_S = 30.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--running", type=int, default=250, help="on each decode worker")
+    parser.add_argument("--promises", type=int, default=50_000)
     parser.add_argument("--blocks", type=int, default=100_000, help="different ones")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--requests", type=int, default=4000)
     options = parser.parse_args()
-    rows = [_row(name, options) for name in ("least_loaded", "kv_aware")]
-    print_table(f"the router alone, {options.workers} workers", rows)
-
-
-def _row(placement: str, options: argparse.Namespace) -> Row:
-    world = World(placement, options.workers, options.blocks, options.prompt_tokens)
-    requests = [world.request(i) for i in range(options.requests)]
-    spent_s = sum(world.decide(request) for request in requests)
-    return Row(
-        name=f"{placement}, predictive admission",
-        value=len(requests) / spent_s,
-        unit="decisions/s",
-        against="goal",
-        against_value=GOAL_PER_S,
-        goal=1.0,
-        method=f"{options.prompt_tokens} prompt tokens, {world.core.directory.entries} blocks, "
-        f"{world.refused} refused",
+    rows = [row for name in ("kv_aware", "least_loaded") for row in _rows(name, options)]
+    print_table(
+        f"the router alone, {options.workers} workers, {options.running} of {SLOTS} slots taken on "
+        f"each decode worker, {options.promises} promises open",
+        rows,
     )
 
 
+def _rows(placement: str, options: argparse.Namespace) -> list[Row]:
+    world = World(placement, options.workers, options.blocks, options.prompt_tokens)
+    world.fill(options.running)
+    world.promise(options.promises)
+    spent = Spent()
+    for number in range(options.requests):
+        world.decide(world.request(str(number)), spent)
+    held = world.core.directory.entries
+    method = f"CPU time of {options.requests} requests of {options.prompt_tokens} tokens, {held} "
+    return spent.rows(placement, f"{method}blocks known, {len(world.core.promises)} promises left")
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of each decision."""
+
+    refused_s: list[float] = field(default_factory=list)
+    admitted_s: list[float] = field(default_factory=list)
+
+    def rows(self, placement: str, method: str) -> list[Row]:
+        rows = [self._rate(placement, method)]
+        for name, seconds in (("refusal", self.refused_s), ("admission", self.admitted_s)):
+            if len(seconds) > 1:
+                rows += [_at_most(f"{placement}, one {name}", seconds, share) for share in (50, 99)]
+        return rows
+
+    def _rate(self, placement: str, method: str) -> Row:
+        both = [*self.refused_s, *self.admitted_s]
+        return Row(
+            name=f"{placement}, {len(self.refused_s)} refused, {len(self.admitted_s)} admitted",
+            value=len(both) / sum(both),
+            unit="decisions/s",
+            against="goal",
+            against_value=GOAL_PER_S,
+            goal=1.0,
+            method=method,
+        )
+
+
+def _at_most(name: str, seconds: Sequence[float], percent: int) -> Row:
+    bound = percent == 99 and "refusal" in name
+    return Row(
+        name=f"{name}, p{percent}",
+        value=statistics.quantiles(seconds, n=100)[percent - 1] * 1e3,
+        unit="ms",
+        against="goal" if bound else "",
+        against_value=GOAL_REFUSAL_P99_MS if bound else None,
+        goal=1.0 if bound else None,
+        lower_is_better=True,
+    )
+
+
+class Running(NamedTuple):
+    """A sequence on a decode worker."""
+
+    key: RequestKey
+    tier: str
+    since_s: float
+
+
 class World:
+    """A router core, and what its workers tell it. The same seed gives the same decisions."""
+
     def __init__(self, placement: str, workers: int, blocks: int, prompt_tokens: int) -> None:
         self._random = Random(1)
         policies = Policies(placement=placement)
         self.core = RouterCore(
-            placing=open_placement(policies, self._random), admitting=open_admission(policies)
+            placing=open_placement(policies, self._random),
+            admitting=open_admission(policies),
+            tiers=TIERS,
         )
-        self.refused = 0
-        self._running: list[tuple[Incarnation, RequestKey]] = []
         self._now_s = 0.0
+        self._links: dict[Incarnation, tuple[LinkState, ...]] = {}
+        self._running: dict[Incarnation, list[Running]] = {}
         own_blocks = (prompt_tokens - prompt_tokens // 2) // BLOCK_TOKENS
         self._prompts = [self._prompt(prompt_tokens) for _ in range(-(-blocks // own_blocks))]
         for i in range(workers):
@@ -83,13 +196,36 @@ class World:
     def _join(self, number: int, role: Role, workers: int) -> None:
         name = Incarnation(f"w{number}")
         self.core.handle(WorkerJoined(hello=_hello(name, role)), 0)
-        links = tuple(
+        self._links[name] = tuple(
             LinkState(peer=Incarnation(f"w{i}"), transport="t", bytes_per_s=5e10, latency_s=1e-5)
             for i in range(workers)
             if i != number
         )
-        said = WorkerSaid(incarnation=name, events=(), counters=Counters(links=links))
-        self.core.handle(said, 0)
+        if role is Role.DECODE:
+            self._running[name] = []
+        self._report(name)
+
+    def _report(self, worker: Incarnation, *events: WorkerEvent) -> None:
+        counters = self._counters(worker)
+        self.core.handle(
+            WorkerSaid(incarnation=worker, events=events, counters=counters), self._now_s
+        )
+
+    def _counters(self, worker: Incarnation) -> Counters:
+        running, links = self._running.get(worker), self._links[worker]
+        if running is None:
+            return Counters(links=links)
+        outlook, sequences = self.core.workers[worker].outlook, len(running)
+        tiers = [one.tier for one in running]
+        loads = (TierLoad(tier=t.name, running=tiers.count(t.name), waiting=0) for t in TIERS.tiers)
+        return Counters(
+            running=sequences,
+            decode_sequences=sequences,
+            decode_kv_tokens=outlook.kv_tokens,
+            active_blocks=outlook.kv_tokens // BLOCK_TOKENS,
+            links=links,
+            tiers=tuple(loads),
+        )
 
     def _store(self, holder: Incarnation, prompt: tuple[int, ...]) -> None:
         names = BlockNames(fingerprint="f", physical_format="p")
@@ -98,42 +234,103 @@ class World:
         said = WorkerSaid(incarnation=holder, events=(), counters=Counters(), blocks=(changes,))
         self.core.handle(said, 0)
 
-    def request(self, number: int) -> GenerationRequest:
+    # --- the state ------------------------------------------------------------------------------
+
+    def fill(self, running: int) -> None:
+        """With requests that ask for little, until every decode worker has so many sequences."""
+        for _ in range(running * len(self._running)):
+            self._take_one(FILL_S)
+        for worker, there in self._running.items():
+            assert len(there) == running, f"{worker} has {len(there)} sequences"
+            self._report(worker, *(self._progress(one) for one in there))
+        for worker in self._running:
+            for _ in range(ENDED):
+                self._end_one(worker)
+                self._take_one(MOVE_S)
+
+    def _take_one(self, after_s: float) -> None:
+        self._now_s += after_s
+        request = self.request(f"filled {self._now_s}", PATIENT)
+        commands = self.core.handle(Submitted(request=request), self._now_s)
+        assert isinstance(commands[0], Send), commands
+        self.core.handle(self._reserved(request, commands[0].worker), self._now_s)
+        self._joined(request, commands[0].worker)
+
+    def promise(self, promises: int) -> None:
+        """To clients that come back in half of the cases."""
+        work = Promised(prefill_s=0.06, sequences=1, kv_tokens=2_300)
+        made = self.core.promises
+        for number in range(promises):
+            due_in_s = self._random.uniform(0.1, PROMISED_WITHIN_S)
+            made.make(number, work, due_in_s, self._now_s, self._random.choice((1, 2)))
+        for claimed in (True, False) * 20:
+            made.claims.first.learn(claimed)
+
+    def request(self, name: str, objectives: Objectives = NO_OBJECTIVES) -> GenerationRequest:
+        """Like no other; some of its prompt, at least the half that all share, is known."""
+        known = self._random.choice(self._prompts)
+        same = self._random.randrange(len(known) // 2, len(known))
+        drawn = self._random.random()
+        tier = "premium" if drawn < PREMIUM_SHARE else ""
+        if not tier and drawn < PREMIUM_SHARE + STANDARD_SHARE:
+            tier = "standard"
         return GenerationRequest(
-            request_id=str(number),
-            prompt_ids=self._random.choice(self._prompts),
-            sampling=Sampling(max_tokens=200, seed=1),
-            objectives=Objectives(ttft_s=5.0, tpot_s=0.05),
+            request_id=name,
+            prompt_ids=(*known[:same], *self._random.choices(range(50_000), k=len(known) - same)),
+            sampling=Sampling(max_tokens=MAX_TOKENS, seed=1),
+            objectives=objectives,
+            qos_tier=tier,
         )
 
-    def decide(self, request: GenerationRequest) -> float:
-        """Seconds from submission to the order for the prefill worker, or the refusal."""
-        self._now_s += 0.005
+    # --- what is measured -----------------------------------------------------------------------
+
+    def decide(self, request: GenerationRequest, spent: Spent) -> None:
+        """Until it is refused, or the prefill worker is told to begin."""
+        self._now_s += MOVE_S
         began_s = time.thread_time()
-        (command,) = self.core.handle(Submitted(request=request), self._now_s)
-        if isinstance(command, Refuse):
-            self.refused += 1
-            return time.thread_time() - began_s
-        assert isinstance(command, Send)
+        commands = self.core.handle(Submitted(request=request), self._now_s)
+        if isinstance(commands[0], Refuse):
+            spent.refused_s.append(time.thread_time() - began_s)
+            return
+        assert isinstance(commands[0], Send)
+        worker = commands[0].worker
+        reserved = self._reserved(request, worker)
+        self.core.handle(reserved, self._now_s)
+        spent.admitted_s.append(time.thread_time() - began_s)
+        self._joined(request, worker)
+        self._end_one(worker)
+
+    def _reserved(self, request: GenerationRequest, worker: Incarnation) -> WorkerSaid:
         key = self.core.requests[request.request_id].key
         reserved = Reserved(key=key, at_s=self._now_s)
-        said = WorkerSaid(incarnation=command.worker, events=(reserved,), counters=Counters())
-        self.core.handle(said, self._now_s)
-        spent_s = time.thread_time() - began_s
-        self._running.append((command.worker, key))
-        self._end_some()
-        return spent_s
+        counters = self.core.workers[worker].counters
+        return WorkerSaid(incarnation=worker, events=(reserved,), counters=counters)
 
-    def _end_some(self) -> None:
-        """Some 1,000 requests run at a time."""
-        while len(self._running) > 1000:
-            worker, key = self._running.pop(0)
-            self.core.handle(Aborted(request_id=key.request_id), self._now_s)
-            for one in self.core.workers:
-                event = Released(key=key, at_s=self._now_s)
-                if one == worker or key in self.core.workers[one].queue:
-                    said = WorkerSaid(incarnation=one, events=(event,), counters=Counters())
-                    self.core.handle(said, self._now_s)
+    def _joined(self, request: GenerationRequest, worker: Incarnation) -> None:
+        key = self.core.requests[request.request_id].key
+        one = Running(key, request.qos_tier or TIERS.default, self._now_s)
+        self._running[worker].append(one)
+        self._report(worker, self._progress(one))
+
+    def _end_one(self, worker: Incarnation) -> None:
+        there = self._running[worker]
+        one = there.pop(self._random.randrange(len(there)))
+        last = self._progress(one, FinishReason.STOP)
+        self._report(worker, last, Released(key=one.key, at_s=self._now_s))
+
+    def _progress(self, one: Running, reason: FinishReason | None = None) -> Tokens:
+        """As many tokens as there were steps."""
+        known = self.core.requests[one.key.request_id].choices[0].next_index
+        tokens = 1 + int((self._now_s - one.since_s) / STEP_S)
+        return Tokens(
+            key=one.key,
+            at_s=self._now_s,
+            choice=0,
+            first_index=known,
+            token_ids=(5,) * max(1, tokens - known),
+            finish_reason=reason,
+            stop_token_id=None if reason is None else 5,
+        )
 
 
 def _hello(name: Incarnation, role: Role) -> WorkerHello:
@@ -149,7 +346,7 @@ def _hello(name: Incarnation, role: Role) -> WorkerHello:
         block_size=BLOCK_TOKENS,
         total_blocks=50_000,
         max_model_len=32_768,
-        max_running_requests=256,
+        max_running_requests=SLOTS,
         prefill_chunk_tokens=8192,
         vocab_size=50_000,
         physical_format="p",

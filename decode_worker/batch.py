@@ -6,6 +6,7 @@ join    --------------------------/
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
 from decode_worker.packing import Packing
@@ -66,30 +67,41 @@ class Batch:
         preemption, and then compared with `sketch`."""
         spec = arrived.message.spec
         whole = self.roster.sequence(spec, arrived.names)
+        ids = [
+            spec.resumed_by(choice) or arrived.resumed_ids or (token,)
+            for choice, token in enumerate(arrived.first_token_ids)
+        ]
         self.roster.expect(spec.key)
         if whole.holder in self.tables:
             self.advance(whole, spec.context_tokens)
-            self._part(whole, arrived.first_token_ids, arrived.finished, now_s)
+            self._part(whole, ids, arrived.finished, now_s)
             return
-        for choice, token in zip(whole.choices, arrived.first_token_ids, strict=True):
+        for choice, begun in zip(whole.choices, ids, strict=True):
             if choice not in arrived.finished:
-                self.roster.wait(replace(whole.part(choice, token), sketch=sketch))
+                self.roster.wait(replace(whole.part(choice, begun), sketch=sketch))
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
     ) -> None:
-        """The choices of a prompt that was prefilled here part at their first `tokens`."""
+        """The choices of a prompt that was prefilled here part at their first `tokens`, or go on
+        behind those of earlier attempts."""
         self.roster.replaced(whole)
-        self._part(whole, tokens, finished, now_s)
+        drawn = zip(whole.choices, tokens, strict=True)
+        begun = [whole.spec.resumed_by(choice) or (token,) for choice, token in drawn]
+        self._part(whole, begun, finished, now_s)
 
     def _part(
-        self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
+        self,
+        whole: Sequence,
+        begun: Ordered[tuple[int, ...]],
+        finished: frozenset[int],
+        now_s: float,
     ) -> None:
         """Each choice that goes on becomes a running sequence that shares the prompt's blocks."""
-        for choice, token in zip(whole.choices, tokens, strict=True):
+        for choice, token_ids in zip(whole.choices, begun, strict=True):
             if choice in finished:
                 continue
-            sequence = whole.part(choice, token)
+            sequence = whole.part(choice, token_ids)
             if sequence.holder != whole.holder:
                 self.tables.fork(whole.holder, sequence.holder, now_s=now_s)
             self.roster.join(sequence)

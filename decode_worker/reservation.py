@@ -81,6 +81,7 @@ class Reservation:
             names=self.names,
             held_tokens=self.held_tokens,
             first_token_ids=commit.first_token_ids,
+            resumed_ids=commit.resumed_ids,
             finished=frozenset(commit.finished_choices) | self.stopped,
             sketch=commit.sketch,
         )
@@ -89,7 +90,8 @@ class Reservation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
     """A request whose KV is here. `finished` choices need no decoding; with a `sketch` of the
-    prefill worker's logits the KV is to be checked."""
+    prefill worker's logits the KV is to be checked. A moved request may have several tokens
+    instead of its first one: `resumed_ids`."""
 
     message: Reserve
     source: Incarnation
@@ -97,6 +99,7 @@ class Arrived:
     names: HashChain
     held_tokens: int
     first_token_ids: tuple[int, ...]
+    resumed_ids: tuple[int, ...]
     finished: frozenset[int]
     sketch: LogitSketch | None
 

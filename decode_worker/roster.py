@@ -84,6 +84,7 @@ class Roster:
             names=names,
             arrival=next(self._arrivals),
             emitted=[*spec.emitted_ids],
+            stopped={*spec.finished_choices},
         )
 
     def try_open(self, sequence: Sequence, tokens: int, ahead_tokens: int, now_s: float) -> bool:

@@ -217,6 +217,8 @@ class DecodeScheduler:
             sequence.tokens_event(choice, (one,), now_s)
             for choice, one in zip(sequence.choices, sampled, strict=True)
         ]
+        if len(sequence.choices) > 1:
+            tokens = [event for event in tokens if self._is_drawn_first(sequence, event.choice)]
         finished = frozenset(event.choice for event in tokens if event.finish_reason is not None)
         if len(sequence.choices) > 1:
             ids = tuple(one.token_id for one in sampled)
@@ -226,6 +228,12 @@ class DecodeScheduler:
         else:
             sequence.emitted.append(sampled[0].token_id)
         return [*tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
+
+    @staticmethod
+    def _is_drawn_first(whole: Sequence, choice: int) -> bool:
+        """Not of a choice that goes on behind what it has emitted, nor of one that has ended."""
+        spec = whole.spec
+        return not spec.resumed_by(choice) and choice not in spec.finished_choices
 
     def _advance_run(
         self, sequence: Sequence, drawn: tuple[Sampled, ...], now_s: float

@@ -81,15 +81,16 @@ class Sequence:
         self.stood_back_s += now_s - self.back_since_s
         self.back_since_s = None
 
-    def part(self, choice: int, token_id: int) -> Sequence:
-        """One choice of it, that goes on with `token_id`."""
+    def part(self, choice: int, token_ids: tuple[int, ...]) -> Sequence:
+        """One choice of it, that goes on with `token_ids`: the first one drawn, or all that it has
+        emitted in earlier attempts. Their KV is computed here."""
         return Sequence(
             spec=self.spec,
             choices=(choice,),
             holder=Holder("decode", self.key, choice),
             names=self.names.copy(),
             arrival=self.arrival,
-            emitted=[*self.emitted, token_id],
+            emitted=[*self.emitted, *token_ids],
             computed=self.computed,
             joined=self.joined,
         )

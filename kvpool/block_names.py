@@ -26,7 +26,7 @@ from kvpool.siblings import Content
 from kvpool.tenants import TenantRoots
 from kvrelay.types import RequestSpec
 
-_WALK_BLOCKS = 64
+_WALK_BLOCKS = 16
 """Whose bytes are made together."""
 
 _MIXED = "mixed"
@@ -134,8 +134,9 @@ class HashChain:
         return self._hashes[index - 1] if index else self.salt
 
     def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
-        """The names of the blocks that the first `tokens` tokens fill, each made when asked for."""
-        parent, size = None, self.block_size
+        """The names of the blocks that the first `tokens` tokens fill, a few made at a time."""
+        parent: BlockHash | None = None
+        size = self.block_size
         limit = tokens if self.limit is None else min(tokens, self.limit)
         if isinstance(token_ids, NamedTokens):
             yield from token_ids.names(range(limit // size), size, self.salt)
@@ -143,7 +144,9 @@ class HashChain:
         for first in range(0, limit // size, _WALK_BLOCKS):
             until = min(first + _WALK_BLOCKS, limit // size)
             data = token_bytes(token_ids[first * size : until * size])
-            parent = yield from block_hashes(parent, data, size, self.salt)
+            hashes = block_hashes(parent, data, size, self.salt)
+            yield from hashes
+            parent = hashes[-1]
 
     def copy(self) -> HashChain:
         return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))

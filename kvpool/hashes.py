@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NewType, Protocol
@@ -72,17 +72,17 @@ def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSa
 
 def block_hashes(
     parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
-) -> Generator[BlockHash, None, BlockHash]:
-    """Of full blocks one after another, from their `token_bytes`; each made when asked for. Returns
-    the last."""
-    keyed, step = _keyed(salt), block_size * TOKEN_BYTES
+) -> list[BlockHash]:
+    """Of full blocks one after another, from their `token_bytes`."""
+    copy, step = _keyed(salt).copy, block_size * TOKEN_BYTES
     above = parent or BlockHash(_NO_PARENT)
+    found: list[BlockHash] = []
     for at in range(0, len(tokens), step):
-        digest = keyed.copy()
+        digest = copy()
         digest.update(above + tokens[at : at + step])
         above = BlockHash(digest.digest())
-        yield above
-    return above
+        found.append(above)
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -187,27 +187,42 @@ class Job:
 
     def take_first(self, sampled: tuple[Sampled, ...], now_s: float) -> list[Tokens]:
         """The first token drawn of each choice, as the router is told; an end where no token is
-        wanted."""
+        wanted. Of choices that go on behind tokens of earlier attempts, and of those that ended
+        then, it knows it."""
         if not self.sampling.max_tokens:
             self.finished = tuple(range(self.sampling.n))
             return [self._end(choice, now_s) for choice in self.finished]
-        emitted = self.first_index + 1
-        self.first = tuple(one.token_id for one in sampled)
-        reasons = [finish_reason(self.sampling, token_id=t, emitted=emitted) for t in self.first]
-        self.finished = tuple(i for i, reason in enumerate(reasons) if reason is not None)
-        return [
-            Tokens(
-                key=self.key,
-                at_s=now_s,
-                choice=choice,
-                first_index=self.first_index,
-                token_ids=(one.token_id,),
-                logprobs=() if one.logprobs is None else (one.logprobs,),
-                finish_reason=reason,
-                stop_token_id=one.token_id if reason is FinishReason.STOP else None,
-            )
-            for choice, (one, reason) in enumerate(zip(sampled, reasons, strict=True))
+        spec, emitted = self.message.spec, self.first_index + 1
+        reasons = [
+            finish_reason(self.sampling, token_id=one.token_id, emitted=emitted) for one in sampled
         ]
+        drawn = [
+            choice
+            for choice in range(self.sampling.n)
+            if not spec.resumed_by(choice) and choice not in spec.finished_choices
+        ]
+        ended = {choice for choice in drawn if reasons[choice] is not None}
+        self.finished = tuple(sorted({*spec.finished_choices, *ended}))
+        self.first = tuple(
+            (*spec.resumed_by(choice), one.token_id)[0] for choice, one in enumerate(sampled)
+        )
+        return [
+            self._first_event(choice, sampled[choice], reasons[choice], now_s) for choice in drawn
+        ]
+
+    def _first_event(
+        self, choice: int, one: Sampled, reason: FinishReason | None, now_s: float
+    ) -> Tokens:
+        return Tokens(
+            key=self.key,
+            at_s=now_s,
+            choice=choice,
+            first_index=self.first_index,
+            token_ids=(one.token_id,),
+            logprobs=() if one.logprobs is None else (one.logprobs,),
+            finish_reason=reason,
+            stop_token_id=one.token_id if reason is FinishReason.STOP else None,
+        )
 
     def _end(self, choice: int, now_s: float) -> Tokens:
         return Tokens(

@@ -223,12 +223,14 @@ class Sender:
     ) -> SendPeer:
         """All pieces are sent and the first token drawn of each choice is known."""
         assert self.all_sent and self.settled
+        spec = self.message.spec
         return self._to_peer(
             Commit(
-                key=self.message.spec.key,
+                key=spec.key,
                 pieces=len(self._pieces),
                 first_token_ids=first,
                 finished_choices=finished,
+                resumed_ids=spec.resumed_by(0) if spec.sampling.n == 1 else (),
                 sketch=sketch,
             )
         )

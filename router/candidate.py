@@ -42,16 +42,18 @@ class Candidate:
 @value
 class PromptPrediction:
     """Seconds from now until the first token, by what they are spent on. So much longer (`pause_s`)
-    those wait for their tokens in whose steps it is computed."""
+    those wait for their tokens in whose steps it is computed. Asking the decode worker and telling
+    the prefill worker takes `messages_s`, while the queue gets shorter."""
 
     queue_s: float
     pull_s: float
     prefill_s: float
     pause_s: float = 0.0
+    messages_s: float = 0.0
 
     @property
     def first_token_s(self) -> float:
-        return self.queue_s + self.pull_s + self.prefill_s
+        return max(self.queue_s, self.messages_s) + self.pull_s + self.prefill_s
 
 
 @value

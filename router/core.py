@@ -3,9 +3,8 @@
     submitted -> reserving -> (Reserved) admitted -> tokens ... -> finished
                     `-> (ReserveRefused) next decode worker, or refused
 
-A request whose worker fails goes on elsewhere under the next attempt, behind the tokens delivered;
-draws are counter based. One of several choices is run again: it yields the same tokens, and those
-already delivered are dropped by their index.
+A request whose worker fails goes on elsewhere under the next attempt, each of its choices behind
+the tokens delivered; draws are counter based.
 """
 
 from __future__ import annotations
@@ -192,6 +191,7 @@ class RouterCore:
                 return self.ending.too_late(request_id, now_s)
             case WorkerJoined(hello=hello):
                 self.workers.join(hello)
+                self.waiting.wake(now_s)
                 return orders.preload(hello, self.preloads)
             case WorkerLost(incarnation=incarnation):
                 return self._worker_lost(incarnation, now_s)
@@ -219,12 +219,16 @@ class RouterCore:
         view = self.workers.get(said.incarnation)
         if view is None:
             return []
+        running_before = view.counters.running
         view.said(said.counters)
         for changes in said.blocks:
             self.directory.changed(said.incarnation, changes)
         commands: list[Command] = []
         for event in said.events:
             commands += self._one_said(view, event, now_s)
+        ended = any(isinstance(event, Released) for event in said.events)
+        if not view.prefills and (ended or said.counters.running < running_before):
+            self.waiting.wake(now_s)
         return [*commands, *self.moving.relieve(view, now_s)]
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
@@ -264,6 +268,7 @@ class RouterCore:
 
     def _reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         request.ledger.mark("reserved", now_s)
+        self.learning.reserved(request, now_s)
         self.waiting.leave(request.request_id)
         begin = self.dispatching.reserved(request, held_tokens, now_s)
         if request.admitted:

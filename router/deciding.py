@@ -5,19 +5,21 @@ Placement suggests, admission judges; as asked first, then as the request's tier
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvrelay.qos import QosTiers
 from kvrelay.types import RequestSpec
 from router.admitting.capacity import Capacity
 from router.admitting.policy import AdmissionPolicy, Verdict
+from router.candidate import Candidate
 from router.degrading import deferred, less_output_helps, stricter, tripped, ways
-from router.demand import Demand
+from router.demand import Demand, Known
 from router.directory import Directory
 from router.forecast.forecast import Forecast
 from router.ladder import Ladders, Step
 from router.latency.output_lengths import OutputLengths
-from router.placing.policy import PlacementPolicy
+from router.placing.policy import Choice, PlacementPolicy
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised, Promises
 from router.quarantine import Quarantine
@@ -69,7 +71,7 @@ class Deciding:
                 request.cap(way.spec.sampling.max_tokens)
                 return way, verdict
             refusal = verdict if ladder is None else replace(verdict, hopeless=False)
-            if not less_output_helps(refusal, demand):
+            if not less_output_helps(refusal):
                 break
         waited_s = self.waiting.waited_s(request.request_id, now_s)
         return demand, deferred(refusal, tier, waited_s) or refusal
@@ -85,10 +87,24 @@ class Deciding:
         """What was admitted once is taken wherever there is a place for it."""
         objections = self.quarantine.objections(request.avoided, now_s)
         choice = self.workers.choice(demand, request.tried, objections, self.forecast)
-        suggested = self.placing.candidates(demand, choice, now_s)
-        candidates = (one for one in suggested if choice.acceptable(one))
         policy = Capacity() if request.admitted else self.admitting
-        return policy.judge(demand, candidates, otherwise, self.forecast, now_s)
+        ways = self._ways(demand, choice, now_s)
+        return policy.judge(demand, ways, otherwise, self.forecast, now_s)
+
+    def _ways(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
+        """With less output than was asked for, the same ways are the best ones, as long as no more
+        workers could serve it."""
+        known = demand.known
+        assert known is not None, "a demand of another decision"
+        fitting = [view.incarnation for view in (*choice.prefills, *choice.decoders)]
+        if known.fitting != fitting:
+            suggested = self.placing.candidates(demand, choice, now_s)
+            known.more_ways = (one for one in suggested if choice.acceptable(one))
+            known.fitting, known.ways = fitting, []
+        yield from known.ways
+        for way in known.more_ways:
+            known.ways.append(way)
+            yield way
 
     def demand(self, request: Request, spec: RequestSpec, now_s: float) -> Demand:
         return Demand(
@@ -101,11 +117,14 @@ class Deciding:
             waited_s=request.ledger.age_s(now_s),
             promised=self._soon(request, now_s),
             line=self._line(request),
+            known=Known(),
         )
 
     def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
         """Of each choice, still to come."""
-        emitted, most = len(spec.emitted_ids), spec.sampling.max_tokens
+        since = (len(spec.resumed_by(c.choice)) for c in request.choices if not c.finished)
+        emitted = len(spec.emitted_ids) + min(since, default=0)
+        most = spec.sampling.max_tokens
         expected = self.lengths.quantile(
             request.tier.name, EXPECTED, max_tokens=most, emitted=emitted
         )

@@ -36,10 +36,8 @@ def capped(demand: Demand, tier: QosTier) -> Demand | None:
     return replace(demand, spec=spec, output_tokens=min(demand.output_tokens, most))
 
 
-def less_output_helps(refusal: Refusal, demand: Demand) -> bool:
-    if refusal.reason == "ttft_unreachable":
-        return demand.objectives.deadline_s is not None  # which it may be about
-    return refusal.reason in ("tpot_unreachable", "kv_exhausted")
+def less_output_helps(refusal: Refusal) -> bool:
+    return refusal.reason in ("tpot_unreachable", "deadline_unreachable", "kv_exhausted")
 
 
 def deferred(refusal: Refusal, tier: QosTier, waited_s: float) -> Deferred | None:

@@ -24,7 +24,7 @@ class Delivering:
         self, request: Request, worker: WorkerView, event: Tokens, now_s: float
     ) -> list[Command]:
         worker.outlook.grown(event.key, event.first_index + len(event.token_ids))
-        if event.first_index == len(request.resumed_ids):
+        if event.first_index == request.choices[event.choice].resumed:
             self._begun(request, event, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)

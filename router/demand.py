@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
-from kvrelay.types import NO_OBJECTIVES, Objectives, RequestSpec
+from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives, RequestSpec
+from router.candidate import Candidate, PromptPrediction
+from router.forecast.decode_outlook import Likely
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised
+
+PromptWay = tuple[Incarnation, Incarnation | None, Incarnation | None]
+"""Who decodes, who prefills, and whom that one may pull a prefix from."""
+
+
+@dataclass(slots=True)
+class Known:
+    """What was found out in one decision, at one moment: it is the same for several of its ways."""
+
+    prompts: dict[PromptWay, PromptPrediction] = field(default_factory=dict)
+    batches: dict[tuple[Incarnation, float], Likely] = field(default_factory=dict)  # at a time
+    fitting: list[Incarnation] | None = None  # the workers for which these ways were suggested
+    ways: list[Candidate] = field(default_factory=list)
+    more_ways: Iterator[Candidate] = field(default_factory=lambda: iter(()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +33,8 @@ class Demand:
     """`output_tokens` is how many each choice will probably have. It is of one `tier` of the
     `tiers`. `waited_s` of its time to first token are over. What others were `promised` for the
     time that it would wait goes before it, for each prefill worker and each decode worker; the
-    `line` is all that was promised, which goes before it if it has to come back."""
+    `line` is all that was promised, which goes before it if it has to come back. `known` is shared
+    by all ways that are looked at in one decision."""
 
     spec: RequestSpec
     output_tokens: int
@@ -27,6 +45,7 @@ class Demand:
     waited_s: float = 0.0
     promised: Promised = NOTHING_PROMISED
     line: Promised = NOTHING_PROMISED
+    known: Known | None = None
 
     @cached_property
     def priority(self) -> int:

@@ -3,11 +3,13 @@ tier keeps its objectives. Pure; part of a router's core."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 
 from kvrelay.messages import Tokens
 from kvrelay.types import FinishReason
-from router.forecast.forecast import Forecast
+from router.candidate import PromptPrediction
+from router.forecast.forecast import Forecast, messages_s
 from router.ladder import Ladders
 from router.latency.output_lengths import OutputLengths
 from router.request import Request
@@ -24,6 +26,30 @@ class Learning:
     ladders: Ladders
     forecast: Forecast
 
+    def reserved(self, request: Request, now_s: float) -> None:
+        """Its decode worker has taken it."""
+        request.reserved_s = now_s
+        if request.placed is not None and request.placed.candidate.prefill is not None:
+            request.placed.candidate.decode.reserving.observe(now_s - request.placed_s)
+
+    def _dispatched(self, request: Request, now_s: float) -> None:
+        """Its first token has come. What its prompt took beside its own time, where it had none to
+        wait for."""
+        if request.predicted is None or request.placed is None:
+            return
+        prompt, candidate = request.predicted.prompt, request.placed.candidate
+        if prompt.queue_s <= 0 and isfinite(prompt.prefill_s):
+            took_s = now_s - (request.placed_s if candidate.prefill is None else request.reserved_s)
+            candidate.prefiller.dispatching.observe(took_s - prompt.pull_s - prompt.prefill_s)
+
+    @staticmethod
+    def _as_known_now(request: Request, prompt: PromptPrediction) -> PromptPrediction:
+        """With the delays of its workers' messages that it has shown itself: they are not to count
+        as errors too."""
+        if request.placed is None or prompt.queue_s > 0:
+            return prompt
+        return replace(prompt, messages_s=messages_s(request.placed.candidate))
+
     def begun(self, request: Request, now_s: float) -> None:
         """Its first token has come, before anyone has counted it."""
         if any(choice.next_index for choice in request.choices):
@@ -34,9 +60,11 @@ class Learning:
             self.ladders.saw_ttft(request.tier.name, age_s, begun_s=begun_s, now_s=now_s)
         predicted = request.predicted
         if predicted is not None and not request.disturbed:
+            self._dispatched(request, now_s)
+            predicted_s = self._as_known_now(request, predicted.prompt).first_token_s
             self.forecast.ttft.observe(
-                predicted.prompt.first_token_s,
-                _at_most_due_s(request, predicted.prompt.first_token_s, now_s),
+                predicted_s,
+                _at_most_due_s(request, predicted_s, now_s),
                 now_s,
                 undisturbed=predicted.prompt.queue_s <= 0,
             )

@@ -4,7 +4,7 @@
                                            `-> (ReserveRefused) decodes on
 
 The worker that it leaves prefills the new attempt: it has the KV of all full blocks in its cache.
-What it says between Reserve and Reserved is drawn again, and dropped by its index.
+What it says between Reserve and Reserved is not drawn again: the prefill says what it was.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class Moving:
     def _spec(self, request: Request) -> RequestSpec:
         """Of its next attempt, behind all that it has delivered."""
         key = RequestKey(request.request_id, next(self.attempts))
-        return replace(request.spec, key=key, emitted_ids=tuple(request.choices[0].delivered))
+        emitted = tuple(request.choices[0].delivered)
+        return replace(request.spec, key=key, emitted_ids=emitted, resumed=())
 
     def answered(self, event: WorkerEvent, now_s: float) -> list[Command]:
         """Nothing changes where the target refuses, or the request went on otherwise."""

@@ -14,6 +14,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
+from operator import itemgetter
 
 from kvrelay.types import RequestSpec
 from router.claims import Claims
@@ -54,6 +56,7 @@ class Promised:
 
 
 NOTHING_PROMISED = Promised()
+_due_s = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,25 @@ class Promise:
 
 
 @dataclass(slots=True)
+class _Earlier:
+    """The work of all promises that are due before `until_s`, by priority and by `again`. As that
+    moment moves on, each promise is added once."""
+
+    until_s: float = -inf
+    works: dict[tuple[int, bool], Promised] = field(default_factory=dict)
+
+    def add(self, promise: Promise, sign: int = 1) -> None:
+        kind = (promise.priority, promise.again)
+        before = self.works.get(kind, NOTHING_PROMISED)
+        self.works[kind] = before + promise.work.times(sign)
+
+    def clear(self) -> None:
+        """And with it what rounding left."""
+        self.until_s = -inf
+        self.works.clear()
+
+
+@dataclass(slots=True)
 class Promises:
     """Of one router. A request that comes again is known by its digest. Nothing is kept for
     clients before some have come back: a burst of those that don't would shut out all others."""
@@ -83,6 +105,7 @@ class Promises:
     _by_due: list[tuple[float, int]] = field(default_factory=list)  # ascending
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of until_s and digest
     _all: dict[int, Promised] = field(default_factory=dict)  # priority |-> likely, of those open
+    _earlier: _Earlier = field(default_factory=_Earlier)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -119,6 +142,8 @@ class Promises:
         self._open[digest] = promise
         line = self._all.get(promise.priority, NOTHING_PROMISED)
         self._all[promise.priority] = line + promise.likely
+        if promise.due_s < self._earlier.until_s:
+            self._earlier.add(promise)
         insort(self._by_due, (promise.due_s, digest))
         heappush(self._ends, (promise.until_s, digest))
 
@@ -146,13 +171,21 @@ class Promises:
 
     def before(self, end_s: float, priority: int = 0) -> Promised:
         """What was promised for an earlier time, of this priority or before it."""
-        earlier = self._by_due[: bisect_left(self._by_due, (end_s, 0))]
-        promises = [self._open[digest] for _, digest in earlier]
-        found = NOTHING_PROMISED
-        for again in (False, True):
-            works = (p.work for p in promises if p.again is again and p.priority <= priority)
-            found += sum_of(works).times(self.claims.of(again).value)
-        return found
+        self._look_until(end_s)
+        return sum_of(
+            work.times(self.claims.of(again).value)
+            for (other, again), work in self._earlier.works.items()
+            if other <= priority
+        )
+
+    def _look_until(self, end_s: float) -> None:
+        """Costs as much as there are promises between this moment and the one before."""
+        earlier, by_due = self._earlier, self._by_due
+        sign = 1 if end_s > earlier.until_s else -1
+        first, last = sorted(bisect_left(by_due, s, key=_due_s) for s in (earlier.until_s, end_s))
+        for _, digest in by_due[first:last]:
+            earlier.add(self._open[digest], sign)
+        earlier.until_s = end_s
 
     def _expire(self, now_s: float) -> None:
         """Nobody came back for these."""
@@ -169,8 +202,11 @@ class Promises:
         if promise is not None:
             del self._by_due[bisect_left(self._by_due, (promise.due_s, digest))]
             self._all[promise.priority] += promise.likely.times(-1)
+            if promise.due_s < self._earlier.until_s:
+                self._earlier.add(promise, -1)
             if not self._open:
                 self._all.clear()  # and with it what rounding left
+                self._earlier.clear()
 
 
 def sum_of(works: Iterable[Promised]) -> Promised:

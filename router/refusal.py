@@ -9,9 +9,10 @@ from router.promises import Promised
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`reason` is one of ttft_unreachable, tpot_unreachable, kv_exhausted, slots_exhausted,
-    tier_share_exhausted, draining, no_capacity. `retry_after_s`: when it would be taken, where
-    that can be told, and `work` how much that would be; `hopeless`: never, as the cluster is."""
+    """`reason` is one of ttft_unreachable, tpot_unreachable, deadline_unreachable, kv_exhausted,
+    slots_exhausted, tier_share_exhausted, draining, no_capacity. `retry_after_s`: when it would
+    be taken, where that can be told, and `work` how much that would be; `hopeless`: never, as the
+    cluster is."""
 
     reason: str
     message: str

@@ -40,6 +40,7 @@ class Request:
     tries: int = 1
     placed: Admitted | None = None
     placed_s: float = 0.0
+    reserved_s: float = 0.0  # when its decode worker had taken it
     tried: set[Incarnation] = field(default_factory=set)
     avoided: set[Pair] = field(default_factory=set)
     admitted: bool = False
@@ -47,13 +48,14 @@ class Request:
     predicted: Prediction | None = None  # when its first attempt was placed
     promise: Promise | None = None  # that it came back for
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
-    cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    found_tokens: int | None = None  # in a cache, by the first prefill that began
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     moves: int = 0  # to other decode workers
     stood_back_s: float = 0.0  # for others, while it decoded
     is_queued: bool = False  # its prompt waits at the router, for any prefill worker
     key: RequestKey = field(init=False)
-    resumed_ids: tuple[int, ...] = ()  # emitted before this attempt, which goes on behind them
+    emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
+    resumed: tuple[tuple[int, ...], ...] = ()  # the same where these are not the prompt's
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +95,9 @@ class Request:
             tenant=asked.tenant,
             qos_tier=self.tier.name,
             tpot_s=self.objectives.tpot_s,
-            emitted_ids=self.resumed_ids,
+            emitted_ids=self.emitted_ids,
+            resumed=self.resumed,
+            finished_choices=tuple(c.choice for c in self.choices if c.finished),
         )
 
     @property
@@ -117,6 +121,11 @@ class Request:
         """How soon its first token is due; None: whenever."""
         ttft_s = self.objectives.ttft_s
         return None if ttft_s is None else ttft_s - self.ledger.age_s(now_s)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of its prompt: a later attempt may also find what was emitted before."""
+        return min(self.found_tokens or 0, len(self.submitted.prompt_ids))
 
     @property
     def prefilled_locally(self) -> bool:
@@ -156,13 +165,15 @@ class Request:
     @property
     def decodes(self) -> bool:
         """It is past the first token of this attempt."""
-        return self.choices[0].next_index > len(self.resumed_ids)
+        return any(choice.next_index > choice.resumed for choice in self.choices)
 
     @property
     def handed_over(self) -> bool:
-        """KV and first tokens have left the prefill worker: it may die now."""
-        begun = len(self.resumed_ids)
-        return self.committed and all(choice.next_index > begun for choice in self.choices)
+        """KV and first tokens have left the prefill worker: it may die now. It draws none for the
+        choices that had some before this attempt, other than those of the prompt."""
+        since = self.resumed
+        drawn = (c for c in self.choices if not (c.finished or (since and since[c.choice])))
+        return self.committed and all(choice.next_index > choice.resumed for choice in drawn)
 
     @property
     def legs(self) -> tuple[Incarnation, ...]:
@@ -195,8 +206,8 @@ class Request:
     def lived(self, moment: Lifetime) -> None:
         """A worker has got so far with it."""
         self.committed |= moment.name == "handoff_committed"
-        if moment.name == "prefill_started" and self.tries == 1:
-            self.cached_tokens = moment.tokens
+        if moment.name == "prefill_started" and self.found_tokens is None:
+            self.found_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
 
     def scored(self, event: PromptLogprobs) -> None:
@@ -211,23 +222,26 @@ class Request:
         self.begin_again(attempt)
 
     def begin_again(self, attempt: int) -> None:
-        """What the old attempt still says is dropped; tokens delivered already stay delivered. With
-        several choices they are drawn again."""
+        """What the old attempt still says is dropped. Each choice goes on behind the tokens that
+        were delivered."""
         if len(self.choices) == 1:
-            self.resumed_ids = tuple(self.choices[0].delivered)
-        self._begin(attempt)
+            self._begin(attempt, emitted_ids=tuple(self.choices[0].delivered))
+        else:
+            self._begin(attempt, emitted_ids=())
 
     def move(self, spec: RequestSpec) -> None:
-        """It goes on as `spec` says, which may draw some tokens again that came meanwhile."""
+        """It goes on as `spec` says, and behind what was delivered since."""
         self.moves += 1
-        self.resumed_ids = spec.emitted_ids
-        self._begin(spec.key.attempt)
+        self._begin(spec.key.attempt, emitted_ids=spec.emitted_ids)
 
-    def _begin(self, attempt: int) -> None:
+    def _begin(self, attempt: int, emitted_ids: tuple[int, ...]) -> None:
         self.attempt = attempt
         self.key = RequestKey(self.request_id, attempt)
         self.placed = None
         self.committed = False
         self.tried.clear()
         for choice in self.choices:
-            choice.forget_early()
+            choice.begin_again()
+        first = len(emitted_ids)
+        since = tuple(() if c.finished else tuple(c.delivered[first:]) for c in self.choices)
+        self.emitted_ids, self.resumed = emitted_ids, since if any(since) else ()

@@ -6,6 +6,8 @@ step, and go on later (`decode_worker.standing`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen
 from router.view import WorkerView
@@ -14,6 +16,12 @@ from router.view import WorkerView
 def has_place(demand: Demand, worker: WorkerView) -> bool:
     """A prompt of which no token is wanted needs none."""
     return demand.is_prompt_only or demand.choices <= worker.free_places or is_own(demand, worker)
+
+
+def with_places(demand: Demand, workers: Iterable[WorkerView]) -> list[WorkerView]:
+    """Those that have a place for it."""
+    choices = demand.choices
+    return [w for w in workers if choices <= w.free_places or is_own(demand, w)]
 
 
 def is_own(demand: Demand, worker: WorkerView) -> bool:

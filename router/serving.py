@@ -94,6 +94,7 @@ class TextService:
         except Refused as refusal:
             after_s = time.perf_counter() - request.received_s
             self.metrics.refused(refusal.reason, request.tier, after_s)
+            refusal.tier = request.tier
             self.refusals.refused(refusal.reason, request.tier, request.request_id)
             raise
         except InvalidRequest as invalid:
@@ -191,6 +192,7 @@ class TextGeneration:
         self._generation = generation
         self._timer = timer
         self._metrics = service.metrics
+        self._tier = request.tier
         self._last_token_s = request.received_s
         self._ended = False
         self._cut = False  # by a stop string: the dispatcher may have more to say
@@ -214,6 +216,11 @@ class TextGeneration:
     def cached_tokens(self) -> int:
         """Of the prompt, once the first token is here."""
         return self._generation.cached_tokens
+
+    @property
+    def tier(self) -> str:
+        """The QoS tier that was applied."""
+        return self._tier
 
     @property
     def capped_tokens(self) -> int | None:

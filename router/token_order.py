@@ -1,7 +1,6 @@
 """Puts what workers say of one choice into index order, each token once. Pure.
 
-An attempt's first token comes from another worker than those after it, and a request of several
-choices that is run again yields the same tokens again: they arrive early, late and twice.
+An attempt's first token comes from another worker than those after it: they may overtake it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ class TokenOrder:
     choice: int
     delivered: list[int] = field(default_factory=list)
     finished: bool = False
+    resumed: int = 0  # tokens delivered before this attempt, which goes on behind them
     _early: dict[int, Tokens] = field(default_factory=dict)  # first index |-> overtook another
 
     @property
@@ -31,9 +31,10 @@ class TokenOrder:
             ready += self._new(self._early.pop(min(due)))
         return ready
 
-    def forget_early(self) -> None:
-        """Another attempt yields them again."""
+    def begin_again(self) -> None:
+        """Another attempt goes on behind what was delivered."""
         self._early.clear()
+        self.resumed = self.next_index
 
     def _new(self, event: Tokens) -> list[ChoiceTokens]:
         """The event less what was delivered before."""

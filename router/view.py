@@ -12,6 +12,7 @@ from router.doubt import Doubt
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
 from router.forecast.step_peaks import StepPeaks
+from router.latency.delay import Delay
 from router.latency.worker_times import NoTimes, ToldTimes, WorkerTimes
 
 _KILO = 1024
@@ -44,6 +45,8 @@ class WorkerView:
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     peaks: StepPeaks = field(default_factory=StepPeaks)
     doubt: Doubt = field(default_factory=Doubt)
+    reserving: Delay = field(default_factory=Delay)  # from asking it to its answer
+    dispatching: Delay = field(default_factory=Delay)  # what prompts take beside their computing
     own_usually: float = 0.0  # sequences here, lately: from this router
     all_usually: float = 0.0  # and from all
     draining: bool = False
@@ -153,8 +156,8 @@ class WorkerView:
     @property
     def free_places(self) -> int:
         """As far as is known: other routers ask too."""
-        taken = max(self.outlook.sequences, self.counters.running)
-        return self.hello.max_running_requests - taken
+        sequences, running = self.outlook.sequences, self.counters.running
+        return self.hello.max_running_requests - (sequences if sequences > running else running)
 
     def held(self, tier: str) -> int:
         """Its sequences, here or on their way; those of other routers as the worker told."""

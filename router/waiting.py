@@ -1,8 +1,8 @@
 """Requests that wait at the router: those whose worker failed and that no other has taken yet, and
 those that admission has deferred. Pure.
 
-Places come free and workers come back, so each asks again for a while. What workers say is the
-clock.
+The first of each line asks again as soon as a place comes free or a worker joins. Otherwise it
+asks from time to time, since memory and pace may suffice by then; what workers say is the clock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from router.refusal import Refusal
 PATIENCE_S = 5.0
 """How long an admitted request waits for a place on another worker."""
 ASK_AGAIN_S = 0.25
+"""Without a free place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,14 @@ class WaitingRoom:
         )
         self._lines.setdefault(line, {})[request_id] = None
         return True
+
+    def wake(self, now_s: float) -> None:
+        """There is a free place: whose turn it is may ask at once."""
+        for line in self._lines.values():
+            name = self._first(line)
+            if name is not None:
+                wait = self._waits[name]
+                self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
 
     def take_next(self, now_s: float) -> tuple[str, Refusal] | None:
         """Whose turn it is to ask, and what it was told last. It waits on if refused again."""

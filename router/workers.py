@@ -136,9 +136,9 @@ class Workers(dict[Incarnation, WorkerView]):
     def all_by_own(self) -> float:
         """Sequences of all routers by those of this one, lately; 1 before it has any. Their
         promises are taken to be as many more."""
-        decoding = [view for view in self.values() if view.hello.role is not Role.PREFILL]
-        own = sum(view.own_usually for view in decoding)
-        told = sum(view.all_usually for view in decoding)
+        decoding = (*self.of_role(Role.DECODE), *self.of_role(Role.BOTH))
+        own = sum([view.own_usually for view in decoding])
+        told = sum([view.all_usually for view in decoding])
         return min(MOST_ALIKE, told / own) if own else 1.0
 
     def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:

@@ -50,6 +50,7 @@ def _commit(message: Commit) -> pb.Commit:
         key=encode_key(message.key),
         pieces=message.pieces,
         first_token_ids=message.first_token_ids,
+        resumed_ids=message.resumed_ids,
         finished_choices=message.finished_choices,
         sketch=None if message.sketch is None else pb.LogitSketch(**asdict(message.sketch)),
     )
@@ -60,6 +61,7 @@ def _commit_of(commit: pb.Commit) -> Commit:
         key=decode_key(commit.key),
         pieces=commit.pieces,
         first_token_ids=tuple(commit.first_token_ids),
+        resumed_ids=tuple(commit.resumed_ids),
         finished_choices=tuple(commit.finished_choices),
         sketch=_sketch_of(commit.sketch) if commit.HasField("sketch") else None,
     )

@@ -37,13 +37,14 @@ class ModelNotFound(InvalidRequest):
 
 class Refused(KvrelayError):
     """Not now: HTTP 429 (contended) or 503 (no capacity at all), with a time to come back; None:
-    coming back won't help, as the cluster is."""
+    coming back won't help, as the cluster is. `tier`: the QoS tier that was applied."""
 
-    def __init__(self, reason: str, message: str, *, retry_after_s: float | None):
+    def __init__(self, reason: str, message: str, *, retry_after_s: float | None, tier: str = ""):
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
+        self.tier = tier
 
 
 class RequestFailedError(KvrelayError):

@@ -76,6 +76,8 @@ def _encode_spec(spec: RequestSpec) -> pb.RequestSpec:
         qos_tier=spec.qos_tier,
         tpot_s=spec.tpot_s,
         emitted_ids=spec.emitted_ids,
+        resumed=[pb.EmittedIds(token_ids=ids) for ids in spec.resumed],
+        finished_choices=spec.finished_choices,
     )
 
 
@@ -88,7 +90,15 @@ def _decode_spec(message: pb.RequestSpec) -> RequestSpec:
         qos_tier=message.qos_tier,
         tpot_s=message.tpot_s if message.HasField("tpot_s") else None,
         emitted_ids=tuple(message.emitted_ids),
+        resumed=_decode_resumed(message),
+        finished_choices=tuple(message.finished_choices),
     )
+
+
+def _decode_resumed(message: pb.RequestSpec) -> tuple[tuple[int, ...], ...]:
+    if len(message.resumed) not in (0, message.sampling.n):
+        raise PeerError(f"{len(message.resumed)} choices are resumed of {message.sampling.n}")
+    return tuple(tuple(choice.token_ids) for choice in message.resumed)
 
 
 def _encode_source(source: PrefixSource | None) -> pb.PrefixSource | None:

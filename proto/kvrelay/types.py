@@ -123,8 +123,11 @@ class RequestSpec:
     """What a worker is told about a request: token ids in, sampling parameters, nothing of text.
 
     Requests of different `tenant`s share no cached KV. `qos_tier` names the tier that it belongs
-    to; while it decodes, the mean time per token is to stay within `tpot_s`. A request of one
-    choice goes on behind the `emitted_ids` of its earlier attempts.
+    to; while it decodes, the mean time per token is to stay within `tpot_s`.
+
+    `emitted_ids` of earlier attempts count as prompt: its choices part behind them. Then each goes
+    on behind what it has emitted since, in `resumed`: empty, or an entry for each choice.
+    `finished_choices` ended in an earlier attempt.
     """
 
     key: RequestKey
@@ -134,6 +137,12 @@ class RequestSpec:
     qos_tier: str = ""
     tpot_s: float | None = None
     emitted_ids: tuple[int, ...] = ()
+    resumed: tuple[tuple[int, ...], ...] = ()
+    finished_choices: tuple[int, ...] = ()
+
+    def resumed_by(self, choice: int) -> tuple[int, ...]:
+        """What the choice has emitted since the choices parted."""
+        return self.resumed[choice] if self.resumed else ()
 
     @property
     def context_ids(self) -> Sequence[int]:

@@ -15,10 +15,13 @@ those that are on their own places themselves count against its pace.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
+from kvrelay.types import Incarnation
 from router.admitting.policy import Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
@@ -33,6 +36,15 @@ MOST_ROOM = 0.75
 """Of the pace of a worker that nobody uses: what a long prompt is to leave free at most."""
 LOOKED_AT = 16
 """Ways to serve a request; the first ones are the best."""
+DECODE_REASONS = frozenset({"slots_exhausted", "tpot_unreachable", "kv_exhausted"})
+
+
+class Objection(NamedTuple):
+    """Why a way can't be taken. `tell` says it in full, with the time to come back: it costs more
+    than the question itself, and is asked of one way only."""
+
+    reason: str
+    tell: Callable[[], Refusal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +57,61 @@ class Predictive:
         forecast: Forecast,
         now_s: float,
     ) -> Verdict:
-        refusals: list[Refusal] = []
+        objections: list[Objection] = []
+        known = _KnownAnswers()
         for candidate in islice(candidates, LOOKED_AT):
-            prediction = forecast.predict(demand, candidate, now_s)
-            look = _Look(demand, candidate, prediction, forecast, now_s)
-            refusal = look.place() or look.ttft() or look.tpot() or look.deadline() or look.blocks()
-            doubted = refusal is not None and look.is_doubtful()
-            if refusal is None or doubted:
+            if candidate in known:
+                continue
+            look = _Look(
+                demand, candidate, forecast.predict(demand, candidate, now_s), forecast, now_s
+            )
+            objection = look.objection()
+            doubted = objection is not None and look.is_doubtful()
+            if objection is None or doubted:
                 return Admitted(
                     candidate=candidate,
-                    prediction=prediction,
+                    prediction=look.prediction,
                     doubted=doubted,
                     counted=look.counted,
                 )
-            refusals.append(replace(refusal, work=prediction.work))
-        return min(refusals, key=_retry_s, default=otherwise)
+            objections.append(objection)
+            known.add(candidate, objection.reason)
+        return _told(objections) or otherwise
+
+
+class _KnownAnswers:
+    """A busy worker that was found to have no room, or no time, is not asked again with another
+    partner."""
+
+    def __init__(self) -> None:
+        self._full: set[Incarnation] = set()
+        self._late: set[tuple[Incarnation, bool]] = (
+            set()
+        )  # worker, and whether its steps are shared
+
+    def __contains__(self, candidate: Candidate) -> bool:
+        if candidate.decode.incarnation in self._full:
+            return True
+        return (candidate.prefiller.incarnation, candidate.prefill is None) in self._late
+
+    def add(self, candidate: Candidate, reason: str) -> None:
+        if reason in DECODE_REASONS and not candidate.decode.is_idle:
+            self._full.add(candidate.decode.incarnation)
+        prefiller = candidate.prefiller
+        if reason == "ttft_unreachable" and not prefiller.is_idle:
+            self._late.add((prefiller.incarnation, candidate.prefill is None))
+
+
+def _told(objections: Iterable[Objection]) -> Refusal | None:
+    """What speaks against the best way, of those for which a time can be told. That it never could
+    be taken is said only if no way ever could."""
+    without_time: list[Refusal] = []
+    for objection in objections:
+        refusal = objection.tell()
+        if refusal.retry_after_s is not None:
+            return refusal
+        without_time.append(refusal)
+    return min(without_time, key=lambda refusal: refusal.hopeless, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +152,35 @@ class _Look:
     def _alone_s(self) -> float:
         """To its first token, without a queue."""
         prompt = self.prediction.prompt
-        return self.forecast.ttft.overhead_s + prompt.pull_s + prompt.prefill_s
+        alone_s = prompt.messages_s + prompt.pull_s + prompt.prefill_s
+        return self.forecast.ttft.overhead_s + alone_s
 
-    def place(self) -> Refusal | None:
+    def objection(self) -> Objection | None:
+        return self.place() or self.ttft() or self.tpot() or self.deadline() or self.blocks()
+
+    def _refusal(
+        self, reason: str, message: str, retry_after_s: float | None, *, hopeless: bool = False
+    ) -> Refusal:
+        return Refusal(
+            reason=reason,
+            message=message,
+            retry_after_s=None if hopeless else retry_after_s,
+            hopeless=hopeless,
+            work=self.prediction.work,
+        )
+
+    def place(self) -> Objection | None:
         full = no_place(self.demand, self.worker)
         if full is None:
             return None
-        missing = self.demand.choices - self.worker.free_places
-        return replace(full, retry_after_s=self._ended_in_s(missing, self.now_s))
 
-    def ttft(self) -> Refusal | None:
+        def tell() -> Refusal:
+            missing = self.demand.choices - self.worker.free_places
+            return self._refusal(full.reason, full.message, self._ended_in_s(missing, self.now_s))
+
+        return Objection(full.reason, tell)
+
+    def ttft(self) -> Objection | None:
         """A queue shrinks by a second each second; the prompt's own time does not."""
         objective_s, prompt = self.demand.objectives.ttft_s, self.prediction.prompt
         alone_s = self._alone_s
@@ -117,19 +188,22 @@ class _Look:
         ttft_s = self.prediction.ttft_at_most_s if queued else self.prediction.ttft_s
         if objective_s is None or ttft_s <= objective_s:
             return None
-        growth = self.forecast.ttft.growth(prompt.first_token_s)
-        over_s = min((ttft_s - objective_s) / growth, prompt.queue_s)
-        in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
-        hopeless = alone_s > objective_s
-        return Refusal(
-            reason="ttft_unreachable",
-            message=f"its first token would take {ttft_s * 1e3:.0f} ms, "
-            f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:g} ms",
-            retry_after_s=None if hopeless else over_s + max(0.0, in_line_s),
-            hopeless=hopeless,
-        )
 
-    def tpot(self) -> Refusal | None:
+        def tell() -> Refusal:
+            growth = self.forecast.ttft.growth(prompt.first_token_s)
+            over_s = min((ttft_s - objective_s) / growth, prompt.queue_s)
+            in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
+            return self._refusal(
+                "ttft_unreachable",
+                f"its first token would take {ttft_s * 1e3:.0f} ms, "
+                f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:g} ms",
+                over_s + max(0.0, in_line_s),
+                hopeless=alone_s > objective_s,
+            )
+
+        return Objection("ttft_unreachable", tell)
+
+    def tpot(self) -> Objection | None:
         """Its own objective, which its handoff counts to, and the strictest of those that decode
         there. What yields one token has no pace."""
         if not self.demand.decodes:
@@ -144,15 +218,19 @@ class _Look:
             return self._over(batch) is None
 
         tpot_s, bound_s = over
-        own = bound_s == self.demand.objectives.tpot_s and not self.worker.queue
-        hopeless = own and not fits(BatchThen(0, 0))
-        return Refusal(
-            reason="tpot_unreachable",
-            message=f"a token would take {tpot_s * 1e3:.1f} ms, "
-            f"more than {bound_s * 1e3:.1f} ms" + (" even alone" if hopeless else ""),
-            retry_after_s=None if hopeless else self._when(fits),
-            hopeless=hopeless,
-        )
+
+        def tell() -> Refusal:
+            own = bound_s == self.demand.objectives.tpot_s and not self.worker.queue
+            hopeless = own and not fits(BatchThen(0, 0))
+            return self._refusal(
+                "tpot_unreachable",
+                f"a token would take {tpot_s * 1e3:.1f} ms, "
+                f"more than {bound_s * 1e3:.1f} ms" + (" even alone" if hopeless else ""),
+                None if hopeless else self._when(fits),
+                hopeless=hopeless,
+            )
+
+        return Objection("tpot_unreachable", tell)
 
     def _over(self, batch: BatchThen) -> tuple[float, float] | None:
         """What a token takes beside this batch, and the objective that is broken by that."""
@@ -182,36 +260,44 @@ class _Look:
         free_s = bound_s - step_with(self.demand, BatchThen(0, 0), self.worker)
         return max(0.0, min((factor**2 - 1) * own_s, MOST_ROOM * free_s))
 
-    def _own_tpot(self) -> Refusal | None:
+    def _own_tpot(self) -> Objection | None:
         objective_s = self.demand.objectives.tpot_s
         batch = own_batch(self.demand, self.worker)
         step_s = step_with(self.demand, batch, self.worker)
         if objective_s is None or step_s <= objective_s:
             return None
-        return Refusal(
-            reason="tpot_unreachable",
-            message=f"a token would take {step_s * 1e3:.1f} ms beside those on their own places, "
-            f"more than {objective_s * 1e3:.1f} ms",
-            hopeless=not batch.sequences,
-        )
 
-    def deadline(self) -> Refusal | None:
+        def tell() -> Refusal:
+            return self._refusal(
+                "tpot_unreachable",
+                f"a token would take {step_s * 1e3:.1f} ms beside those on their own places, "
+                f"more than {objective_s * 1e3:.1f} ms",
+                None,
+                hopeless=not batch.sequences,
+            )
+
+        return Objection("tpot_unreachable", tell)
+
+    def deadline(self) -> Objection | None:
         """Until its last token."""
         deadline_s = self.demand.objectives.deadline_s
         in_s = self.demand.waited_s + self.prediction.completes_in_s
         if deadline_s is None or in_s <= deadline_s:
             return None
-        queue_s = self.prediction.prompt.queue_s
-        hopeless = in_s - queue_s > deadline_s
-        return Refusal(
-            reason="ttft_unreachable" if not hopeless else "tpot_unreachable",
-            message=f"it would be done in {in_s:.2f} s, {in_s - queue_s:.2f} s without a queue; "
-            f"its deadline is {deadline_s:.2f} s",
-            retry_after_s=None if hopeless else in_s - deadline_s,
-            hopeless=hopeless,
-        )
 
-    def blocks(self) -> Refusal | None:
+        def tell() -> Refusal:
+            queue_s = self.prediction.prompt.queue_s
+            return self._refusal(
+                "deadline_unreachable",
+                f"it would be done in {_time(in_s)}, {_time(in_s - queue_s)} without a queue; "
+                f"its deadline is {_time(deadline_s)} after it was received",
+                in_s - deadline_s,
+                hopeless=in_s - queue_s > deadline_s,
+            )
+
+        return Objection("deadline_unreachable", tell)
+
+    def blocks(self) -> Objection | None:
         """An idle worker takes what fits it at all. Where nobody has asked for a pace, sequences
         that outgrow the memory take turns, and the worker's own answer is enough; so it is where
         the blocks of those on lent places can be had."""
@@ -225,12 +311,15 @@ class _Look:
             used = blocks_of(worker, batch.kv_tokens) + batch.sequences
             return used + decode.needed_blocks <= worker.hello.total_blocks
 
-        return Refusal(
-            reason="kv_exhausted",
-            message=f"it needs {decode.needed_blocks} KV blocks, "
-            f"and {max(0, decode.free_blocks)} will be free",
-            retry_after_s=self._when(fits),
-        )
+        def tell() -> Refusal:
+            return self._refusal(
+                "kv_exhausted",
+                f"it needs {decode.needed_blocks} KV blocks, "
+                f"and {max(0, decode.free_blocks)} will be free",
+                self._when(fits),
+            )
+
+        return Objection("kv_exhausted", tell)
 
     @property
     def _pace_counts(self) -> bool:
@@ -245,11 +334,14 @@ class _Look:
         decode, soon = self.prediction.decode, self.demand.promised
         sequences = decode.batch.sequences - round(soon.sequences)
         kv_tokens = decode.batch.kv_tokens - round(soon.kv_tokens)
-        for ended in range(sequences + 1):
+
+        def fits_after(ended: int) -> bool:
             left = sequences - ended
-            if fits(BatchThen(left, round(kv_tokens * left / sequences) if sequences else 0)):
-                return self._ended_in_s(ended, self.now_s + decode.joins_in_s)
-        return None
+            kept_tokens = round(kv_tokens * left / sequences) if sequences else 0
+            return fits(BatchThen(left, kept_tokens))
+
+        ended = fewest(fits_after, sequences)
+        return None if ended is None else self._ended_in_s(ended, self.now_s + decode.joins_in_s)
 
     def _ended_in_s(self, ended: int, from_s: float) -> float:
         """Until so many have ended, and those of the line have come and gone: one after another, as
@@ -261,5 +353,12 @@ class _Look:
         return first_s + self.demand.line.sequences * gap_s
 
 
-def _retry_s(refusal: Refusal) -> float:
-    return float("inf") if refusal.retry_after_s is None else refusal.retry_after_s
+def fewest(holds: Callable[[int], bool], most: int) -> int | None:
+    """The smallest of 0 to `most` for which it holds, if it holds for all larger ones; None: for
+    none of them."""
+    found = bisect_left(range(most + 1), True, key=holds)
+    return None if found > most else found
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"

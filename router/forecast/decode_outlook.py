@@ -11,11 +11,12 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import exp, sqrt
+from math import exp
 from typing import NamedTuple
 
 from kvrelay.types import RequestKey
 from router.forecast.pauses import Pauses
+from router.forecast.sequences import Sequences
 from router.latency.margins import Margin
 from router.latency.survival import Survival
 
@@ -74,19 +75,28 @@ class _Moments:
 
     at_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    all_tokens: int = 0
 
     def add(self, at_s: float, tokens: int) -> None:
         index = bisect_right(self.at_s, at_s)
         self.at_s.insert(index, at_s)
         self.tokens.insert(index, tokens)
+        self.all_tokens += tokens
 
     def discard(self, at_s: float, tokens: int) -> None:
         index = self.tokens.index(tokens, bisect_left(self.at_s, at_s))
         assert self.at_s[index] == at_s
         del self.at_s[index], self.tokens[index]
+        self.all_tokens -= tokens
 
     def until(self, then_s: float) -> int:
         return bisect_right(self.at_s, then_s)
+
+    def tokens_of(self, first: int, last: int) -> int:
+        """Of those from `first` to `last`, without the latter."""
+        if 2 * (last - first) <= len(self.tokens):
+            return sum(self.tokens[first:last])
+        return self.all_tokens - sum(self.tokens[:first]) - sum(self.tokens[last:])
 
 
 @dataclass(slots=True)
@@ -95,7 +105,7 @@ class DecodeOutlook:
     kv_tokens: int = 0
     of_tier: Counter[str] = field(default_factory=Counter)  # tier |-> its sequences
     _expected: dict[RequestKey, Expected] = field(default_factory=dict)
-    _emitted: dict[RequestKey, int] = field(default_factory=dict)
+    _each: Sequences = field(default_factory=Sequences)
     _joins: _Moments = field(default_factory=_Moments)  # of each choice
     _ends: _Moments = field(default_factory=_Moments)
     _lasting_s: float = 0.0  # how long they are expected to decode, all together
@@ -115,6 +125,15 @@ class DecodeOutlook:
     def add(self, key: RequestKey, expected: Expected) -> None:
         assert key not in self._expected, f"{key} is expected already"
         self._expected[key] = expected
+        self._each.add(
+            key,
+            tier=expected.tier,
+            prompt_tokens=expected.prompt_tokens,
+            most=expected.most_tokens,
+            choices=expected.choices,
+            joins_s=expected.joins_s,
+            ends_s=expected.ends_s,
+        )
         self.sequences += expected.choices
         self.of_tier[expected.tier] += expected.choices
         self.kv_tokens += expected.tokens * expected.choices
@@ -130,7 +149,7 @@ class DecodeOutlook:
         expected = self._expected.pop(key, None)
         if expected is None:
             return
-        self._emitted.pop(key, None)
+        self._each.remove(key)
         self.sequences -= expected.choices
         self.of_tier[expected.tier] -= expected.choices
         self.kv_tokens -= expected.tokens * expected.choices
@@ -143,38 +162,20 @@ class DecodeOutlook:
 
     def grown(self, key: RequestKey, tokens: int) -> None:
         """It has so many tokens now."""
-        if key in self._expected:
-            self._emitted[key] = tokens
+        self._each.grown(key, tokens)
 
     def running(self) -> Iterator[tuple[str, int]]:
         """# tier, tokens"""
-        for key, tokens in self._emitted.items():
-            yield self._expected[key].tier, tokens
+        return self._each.running()
 
     def likely(self, then_s: float, now_s: float, step_s: float, survivals: Survivals) -> Likely:
         """Of the sequences that are known now, as many as will probably decode `then_s`, with
         steps of `step_s` until then."""
         if not survivals:
             return Likely(*[self.at(then_s, now_s)] * 2)
-        sequences = kv_tokens = variance = kv_variance = 0.0
-        for key, one in self._expected.items():
-            emitted = self._emitted.get(key, 0)
-            from_s = now_s if emitted else max(now_s, one.joins_s)
-            if from_s > then_s:
-                continue
-            more, survival = (then_s - from_s) / step_s, survivals.get(one.tier)
-            if survival is None:
-                share = 1.0 if then_s < one.ends_s else 0.0
-            else:
-                share = survival.goes_on(emitted, more) if emitted + more < one.most_tokens else 0.0
-            n, tokens = share * one.choices, one.prompt_tokens + emitted + more
-            sequences += n
-            kv_tokens += n * tokens
-            variance += n * (1 - share)
-            kv_variance += n * (1 - share) * tokens * tokens
-        sigmas = SIGMAS * min(1.0, (then_s - now_s) / FAR_S)
-        most = sequences + sigmas * sqrt(variance), kv_tokens + sigmas * sqrt(kv_variance)
-        mean = BatchThen(round(sequences), round(kv_tokens))
+        found = self._each.likely(then_s, now_s, step_s, survivals)
+        most = found.at_most(SIGMAS * min(1.0, (then_s - now_s) / FAR_S))
+        mean = BatchThen(round(found.sequences), round(found.kv_tokens))
         return Likely(mean, BatchThen(round(most[0]), round(most[1])))
 
     def at(self, then_s: float, now_s: float) -> BatchThen:
@@ -186,12 +187,12 @@ class DecodeOutlook:
         however shortly."""
         joined, overdue = self._joins.until(ends_s), self._ends.until(now_s)
         ended = max(overdue, self._ends.until(joins_s))
-        tokens = sum(self._joins.tokens[:joined]) - sum(self._ends.tokens[overdue:ended])
+        tokens = self._joins.tokens_of(0, joined) - self._ends.tokens_of(overdue, ended)
         sequences = joined - (ended - overdue)
         if overdue and joins_s > now_s:
             gone = 1 - exp((now_s - joins_s) * self.sequences / self._lasting_s)
             sequences -= round(overdue * gone)
-            tokens -= round(sum(self._ends.tokens[:overdue]) * gone)
+            tokens -= round(self._ends.tokens_of(0, overdue) * gone)
         return BatchThen(max(0, sequences), max(0, tokens))
 
     def bears(

@@ -70,6 +70,16 @@ class Forecast:
     # --- prefill side ---------------------------------------------------------------------------
 
     def prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
+        if demand.known is None:
+            return self._prompt(demand, candidate, now_s)
+        source = None if candidate.source is None else candidate.source.peer
+        way = (candidate.decode.incarnation, candidate.placement.prefill, source)
+        found = demand.known.prompts.get(way)
+        if found is None:
+            found = demand.known.prompts[way] = self._prompt(demand, candidate, now_s)
+        return found
+
+    def _prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
         worker = candidate.prefiller
         beside = self._beside(candidate, now_s)
         own = demand.held.tokens(worker)
@@ -83,7 +93,12 @@ class Forecast:
         queue_s = self._queue_s(demand, candidate, now_s)
         if not candidate.is_local:
             queue_s += demand.promised.prefill_s
-            return PromptPrediction(queue_s=queue_s, pull_s=pull_s, prefill_s=prefill_s)
+            return PromptPrediction(
+                queue_s=queue_s,
+                pull_s=pull_s,
+                prefill_s=prefill_s,
+                messages_s=messages_s(candidate),
+            )
         step_s = 0.0 if beside is None else worker.step_s(beside)  # one runs already
         steps = -(-(demand.prompt_tokens - own) // worker.hello.prefill_chunk_tokens)
         return PromptPrediction(
@@ -91,6 +106,7 @@ class Forecast:
             pull_s=pull_s,
             prefill_s=prefill_s,
             pause_s=max(0.0, prefill_s - steps * step_s) if beside is not None else 0.0,
+            messages_s=messages_s(candidate),
         )
 
     def _queue_s(self, demand: Demand, candidate: Candidate, now_s: float) -> float:
@@ -156,7 +172,7 @@ class Forecast:
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
         then_s = now_s + joins_in_s
-        own = self._own_then(worker, then_s, now_s)
+        own = self._known_then(demand, worker, then_s, now_s)
         mean, at_most = (_with_others(demand, worker, batch) for batch in own)
         return DecodePrediction(
             joins_in_s=joins_in_s,
@@ -167,6 +183,17 @@ class Forecast:
             - blocks_of(worker, mean.kv_tokens)
             - mean.sequences,
         )
+
+    def _known_then(
+        self, demand: Demand, worker: WorkerView, then_s: float, now_s: float
+    ) -> Likely:
+        if demand.known is None:
+            return self._own_then(worker, then_s, now_s)
+        at = (worker.incarnation, then_s)
+        found = demand.known.batches.get(at)
+        if found is None:
+            found = demand.known.batches[at] = self._own_then(worker, then_s, now_s)
+        return found
 
     def _own_then(self, worker: WorkerView, then_s: float, now_s: float) -> Likely:
         """Steps take as long as now at first, and as with that batch at last."""
@@ -190,6 +217,12 @@ class Forecast:
     ) -> BatchThen:
         """All those that it meets."""
         return _with_others(demand, worker, worker.outlook.met_by(joins_s, ends_s, now_s))
+
+
+def messages_s(candidate: Candidate) -> float:
+    """Until the prefill worker begins, if it is free: as measured at these workers."""
+    reserving_s = 0.0 if candidate.prefill is None else candidate.decode.reserving.mean_s
+    return reserving_s + candidate.prefiller.dispatching.mean_s
 
 
 def _with_others(demand: Demand, worker: WorkerView, own: BatchThen) -> BatchThen:

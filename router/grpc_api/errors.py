@@ -67,15 +67,10 @@ def _invalid(code: grpc.StatusCode, error: InvalidRequest) -> GrpcError:
 def _refused(error: Refused) -> GrpcError:
     no_capacity = error.reason == "no_capacity"
     code = grpc.StatusCode.UNAVAILABLE if no_capacity else grpc.StatusCode.RESOURCE_EXHAUSTED
-    details = (
-        [_info(error.reason)]
-        if error.retry_after_s is None
-        else [
-            _info(error.reason),
-            _retry(error.retry_after_s),
-        ]
-    )
-    return GrpcError(code, error.message, tuple(details))
+    metadata = {"tier": error.tier} if error.tier else {}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata)
+    details = (info,) if error.retry_after_s is None else (info, _retry(error.retry_after_s))
+    return GrpcError(code, error.message, details)
 
 
 def _retry(retry_after_s: float) -> error_details_pb2.RetryInfo:

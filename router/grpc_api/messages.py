@@ -104,6 +104,7 @@ def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResp
         completion_tokens=delta.completion_tokens,
         seed=generation.sampling.seed,
         capped_tokens=generation.capped_tokens,
+        tier=generation.tier,
     )
     if delta.stop_string is not None:
         response.stop_string = delta.stop_string

@@ -16,6 +16,9 @@ from kvrelay.errors import InvalidRequest, KvrelayError, ModelNotFound, Refused,
 
 log = logging.getLogger(__name__)
 
+TIER_HEADER = "x-kvrelay-tier"
+"""Of an answer, or a refusal: the QoS tier that was applied."""
+
 
 class BodyTooLarge(InvalidRequest):
     """HTTP 413."""
@@ -92,8 +95,16 @@ def _refused(error: Refused) -> ErrorReply:
         message=error.message,
         type="rate_limit_error" if contended else "server_error",
         code=error.reason,
-        headers={} if error.retry_after_s is None else _retry_headers(error.retry_after_s),
+        headers=_refusal_headers(error),
     )
+
+
+def _refusal_headers(error: Refused) -> dict[str, str]:
+    """OpenAI's clients try again by themselves unless they are told not to."""
+    tier = {TIER_HEADER: error.tier} if error.tier else {}
+    if error.retry_after_s is None:
+        return {**tier, "x-should-retry": "false"}
+    return {**tier, **_retry_headers(error.retry_after_s)}
 
 
 def _retry_headers(retry_after_s: float) -> dict[str, str]:

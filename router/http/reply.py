@@ -16,7 +16,7 @@ from router.batch import merged, start_all
 from router.choice_text import DeltaSum, TextDelta
 from router.http.disconnect import run_until_disconnect
 from router.http.encoding import DONE_EVENT, event, json_response
-from router.http.errors import INTERNAL, reply_of
+from router.http.errors import INTERNAL, TIER_HEADER, reply_of
 from router.http.event_stream import EventStream
 from router.http.face import HttpFace
 from router.http.parameters import StreamFlags
@@ -64,10 +64,12 @@ class Reply(ABC):
         completion = sum(generation.completion_tokens for generation in self.generations)
         return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
-    def capped_header(self) -> list[tuple[str, str]]:
-        """Says that the output is shorter than asked for, and how long it may be."""
+    def headers(self) -> list[tuple[str, str]]:
+        """The tier that was applied; whether the output is shorter than asked for, and how long it
+        may be."""
         capped = [one.capped_tokens for one in self.generations if one.capped_tokens is not None]
-        return [(CAPPED_HEADER, str(min(capped)))] if capped else []
+        tiers = [(TIER_HEADER, one.tier) for one in self.generations[:1] if one.tier]
+        return [*tiers, (CAPPED_HEADER, str(min(capped)))] if capped else tiers
 
     def closing_extra(self) -> dict[str, object]:
         extra: dict[str, object] = {}
@@ -112,7 +114,7 @@ class GenerationResponse(Response):
                 sums[position, delta.choice].add(delta)
         totals = {key: sums[key].total() for key in sorted(sums)}
         body = self._reply.whole(totals) | self._reply.ledger_extra()
-        await json_response(body, headers=dict(self._reply.capped_header()))(scope, receive, send)
+        await json_response(body, headers=dict(self._reply.headers()))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         """A first token, or a comment, opens the stream: until then errors have their own
@@ -135,7 +137,7 @@ class GenerationResponse(Response):
             await out.end()
 
     def _stream_headers(self) -> list[tuple[bytes, bytes]]:
-        return [(name.encode(), value.encode()) for name, value in self._reply.capped_header()]
+        return [(name.encode(), value.encode()) for name, value in self._reply.headers()]
 
     async def _close(self, out: EventStream) -> None:
         extra = self._reply.closing_extra()

@@ -42,10 +42,12 @@ class _Tier:
     ended: list[float] = field(default_factory=lambda: [0.0] * _BANDS)
     cut: list[float] = field(default_factory=lambda: [0.0] * _BANDS)
     weight: float = 1.0  # of the next one: later ones weigh more, so that none need fade
+    _quantiles: dict[tuple[float, int], int | None] = field(default_factory=dict)  # as of now
 
     def add(self, tokens: int, *, was_cut: bool) -> None:
         (self.cut if was_cut else self.ended)[_band(tokens)] += self.weight
         self.weight /= _FADE
+        self._quantiles.clear()
         if self.weight > _LARGEST:
             self.ended = [count / self.weight for count in self.ended]
             self.cut = [count / self.weight for count in self.cut]
@@ -70,7 +72,12 @@ class _Tier:
 
     def quantile(self, share: float, emitted: int) -> int | None:
         """None: too few are known to end."""
-        first = _band(emitted + 1)
+        asked = (share, _band(emitted + 1))
+        if asked not in self._quantiles:
+            self._quantiles[asked] = self._look(*asked)
+        return self._quantiles[asked]
+
+    def _look(self, share: float, first: int) -> int | None:
         alive = sum(self.ended[first:]) + sum(self.cut[first:])
         longer = 1.0
         enough = 1 - share + 1e-9

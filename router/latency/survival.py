@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
 STRIDE = 8
 _NONE = 1e-9
 
@@ -24,3 +30,25 @@ class Survival:
         if alive < _NONE:
             return float(0.5 ** (more / max(1.0, tokens)))
         return shares[then if then < last else last] / alive
+
+
+class SurvivalTable:
+    """The survivals of several kinds of sequences, to be asked for many sequences at once."""
+
+    def __init__(self, kinds: Sequence[Survival]) -> None:
+        lengths = np.array([len(kind.shares) for kind in kinds])
+        self._shares = np.concatenate([np.asarray(kind.shares, np.float64) for kind in kinds])
+        self._last = np.cumsum(lengths) - 1
+        self._first = self._last - (lengths - 1)
+
+    def go_on(self, kind: Integers, tokens: Floats, more: Floats) -> Floats:
+        """# sequence |-> `goes_on`; `kind` is its index"""
+        first, last = self._first[kind], self._last[kind]
+        then = tokens + more
+        alive = self._shares[np.minimum(first + (tokens / STRIDE).astype(np.int64), last)]
+        later = self._shares[np.minimum(first + (then / STRIDE).astype(np.int64), last)]
+        if alive.min(initial=1.0) >= _NONE:
+            return later / alive
+        known = alive >= _NONE
+        outlived = 0.5 ** (more / np.maximum(1.0, tokens))
+        return np.where(known, later / np.where(known, alive, 1.0), outlived)

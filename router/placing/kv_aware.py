@@ -8,8 +8,9 @@ times. A decode worker that may prefill too is one more way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from heapq import nsmallest
 from math import inf
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from router.forecast.forecast import step_with
 from router.placement import Against
 from router.placing.local_prefill import IDLEST, holders, hurts, local_cost_s, local_way
 from router.placing.policy import Choice, paired
-from router.reserve import has_place
+from router.reserve import with_places
 from router.view import WorkerView
 
 _IDLE = (0.0, 0.0)
@@ -68,7 +69,8 @@ class KvAware:
             best = ranked[0][0] if ranked else None
             ranked += self._locals(demand, choice, decodes, joins_in_s, best, now_s)
             ranked.sort(key=lambda one: one[0])
-        yield from (replace(way, decode=decode) for _, way, decode in ranked)
+        for _, way, decode in ranked:
+            yield Candidate(decode=decode, prefill=way.prefill, source=way.source)
         looked_at = {worker.incarnation for _, worker in (*decodes, *alone)}
         rest = (w for w in choice.decoders if w.incarnation not in looked_at)
         if self.local_prefill and not choice.prefills:
@@ -100,9 +102,9 @@ class KvAware:
         are."""
         forecast, joins_s = choice.forecast, now_s + joins_in_s
         ends_s = joins_s + _lasts_s(demand, workers)
-        having_room = [w for w in workers if has_place(demand, w)] or workers
+        having_room = with_places(demand, workers) or workers
         if len(having_room) > LOOKED_AT_CLOSELY:
-            having_room = sorted(having_room, key=_step_s)[:LOOKED_AT_CLOSELY]
+            having_room = nsmallest(LOOKED_AT_CLOSELY, having_room, key=_step_s)
         batches = ((w, forecast.batch_met(demand, w, joins_s, ends_s, now_s)) for w in having_room)
         timed = ((_steps(demand, batch, w), w) for w, batch in batches)
         return sorted(timed, key=lambda one: (one[0].cost_s, one[1].decode_load))[:LOOKED_AT]
@@ -200,8 +202,8 @@ def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerVie
         + (prompt_tokens - tokens) * worker.speed.prompt_token_s
         for worker, tokens in zip(workers, held, strict=True)
     ]
-    order = sorted(range(len(workers)), key=first_s.__getitem__)
-    return [workers[at] for at in order[:LOOKED_AT_CLOSELY]]
+    soonest = nsmallest(LOOKED_AT_CLOSELY, range(len(workers)), key=first_s.__getitem__)
+    return [workers[at] for at in soonest]
 
 
 def _step_s(worker: WorkerView) -> tuple[float, float]:

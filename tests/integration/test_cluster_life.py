@@ -318,6 +318,30 @@ def test_what_is_resumed_is_drawn_as_if_nothing_had_died(
     assert found == undisturbed
 
 
+def test_each_choice_goes_on_behind_its_own_tokens(llama: Path) -> None:
+    """Three choices of one request, whose decode worker is killed in mid-stream."""
+    prompt, fields = prompts(1, 200)[0], {"temperature": 1.0, "seed": 11, "n": 3}
+    with WorkerHost() as first, WorkerHost() as doomed, WorkerHost() as spare:
+        workers = [(first, worker_settings("steady", Role.PREFILL, llama))]
+        with running_cluster(llama, workers) as cluster:
+            cluster.add(doomed, worker_settings("doomed", Role.DECODE, llama))
+            body = {"model": "test-model", "prompt": prompt, "max_tokens": LONG, **fields}
+            body |= {"ignore_eos": True, "return_token_ids": True}
+            answer = cluster.http.post("/v1/completions", json=body).json()["choices"]
+            undisturbed = {one["index"]: one["token_ids"] for one in answer}
+            found = choices_with_a_death(
+                cluster, prompt, doomed, spare, Role.DECODE, llama, **fields
+            )
+            (view,) = [
+                view
+                for view in cluster.router.process.dispatcher.core.workers.values()
+                if view.hello.name == "spare"
+            ]
+            drawn = view.counters.generated_tokens
+    assert found == undisturbed
+    assert 0 < drawn < 3 * LONG - 4, "what was delivered was drawn again"
+
+
 def stream_with_a_death(
     cluster: Cluster,
     prompt: list[int],
@@ -328,23 +352,39 @@ def stream_with_a_death(
     how: signal.Signals = signal.SIGKILL,
     **fields: Any,
 ) -> list[int]:
+    return choices_with_a_death(cluster, prompt, doomed, spare, role, llama, how, **fields)[0]
+
+
+def choices_with_a_death(
+    cluster: Cluster,
+    prompt: list[int],
+    doomed: WorkerHost,
+    spare: WorkerHost,
+    role: Role,
+    llama: Path,
+    how: signal.Signals = signal.SIGKILL,
+    **fields: Any,
+) -> dict[int, list[int]]:
+    """# choice |-> its tokens"""
     its_address = spare.start(worker_settings("spare", role, llama))
     body = {"model": "test-model", "prompt": prompt, "max_tokens": LONG, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True, "return_token_ids": True, **fields}
-    found: list[int] = []
+    found: dict[int, list[int]] = {}
     is_well = True
     with cluster.http.stream("POST", "/v1/completions", json=body) as response:
         for line in response.iter_lines():
-            found += tokens_of(line)
-            if len(found) >= 5 and is_well:
+            for choice, token_ids in tokens_of(line):
+                found.setdefault(choice, []).extend(token_ids)
+            if sum(map(len, found.values())) >= 5 and is_well:
                 is_well = False
                 cluster.join(its_address, "spare")
                 os.kill(doomed.pid, how)
     return found
 
 
-def tokens_of(line: str) -> list[int]:
+def tokens_of(line: str) -> list[tuple[int, list[int]]]:
+    """(choice, tokens)"""
     if not line.startswith("data: {"):
         return []
     choices = json.loads(line.removeprefix("data: "))["choices"]
-    return [token for choice in choices for token in choice.get("token_ids") or []]
+    return [(choice["index"], choice.get("token_ids") or []) for choice in choices]

@@ -10,8 +10,10 @@ from typing import Any
 
 import grpc
 import httpx
+import openai
 import pytest
 
+from kvrelay import AsyncClient
 from kvrelay.errors import ConfigError, Refused, RequestFailedError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Objectives
@@ -300,6 +302,18 @@ async def test_objectives_that_can_never_be_kept_are_refused_without_a_retry_tim
         answer = await completion(client)
         assert_error(answer, 429, "ttft_unreachable", None, "9 ms without a queue")
         assert not {"retry-after", "retry-after-ms"} & set(answer.headers)
+        assert answer.headers["x-should-retry"] == "false"
+        assert answer.headers["x-kvrelay-tier"] == "default"
+        async with s.openai() as peer:
+            asked = len(s.dispatcher.requests)
+            patient = peer.with_options(max_retries=2)
+            with pytest.raises(openai.RateLimitError):
+                await patient.completions.create(model=MODEL, prompt="hello")
+            assert len(s.dispatcher.requests) == asked + 1, "it did not try again"
+        async with AsyncClient(s.grpc_address) as typed:
+            with pytest.raises(Refused) as refused:
+                await typed.generate("hello")
+        assert refused.value.retry_after_s is None
 
 
 @in_loop

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay import AsyncClient
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc
 from router.generation import TierStatus
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.integration.http_kit import CHAT, TEXT, completion, events
@@ -217,6 +219,18 @@ async def test_debug_and_version(folder: Path) -> None:
         assert (worker["worker"], worker["total_blocks"]) == ("both-0", 100)
         assert kv == {"pool_nodes": [], "silent": []}
         assert (await client.get("/version")).json() == {"version": "0.1.0"}
+
+
+@in_loop
+async def test_an_answer_names_the_tier_that_was_applied(folder: Path) -> None:
+    async with served(folder) as s, s.http() as client:
+        for stream in (False, True):
+            answer = await completion(client, stream=stream)
+            assert answer.headers["x-kvrelay-tier"] == "default"
+        async with grpc.aio.insecure_channel(s.grpc_address) as channel:
+            asked = inference_pb2.GenerateRequest(text="hello")
+            responses = inference_pb2_grpc.InferenceStub(channel).Generate(asked)
+            assert {response.tier async for response in responses} == {"default"}
 
 
 @in_loop

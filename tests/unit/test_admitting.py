@@ -1,22 +1,24 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
 
 from kvrelay.messages import Counters, LinkState
-from kvrelay.types import Incarnation, Role
+from kvrelay.types import Incarnation, Objectives, Role
+from router.admitting import predictive
 from router.admitting.capacity import Capacity
 from router.admitting.early_rejection import EarlyRejection
 from router.admitting.policy import ANY_NUMBER, AdmissionPolicy, Admitted, Deferred, Verdict
-from router.admitting.predictive import Predictive
+from router.admitting.predictive import Predictive, fewest
 from router.admitting.queue_limit import QueueLimit
 from router.admitting.unlimited import Unlimited
 from router.candidate import Candidate
 from router.demand import Demand
 from router.doubt import BELIEVED
-from router.forecast.decode_outlook import Expected
-from router.forecast.forecast import Forecast
+from router.forecast.decode_outlook import BatchThen, Expected
+from router.forecast.forecast import Forecast, step_with
 from router.forecast.prefill_queue import Ahead
 from router.refusal import NO_CAPACITY, Refusal, refused_by_worker
 from router.release_clock import ReleaseClock
@@ -255,15 +257,67 @@ class TestPredictive:
         assert (refusal.reason, refusal.hopeless) == ("ttft_unreachable", False)
         assert refusal.retry_after_s == pytest.approx(0.06)
 
-    def test_the_reason_that_ends_soonest_is_told(self) -> None:
+    def test_the_time_of_the_best_way_is_told(self) -> None:
         p, d = pair()
-        fill(d, 50, 60, 70)
+        fill(d, 5, 6, 7)
         other = view("other", D)
         other.times = PerToken(sequence_s=0.1)
-        fill(other, 5, 6, 7)
+        fill(other, 50, 60, 70)
         asked = demand(tpot_s=0.31)
         again_s = refusal_of(judge(Predictive(), p, d, other, asked=asked)).retry_after_s
         assert again_s == pytest.approx(5, abs=0.1)
+
+    def test_a_way_that_never_could_take_it_hides_none_that_could(self) -> None:
+        """The best one is too slow for it even when idle, the other is busy."""
+        p, slow = pair()
+        slow.times = PerToken(sequence_s=0.9)
+        busy = view("busy", D)
+        busy.times = PerToken(sequence_s=0.1)
+        fill(busy, 5, 6, 7)
+        refusal = refusal_of(judge(Predictive(), p, slow, busy, asked=demand(tpot_s=0.15)))
+        assert not refusal.hopeless
+        assert refusal.retry_after_s == pytest.approx(7, abs=0.1)
+
+    def test_the_time_to_come_back_is_worked_out_for_one_way_only(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And with few questions, however many sequences have to end."""
+        p, d = pair(places=600)
+        others = [view(f"other {i}", D, places=600) for i in range(7)]
+        for worker in (d, *others):
+            worker.times = PerToken(sequence_s=0.001)
+            fill(worker, *range(1, 501))
+        asked = demand(tpot_s=0.2)
+        steps = 0
+
+        def counted(*of: Demand | BatchThen | WorkerView) -> float:
+            nonlocal steps
+            steps += 1
+            return step_with(*of)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(predictive, "step_with", counted)
+        refusal = refusal_of(judge(Predictive(), p, d, *others, asked=asked))
+        assert refusal.retry_after_s == pytest.approx(301, abs=2)
+        assert steps <= 8 + 2 * 10
+
+    @pytest.mark.parametrize(("deadline_s", "hopeless"), [(0.003, True), (1.2, False)])
+    def test_a_deadline_has_a_reason_of_its_own(self, deadline_s: float, hopeless: bool) -> None:
+        """A prompt of 30 ms and 7 steps of 100 ms, behind a second of others."""
+        p, d = pair()
+        queue(p, 1.0)
+        asked = replace(demand(), objectives=Objectives(deadline_s=deadline_s))
+        refusal = refusal_of(judge(Predictive(), p, d, asked=asked))
+        assert (refusal.reason, refusal.hopeless) == ("deadline_unreachable", hopeless)
+        assert (refusal.retry_after_s is None) == hopeless
+        said = "3 ms" if hopeless else "1.20 s"
+        assert refusal.message.endswith(f"its deadline is {said} after it was received")
+        assert "730 ms without a queue" in refusal.message
+
+    @pytest.mark.parametrize("most", [0, 1, 2, 7, 250])
+    def test_the_fewest_are_found_as_by_looking_at_each(self, most: int) -> None:
+        for first in range(most + 3):
+            each = next((n for n in range(most + 1) if n >= first), None)
+            assert fewest(lambda n, first=first: n >= first, most) == each
 
 
 def test_a_workers_reason_is_explained() -> None:

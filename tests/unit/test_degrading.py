@@ -26,7 +26,6 @@ from router.events import (
 )
 from router.ladder import Step
 from router.refusal import Refusal
-from router.waiting import ASK_AGAIN_S
 from tests.unit.router_kit import (
     PerToken,
     demand,
@@ -76,14 +75,17 @@ class TestLessOutput:
         assert list(ways(asked, PATIENT, Step.TRIP)) == [asked]
 
     def test_helps_against_what_output_costs(self) -> None:
-        asked = demand(ttft_s=1)
         helps = {
-            reason: less_output_helps(Refusal(reason=reason, message=""), asked)
-            for reason in ("tpot_unreachable", "kv_exhausted", "ttft_unreachable", "no_capacity")
+            reason: less_output_helps(Refusal(reason=reason, message=""))
+            for reason in (
+                "tpot_unreachable",
+                "kv_exhausted",
+                "deadline_unreachable",
+                "ttft_unreachable",
+                "no_capacity",
+            )
         }
-        assert list(helps.values()) == [True, True, False, False]
-        late = replace(asked, objectives=Objectives(deadline_s=1))
-        assert less_output_helps(Refusal(reason="ttft_unreachable", message=""), late)
+        assert list(helps.values()) == [True, True, True, False, False]
 
 
 class TestWaiting:
@@ -192,8 +194,8 @@ def test_a_deferred_request_is_served_once_it_can_be() -> None:
     assert "r" in at.waiting
     at.validate()
     says(at, "p", tokens(0, 1, name="first", reason=FinishReason.LENGTH), now_s=1.5)
-    commands = says(at, "d", released("first"), now_s=1 + ASK_AGAIN_S + 0.5)
-    assert len(asked_for(commands)) == 1
+    commands = says(at, "d", released("first"), now_s=1.51)
+    assert len(asked_for(commands)) == 1, "at once"
     says(at, "d", reserved("r", attempt=1), now_s=2)
     assert "r" not in at.waiting
 
@@ -218,8 +220,8 @@ def test_deferred_requests_of_a_tier_wait_for_the_first_of_them() -> None:
     says(at, "d", released("0"), now_s=1.1)
     assert asked_for(says(at, "p", now_s=1.3)) == []  # there is room for the second one
     at.handle(Aborted(request_id="1"), 1.4)
-    says(at, "d", released("1", attempt=1), now_s=1.4)
-    assert [one.n for one in asked_for(says(at, "p", now_s=1.6))] == [3]
+    ended = says(at, "d", released("1", attempt=1), now_s=1.4)
+    assert [one.n for one in asked_for(ended)] == [3]
 
 
 def test_a_deferred_request_whose_workers_are_all_gone_is_refused() -> None:

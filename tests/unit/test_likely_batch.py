@@ -3,17 +3,19 @@ and what its router has learnt."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
+from random import Random
 
 import pytest
 
 from kvrelay.messages import Counters
-from kvrelay.types import Role
+from kvrelay.types import RequestKey, Role
 from router.candidate import DecodePrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen, DecodeOutlook, Expected
 from router.forecast.forecast import Forecast
 from router.forecast.lifetimes import Lifetimes
+from router.forecast.sequences import Sequences
 from router.forecast.usual_prompts import UsualPrompts
 from router.latency.output_lengths import OutputLengths
 from router.latency.survival import STRIDE, Survival
@@ -76,6 +78,34 @@ class TestLikely:
         found = outlook(ONE)
         found.grown(key("gone"), 5)
         assert [*found.running()] == []
+
+
+class TestAllAtOnce:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_is_as_one_by_one(self, seed: int) -> None:
+        """Of three tiers one is unknown; sequences come, grow and go."""
+        random, sequences = Random(seed), Sequences()
+        here: list[RequestKey] = []
+        for number in range(300):
+            sequences.add(
+                key(str(number)),
+                tier=random.choice("tux"),
+                prompt_tokens=random.randrange(1, 3000),
+                most=random.choice((20, 100, 900)),
+                choices=random.randrange(1, 4),
+                joins_s=random.uniform(0, 9),
+                ends_s=random.uniform(0, 20),
+            )
+            here.append(key(str(number)))
+            for grown in random.sample(here, k=min(3, len(here))):
+                sequences.grown(grown, random.randrange(1, 900))
+            if random.random() < 0.4:
+                sequences.remove(here.pop(random.randrange(len(here))))
+        lives = {"t": HALF_ARE_SHORT, "u": Survival([1.0, 0.8, 0.3])}
+        for then_s in (4.0, 4.5, 7.0, 30.0):
+            one = sequences._one_by_one(then_s, 4.0, 0.05, lives)
+            other = sequences._all_at_once(then_s, 4.0, 0.05, lives)
+            assert astuple(one) == pytest.approx(astuple(other))
 
 
 class TestOverdue:

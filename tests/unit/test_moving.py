@@ -78,9 +78,8 @@ def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     assert abort == Send(worker=D, message=Abort(key=key()))
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
     assert (prefill.worker, prefill.message.target) == (D, D2)
-    assert prefill.message.spec == asked(1, 10, 11, 12)
+    assert prefill.message.spec == replace(asked(1, 10, 11, 12), resumed=((13,),))
     assert says(core, "d", tokens(4, 14), released()) == []  # the old attempt is over
-    assert says(core, "d", tokens(3, 13, attempt=1)) == []  # it was delivered already
     last = says(core, "d2", lifetime("handoff_committed", attempt=1), tokens(4, 14, attempt=1))
     assert delivered(last) == [(14,)]
     assert core.requests["r"].legs == (D2,)
@@ -90,6 +89,25 @@ def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     says(core, "d2", released(attempt=1))
     assert_no_books(core)
     assert core.moving.moved == 1
+
+
+def test_a_second_move_takes_all_that_was_delivered_as_prompt() -> None:
+    core = moving(decoding())
+    says(core, "d", tokens(3, 13))
+    says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
+    says(core, "d2", tokens(4, 14, attempt=1))
+    assert core.requests["r"].spec.resumed == ((13,),)
+    again = core.moving._spec(core.requests["r"])
+    assert (again.emitted_ids, again.resumed) == ((10, 11, 12, 13, 14), ())
+
+
+def test_what_the_move_finds_cached_is_none_of_the_clients() -> None:
+    """The worker that it leaves has all of it."""
+    core = moving(decoding())
+    core.requests["r"].found_tokens = 1
+    says(core, "d2", reserved(attempt=1))
+    says(core, "d", replace(lifetime("prefill_started", attempt=1), tokens=6))
+    assert core.requests["r"].cached_tokens == 1
 
 
 def test_refused_it_stays_as_it_was() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from random import Random
 
 import pytest
 
@@ -320,3 +321,42 @@ def test_a_disturbance_that_is_over_is_forgotten_though_few_were_admitted_since(
     for at_s in range(33, 65):
         margin.observe(1.0, 1.0, float(at_s), undisturbed=False)
     assert margin.apply(1.0) == pytest.approx(1.0)
+
+
+def test_what_is_ahead_at_any_moment_is_the_sum_of_what_is_due_before_it() -> None:
+    """Promises are made, claimed and expire, and moments are asked for in any order."""
+    promises, random = promised(0.5), Random(5)
+    due: dict[int, tuple[float, float, int]] = {}  # digest |-> when, seconds of work, priority
+    for digest in range(400):
+        now_s = digest / 100
+        seconds, after_s, priority = random.random(), random.uniform(0.1, 9), random.randrange(3)
+        promises.make(digest, work(seconds), after_s, now_s, priority)
+        due[digest] = now_s + after_s, seconds, priority
+        taken = random.choice([*due])
+        if promises.claim(taken, now_s) is not None:
+            del due[taken]
+        due = {one: told for one, told in due.items() if told[0] + GRACE_S >= now_s}
+        promises.claim(-1, now_s)
+        end_s, last = now_s + random.uniform(-1, 5), random.randrange(3)
+        ahead = sum(s for when_s, s, of in due.values() if when_s < end_s and of <= last)
+        share = promises.claims.first.value
+        assert promises.before(end_s, last).prefill_s == pytest.approx(ahead * share)
+
+
+def test_asking_again_does_not_look_at_all_promises_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    promises = promised(0.5)
+    for digest in range(5_000):
+        promises.make(digest, work(1), soonest_s=1 + digest / 1e6, now_s=0)
+    assert promises.before(2).prefill_s == pytest.approx(2_500)
+    added = 0
+    add = Promised.__add__
+
+    def counted(one: Promised, other: Promised) -> Promised:
+        nonlocal added
+        added += 1
+        return add(one, other)
+
+    monkeypatch.setattr(Promised, "__add__", counted)
+    for later in range(100):
+        promises.before(2 + later / 100)
+    assert added <= 200

@@ -163,6 +163,42 @@ def test_it_goes_on_as_if_nothing_had_happened(engine: Engine, kind: str, emitte
     assert close(prefill(engine, resumed), whole[emitted])
 
 
+@pytest.mark.parametrize("kind", SAMPLINGS)
+@pytest.mark.parametrize("emitted", [(13, 0, 14), (1, 32, 5), (20, None, 9)])
+def test_each_choice_goes_on_behind_its_own_tokens(
+    engine: Engine, kind: str, emitted: tuple[int | None, ...]
+) -> None:
+    """Some have no token yet, and one (None) has ended. Nothing is said of what was emitted."""
+    spec = asked(replace(SAMPLINGS[kind], n=3))
+    whole = [[one for one in generate(engine, spec) if one.choice == c] for c in range(3)]
+    again = generate(engine, cut_each(spec, whole, emitted))
+    for choice, (known, cut_at) in enumerate(zip(whole, emitted, strict=True)):
+        rest = [] if cut_at is None else known[cut_at:]
+        new = [one for one in again if one.choice == choice]
+        assert len(new) == len(rest)
+        assert all(close(*pair) for pair in zip(new, rest, strict=True))
+
+
+def test_the_prefill_worker_draws_only_for_choices_that_have_no_token(engine: Engine) -> None:
+    spec = asked(replace(SAMPLINGS["seeded"], n=3))
+    whole = [[one for one in generate(engine, spec) if one.choice == c] for c in range(3)]
+    resumed = cut_each(spec, whole, (3, 0, None))
+    assert close(prefill(engine, resumed), whole[1][0])
+
+
+def cut_each(
+    spec: RequestSpec, whole: list[list[Tokens]], emitted: tuple[int | None, ...]
+) -> RequestSpec:
+    return replace(
+        spec,
+        key=RequestKey("r", 1),
+        resumed=tuple(
+            ids_of(one)[: cut_at or 0] for one, cut_at in zip(whole, emitted, strict=True)
+        ),
+        finished_choices=tuple(i for i, cut_at in enumerate(emitted) if cut_at is None),
+    )
+
+
 def test_penalties_and_minimum_decide_in_these_runs(engine: Engine) -> None:
     """Else the test above would show nothing."""
     found = {kind: ids_of(generate(engine, asked(one))) for kind, one in SAMPLINGS.items()}

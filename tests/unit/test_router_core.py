@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from kvrelay.messages import Abort, Generate, Prefill, Reserve, Stop
+from kvrelay.messages import Abort, Generate, Lifetime, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core import RouterCore
 from router.ending import MAX_ATTEMPTS
@@ -340,16 +340,31 @@ def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
     assert core.requests["r"].key == key(attempt=2)
 
 
-def test_several_choices_are_run_again_and_none_repeats_a_token() -> None:
+def test_each_choice_goes_on_behind_its_own_tokens() -> None:
+    """Whatever another worker would draw for them: the client has them already."""
     core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE), n=2)
     says(core, "d", tokens(1, 11, 12), tokens(1, 21, choice=1))
+    resumed = replace(spec(attempt=1, n=2), resumed=((10, 11, 12), (10, 21)))
     assert core.handle(WorkerLost(incarnation=D), 3) == [
-        Send(worker=D2, message=Reserve(spec=spec(attempt=1, n=2), source=P))
+        Send(worker=D2, message=Reserve(spec=resumed, source=P))
     ]
-    says(core, "d2", reserved(attempt=1))
-    assert delivered(says(core, "p", tokens(0, 10, attempt=1))) == []
-    again = says(core, "d2", tokens(1, 11, attempt=1), tokens(2, 12, 13, attempt=1))
-    assert delivered(again) == [(13,)]
+    says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
+    assert core.requests["r"].legs == (D2,), "the prefill worker draws nothing"
+    again = says(core, "d2", tokens(2, 22, choice=1, attempt=1), tokens(3, 13, attempt=1))
+    assert delivered(again) == [(22,), (13,)]
+
+
+def test_a_choice_without_a_token_is_still_drawn_by_the_prefill_worker() -> None:
+    core = core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE)
+    submit(core, n=2)
+    says(core, "d", reserved())
+    says(core, "p", tokens(0, 10))
+    core.handle(WorkerLost(incarnation=D), 3)
+    assert core.requests["r"].spec.resumed == ((10,), ())
+    says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
+    assert core.requests["r"].legs == (D2, P)
+    assert delivered(says(core, "p", tokens(0, 20, choice=1, attempt=1))) == [(20,)]
+    assert core.requests["r"].legs == (D2,)
 
 
 def test_what_was_emitted_counts_as_prompt_and_no_more_as_output() -> None:
@@ -369,6 +384,8 @@ def test_choices_that_ended_are_not_decoded_again() -> None:
     commands = says(core, "d2", reserved(attempt=1))
     stop = Stop(key=key(attempt=1), choice=1, valid_tokens=2)
     assert commands[0] == Send(worker=D2, message=stop)
+    assert core.requests["r"].spec.finished_choices == (1,)
+    assert core.requests["r"].spec.resumed == ((10,), ())
 
 
 def test_after_the_last_attempt_it_fails_with_the_reason() -> None:
@@ -415,8 +432,7 @@ def test_without_any_worker_there_is_nothing_to_wait_for() -> None:
 def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None:
     core = waiting()
     again = Send(worker=D2, message=Reserve(spec=spec(attempt=1, emitted=(10,)), source=P))
-    assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == []
-    assert says(core, "p", now_s=3 + ASK_AGAIN_S) == [again]
+    assert core.handle(WorkerJoined(hello=hello("d2", Role.DECODE)), 3.1) == [again]
     assert says(core, "p", now_s=4) == []  # it is being asked for
     assert says(core, "d2", refused("kv_exhausted", attempt=1), now_s=4) == []
     assert says(core, "p", now_s=4.1) == []
@@ -471,3 +487,61 @@ def test_routers_number_their_attempts_from_where_they_are_told() -> None:
     (send,) = core.handle(Submitted(request=request()), 1)
     assert isinstance(send, Send) and isinstance(send.message, Generate)
     assert send.message.spec.key == key(attempt=700)
+
+
+def test_forecasts_count_what_asking_and_telling_the_workers_takes() -> None:
+    """20 ms until the decode worker has answered, 50 more until the prompt is begun: a second
+    request that allows less than these, and its prompt, is refused for good."""
+    core = split()
+    submit(core, "a", now_s=1)
+    placed = core.requests["a"].predicted
+    assert placed is not None and placed.prompt.messages_s == 0
+    says(core, "d", reserved("a"), now_s=1.02)
+    says(core, "p", tokens(0, 10, name="a"), now_s=1.07 + placed.prompt.prefill_s)
+    objectives = Objectives(ttft_s=placed.prompt.prefill_s + 0.06)
+    again = replace(request("b"), objectives=objectives)
+    (refuse,) = core.handle(Submitted(request=again), 9)
+    assert isinstance(refuse, Refuse) and refuse.refusal.hopeless
+    submit(core, "c", now_s=9)
+    predicted = core.requests["c"].predicted
+    assert predicted is not None
+    assert predicted.prompt.messages_s == pytest.approx(0.07)
+    assert predicted.ttft_s == pytest.approx(placed.prompt.prefill_s + 0.07)
+
+
+class TestCachedTokens:
+    """Of the prompt, as the first prefill that began has found them."""
+
+    def started(self, tokens_found: int, attempt: int = 0) -> Lifetime:
+        moment = lifetime("prefill_started", attempt=attempt)
+        return replace(moment, tokens=tokens_found)
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_the_first_worker_dies_before_it_begins(self, n: int) -> None:
+        core = core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE)
+        submit(core, n=n)
+        says(core, "d", reserved())
+        first = core.requests["r"].legs[1]
+        core.handle(WorkerLost(incarnation=first), 3)
+        says(core, "d", reserved(attempt=1))
+        assert core.requests["r"].cached_tokens == 0
+        says(core, core.requests["r"].legs[1], self.started(2, attempt=1))
+        assert core.requests["r"].cached_tokens == 2
+
+    @pytest.mark.parametrize("n", [1, 3])
+    def test_what_a_later_attempt_finds_does_not_count(self, n: int) -> None:
+        core = core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE)
+        submit(core, n=n)
+        says(core, "d", reserved())
+        says(core, "p", self.started(1), *(tokens(0, 10, choice=c) for c in range(n)))
+        core.handle(WorkerLost(incarnation=D), 3)
+        says(core, "d2", reserved(attempt=1))
+        says(core, "p", self.started(3, attempt=1))
+        assert core.requests["r"].cached_tokens == 1
+
+    def test_emitted_tokens_are_none_of_the_prompt(self) -> None:
+        core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
+        core.handle(WorkerLost(incarnation=D), 3)
+        says(core, "d2", reserved(attempt=1))
+        says(core, "p", self.started(4, attempt=1))
+        assert core.requests["r"].cached_tokens == 3

@@ -30,6 +30,16 @@ def test_each_line_asks_in_its_order_and_lets_the_others_go_on() -> None:
     assert waiting.take_next(0.9) == ("b", WHY)
 
 
+def test_a_free_place_is_for_the_first_of_each_line() -> None:
+    waiting = room(("a", "free"), ("b", "free"), ("c", ""))
+    waiting.wake(0.1)
+    assert waiting.take_next(0.1) == ("a", WHY)
+    assert waiting.take_next(0.1) == ("c", WHY)
+    assert waiting.take_next(0.1) is None
+    waiting.wake(0.2)
+    assert waiting.take_next(0.2) == ("b", WHY)  # a may be served
+
+
 def test_patience_counts_from_the_beginning() -> None:
     waiting = room(("a", "free"))
     assert waiting.waited_s("a", 0.75) == 0.75

@@ -192,18 +192,20 @@ class PiecesRead(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "sketch")
+    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "sketch", "resumed_ids")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_CHOICES_FIELD_NUMBER: _ClassVar[int]
     SKETCH_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
     pieces: int
     first_token_ids: _containers.RepeatedScalarFieldContainer[int]
     finished_choices: _containers.RepeatedScalarFieldContainer[int]
     sketch: LogitSketch
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., sketch: _Optional[_Union[LogitSketch, _Mapping]] = ...) -> None: ...
+    resumed_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., sketch: _Optional[_Union[LogitSketch, _Mapping]] = ..., resumed_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LogitSketch(_message.Message):
     __slots__ = ("bound", "token_ids", "logits", "log_sum_exp", "spread")

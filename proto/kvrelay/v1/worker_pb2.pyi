@@ -31,7 +31,7 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("key", "prompt_ids", "sampling", "tenant", "qos_tier", "tpot_s", "emitted_ids")
+    __slots__ = ("key", "prompt_ids", "sampling", "tenant", "qos_tier", "tpot_s", "emitted_ids", "resumed", "finished_choices")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,8 @@ class RequestSpec(_message.Message):
     QOS_TIER_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     EMITTED_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_CHOICES_FIELD_NUMBER: _ClassVar[int]
     key: Key
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
@@ -46,7 +48,15 @@ class RequestSpec(_message.Message):
     qos_tier: str
     tpot_s: float
     emitted_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., qos_tier: _Optional[str] = ..., tpot_s: _Optional[float] = ..., emitted_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    resumed: _containers.RepeatedCompositeFieldContainer[EmittedIds]
+    finished_choices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., qos_tier: _Optional[str] = ..., tpot_s: _Optional[float] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., resumed: _Optional[_Iterable[_Union[EmittedIds, _Mapping]]] = ..., finished_choices: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EmittedIds(_message.Message):
+    __slots__ = ("token_ids",)
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop_token_ids", "n", "logprobs", "seed", "logit_bias", "prompt_logprobs")
