@@ -22,6 +22,16 @@ from engine.parallel.group import Group
 from kvrelay.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    LookupError,
+    AttributeError,
+    TypeError,
+)
+"""What transformers raises where it can't read a checkpoint or lacks a package for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +123,7 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
             checkpoint.path, config=config, dtype=wanted, attn_implementation=attention.NAME
         )
         module = module.to(torch.device(device)).eval().requires_grad_(False)
-    except (OSError, ValueError, RuntimeError) as error:
+    except _LOAD_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
     border = longrope_border_tokens(config)
@@ -145,7 +155,7 @@ def _check_device(device: torch.device) -> None:
 def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint.path)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (*_LOAD_ERRORS, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path}/config.json can't be used: {reason}") from error
 

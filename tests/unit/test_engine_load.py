@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import paged, profile
 from engine.checkpoint import open_checkpoint
@@ -119,6 +119,19 @@ def test_an_absent_gpu_is_refused_before_weights_are_read(llama: Path, tmp_path:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="no CUDA device here: "):
         load_model(checkpoint, device="cuda:99", dtype="auto")
+
+
+@pytest.mark.parametrize("error", [ImportError, KeyError, AttributeError, TypeError])
+def test_whatever_transformers_raises_becomes_one_line(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("it needs\na package")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=r"can't be loaded on cpu: .*needs.*a package") as caught:
+        load(llama)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
