@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TESTS_AT_ONCE ?= 2
 
-.PHONY: help install demo check test test-gpu bench bench-peers bench-gpu proto format clean
+.PHONY: help install demo check test test-families test-gpu bench bench-peers bench-gpu proto format clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -26,7 +26,10 @@ check: $(STAMP)  ## ruff, mypy, import-linter
 	$(BIN)/lint-imports
 
 test: $(STAMP)   ## every test that needs no GPU, two files at a time; TESTS_AT_ONCE=0: one
-	$(BIN)/pytest -m "not gpu" --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not gpu and not families" --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
+
+test-families: $(STAMP)  ## every causal family of transformers: its tokens, or a named refusal
+	$(BIN)/pytest tests/families --numprocesses=$(TESTS_AT_ONCE)
 
 test-gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu

@@ -169,8 +169,8 @@ def _causal_architecture(folder: Path, config: Mapping[str, object]) -> str:
     architecture = str(names[0])
     if not architecture.endswith(_CAUSAL_SUFFIXES):
         raise ModelError(
-            f"{folder} holds a {architecture}, which is no causal language model: kvrelay serves "
-            "decoder-only ...ForCausalLM checkpoints"
+            f"{folder} can't be served (architecture check): a {architecture} is no causal "
+            "language model: kvrelay serves decoder-only ...ForCausalLM checkpoints"
         )
     return architecture
 
@@ -210,7 +210,10 @@ def _check_tokenizer(folder: Path) -> None:
 def _vocab_size(folder: Path, config: Mapping[str, object]) -> int:
     size = _first_int(config, "vocab_size")
     if size is None:
-        raise ModelError(f"{folder}/config.json has no vocab_size: it is not a text model")
+        raise ModelError(
+            f"{folder} can't be served (architecture check): its config.json has no vocab_size: it "
+            "is not a text model"
+        )
     return size
 
 

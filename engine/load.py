@@ -17,7 +17,7 @@ from engine.model import Model, load_model
 from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.parallel.group import Group
 from engine.parallel.ranks import ALONE, Ranks, own_layout
-from engine.parallel.share import check_shares, share_out
+from engine.parallel.share import Loaded, check_shares, share_out
 from engine.probe import derive_layout
 from engine.runner import Engine, EngineFacts
 from engine.sizing import EngineLimits
@@ -50,10 +50,12 @@ def load_engine(
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     longest = _max_model_len(checkpoint, limits)
+
+    def load_share() -> Loaded:
+        return share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group, longest)
+
     with _memory_errors(device):
-        loaded = ranks.in_turn(
-            lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
-        )
+        loaded = ranks.in_turn(load_share)
     own_shapes = check_shares(loaded, ranks.group)
     model = _compiled(loaded.model, limits) if compiled else loaded.model
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name

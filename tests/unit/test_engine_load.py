@@ -63,7 +63,7 @@ def test_an_encoder_is_refused() -> None:
 
 def test_a_family_without_the_attention_interface_is_refused() -> None:
     """Not one of those refused by name."""
-    with pytest.raises(ModelError, match="the codegen family can't be served: its attention byp"):
+    with pytest.raises(ModelError, match=r"the codegen .* \(interface check\): its atten"):
         check_family(AutoConfig.for_model("codegen"))
 
 
@@ -147,7 +147,7 @@ def test_the_self_check_notices_wrong_attention(
     monkeypatch.setattr(
         paged._Layer, "_pick", lambda self, *args: pick(self, *args).roll(1, dims=2)
     )
-    with pytest.raises(ModelError, match="the llama family can't be served: paged logits differ"):
+    with pytest.raises(ModelError, match=r"the llama family .*: paged logits differ"):
         load(llama, attention="sdpa")
 
 
