@@ -12,7 +12,9 @@ from cluster.logs import configure_logging
 from cluster.net import host_id
 from cluster.plan import NODE_HOST
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.supervised import STARTS
 from cluster.supervision import Home
+from engine.activity import Activity, Stage
 from kvrelay.errors import KvrelayError
 
 if TYPE_CHECKING:
@@ -21,6 +23,15 @@ if TYPE_CHECKING:
 EVERY_INTERFACE = ("0.0.0.0", "::")
 JOIN_TIMEOUT_S = 30.0
 JOIN_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """What a process that starts does now; `chosen`: the device and the transports that it took,
+    once it has."""
+
+    activity: Activity = STARTS
+    chosen: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +66,23 @@ class WorkerHost:
         configure_logging(settings.name)
         self._settings = replace(settings, host=_own_host(settings.host))
         self._worker: WorkerProcess | None = None
+        self._activity = STARTS
         self._address: str | None = None
 
     async def home(self) -> Home:
         """Answered before `start` loads anything."""
         return _home()
 
-    async def start(self) -> str | StartFailed:
-        from cluster.worker.process import WorkerProcess
+    async def doing(self) -> Doing:
+        if self._worker is None:
+            return Doing(activity=self._activity)
+        return Doing(activity=self._worker.activity, chosen=self._worker.chosen)
 
+    async def start(self) -> str | StartFailed:
+        self._activity = Activity(stage=Stage.IMPORTS)
         try:
-            self._worker = self._worker or WorkerProcess(self._settings)
+            kind = await asyncio.to_thread(_worker_class)
+            self._worker = self._worker or kind(self._settings)
             self._address = self._address or await self._worker.start()
         except KvrelayError as error:
             return StartFailed(str(error))
@@ -94,6 +111,9 @@ class PoolNodeHost:
 
         self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
         self._address: str | None = None
+
+    async def doing(self) -> Doing:
+        return Doing()
 
     async def start(self) -> str | StartFailed:
         try:
@@ -124,6 +144,9 @@ class RouterHost:
         self._router = RouterProcess(settings)
         self._at: RouterAt | None = None
         self._closed = asyncio.Event()
+
+    async def doing(self) -> Doing:
+        return Doing(activity=self._router.activity)
 
     async def start(self) -> RouterAt | StartFailed:
         try:
@@ -175,6 +198,13 @@ class RouterHost:
             http_port=ports.http_port,
             grpc_port=ports.grpc_port,
         )
+
+
+def _worker_class() -> type[WorkerProcess]:
+    """PyTorch's import takes seconds."""
+    from cluster.worker.process import WorkerProcess
+
+    return WorkerProcess
 
 
 def _home() -> Home:

@@ -10,23 +10,25 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from typing import assert_never
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from cluster.actor import RouterAt, StartFailed
+from cluster.actor import Doing, RouterAt, StartFailed
 from cluster.controller_report import ClusterStatus, ProcessStatus, Report
-from cluster.fleet import Fleet
+from cluster.fleet import Fleet, Handle
 from cluster.logs import configure_logging
 from cluster.plan import ClusterPlan, placements
+from cluster.room import waits_for_room
 from cluster.supervised import Limits
 from cluster.supervision import (
     Announce,
     Answered,
     Command,
+    Does,
     DriverSeen,
     Event,
     Home,
@@ -40,6 +42,7 @@ from cluster.supervision import (
     Remove,
     Serving,
     Start,
+    State,
     Stop,
     StopAsked,
     Stopped,
@@ -47,12 +50,15 @@ from cluster.supervision import (
     Withdraw,
 )
 from cluster.supervisor import Supervisor
+from engine.activity import Activity, Stage
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 STOP_GRACE_S = 10.0
 """A process that has not stopped so long after its drain is killed."""
+SILENT_S = 3.0
+"""Of a process that says nothing for so long it is looked up whether Ray has room for it."""
 LAST_REPORT_S = 3.0
 """How long a stopped controller waits for its driver to read so."""
 ROUTER_GONE = StartFailed("the router is gone")
@@ -67,6 +73,7 @@ class Controller:
         self._fleet = Fleet(plan)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._notes: list[str] = []
+        self._free_before = ray.available_resources()
         self._router_at: dict[str, RouterAt] = {}
         self._router_calls: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._last_report = asyncio.Event()
@@ -84,6 +91,11 @@ class Controller:
             noted=len(self._notes),
             model=self._plan.routers[0].settings.served_model_name,
             routers=self._routers(),
+            downloads={
+                p.name: p.activity
+                for p in self._core.processes()
+                if p.state is State.STARTING and p.activity.stage is Stage.DOWNLOADS
+            },
         )
         if report.phase is Phase.STOPPED:
             self._last_report.set()
@@ -95,7 +107,13 @@ class Controller:
             phase=self._core.phase,
             routers=self._routers(),
             processes=tuple(
-                ProcessStatus(name=p.name, state=p.state, address=p.address, starts=p.life)
+                ProcessStatus(
+                    name=p.name,
+                    state=p.state,
+                    address=p.address,
+                    starts=p.life,
+                    doing=self._core.doing(p) if p.state in (State.STARTING, State.SERVING) else "",
+                )
                 for p in self._core.processes()
             ),
         )
@@ -188,6 +206,7 @@ class Controller:
         name, life = command.name, command.life
         try:
             host = self._fleet.create(name, command.node)
+            self._spawn(self._follow(command, host))
             if name in self._core.workers:
                 self._spawn(self._place(command, host.home.remote()))
             started = await host.start.remote()
@@ -207,6 +226,48 @@ class Controller:
         with suppress(RayError):  # `_start` hears of it too
             home = await asked
             self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
+
+    async def _follow(self, command: Start, host: Handle) -> None:
+        """What it does, until it serves or is lost: `_start` hears of that."""
+        heard: Doing | None = None
+        asked: asyncio.Future[Doing] | None = None
+        with suppress(RayError):
+            while self._is_starting(command):
+                asked = asked or asyncio.ensure_future(_answer(host.doing.remote()))
+                await asyncio.wait([asked], timeout=SILENT_S)
+                if asked.done():
+                    heard, asked = self._hear(command, asked.result(), heard), None
+                elif heard is None:
+                    await self._hear_nothing(command)
+                await asyncio.sleep(TICK_S)
+        if asked is not None:
+            asked.cancel()
+
+    def _hear(self, command: Start, doing: Doing, before: Doing | None) -> Doing:
+        self._does(command, doing.activity)
+        if doing.chosen and (before is None or doing.chosen != before.chosen):
+            self._notes.append(f"{command.name}: {doing.chosen}")
+        return doing
+
+    async def _hear_nothing(self, command: Start) -> None:
+        waits = await asyncio.to_thread(self._waits_for_room, command.name)
+        self._does(command, Activity(stage=Stage.WAITS if waits else Stage.STARTS))
+
+    def _does(self, command: Start, activity: Activity) -> None:
+        self._events.put_nowait(Does(name=command.name, life=command.life, activity=activity))
+
+    def _waits_for_room(self, name: str) -> bool:
+        asked = {name: place.amounts() for name, place in placements(self._plan).items()}
+        if name not in asked:
+            return False
+        free = ray.available_resources()
+        return waits_for_room(asked[name], asked.values(), self._free_before, free)
+
+    def _is_starting(self, command: Start) -> bool:
+        return any(
+            p.name == command.name and p.life == command.life and p.state is State.STARTING
+            for p in self._core.processes()
+        )
 
     async def _ping(self, command: Ping) -> None:
         with suppress(RayError):  # one that is dead has been heard of, by `_start`
@@ -259,6 +320,10 @@ class Controller:
             except RayActorError:
                 return ROUTER_GONE
             return answer
+
+
+async def _answer(asked: Awaitable[Doing]) -> Doing:
+    return await asked
 
 
 def _reason(error: BaseException) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.actor import RouterAt
 from cluster.supervision import Phase
+from engine.activity import Activity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,8 @@ class Report:
     noted: int
     model: str
     routers: tuple[RouterAt, ...]
+    downloads: Mapping[str, Activity]
+    """# process |-> how far it is"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class ProcessStatus:
     state: str
     address: str | None
     starts: int
+    doing: str
+    """While it starts: what it says that it does; else nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,31 +5,29 @@ Each transport is tried for real: its endpoint is opened and registers memory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from uuid import uuid4
 
 import psutil
 
+from cluster.checks import problems
 from cluster.config.schema import Config
 from cluster.config.workers import WorkerPool
 from cluster.plan import ucx_options
+from cluster.resolve import resolve
+from cluster.site import local_site
 from kvpool.transport import cma, fabric, ucx_info
-from kvpool.transport.base import Callbacks
+from kvpool.transport.choice import BETWEEN_HOSTS, TRANSPORTS, Machine, choose_transports
 from kvpool.transport.fabric import LinkKind
 from kvpool.transport.gpus import GpuFacts, gpu_facts
-from kvpool.transport.registry import open_endpoint
 from kvpool.transport.ucx_options import UcxOptions
-from kvrelay.errors import ConfigError
-from kvrelay.types import Incarnation, Role
+from kvpool.transport.usable import obstacle
+from kvrelay.types import Role
 
-TRANSPORTS = ("shm", "cuda_ipc", "nixl", "ucx")
-BETWEEN_HOSTS = ("nixl", "ucx")
 NEEDS = {
     "shm": "Linux; workers of one host, user and network namespace",
     "cuda_ipc": "NVIDIA GPUs with peer access; memory that can be shared (no expandable segments)",
@@ -72,14 +70,18 @@ class Diagnosis:
 
 def examine(config: Config) -> Diagnosis:
     """Takes a second or two."""
-    options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
     gpus = gpu_facts()
+    config = resolve(config, replace(local_site(), gpus=gpus.count))
+    options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
     findings = tuple(_finding(transport, options, gpus) for transport in TRANSPORTS)
     by_name = {finding.transport: finding for finding in findings}
     return Diagnosis(
         findings=findings,
         choices=tuple(_choices(config, by_name)),
-        problems=tuple(_problems(config, by_name, gpus)),
+        problems=(
+            *_link_problems(config, by_name),
+            *problems(config, gpus.count, gpus.why_none),
+        ),
     )
 
 
@@ -87,7 +89,7 @@ def examine(config: Config) -> Diagnosis:
 
 
 def _finding(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> Finding:
-    why = _obstacle(transport, ucx, gpus)
+    why = obstacle(transport, ucx, gpus=gpus.count)
     return Finding(
         transport=transport,
         usable=not why,
@@ -96,25 +98,6 @@ def _finding(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> Finding:
         needs=NEEDS[transport],
         facts={name: text for name, text in _facts(transport, ucx, gpus).items() if text},
     )
-
-
-def _obstacle(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> str:
-    """Why it can't be used here; empty when it can."""
-    if transport == "cuda_ipc" and not gpus.count:
-        return "no CUDA device"
-    nothing = Callbacks(
-        on_connect=lambda _: None, on_message=lambda *_: None, on_lost=lambda _: None
-    )
-    try:
-        endpoint = open_endpoint(transport, Incarnation(f"doctor-{uuid4().hex}"), nothing, ucx=ucx)
-    except (ConfigError, OSError, RuntimeError) as error:
-        return str(error)
-    with contextlib.closing(endpoint):
-        try:
-            endpoint.register(4096)
-        except (ConfigError, OSError, RuntimeError) as error:
-            return f"memory can't be registered: {error}"
-    return ""
 
 
 def _facts(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
@@ -188,6 +171,7 @@ def _gib(count: float) -> str:
 
 
 def _choices(config: Config, findings: Mapping[str, Finding]) -> list[Choice]:
+    """`config` must be resolved."""
     named = [(f"workers.{i} ({pool.role})", pool) for i, pool in enumerate(config.workers)]
     return [
         _choice(config, findings, (source, one), (target, other))
@@ -204,8 +188,9 @@ def _choice(
     source: tuple[str, WorkerPool],
     target: tuple[str, WorkerPool],
 ) -> Choice:
-    usable = [name for name in config.transfer.transports if _allowed(config, findings[name])]
-    on_gpus = source[1].device != "cpu" and target[1].device != "cpu"
+    on_gpus = source[1].on_gpu and target[1].on_gpu
+    wanted = config.transfer.transports or _chosen(config, findings, on_gpus)
+    usable = [name for name in wanted if _allowed(config, findings[name])]
     near = [name for name in usable if name != "cuda_ipc" or on_gpus]
     far = [name for name in usable if name in BETWEEN_HOSTS]
     return Choice(
@@ -216,24 +201,27 @@ def _choice(
     )
 
 
+def _chosen(config: Config, findings: Mapping[str, Finding], on_gpus: bool) -> tuple[str, ...]:
+    """What `auto` comes to, in a cluster of several hosts."""
+    machine = Machine(
+        obstacle=lambda name: findings[name].why, kind=lambda name: findings[name].kind
+    )
+    require = config.transfer.require
+    chosen = choose_transports(machine, on_gpu=on_gpus, spans_hosts=True, require=require)
+    return chosen.transports
+
+
 def _allowed(config: Config, finding: Finding) -> bool:
     required = config.transfer.require
     return finding.usable and (not required or finding.kind in required)
 
 
-def _problems(config: Config, findings: Mapping[str, Finding], gpus: GpuFacts) -> list[str]:
-    found = []
-    wanted = [findings[name] for name in config.transfer.transports]
-    if not any(_allowed(config, finding) for finding in wanted):
-        reasons = "; ".join(f"{f.transport}: {_refusal(config, f)}" for f in wanted)
-        found.append(f"transfer.transports: none can be used here: {reasons}")
-    for index, pool in enumerate(config.workers):
-        number = int(pool.device.partition(":")[2] or 0)
-        if pool.device != "cpu" and number >= gpus.count:
-            found.append(
-                f"workers.{index}.device: {pool.device}, and this host has {gpus.count} GPUs"
-            )
-    return found
+def _link_problems(config: Config, findings: Mapping[str, Finding]) -> list[str]:
+    wanted = [findings[name] for name in config.transfer.transports or TRANSPORTS]
+    if any(_allowed(config, finding) for finding in wanted):
+        return []
+    reasons = "; ".join(f"{f.transport}: {_refusal(config, f)}" for f in wanted)
+    return [f"transfer.transports: none can be used here: {reasons}"]
 
 
 def _refusal(config: Config, finding: Finding) -> str:

@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
 from ray.exceptions import RayError
 
+from cluster.bars import DownloadBars
 from cluster.config.schema import Config
 from cluster.controller import Controller
 from cluster.controller_report import Report
@@ -29,6 +31,8 @@ BEAT_S = 0.25
 ANSWER_S = 60.0
 GONE_S = 60.0
 CONTROLLER_CALLS_AT_ONCE = 64
+ONE_PRESS_S = 0.3
+"""A second Ctrl-C so soon is the first one."""
 
 Printer = Callable[[str], None]
 
@@ -47,11 +51,12 @@ class Driver:
     """One cluster, seen from a command that follows it."""
 
     def __init__(self, name: str, controller: Handle, *, idle_beat_s: float, say: Printer) -> None:
-        self._name = name
+        self.name = name
         self._controller = controller
         self._idle_beat_s = idle_beat_s
         self._say = say
         self._seen = 0
+        self._bars = DownloadBars()
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -72,7 +77,7 @@ class Driver:
         while report.phase is not Phase.STOPPED:
             self._pause(report.phase)
             report = self._beat()
-        _wait_gone(self._name)
+        _wait_gone(self.name)
         if report.error:
             raise KvrelayError(report.error)
         return report
@@ -91,14 +96,13 @@ class Driver:
             raise KvrelayError(f"the controller is lost: {error}") from None
         for note in report.notes:
             self._say(note)
+        self._bars.show(report.downloads)
         self._seen = report.noted
         return report
 
 
 def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Driver:
     """Ask for the cluster; it starts from now on. Raises ConfigError when it can't be had."""
-    if detach and here.own:
-        raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
     resolved = resolve(config, here.site)
     if pinned(config.workers) and not pinned(resolved.workers):
         say("workers aren't pinned: they have more threads than there are CPUs")
@@ -112,15 +116,47 @@ def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Dri
 def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> None:
     """Returns when the cluster is gone after a signal, or at once with `detach`."""
     driver = start(config, here, detach=detach, say=say)
+    _on_signals(driver)
+    try:
+        report = driver.wait_ready()
+        if report.phase is Phase.STOPPED:
+            return
+        for line in welcome(report):
+            print(line, flush=True)
+        if not detach:
+            driver.follow()
+    except KeyboardInterrupt:
+        say("ending at once: what runs is cut")
+        if not here.own:  # else it ends with its Ray
+            kill(driver.name)
+        raise
+
+
+def _on_signals(driver: Driver) -> None:
+    """The first one drains; a Ctrl-C after it raises KeyboardInterrupt. One press can come twice,
+    from the terminal and from a parent that passes it on."""
+    first_s: float | None = None
+
+    def told(number: int, _: object) -> None:
+        nonlocal first_s
+        now_s = time.monotonic()
+        if first_s is None:
+            first_s = now_s
+            driver.stop()
+        elif number == signal.SIGINT and now_s - first_s > ONE_PRESS_S:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raise KeyboardInterrupt
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: driver.stop())
-    report = driver.wait_ready()
-    if report.phase is Phase.STOPPED:
-        return
-    for line in welcome(report):
-        print(line, flush=True)
-    if not detach:
-        driver.follow()
+        signal.signal(number, told)
+
+
+def kill(cluster: str) -> None:
+    """Every actor of the cluster, its controller first: it would start the others again."""
+    names = sorted(_actors_of(cluster), key=lambda name: name != actor_name(cluster, CONTROLLER))
+    for name in names:
+        with suppress(ValueError, RayError):
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
 
 def stop(name: str | None, *, say: Printer) -> None:
@@ -175,10 +211,14 @@ def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
 def _wait_gone(cluster: str) -> None:
     """Until Ray knows no actor of the cluster. Raises KvrelayError that names those that stay."""
     deadline_s = time.monotonic() + GONE_S
-    while left := [name for name in _actors() if name.startswith(actor_name(cluster, ""))]:
+    while left := _actors_of(cluster):
         if time.monotonic() > deadline_s:
             raise KvrelayError(f"stopped, but after {GONE_S:g} s Ray still has {', '.join(left)}")
         time.sleep(BEAT_S)
+
+
+def _actors_of(cluster: str) -> list[str]:
+    return [name for name in _actors() if name.startswith(actor_name(cluster, ""))]
 
 
 def running_clusters() -> list[str]:

@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import grpc
+from rich.console import Console
 
+from cluster.bars import DownloadBars
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from engine.activity import Activity, Stage
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.2
 LAST_RETRY_S = 5.0
+EXIT_INTERRUPTED = 130
+SHOW_S = 0.25
+
+
+class Active(Protocol):
+    activity: Activity
 
 
 class Stoppable(Protocol):
@@ -34,7 +45,8 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
 
     stopping = _stop_signals()
     router = RouterProcess(settings)
-    address = await router.start()
+    async with showing(settings.process, router):
+        address = await router.start()
     print(f"HTTP on {settings.host}:{address.http_port}", flush=True)
     print(f"gRPC on {settings.host}:{address.grpc_port}", flush=True)
     await stopping.wait()
@@ -47,7 +59,9 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
 
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
-    address = await worker.start()
+    async with showing(settings.name, worker):
+        address = await worker.start()
+    log.info("%s", worker.chosen)
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = [stay_registered(router, request) for router in join]
@@ -66,6 +80,31 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = [stay_registered(router, request) for router in join]
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
+
+
+@asynccontextmanager
+async def showing(
+    name: str, process: Active, console: Console | None = None
+) -> AsyncIterator[None]:
+    """Logs what a process does while it starts; downloads have a progress bar on a terminal."""
+    bars = DownloadBars(console=console or Console(stderr=True))
+    task = asyncio.create_task(_show(name, process, bars))
+    try:
+        yield
+    finally:
+        task.cancel()
+        bars.close()
+
+
+async def _show(name: str, process: Active, bars: DownloadBars) -> None:
+    said = Stage.STARTS
+    while True:
+        now = process.activity
+        if now.stage is not said:
+            said = now.stage
+            log.info("%s", now.stage)
+        bars.show({name: now} if now.stage is Stage.DOWNLOADS else {})
+        await asyncio.sleep(SHOW_S)
 
 
 async def _first_of(
@@ -109,8 +148,15 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
 
 
 def _stop_signals() -> asyncio.Event:
+    """Set by the first signal; a Ctrl-C after it ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+
+    def interrupted() -> None:
+        if stopping.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        stopping.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
     return stopping

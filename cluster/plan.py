@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import get_args
@@ -111,8 +111,11 @@ def placements(plan: ClusterPlan) -> dict[str, Placement]:
     return routers | {worker.settings.name: worker.placement for worker in plan.workers}
 
 
-def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
-    """Why the cluster can't fit on a machine that offers this much of each resource, or None."""
+def shortage(
+    plan: ClusterPlan, offered: Mapping[str, float], only: Collection[str] | None = None
+) -> str | None:
+    """Why the cluster can't fit on a machine that offers this much of each resource, or None.
+    With `only`, of these resources."""
     asked: defaultdict[str, float] = defaultdict(float)
     places = [*placements(plan).values()]
     places += [] if plan.pool is None else [plan.pool.placement]
@@ -121,6 +124,8 @@ def shortage(plan: ClusterPlan, offered: Mapping[str, float]) -> str | None:
             asked[name] += amount
     for name, amount in asked.items():
         has = offered.get(name, 0.0)
+        if only is not None and name not in only:
+            continue
         if amount > has + ROUNDING:
             return f"the cluster asks for {name}: {amount:g} and this machine has {has:g}"
     return None
@@ -134,6 +139,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         model=config.model.path,
         revision=config.model.revision,
         device=pool.device,
+        gpus=pool.resources.get("GPU", 0.0),
         dtype=pool.dtype or config.model.dtype,
         block_size=config.engine.block_size,
         prefill_chunk_tokens=config.scheduler.prefill_chunk_tokens,
@@ -147,7 +153,7 @@ def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettin
         profile=config.engine.profile,
         device_share=device_share(pool, config.workers),
         cpu_threads=pool.cpu_threads,
-        transports=config.transfer.transports,
+        transports=config.transfer.transports or (),
         handoff=config.transfer.handoff,
         codec=config.transfer.codec,
         allow_mixed_precision=config.transfer.allow_mixed_precision,
@@ -251,9 +257,11 @@ def pool_node_settings(config: Config) -> PoolNodeSettings:
     )
 
 
-def _far_transports(config: Config) -> tuple[str, ...]:
+def _far_transports(config: Config) -> tuple[str, ...] | None:
     if config.pool.transports is not None:
         return config.pool.transports
+    if config.transfer.transports is None:
+        return None
     return tuple(one for one in config.transfer.transports if one in get_args(FarTransport))
 
 

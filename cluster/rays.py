@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from cluster.config.schema import Config
 from cluster.net import split_address
 from cluster.resolve import Site
-from cluster.site import local_site
+from cluster.site import local_site, site_with_gpus
 from kvrelay.errors import ConfigError
 
 CONNECT_S = 5.0
@@ -60,7 +60,7 @@ def connected(config: Config, *, log_to_driver: bool) -> Iterator[Connected]:
     address = ray_address(config.ray.address)
     if address is None:
         _start_own(config, log_to_driver)
-        here = Connected(own=True, site=local_site())
+        here = Connected(own=True, site=_own_site())
     else:
         _join(address, log_to_driver=log_to_driver)
         here = Connected(own=False, site=_joined_site())
@@ -152,6 +152,13 @@ def _custom_resources(config: Config) -> dict[str, float]:
     return {name: amount for name, amount in named.items() if name not in ("CPU", "GPU", "memory")}
 
 
+def _own_site() -> Site:
+    """GPUs that both PyTorch and Ray find."""
+    site = site_with_gpus()
+    seen = _import_ray().cluster_resources().get("GPU", 0.0) if site.gpus else 0.0
+    return replace(site, gpus=min(site.gpus, seen))
+
+
 def _joined_site() -> Site:
     """What all nodes offer together; each worker listens on its node's own address."""
     import ray
@@ -162,6 +169,7 @@ def _joined_site() -> Site:
         local_site(),
         total_cpus=sum(cpus),
         node_cpus=max(1, int(max(cpus, default=1))),
+        gpus=sum(node.get("GPU", 0.0) for node in nodes),
         host=None,
     )
 

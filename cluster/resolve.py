@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from math import floor
+from math import ceil, floor
 from pathlib import PurePath
 
 from cluster.config.schema import Config, Model
@@ -24,12 +24,15 @@ class Site:
     node_cpus: int
     host: str | None
     bundled_path: str
+    gpus: float = 0.0
 
 
 def resolve(config: Config, site: Site) -> Config:
-    """The same cluster with nothing left to the machine's choice; idempotent."""
-    share = threads_per_rank(config.workers, site)
-    pools = tuple(_resolve_pool(pool, config.workers, share, site) for pool in config.workers)
+    """The same cluster with nothing left to the machine's choice; idempotent. Device "auto" stays:
+    the worker takes the GPU that Ray sets aside for it, where there is one."""
+    given = share_gpus(config.workers, site.gpus)
+    share = threads_per_rank(given, site)
+    pools = tuple(_resolve_pool(pool, given, share, site) for pool in given)
     if sum(pool.replicas * (pool.cpu_threads or 0) for pool in pinned(pools)) > site.total_cpus:
         pools = tuple(pool.model_copy(update={"cpu_pinning": "off"}) for pool in pools)
     network = config.network.model_copy(update={"host": config.network.host or site.host})
@@ -55,39 +58,75 @@ def worker_names(pools: tuple[WorkerPool, ...]) -> tuple[tuple[str, ...], ...]:
 def device_share(pool: WorkerPool, pools: tuple[WorkerPool, ...]) -> int:
     """How many workers use the device of one worker of `pool`, itself included.
 
-    With "cuda" Ray picks the device, and the GPU fraction of the pool says how many fit on it.
+    Where Ray picks the GPU, the GPU fraction of the pool says how many fit on it.
     """
-    if pool.device == "cuda":
+    if pool.on_gpu and ":" not in pool.device:
         return max(1, floor(1 / (pool.resources.get("GPU") or 1)))
+    if not pool.on_gpu:
+        return sum(other.replicas for other in pools if not other.on_gpu)
     return sum(other.replicas for other in pools if other.device == pool.device)
+
+
+def share_gpus(pools: tuple[WorkerPool, ...], gpus: float) -> tuple[WorkerPool, ...]:
+    """Each pool of device "auto" with its part of the GPUs that the others leave: one for each
+    rank, or a part of one if there are fewer and no worker has several ranks, or none."""
+    part = _gpu_part(pools, gpus)
+    return tuple(_with_gpu(pool, part) if part and _shares_gpus(pool) else pool for pool in pools)
+
+
+def _with_gpu(pool: WorkerPool, part: float) -> WorkerPool:
+    resources = {**pool.resources, "GPU": part * pool.parallel.tensor}
+    return pool.model_copy(update={"resources": resources})
+
+
+def _gpu_part(pools: tuple[WorkerPool, ...], gpus: float) -> float:
+    sharing = [pool for pool in pools if _shares_gpus(pool)]
+    ranks = sum(map(_ranks, sharing))
+    free = floor(gpus - _gpus_taken(pools))
+    if free >= ranks:
+        return 1.0
+    if free < 1 or any(pool.parallel.tensor > 1 for pool in sharing):
+        return 0.0
+    return floor(1e4 / ceil(ranks / free)) / 1e4
+
+
+def _shares_gpus(pool: WorkerPool) -> bool:
+    return pool.device == "auto" and "GPU" not in pool.resources
+
+
+def _gpus_taken(pools: tuple[WorkerPool, ...]) -> float:
+    numbered = {pool.device for pool in pools if ":" in pool.device}
+    others = [p for p in pools if p.device == "cuda" or (p.device == "auto" and p.on_gpu)]
+    asked = (p.replicas * p.resources.get("GPU", p.parallel.tensor) for p in others)
+    return len(numbered) + sum(asked)
 
 
 def threads_per_rank(pools: tuple[WorkerPool, ...], site: Site) -> int:
     """CPU threads of each rank of a CPU worker without a number of its own: an equal share, at
     least one."""
     asked = sum(pool.replicas * (pool.cpu_threads or 0) for pool in pools)
-    on_gpus = sum(_ranks(p) for p in pools if p.device != "cpu" and p.cpu_threads is None)
-    sharing = sum(_ranks(p) for p in pools if p.device == "cpu" and p.cpu_threads is None)
+    on_gpus = sum(_ranks(p) for p in pools if p.on_gpu and p.cpu_threads is None)
+    sharing = sum(_ranks(p) for p in pools if not p.on_gpu and p.cpu_threads is None)
     spare = floor((site.total_cpus - asked - on_gpus) / max(1, sharing))
     return max(1, min(spare, site.node_cpus))
 
 
 def pinned(pools: tuple[WorkerPool, ...]) -> tuple[WorkerPool, ...]:
     """Those whose workers are to get CPUs of their own."""
-    return tuple(pool for pool in pools if pool.device == "cpu" and pool.cpu_pinning == "auto")
+    return tuple(pool for pool in pools if not pool.on_gpu and pool.cpu_pinning == "auto")
 
 
 def _resolve_pool(
     pool: WorkerPool, pools: tuple[WorkerPool, ...], share: int, site: Site
 ) -> WorkerPool:
     size = pool.parallel.tensor
-    each = min(share, max(1, site.node_cpus // size)) if pool.device == "cpu" else 1
+    each = min(share, max(1, site.node_cpus // size)) if not pool.on_gpu else 1
     threads = pool.cpu_threads or size * each
     ranks = sum(_ranks(p) for p in pools)
     fits = 0 < site.total_cpus < ranks and pool.cpu_threads is None
     cpus = size * floor(site.total_cpus / ranks * 100) / 100 if fits else float(threads)
     resources = {"CPU": cpus}
-    if pool.device != "cpu":
+    if pool.device.startswith("cuda"):
         part = floor(1e4 / device_share(pool, pools)) / 1e4
         resources["GPU"] = part if size == 1 else float(size)
     return pool.model_copy(update={"cpu_threads": threads, "resources": resources | pool.resources})

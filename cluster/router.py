@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 
 from cluster.settings import RouterSettings
+from engine.activity import Activity, Stage
 from engine.checkpoint import find_text_files
 from kvrelay.errors import ConfigError, InvalidRequest
 from kvrelay.types import RequestSpec
@@ -116,11 +117,17 @@ class RouterProcess:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
+        self.activity = Activity(stage=Stage.STARTS)
+
+    def _now_does(self, activity: Activity) -> None:
+        self.activity = activity
 
     async def start(self) -> RouterAddress:
         """Serve on both public ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
         settings = self._settings
-        folder = await asyncio.to_thread(find_text_files, settings.model, settings.revision)
+        folder = await asyncio.to_thread(
+            find_text_files, settings.model, settings.revision, self._now_does
+        )
         tokenizer = TextTokenizer.load(folder)
         self.dispatcher = WorkerDispatcher(
             _preloads(settings, tokenizer),

@@ -20,8 +20,11 @@ from router.tier_match import NO_MATCH, TierMatch
 class WorkerSettings:
     """`host` is the address to listen on and to publish; `dtype` "auto" is the checkpoint's own.
 
-    `device_share` counts the workers that use this device, this one included. `kv_memory_bytes`
-    fixes the size of the pool, else `memory_fraction` of the device decides. `compile` is
+    `device` "auto" is settled on the worker's machine: cuda where `gpus` of Ray's are set aside for
+    it, or, without Ray (None), where there are any; so are `transports`, by preference, if there
+    are none. `device_share` counts the workers that use this device, this one included.
+    `kv_memory_bytes` fixes the size of the pool, else `memory_fraction` of the device decides.
+    `compile` is
     "auto" or "off", `profile` too or a file of step times, `handoff` a HandoffMode, `codec` a Codec
     or "auto", `ucx` are fields of UcxOptions. Links between hosts take only peers that know the
     same `secret`.
@@ -73,6 +76,7 @@ class WorkerSettings:
     launch_ahead: str = "auto"
     tensor: int = 1
     rank_timeout_s: float = 60.0
+    gpus: float | None = None
 
     @property
     def threads_per_rank(self) -> int | None:
@@ -111,7 +115,8 @@ class RouterSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodeSettings:
     """`name` is the cluster's; `transports` are links for workers of other hosts, on `host`, which
-    take only those that know the same `secret`; `ucx` are fields of UcxOptions."""
+    take only those that know the same `secret`; None: what its machine has. `ucx` are fields of
+    UcxOptions."""
 
     name: str
     host_bytes: int
@@ -119,7 +124,7 @@ class PoolNodeSettings:
     disk_bytes: int
     policy: str
     lease_ttl_s: float
-    transports: tuple[str, ...]
+    transports: tuple[str, ...] | None
     host: str
     port_range: tuple[int, int] | None
     ucx: tuple[tuple[str, str | int], ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.config.schema import Config
@@ -17,6 +18,23 @@ def local_site() -> Site:
     return Site(
         total_cpus=cpus, node_cpus=cpus, host="127.0.0.1", bundled_path=str(checkpoint_path())
     )
+
+
+def site_with_gpus() -> Site:
+    """Takes seconds where there is a GPU: PyTorch is asked what it can use."""
+    return replace(local_site(), gpus=local_gpus()[0])
+
+
+def local_gpus() -> tuple[int, str]:
+    """(how many PyTorch can use here, why none)"""
+    from kvpool.transport.gpu_files import NO_GPU, has_gpu_files
+
+    if not has_gpu_files():
+        return 0, NO_GPU
+    from kvpool.transport.gpus import count_gpus
+
+    found = count_gpus()
+    return found.count, found.why_none
 
 
 def located(config: Config) -> Config:

@@ -109,7 +109,7 @@ def print_table(facts: Facts) -> None:
     console = Console(soft_wrap=True, width=WIDTH)
     if "processes" in facts:
         console.print(f"cluster {facts['name']}: {facts['phase']}")
-        console.print(_table(facts["processes"], ("name", "state", "starts", "address")))
+        console.print(_table(facts["processes"], ("name", "state", "doing", "starts", "address")))
     servers = facts.get("servers", {"router": facts})
     assert isinstance(servers, dict)
     for name, server in servers.items():

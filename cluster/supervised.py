@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.supervision import Home, Kind, State
+from engine.activity import Activity, Stage
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
@@ -12,6 +13,9 @@ STABLE_S = 60.0
 """A process that served for so long starts its back-off anew."""
 STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after so many starts."""
+
+
+STARTS = Activity(stage=Stage.STARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class Process:
     address: str | None = None
     start_at_s: float = 0.0
     home: Home | None = None
+    activity: Activity = STARTS  # what it does while its state is STARTING
     asked_s: float | None = None  # for a sign of life, not answered yet
     heard_s: float = 0.0  # when there was the last one
 

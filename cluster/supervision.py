@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from engine.activity import Activity
+
 
 class Phase(StrEnum):
     STARTING = "starting"
@@ -45,6 +47,15 @@ class Placed:
     name: str
     life: int
     home: Home
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Does:
+    """A process that starts says what it does now."""
+
+    name: str
+    life: int
+    activity: Activity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +115,7 @@ class Tick:
     pass
 
 
-Event = Placed | Serving | Lost | Joined | Answered | Stopped | DriverSeen | StopAsked | Tick
+Event = Placed | Does | Serving | Lost | Joined | Answered | Stopped | DriverSeen | StopAsked | Tick
 
 
 # --- commands -----------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from cluster.pool.homes import PoolHomes
-from cluster.supervised import STARTS_BEFORE_FATAL, Limits, Process
+from cluster.supervised import STARTS, STARTS_BEFORE_FATAL, Limits, Process
 from cluster.supervision import (
     Announce,
     Answered,
     Command,
+    Does,
     DriverSeen,
     Event,
     Joined,
@@ -35,6 +36,7 @@ from cluster.supervision import (
     Withdraw,
 )
 from cluster.watching import Watching
+from engine.activity import Stage
 
 REMIND_S = 10.0
 
@@ -79,6 +81,8 @@ class Supervisor:
                 return self._tick(now_s)
             case Placed():
                 return self._placed(event, now_s)
+            case Does():
+                return self._does(event)
             case Serving():
                 return self._serving(event, now_s)
             case Lost():
@@ -130,11 +134,32 @@ class Supervisor:
         if self.phase is not Phase.STARTING or now_s < self._remind_at_s:
             return []
         self._remind_at_s = now_s + REMIND_S
-        waiting = [p.name for p in self.processes() if p.state is not State.SERVING]
-        asked = ", ".join(
-            f"{name}: needs {self._needs.get(name, self._pool_needs)}" for name in waiting
-        )
-        return [Note(f"still waiting for {asked}")] if waiting else []
+        waiting = [(p.name, doing) for p in self.processes() if (doing := self.doing(p))]
+        told = ", ".join(f"{name}: {doing}" for name, doing in waiting)
+        return [Note(f"still waiting for {told}")] if waiting else []
+
+    def doing(self, process: Process) -> str:
+        """What it does now, in words; nothing once it serves and every router knows it."""
+        match process.state:
+            case State.STARTING if process.activity.stage is Stage.WAITS:
+                needs = self._needs.get(process.name, self._pool_needs)
+                return f"{process.activity}, needs {needs}"
+            case State.STARTING:
+                return str(process.activity)
+            case State.SERVING:
+                knows_all = process.kind is Kind.ROUTER or process.joined == self.routers.keys()
+                return "" if knows_all else "joins"
+            case state:
+                return state.value
+
+    def _does(self, event: Does) -> list[Command]:
+        process = self._current(event.name, event.life)
+        if process is None or process.state is not State.STARTING:
+            return []
+        before, process.activity = process.activity.stage, event.activity
+        if event.activity.stage is before:
+            return []
+        return [Note(f"{process.name} {self.doing(process)}")]
 
     def _driver_is_gone(self, now_s: float) -> bool:
         timeout_s = self._limits.driver_timeout_s
@@ -145,7 +170,7 @@ class Supervisor:
 
     def _start(self, process: Process) -> list[Command]:
         process.life += 1
-        process.state = State.STARTING
+        process.state, process.activity = State.STARTING, STARTS
         home = process.home if process.kind is Kind.POOL_NODE else None
         start = Start(process.name, process.life, home.node if home else None)
         return [Note(f"starting {process.name} ..."), start]

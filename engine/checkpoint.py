@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from engine.activity import Activity, Report, Stage, unheard
 from engine.safetensors_files import WeightFile, open_weights
 from kvrelay.errors import ModelError
 
@@ -54,13 +55,25 @@ class Checkpoint:
         return sum(file.data_bytes for file in self.weights)
 
 
-def open_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Checkpoint:
-    """Find (or fetch from the Hugging Face hub) and check a checkpoint.
+def open_checkpoint(
+    path_or_hub_id: str, revision: str | None = None, report: Report = unheard
+) -> Checkpoint:
+    """Find (or fetch from the Hugging Face hub) and check a checkpoint; `report` hears how far a
+    download is.
 
     Raises ModelError, in one line, when a file is missing or damaged or the model is not causal.
     """
-    folder = _find(path_or_hub_id, revision, _ALL_PATTERNS)
+    folder = _find(path_or_hub_id, revision, _ALL_PATTERNS, report)
     return _open_folder(folder, path_or_hub_id, revision)
+
+
+def check_model(path_or_hub_id: str, revision: str | None = None) -> None:
+    """What can be told before weights are fetched: a folder is checked whole, of a hub id its
+    configuration and tokenizer. Raises ModelError as `open_checkpoint` does."""
+    if Path(path_or_hub_id).expanduser().exists():
+        open_checkpoint(path_or_hub_id, revision)
+    else:
+        find_text_files(path_or_hub_id, revision)
 
 
 def find_config(path_or_hub_id: str, revision: str | None = None) -> dict[str, object]:
@@ -69,27 +82,34 @@ def find_config(path_or_hub_id: str, revision: str | None = None) -> dict[str, o
     return read_config(_find(path_or_hub_id, revision, ("config.json",)))
 
 
-def find_text_files(path_or_hub_id: str, revision: str | None = None) -> Path:
+def find_text_files(
+    path_or_hub_id: str, revision: str | None = None, report: Report = unheard
+) -> Path:
     """The folder with a checkpoint's configuration and tokenizer, all that a router needs: weights
     are neither fetched nor opened. Raises ModelError as `open_checkpoint` does."""
-    folder = _find(path_or_hub_id, revision, _TEXT_PATTERNS)
+    folder = _find(path_or_hub_id, revision, _TEXT_PATTERNS, report)
     _check_text_files(folder)
     return folder
 
 
-def _find(path_or_hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _find(
+    path_or_hub_id: str, revision: str | None, patterns: tuple[str, ...], report: Report = unheard
+) -> Path:
     folder = Path(path_or_hub_id).expanduser()
     if not folder.exists():
-        folder = _fetch(path_or_hub_id, revision, patterns)
+        folder = _fetch(path_or_hub_id, revision, patterns, report)
     return folder.absolute()
 
 
-def _fetch(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _fetch(hub_id: str, revision: str | None, patterns: tuple[str, ...], report: Report) -> Path:
     if hub_id.startswith((".", "/", "~")) or hub_id.count("/") > 1:
         raise ModelError(f"{hub_id}: no such folder; give a checkpoint's folder or a hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    from engine.download import bars_for
+
+    report(Activity(stage=Stage.DOWNLOADS))
     try:
         return Path(
             snapshot_download(
@@ -97,6 +117,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path
                 revision=revision,
                 allow_patterns=list(patterns),
                 ignore_patterns=_SECOND_COPIES,
+                tqdm_class=bars_for(report),
             )
         )
     except HFValidationError:

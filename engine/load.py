@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.activity import Activity, Report, Stage, unheard
 from engine.assembly import Assembly
 from engine.backends.choice import choose_backend
 from engine.backends.recording import record_decode
@@ -39,11 +40,13 @@ def load_engine(
     cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
     ranks: Ranks = ALONE,
+    report: Report = unheard,
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
     backend of `engine.backends` or "auto". `compiled`: take seconds to make steps faster. All of
     `ranks` call this, for an engine with their share of the model; only rank 0's is used directly.
+    `report` hears what is done now.
 
     Raises ModelError when the family, the files or the memory don't allow serving.
     """
@@ -54,9 +57,12 @@ def load_engine(
     def load_share() -> Loaded:
         return share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group, longest)
 
+    report(Activity(stage=Stage.LOADS))
     with _memory_errors(device):
         loaded = ranks.in_turn(load_share)
     own_shapes = check_shares(loaded, ranks.group)
+    if compiled:
+        report(Activity(stage=Stage.COMPILES))
     model = _compiled(loaded.model, limits) if compiled else loaded.model
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
     layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
@@ -72,9 +78,12 @@ def load_engine(
         goes_first=cuda.goes_first,
         ranks=ranks,
     )
+    report(Activity(stage=Stage.CHECKS))
     with _memory_errors(device):
         assembly.check(loaded.reference)
         engine = assembly.serving(assembly.sizing(blocks), allocate)
+        if cuda.graphs and model.device.type == "cuda":
+            report(Activity(stage=Stage.RECORDS))
         if cuda.graphs:
             record_decode(engine, limits.max_running_requests)
         return engine

@@ -113,7 +113,10 @@ class WorkerDispatcher(ClusterViews):
     def lost(self, worker: Incarnation, reason: str) -> None:
         link = self.attached.pop(worker, None)
         if link is not None:
-            log.warning("lost the worker at %s: %s", link.address, reason)
+            if link.address in self._links:
+                log.warning("lost the worker at %s: %s", link.address, reason)
+            else:
+                log.info("the worker at %s has left", link.address)
             self._post(WorkerLost(incarnation=worker))
 
     # --- requests -------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,13 +20,14 @@ from router.grpc_api.face import Health, InferenceFace, create_grpc_server
 from router.http.app import create_app
 from router.http.face import HttpFace
 from router.metrics import RouterMetrics
+from router.ports import bracketed, listen
 from router.sampling_defaults import GenerationDefaults
 from router.serving import TextService
 from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
-BACKLOG = 2048
+DRAIN_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +74,12 @@ class Faces:
             metrics=RouterMetrics(dispatcher, served_model_name),
             tiers=options.tiers,
         )
-        self._health = Health(dispatcher)
+        self._health = Health(self.service)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[int, int]:
         """(HTTP port, gRPC port). Raises ConfigError, and starts nothing, when one is busy."""
-        listener = _listen("HTTP", self._options.host, self._options.http_port)
+        listener = listen("HTTP", self._options.host, self._options.http_port)
         try:
             grpc_port = await self._start_grpc()
         except BaseException:
@@ -98,19 +97,29 @@ class Faces:
         return listener.getsockname()[1], grpc_port
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new requests, lets running ones finish for `grace_s`, then aborts them.
+        """Lets running requests finish for `grace_s`, then aborts them. New ones are refused until
+        the ports close, which is when nothing runs any more.
 
         Nothing happens when it wasn't started.
         """
         if not self._tasks:
             return
+        left_s = await self._drain(grace_s)
         serving, watching = self._tasks
         watching.cancel()
-        self._http.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._http.config.timeout_graceful_shutdown = math.ceil(left_s)
         self._http.should_exit = True
-        await asyncio.gather(self._grpc.stop(grace_s), serving, watching, return_exceptions=True)
+        await asyncio.gather(self._grpc.stop(left_s), serving, watching, return_exceptions=True)
         if self._http.server_state.tasks:
             await asyncio.wait(self._http.server_state.tasks)
+
+    async def _drain(self, grace_s: float) -> float:
+        """The seconds that are left of `grace_s` once nothing runs."""
+        deadline_s = time.monotonic() + grace_s
+        self.service.draining = True
+        while self.service.dispatcher.running_requests() and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return max(0.0, deadline_s - time.monotonic())
 
     async def _start_grpc(self) -> int:
         options = self._options
@@ -118,8 +127,8 @@ class Faces:
         self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
         self._add_services(self._grpc)
         await self._health.refresh()
-        _listen("gRPC", options.host, options.grpc_port).close()  # gRPC itself gives no reason
-        address = _bracketed(options.host, options.grpc_port)
+        listen("gRPC", options.host, options.grpc_port).close()  # gRPC itself gives no reason
+        address = bracketed(options.host, options.grpc_port)
         try:
             port = self._grpc.add_insecure_port(address)
         except RuntimeError as error:
@@ -150,29 +159,3 @@ class Faces:
         while True:
             await self._health.refresh()
             await asyncio.sleep(HEALTH_PERIOD_S)
-
-
-def _bracketed(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _refusal(kind: str, address: str, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"the {kind} port {address} is in use: choose another or 0 for any")
-    return ConfigError(f"the {kind} port {address}: {error.strerror}")
-
-
-def _listen(kind: str, host: str, port: int) -> socket.socket:
-    """Raises ConfigError with the system's reason."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's delay off only on sockets that say they are TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _refusal(kind, _bracketed(host, port), error) from error
-    listener.setblocking(False)
-    return listener

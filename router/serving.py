@@ -78,6 +78,7 @@ class TextService:
         self.defaults = defaults
         self.metrics = metrics
         self.tiers = tiers
+        self.draining = False
 
     async def start(self, request: TextRequest) -> TextGeneration:
         """Raises InvalidRequest, ModelNotFound or Refused; the request runs once it returns."""
@@ -129,6 +130,8 @@ class TextService:
 
     async def _start(self, request: TextRequest) -> TextGeneration:
         parsed_s = time.perf_counter()
+        if self.draining:
+            raise Refused("draining", "this router stops and takes nothing new", retry_after_s=1.0)
         self.check_model(request.model)
         facts = self.facts()
         if request.prompt == "":

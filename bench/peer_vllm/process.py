@@ -1,5 +1,7 @@
-"""Processes of vLLM in its own environment (`make bench-peers`), halted while others are measured:
-idle, they spin."""
+"""Processes of vLLM in its own environment (`make bench-peers`).
+
+They are stopped (SIGSTOP) while others are measured: idle, they spin.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,8 @@ from bench.models import SMOLLM_135M, write_random_llama
 from bench.peers import PEERS
 
 PYTHON = PEERS / "vllm" / "bin" / "python"
+IN_PEER = Path(__file__).with_name("in_peer")
+"""Holds the `sitecustomize` that each of its processes runs first."""
 CACHE = PEERS / "vllm-cache"
 """Of what it compiles, a minute and a half the first time, for a model at one path."""
 PATIENCE_S = 15.0
@@ -78,9 +82,10 @@ def peer_model() -> Path:
 
 
 def _environment(cores: Sequence[int]) -> dict[str, str]:
-    own = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    return own | {
+    return os.environ | {
         "PATH": f"{PYTHON.parent.resolve()}:{os.environ['PATH']}",  # its compiler's helpers
+        "PYTHONPATH": str(IN_PEER.resolve()),
+        "UCX_USE_MT_MUTEX": "y",  # else NIXL's thread spins for UCX's lock
         "OMP_NUM_THREADS": str(len(cores)),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "2",

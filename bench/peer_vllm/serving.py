@@ -1,12 +1,15 @@
-"""Our prefill and decode worker behind the router against vLLM's two servers: a core each, the same
-prompts and arrivals, one of both at work at a time."""
+"""The same two cores arranged in four ways, behind HTTP: split and aggregated, ours and vLLM's.
+
+Split: a prefill and a decode worker, a core each. Aggregated: one worker (vLLM: one server) that
+does both with a thread on each core. Prompts and arrivals are the same; one is at work at a time.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,14 +18,17 @@ import torch
 from bench.http_load import SendOne, Sent, all_at_once, arriving, send
 from bench.models import SMOLLM_135M
 from bench.peer_vllm.process import peer_model
-from bench.peer_vllm.split import PREFILLED, vllm_split
-from bench.plain_cluster import HANDED_OVER, plain_cluster
+from bench.peer_vllm.servers import PREFILLED, vllm_aggregated, vllm_split
+from bench.plain_cluster import HANDED_OVER, WorkerPlan, plain_cluster
 from bench.report import Reading, Row
 from bench.serve import LOAD, MODEL, SETTINGS, SPLIT
 
 MAX_MODEL_LEN = 2304
 REQUESTS = 32
 LONG_OUTPUT = 16
+CORES = (0, 1)
+OUR_SPLIT, OUR_WHOLE = "1 prefill + 1 decode", "1 worker of role both"
+PEER_SPLIT, PEER_WHOLE = "vLLM's split", "vLLM's server on both cores"
 TTFT_TIMES, TPOT_TIMES = 5.0, 3.0
 """The objectives, as multiples of what vLLM takes without load."""
 
@@ -62,6 +68,10 @@ class Arm:
             self.loops.append(_timed(partial(loop, rate_per_s=rate_per_s)))
             self.long += all_at_once(self.send_one, [long], LONG_OUTPUT)
 
+    @property
+    def throughput(self) -> Reading:
+        return Reading(values=tuple(self.rates))
+
     def goodput(self, objectives: Objectives) -> Reading:
         """Requests per second that kept both."""
         kept = ((sum(map(objectives.kept, sent)), seconds) for seconds, sent in self.loops)
@@ -84,26 +94,44 @@ def versus_vllm(repeats: int, rate_per_s: float) -> list[Row]:
     generator = torch.Generator().manual_seed(1)
     long = torch.randint(2, SMOLLM_135M.vocab_size, (2048,), generator=generator).tolist()
     prompts = LOAD.prompts().tolist()
-    folder = peer_model()
-    with (
-        vllm_split(folder, MAX_MODEL_LEN, REQUESTS) as theirs,
-        plain_cluster(folder, SPLIT, SETTINGS, router_settings=HANDED_OVER) as ours,
-    ):
-        own = Arm(send_one=partial(send, ours.http_port))
-        its = Arm(send_one=theirs.send, turn=theirs.at_work)
-        own.warm_up(prompts[:3])
-        alone = its.warm_up(prompts[:3])
+    with ExitStack() as stack:
+        arms = _arms(stack)
+        alone = {name: arm.warm_up(prompts[:3]) for name, arm in arms.items()}
         for _ in range(repeats):
-            for arm in (own, its):
+            for arm in arms.values():
                 arm.measure(prompts, long, rate_per_s)
-    objectives = Objectives(ttft_s=TTFT_TIMES * alone.ttft_s, tpot_s=TPOT_TIMES * alone.tpot_s)
-    return [*_load_rows(own, its, objectives, rate_per_s), *_gap_rows(own, its)]
+    peer_alone = alone[PEER_SPLIT]
+    objectives = Objectives(
+        ttft_s=TTFT_TIMES * peer_alone.ttft_s, tpot_s=TPOT_TIMES * peer_alone.tpot_s
+    )
+    split, its = arms[OUR_SPLIT], arms[PEER_SPLIT]
+    return [
+        *_load_rows(split, its, objectives, rate_per_s),
+        *_gap_rows(split, its),
+        *_aggregated_rows(arms, rate_per_s),
+    ]
+
+
+def _arms(stack: ExitStack) -> dict[str, Arm]:
+    folder = peer_model()
+    split = stack.enter_context(vllm_split(folder, MAX_MODEL_LEN, REQUESTS))
+    whole = stack.enter_context(vllm_aggregated(folder, MAX_MODEL_LEN, REQUESTS, CORES))
+    ours = stack.enter_context(plain_cluster(folder, SPLIT, SETTINGS, router_settings=HANDED_OVER))
+    our_whole = stack.enter_context(
+        plain_cluster(folder, [WorkerPlan(role="both", cores=CORES)], SETTINGS)
+    )
+    return {
+        OUR_SPLIT: Arm(send_one=partial(send, ours.http_port)),
+        PEER_SPLIT: Arm(send_one=split.send, turn=split.at_work),
+        OUR_WHOLE: Arm(send_one=partial(send, our_whole.http_port)),
+        PEER_WHOLE: Arm(send_one=whole.send, turn=whole.at_work),
+    }
 
 
 def _load_rows(own: Arm, its: Arm, objectives: Objectives, rate_per_s: float) -> list[Row]:
     at_once = f"{MODEL}, one core each, in turn; 16 requests of 512 in, 64 out"
     arriving_ = f"{at_once}, Poisson arrivals at {rate_per_s:g}/s, same seed"
-    rates = [Reading(values=tuple(arm.rates)) for arm in (own, its)]
+    rates = [arm.throughput for arm in (own, its)]
     good = [arm.goodput(objectives) for arm in (own, its)]
     kept = f"{arriving_}; kept are {objectives}"
     return [
@@ -113,6 +141,36 @@ def _load_rows(own: Arm, its: Arm, objectives: Objectives, rate_per_s: float) ->
         _row("TPOT, median", "ms", _both(own, its, lambda one: one.tpot_s), arriving_),
         _row("gap between token 1 and 2", "ms", _both(own, its, _first_gap_s), arriving_, goal=1.0),
     ]
+
+
+def _aggregated_rows(arms: dict[str, Arm], rate_per_s: float) -> list[Row]:
+    """Each arrangement of ours beside vLLM's one server on both cores."""
+    its = arms[PEER_WHOLE]
+    method = (
+        f"{MODEL}, the same two cores; 16 requests of 512 in, 64 out, at once and as Poisson "
+        f"arrivals at {rate_per_s:g}/s"
+    )
+    return [
+        row for name in (OUR_WHOLE, OUR_SPLIT) for row in _beside(name, arms[name], its, method)
+    ]
+
+
+def _beside(name: str, own: Arm, its: Arm, method: str) -> list[Row]:
+    def row(what: str, unit: str, found: list[Reading]) -> Row:
+        return _compared(f"{what}, {name}", unit, found, method, against=PEER_WHOLE)
+
+    gaps = [Reading(values=tuple(map(_p99_gap_ms, arm.loops))) for arm in (own, its)]
+    return [
+        row("output tokens/s, all at once", "tokens/s", [arm.throughput for arm in (own, its)]),
+        row("TTFT, median", "ms", _both(own, its, lambda one: one.ttft_s)),
+        row("TPOT, median", "ms", _both(own, its, lambda one: one.tpot_s)),
+        row("gap between tokens, p99", "ms", gaps),
+    ]
+
+
+def _p99_gap_ms(loop: tuple[float, list[Sent]]) -> float:
+    gaps = sorted(gap for one in loop[1] for gap in one.gaps_s)
+    return 1000 * gaps[int(0.99 * (len(gaps) - 1))]
 
 
 def _both(own: Arm, its: Arm, pick: Callable[[Sent], float]) -> list[Reading]:
@@ -146,12 +204,25 @@ def _prefilled_s(one: Sent) -> float:
 
 
 def _row(name: str, unit: str, found: list[Reading], method: str, goal: float | None = None) -> Row:
+    against = "vLLM over its NIXL connector"
+    return _compared(f"{name}, {OUR_SPLIT}", unit, found, method, against=against, goal=goal)
+
+
+def _compared(
+    name: str,
+    unit: str,
+    found: list[Reading],
+    method: str,
+    *,
+    against: str,
+    goal: float | None = None,
+) -> Row:
     own, its = found
     return Row(
-        name=f"{name}, 1 prefill + 1 decode",
+        name=name,
         value=own.median,
         unit=unit,
-        against="vLLM over its NIXL connector",
+        against=against,
         against_value=its.median,
         goal=goal,
         lower_is_better=unit == "ms",

@@ -8,28 +8,32 @@ from typing import Annotated
 import typer
 
 from cluster.cli.options import (
-    ConfigFile,
     Format,
     FormatOption,
     GrpcPort,
+    Host,
     HttpPort,
     ModelOption,
     NameOption,
     RayAddress,
+    Served,
     SetOption,
     devices,
     given,
     parsed,
     replicas,
+    served,
 )
+from kvrelay.errors import ConfigError
 
 
 def serve(
-    config: ConfigFile = None,
+    source: Served = None,
     model: ModelOption = None,
     device: Annotated[
-        str | None, typer.Option(help="Of every worker: cpu (the default), cuda or cuda:N.")
+        str | None, typer.Option(help="Of every worker: auto (the default), cpu, cuda or cuda:N.")
     ] = None,
+    host: Host = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill workers.")] = None,
@@ -43,13 +47,15 @@ def serve(
 ) -> None:
     """Start a cluster, and stop it with Ctrl-C.
 
-    Without arguments: one router, one prefill and one decode worker on this machine's CPU, with the
+    Without arguments: one router, one prefill and one decode worker on this machine, with the
     bundled model, on a Ray of their own. With RAY_ADDRESS or --ray-address: on that Ray.
     """
     began_s = time.monotonic()
+    config, model = served(source, model)
     overrides = given(
         name=name,
         model__path=model,
+        router__host=host,
         router__http_port=http_port,
         router__grpc_port=grpc_port,
         ray__address=ray_address,
@@ -62,7 +68,14 @@ def serve(
 
     loaded = located(load_config(config, overrides + parsed(set_)))
     from cluster.rays import connected
+    from cluster.rays import ray_address as ray_to_join
 
+    if ray_to_join(loaded.ray.address) is None:
+        if detach:
+            raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
+        from cluster.checks import check_here
+
+        check_here(loaded)
     with connected(loaded, log_to_driver=True) as here:
         from cluster import launch
 

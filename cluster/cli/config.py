@@ -26,7 +26,7 @@ def show(config: ConfigFile = None, set_: SetOption = None) -> None:
 
     from cluster.config.load import load_config
     from cluster.resolve import resolve
-    from cluster.site import local_site
+    from cluster.site import site_with_gpus
 
-    resolved = resolve(load_config(config, parsed(set_)), local_site())
+    resolved = resolve(load_config(config, parsed(set_)), site_with_gpus())
     print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")

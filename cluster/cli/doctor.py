@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cluster.cli.options import ConfigFile, Format, FormatOption, SetOption, parsed
+from cluster.cli.options import Format, FormatOption, Served, SetOption, given, parsed, served
 
 if TYPE_CHECKING:
     from cluster.doctor import Diagnosis
@@ -17,7 +17,7 @@ EXIT_PROBLEM = 1
 
 
 def doctor(
-    config: ConfigFile = None,
+    source: Served = None,
     format_: FormatOption = Format.TABLE,
     set_: SetOption = None,
 ) -> None:
@@ -28,7 +28,8 @@ def doctor(
     from cluster.config.load import load_config
     from cluster.doctor import examine
 
-    found = examine(load_config(config, parsed(set_)))
+    config, model = served(source)
+    found = examine(load_config(config, given(model__path=model) + parsed(set_)))
     if format_ is Format.JSON:
         print(json.dumps(asdict(found), indent=2))
     else:

@@ -32,7 +32,6 @@ def print_version(asked: bool) -> None:
 app = typer.Typer(
     name="kvrelay",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

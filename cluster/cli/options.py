@@ -20,7 +20,15 @@ class Format(StrEnum):
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Argument(metavar="[CONFIG]", envvar="KVRELAY_CONFIG", help="The cluster file (YAML)."),
+    typer.Argument(metavar="CONFIG", envvar="KVRELAY_CONFIG", help="The cluster file (YAML)."),
+]
+Served = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL|CONFIG",
+        envvar="KVRELAY_CONFIG",
+        help="A cluster file (.yaml or .yml), else a model: a folder or a hub id.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -29,7 +37,13 @@ SetOption = Annotated[
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="A folder or a hub id; without it the bundled model.")
 ]
-HttpPort = Annotated[int | None, typer.Option("--http-port", help="0: the system chooses.")]
+Host = Annotated[
+    str | None,
+    typer.Option("--host", help="The address that clients connect to; 0.0.0.0: every interface."),
+]
+HttpPort = Annotated[
+    int | None, typer.Option("--port", "--http-port", help="Of HTTP. 0: the system chooses.")
+]
 GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="0: the system chooses.")]
 NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's name.")]
 RayAddress = Annotated[
@@ -70,6 +84,23 @@ def _keys(path: str, value: object) -> Iterator[str]:
             yield from _keys(f"{path}.{key}", inner)
     else:
         yield path
+
+
+CLUSTER_FILES = (".yaml", ".yml")
+
+
+def served(given: str | None, model: str | None = None) -> tuple[Path | None, str | None]:
+    """(cluster file, model) of a command's first argument and its --model. Raises ConfigError when
+    both name a model, or when a file is neither."""
+    if given is None or given.lower().endswith(CLUSTER_FILES):
+        return (None if given is None else Path(given)), model
+    if Path(given).is_file():
+        raise ConfigError(
+            f"{given}: expected a cluster file (.yaml or .yml), a model's folder or a hub id"
+        )
+    if model is not None:
+        raise ConfigError(f"{given} and --model {model}: name one model")
+    return None, given
 
 
 def devices(path: Path | None, device: str | None) -> list[Override]:

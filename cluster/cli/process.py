@@ -10,6 +10,7 @@ import typer
 
 from cluster.cli.options import (
     GrpcPort,
+    Host,
     HttpPort,
     ModelOption,
     NameOption,
@@ -115,7 +116,7 @@ POOL_KEYS = (
 
 def router(
     model: ModelOption = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen.")] = None,
+    host: Host = None,
     http_port: HttpPort = None,
     grpc_port: GrpcPort = None,
     name: NameOption = None,
@@ -152,7 +153,9 @@ def worker(
         typer.Option(metavar="HOST:PORT", help="A router's gRPC address."),
     ],
     role: Annotated[Role, typer.Option(help="What this worker does.")],
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")
+    ] = "auto",
     model: ModelOption = None,
     name: Annotated[str | None, typer.Option(help="Without it the role and the pid.")] = None,
     cpu_threads: Annotated[int | None, typer.Option(help="Without it all CPUs.")] = None,
@@ -181,14 +184,14 @@ def worker(
     from cluster.logs import configure_logging
     from cluster.plan import worker_settings
     from cluster.resolve import resolve
-    from cluster.site import local_site
+    from cluster.site import site_with_gpus
 
     loaded = load_config(None, overrides)
-    site = replace(local_site(), host=_host(loaded.network.host, join))
+    site = replace(site_with_gpus(), host=_host(loaded.network.host, join))
     config = resolve(loaded, site)
     process_name = name or f"{role}-{os.getpid()}"
     settings = worker_settings(config, config.workers[0], process_name)
-    settings = replace(settings, role=role, device_share=device_share)
+    settings = replace(settings, role=role, device_share=device_share, gpus=None)
     configure_logging(process_name)
     from cluster.plain import run_worker
 

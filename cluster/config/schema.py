@@ -21,6 +21,7 @@ from cluster.config.types import (
     AutoOnOff,
     AutoOrOff,
     AutoText,
+    AutoTransports,
     Count,
     Dtype,
     Name,
@@ -28,7 +29,6 @@ from cluster.config.types import (
     Profile,
     Quantity,
     Section,
-    Transport,
 )
 from cluster.config.workers import WorkerPool
 from cluster.quantities import Bytes, Seconds
@@ -125,10 +125,11 @@ class Ucx(Section):
 class Transfer(Section):
     """How KV travels from prefill to decode workers."""
 
-    transports: Annotated[tuple[Transport, ...], Field(min_length=1)] = ("shm",)
+    transports: AutoTransports = None
     """By preference: each pair of workers uses the first that both have and that connects them.
-    shm: memory of one host; cuda_ipc: GPU to GPU of one host; nixl and ucx: RDMA or TCP between
-    hosts (need kvrelay[nixl], kvrelay[ucx])."""
+    auto: what each worker finds on its machine: cuda_ipc, shm, and nixl (else ucx) where workers of
+    other hosts can reach it. shm: memory of one host; cuda_ipc: GPU to GPU of one host; nixl and
+    ucx: RDMA or TCP between hosts (need kvrelay[nixl], kvrelay[ucx])."""
     require: tuple[Literal["shm", "cuda_ipc", "rdma"], ...] = ()
     """Only links of these kinds may be used, else the worker doesn't start. rdma: nixl or ucx with
     an RDMA device."""
@@ -154,8 +155,8 @@ class Transfer(Section):
 
     @field_validator("transports")
     @classmethod
-    def _each_once(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(given)) < len(given):
+    def _each_once(cls, given: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if given is not None and len(set(given)) < len(given):
             raise ValueError("each transport once")
         return given
 
@@ -193,8 +194,8 @@ class Pool(Section):
     longest; lfu: those least used; reuse: those that the tier's history says are least likely to be
     used again."""
     transports: AutoFarTransports = None
-    """Links for workers of other hosts; those of its own find it over shared memory. auto: nixl and
-    ucx, where transfer.transports has them."""
+    """Links for workers of other hosts; those of its own find it over shared memory. auto: those of
+    transfer.transports."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each pool node."""
 

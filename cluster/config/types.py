@@ -80,7 +80,10 @@ Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9
 Transport = Literal["shm", "nixl", "ucx", "cuda_ipc"]
 FarTransport = Literal["nixl", "ucx"]
 AutoFarTransports = Annotated[tuple[FarTransport, ...] | None, BeforeValidator(_as_tuple), *_AUTO]
-Device = Annotated[str, *_spelled(r"cpu|cuda(:\d+)?", "cpu, cuda or cuda:N")]
+AutoTransports = Annotated[
+    Annotated[tuple[Transport, ...], Field(min_length=1)] | None, BeforeValidator(_as_tuple), *_AUTO
+]
+Device = Annotated[str, *_spelled(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 Profile = Annotated[str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")]
 """In YAML `off` is false."""
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_off_if_false)]

@@ -27,8 +27,9 @@ class WorkerPool(Section):
 
     role: Role
     replicas: Count = 1
-    device: Device = "cpu"
-    """cpu, cuda (a GPU that Ray picks) or cuda:N (that GPU of the machine)."""
+    device: Device = "auto"
+    """auto: a GPU, shared with other workers if there are few, else the CPU; cpu; cuda (a GPU that
+    Ray picks) or cuda:N (that GPU of the machine)."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each worker: CPU, GPU, memory (bytes), or your own names."""
     accelerator_type: str | None = None
@@ -42,11 +43,18 @@ class WorkerPool(Section):
     dtype: Dtype | None = None
     """null: as model.dtype says."""
 
+    @property
+    def on_gpu(self) -> bool:
+        """Of a resolved pool: device auto has a GPU exactly where Ray sets one aside."""
+        if self.device == "auto":
+            return self.resources.get("GPU", 0.0) > 0
+        return self.device != "cpu"
+
     @field_validator("parallel")
     @classmethod
     def _on_its_device(cls, given: Parallel, others: ValidationInfo) -> Parallel:
-        device = others.data.get("device", "cpu")
-        if given.tensor > 1 and device not in ("cpu", "cuda"):
+        device = others.data.get("device", "auto")
+        if given.tensor > 1 and ":" in device:
             raise ValueError(f"tensor: 1 on device {device}: several ranks need cuda, or cpu")
         return given
 
@@ -54,7 +62,7 @@ class WorkerPool(Section):
     @classmethod
     def _has_its_gpus(cls, given: Parallel, others: ValidationInfo) -> Parallel:
         gpus = others.data.get("resources", {}).get("GPU", given.tensor)
-        if given.tensor > 1 and gpus != given.tensor and others.data.get("device") == "cuda":
+        if given.tensor > 1 and gpus != given.tensor and others.data.get("device") != "cpu":
             raise ValueError(f"tensor: as many ranks as resources.GPU, which is {gpus:g}")
         return given
 

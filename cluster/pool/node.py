@@ -20,6 +20,7 @@ from uuid import uuid4
 
 import psutil
 
+from cluster.auto import far_transports
 from cluster.grpc_server import bind_port, grpc_server
 from cluster.pool.loop import Drain, LifeAsked, PoolInbox, PoolLoop, ReportAsked, open_files
 from cluster.pool.service import PoolNodeService
@@ -102,7 +103,7 @@ class PoolNode:
             settings.name,
             incarnation,
             memory_bytes=settings.host_bytes,
-            transports=settings.transports,
+            transports=far_transports(settings),
             options=EndpointOptions(
                 host=settings.host,
                 port_range=settings.port_range,

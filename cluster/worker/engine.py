@@ -6,6 +6,7 @@ import logging
 
 from cluster.settings import WorkerSettings
 from cluster.worker.formats import block_names, codecs_of
+from engine.activity import Report, unheard
 from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
@@ -21,7 +22,7 @@ UNMAPPED = ("nixl", "ucx")
 """Transports between hosts, which send from memory of their own."""
 
 
-def open_engine(settings: WorkerSettings) -> Engine:
+def open_engine(settings: WorkerSettings, report: Report = unheard) -> Engine:
     """Takes seconds. Raises ModelError."""
     limits = EngineLimits(
         max_model_len=settings.max_model_len,
@@ -34,7 +35,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
         staging_bytes=settings.staging_bytes,
         sending_slabs=int(any(scheme in UNMAPPED for scheme in settings.transports)),
     )
-    checkpoint = open_checkpoint(settings.model, settings.revision)
+    checkpoint = open_checkpoint(settings.model, settings.revision, report)
     if settings.tensor > 1:
         return load_split(
             checkpoint,
@@ -49,6 +50,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
             cuda=settings.cuda,
             compiled=settings.compile == "auto",
             timeout_s=settings.rank_timeout_s,
+            report=report,
         )
     return load_engine(
         checkpoint,
@@ -61,6 +63,7 @@ def open_engine(settings: WorkerSettings) -> Engine:
         compiled=settings.compile == "auto",
         attention=settings.attention,
         cuda=settings.cuda,
+        report=report,
     )
 
 

@@ -25,6 +25,7 @@ from cluster.worker.mover import Mover
 from cluster.worker.schedulers import decode_scheduler, prefill_scheduler
 from cluster.worker.times import step_times
 from cluster.worker.traced_engine import TracedEngine
+from engine.activity import Report, unheard
 from engine.correction import StepPace
 from engine.latency_fit import LinearTimes
 from engine.nvtx import nvtx
@@ -59,8 +60,11 @@ class WorkerParts:
         self.opened.close()
 
 
-def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -> WorkerParts:
-    """Loads the model, which takes seconds. Raises ModelError or ConfigError, with all closed."""
+def build_worker(
+    settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming], report: Report = unheard
+) -> WorkerParts:
+    """Loads the model, which takes seconds; `settings` name the device and the transports. Raises
+    ModelError or ConfigError, with all closed."""
     with ExitStack() as opened:
         pinned = _pinned(settings)
         opened.callback(pinned.release)
@@ -68,9 +72,9 @@ def build_worker(settings: WorkerSettings, inbox: queue.SimpleQueue[Incoming]) -
             use_threads(settings.threads_per_rank)
         trace = open_trace(settings.trace_dir, settings.name, nvtx(settings.device))
         opened.callback(trace.close)
-        engine = open_engine(settings)
+        engine = open_engine(settings, report)
         opened.callback(engine.close)
-        return _build_around(engine, settings, inbox, trace, pinned, opened)
+        return _build_around(engine, settings, inbox, trace, pinned, opened, report)
 
 
 def _build_around(
@@ -80,6 +84,7 @@ def _build_around(
     trace: Trace,
     pinned: Pinned,
     opened: ExitStack,
+    report: Report,
 ) -> WorkerParts:
     engine.watch(lambda error: inbox.put(Crashed(error)))
     tables = open_tables(settings, engine)
@@ -93,7 +98,7 @@ def _build_around(
     opened.callback(device.close)
     openings = open_caches(settings, tables, staging)
     bound = checked_bound(settings, engine)
-    times = step_times(settings, engine)
+    times = step_times(settings, engine, report)
     pace = StepPace(times)
     loop = WorkerLoop(
         device,

@@ -14,12 +14,14 @@ import threading
 import time
 from concurrent.futures import Future
 
+from cluster.auto import settle
 from cluster.grpc_server import bind_port, grpc_server
 from cluster.kv_report import kv_report
 from cluster.settings import WorkerSettings
 from cluster.worker.events import Call, Close, Incoming
 from cluster.worker.parts import WorkerParts, build_worker
 from cluster.worker.service import WorkerService
+from engine.activity import Activity, Stage
 from engine.threads import run_apart, use_threads
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -28,13 +30,16 @@ log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """Start once, stop once. `wait_closed` tells when, and why, the worker has stopped."""
+    """Start once, stop once. `wait_closed` tells when, and why, the worker has stopped. While it
+    starts, `activity` is what it does now; `chosen` says which device and transports it took."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._closed: Future[None] = Future()
         self._parts: WorkerParts | None = None
+        self.activity = Activity(stage=Stage.STARTS)
+        self.chosen = ""
 
     async def start(self) -> str:
         """Load the model and serve; "HOST:PORT" of the gRPC server.
@@ -83,7 +88,7 @@ class WorkerProcess:
 
     def _run(self) -> None:
         try:
-            parts = run_apart(lambda: build_worker(self._settings, self._inbox))
+            parts = run_apart(self._build)
         except BaseException as error:
             self._started.set_exception(error)
             self._closed.set_result(None)
@@ -98,6 +103,13 @@ class WorkerProcess:
             self._closed.set_exception(error)
         finally:
             parts.close()
+
+    def _build(self) -> WorkerParts:
+        settings, self.chosen = settle(self._settings)
+        return build_worker(settings, self._inbox, self._now_does)
+
+    def _now_does(self, activity: Activity) -> None:
+        self.activity = activity
 
     def _report(self) -> pb.DebugKvResponse:
         """Taken by the loop between two events, so it is consistent."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cluster.settings import WorkerSettings
 from cluster.worker.step_times_file import read_step_times
+from engine.activity import Activity, Report, Stage, unheard
 from engine.latency import decode_work, prefill_work
 from engine.latency_fit import LinearTimes
 from engine.runner import Engine
@@ -16,13 +17,14 @@ from engine.time_profile import guess_times, profile_times
 log = logging.getLogger(__name__)
 
 
-def step_times(settings: WorkerSettings, engine: Engine) -> LinearTimes:
+def step_times(settings: WorkerSettings, engine: Engine, report: Report = unheard) -> LinearTimes:
     """As `engine.profile` says. Raises ConfigError for a file that can't be used."""
     most = settings.max_running_requests
     match settings.profile:
         case "off":
             return guess_times(engine, most_sequences=most)
         case "auto":
+            report(Activity(stage=Stage.TIMES))
             return _measured(engine, settings.prefill_chunk_tokens, most)
         case path:
             return read_step_times(Path(path), most_sequences=most)

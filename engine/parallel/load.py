@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from engine.activity import Report, unheard
 from engine.checkpoint import Checkpoint
 from engine.load import load_engine
 from engine.options import DEFAULT_OPTIONS, CudaOptions
@@ -28,6 +29,7 @@ def load_split(
     cuda: CudaOptions = DEFAULT_OPTIONS,
     compiled: bool = True,
     timeout_s: float = 60.0,
+    report: Report = unheard,
 ) -> Engine:
     """As `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0, and is to
     be closed; the calling thread is to have its number of threads. A rank that another one waits
@@ -51,6 +53,7 @@ def load_split(
             cuda=cuda,
             compiled=compiled,
             ranks=leader,
+            report=report,
         )
     except BaseException as error:
         words = leader.last_words() if isinstance(error, PeerError) else None

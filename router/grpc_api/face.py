@@ -115,13 +115,14 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
 class Health(health.aio.HealthServicer):
     """SERVING, for the server and for the Inference service, exactly while requests can be."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, service: TextService) -> None:
         super().__init__()
-        self._dispatcher = dispatcher
+        self._service = service
 
     async def refresh(self) -> None:
         kinds = health_pb2.HealthCheckResponse
-        status = kinds.SERVING if self._dispatcher.ready() else kinds.NOT_SERVING
+        can_serve = self._service.dispatcher.ready() and not self._service.draining
+        status = kinds.SERVING if can_serve else kinds.NOT_SERVING
         for name in ("", SERVICE_NAME):
             await self.set(name, status)
 

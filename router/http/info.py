@@ -81,7 +81,10 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    dispatcher = face_of(request).service.dispatcher
+    service = face_of(request).service
+    dispatcher = service.dispatcher
+    if service.draining:
+        return json_response({"ready": False, "reason": "this router is draining"}, status=503)
     if dispatcher.ready():
         return json_response({"ready": True})
     reason = not_ready_reason(dispatcher.workers())

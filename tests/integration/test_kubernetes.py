@@ -123,7 +123,7 @@ def test_every_worker_has_a_group_with_room(overlay: str, tmp_path: Path) -> Non
 @each_overlay
 def test_peers_over_shared_memory_share_a_pod(overlay: str, tmp_path: Path) -> None:
     config = config_of(overlay, tmp_path)
-    assert config.transfer.transports == ("shm",)
+    assert config.transfer.transports is None, "auto: within a pod shared memory"
     used = {name for pool in config.workers for name in pool.resources}
     homes = [spec for spec in groups(overlay).values() if used & {*group_resources(spec)}]
     assert len(homes) == 1

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.launch import ONE_PRESS_S
 from kvrelay.client import Client
+from kvrelay.errors import KvrelayError
 from tests.integration.manifests import DEPLOY, base_groups, cluster_file, group_resources, one
 from tests.integration.ray_head import BIN, Head, Marked, marked, ray_head, until
 
@@ -145,6 +148,7 @@ def test_a_submitted_job_serves_survives_a_crash_and_stops(head: Head, tmp_path:
     assert status is not None
     assert status["phase"] == "ready"
     assert [p["name"] for p in status["processes"]] == ["router-0", "prefill-0", "decode-0"]  # type: ignore[attr-defined]
+    assert {p["doing"] for p in status["processes"]} == {""}, "all serve"  # type: ignore[attr-defined]
     assert "decode-0" in head.marked.run(KVRELAY, "status", "--address", grpc)
 
     twin = subprocess.run(
@@ -261,7 +265,8 @@ def test_a_worker_that_has_no_room_is_told_of(head: Head, tmp_path: Path) -> Non
     assert driver.wait(90) == 2
     said = log.read_text()
     assert "starting prefill-0 ..." in said
-    assert re.search(r"still waiting for .*prefill-0: needs \{CPU: \S+ GPU: 1\}, decode-0", said)
+    waits = r"prefill-0: waits for resources, needs \{CPU: \S+ GPU: 1\}, decode-0: waits"
+    assert re.search(f"still waiting for .*{waits}", said), said
     assert_nothing_is_left(head.marked)
 
 
@@ -275,8 +280,33 @@ def test_a_machine_without_the_gpu_is_told_at_once(tmp_path: Path) -> None:
             timeout=60,
         )
     assert done.returncode == 2
-    message = "kvrelay: the cluster asks for GPU: 1 and this machine has 0\n"
-    assert done.stderr == message, done.stdout
+    both = r"workers.0.device: cuda:0, and .*; workers.1.device: cuda:0, and .*"
+    assert re.fullmatch(rf"kvrelay: {both}\n", done.stderr), done.stderr
+    assert done.stdout == "", "nothing was started"
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(head: Head, tmp_path: Path) -> None:
+    """While a long answer holds up the drain, on a Ray that goes on."""
+    log = tmp_path / "serve.log"
+    options = ["--name", "cut", "--set", "drain_timeout=300s", "--set", "workers=[{role: both}]"]
+    driver = head.joined().start(KVRELAY, "serve", *options, *OWN_PORTS, log=log)
+    http, grpc = addresses(driver, log)
+    worker = next(p for p in head.marked.processes() if "ray::WorkerHost" in title(p))
+    with Client(grpc, timeout_s=120) as client:
+        stream = client.stream("It was", max_tokens=1500, ignore_eos=True)
+        next(stream)
+        worker.suspend()  # the answer stands still, and with it the drain
+        driver.send_signal(signal.SIGINT)
+        pressed_s = time.monotonic()
+        until(lambda: "stopping: asked to stop" in log.read_text())
+        until(lambda: time.monotonic() - pressed_s > 2 * ONE_PRESS_S)
+        driver.send_signal(signal.SIGINT)
+        assert driver.wait(60) == 130, log.read_text()
+        with pytest.raises(KvrelayError):
+            list(stream)
+    assert "ending at once: what runs is cut" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert_nothing_is_left(head.marked, http, grpc)
 
 
 def test_a_checkpoint_that_is_none_ends_in_one_line(head: Head, tmp_path: Path) -> None:
@@ -314,5 +344,10 @@ def test_on_a_ray_of_its_own_a_signal_drains_what_runs(tmp_path: Path) -> None:
             tokens += sum(len(chunk.token_ids) for chunk in stream)
         assert tokens == 300
         assert driver.wait(60) == 0, log.read_text()
-        assert "stopped, nothing is left" in log.read_text()
+        said = log.read_text()
+        assert "stopped, nothing is left" in said
+        assert "lost the worker" not in said
+        assert "waits for resources" not in said
+        assert "decode-0: device " in said
+        assert "prefill-0 loads the model" in said
         until(lambda: not any(p.is_running() for p in running), patience_s=60)

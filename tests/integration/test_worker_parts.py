@@ -12,6 +12,7 @@ from cluster.settings import WorkerSettings
 from cluster.worker import parts
 from cluster.worker.events import Incoming
 from cluster.worker.parts import WorkerParts, build_worker
+from engine.activity import Report
 from engine.runner import Engine
 from kvrelay.errors import ModelError
 from kvrelay.types import Role
@@ -24,7 +25,7 @@ def build(llama: Path) -> WorkerParts:
     return build_worker(worker_settings("prefill-0", Role.PREFILL, llama), inbox)
 
 
-def fails(settings: WorkerSettings, engine: Engine) -> None:
+def fails(settings: WorkerSettings, engine: Engine, report: Report) -> None:
     raise ModelError("no times")
 
 

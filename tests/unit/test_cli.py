@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pkgutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -16,7 +20,7 @@ import yaml
 
 import cluster
 from cluster.cli import main as cli
-from cluster.cli.options import devices, only
+from cluster.cli.options import devices, only, served
 from cluster.cli.process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config, Section
@@ -60,16 +64,24 @@ ERRORS = {
     "serve --nonsense": "No such option: --nonsense (see kvrelay serve --help)",
     "serve a.yaml b.yaml": "Got unexpected extra argument(s) (b.yaml) (see kvrelay serve --help)",
     "serve none.yaml": "none.yaml: can't read it: No such file or directory",
-    "serve --http-port x": "Invalid value for '--http-port': Input should be a valid integer, "
-    "unable to parse string as an integer (see kvrelay serve --help)",
+    "serve no/such/model --port 0 --grpc-port 0": "no/such/model: no such folder; give a "
+    "checkpoint's folder or a hub id",
+    "serve ./model --port 0 --grpc-port 0": "./model: no such folder; give a checkpoint's folder",
+    "serve README.md": "README.md: expected a cluster file (.yaml or .yml), a model's folder or a "
+    "hub id",
+    "serve some/model --model other": "some/model and --model other: name one model",
+    "serve --port x": "Invalid value for '--port' / '--http-port': Input should be a valid "
+    "integer, unable to parse string as an integer (see kvrelay serve --help)",
     "serve --http-port 70000": "router.http_port: got 70000, expected less than or equal to 65535",
     "serve --prefill 0": "Invalid value for '--prefill': Input should be greater than or equal "
     "to 1 (see kvrelay serve --help)",
-    "serve --device gpu": 'workers.0.device: got "gpu", expected cpu, cuda or cuda:N',
+    "serve --device gpu": 'workers.0.device: got "gpu", expected auto, cpu, cuda or cuda:N',
     "serve deploy/configs/one-gpu.yaml --device cpu": "--device cpu: the cluster file says "
     "workers.0.device: cuda:0",
     "serve --set engine.blocksize=3": "engine.blocksize: unknown key, did you mean block_size?",
     "serve --name Cluster!": 'name: got "Cluster!", expected a-z, 0-9 and inner dashes',
+    "serve --detach": "--detach needs a Ray that keeps running: give --ray-address",
+    "serve --device cuda:7 --port 0 --grpc-port 0": "workers.0.device: cuda:7, and this machine ",
     "serve --detach --ray-address http://h:8265": "Ray at http://h:8265: expected HOST:PORT of its "
     "head or auto; for http:// use ray job submit --address",
     "stop --ray-address 127.0.0.1:1": "Ray at 127.0.0.1:1: can't connect: ",
@@ -82,7 +94,7 @@ ERRORS = {
     "worker --join 127.0.0.1:1 --join x --role both": "--join x: expected HOST:PORT",
     "worker --join x --role both --set network.host=h": "--join x: expected HOST:PORT",
     "worker --join 127.0.0.1:1 --role both --device gpu": 'workers.0.device: got "gpu", '
-    "expected cpu, cuda or cuda:N",
+    "expected auto, cpu, cuda or cuda:N",
     "worker --join 127.0.0.1:1 --role both --set router.host=x": "--set router.host: not used "
     "here, only model.path, ",
     "router --set workers.0.replicas=2": "--set workers.0.replicas: not used here, only name, "
@@ -150,6 +162,59 @@ def test_show_prints_a_resolved_file(run, tmp_path: Path) -> None:  # type: igno
     assert shown["workers"][0]["cpu_threads"] == 3
     assert shown["workers"][1]["cpu_threads"] >= 1
     assert shown["model"]["served_name"] == "kvrelay-tiny"
+
+
+def test_a_cluster_file_is_told_by_its_name_and_all_else_is_a_model(tmp_path: Path) -> None:
+    assert served("cluster.yaml") == (Path("cluster.yaml"), None)
+    assert served("a/Cluster.YML", "org/m") == (Path("a/Cluster.YML"), "org/m")
+    assert served("meta-llama/Llama-3.1-8B") == (None, "meta-llama/Llama-3.1-8B")
+    assert served(str(tmp_path)) == (None, str(tmp_path))
+    assert served(None, "org/m") == (None, "org/m")
+
+
+def test_what_is_wrong_is_told_before_ray_starts(  # type: ignore[no-untyped-def]
+    run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def started(**_: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("ray.init", started)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, err = run("serve", str(tmp_path), "--port", port, "--device", "cuda:9")
+    assert code == 2
+    assert f"the HTTP port 127.0.0.1:{port} is in use: choose another or 0 for any; " in err
+    assert f"{tmp_path} has no config.json: it is not a checkpoint; " in err
+    assert "workers.0.device: cuda:9, and this machine " in err
+
+
+def test_port_and_host_are_the_routers(run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    checked: list[Config] = []
+
+    def check(config: Config) -> None:
+        checked.append(config)
+        raise KvrelayError("checked")
+
+    monkeypatch.setattr("cluster.checks.check_here", check)
+    for port in ("--port", "--http-port"):
+        code, _, err = run("serve", "org/m", "--host", "0.0.0.0", port, "81")
+        assert (code, err) == (2, "kvrelay: checked\n")
+    for config in checked:
+        assert (config.router.host, config.router.http_port) == ("0.0.0.0", 81)
+        assert config.model.path == "org/m"
+
+
+def test_shells_complete_commands_and_options() -> None:
+    def complete(words: str) -> list[str]:
+        asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        asked |= {"_KVRELAY_COMPLETE": "complete_bash", "PATH": os.environ["PATH"]}
+        command = [str(Path(sys.executable).parent / "kvrelay")]
+        environment = os.environ | asked
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return done.stdout.split()
+
+    assert complete("kvrelay ser") == ["serve"]
+    assert "--port" in complete("kvrelay serve --p")
 
 
 def test_version(run) -> None:  # type: ignore[no-untyped-def]
@@ -390,3 +455,21 @@ def test_everything_but_the_launcher_imports_without_ray() -> None:
     imports = "".join(f"import {name}\n" for name in found if name not in left_out)
     done = python(WITHOUT_RAY + imports + "print('imported')")
     assert done.stdout == "imported\n", done.stderr
+
+
+def test_only_a_second_press_of_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One press may come twice; SIGTERM may come as often as it likes."""
+    handlers: dict[int, Callable[[int, object], None]] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    now_s = [100.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now_s[0])
+    asked: list[str] = []
+    launch._on_signals(SimpleNamespace(stop=lambda: asked.append("stop")))
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    handlers[signal.SIGINT](signal.SIGINT, None)
+    now_s[0] += 1
+    handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert asked == ["stop"]
+    with pytest.raises(KeyboardInterrupt):
+        handlers[signal.SIGINT](signal.SIGINT, None)
+    assert handlers[signal.SIGINT] is signal.SIG_DFL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ REFUSED = {
     "workers.0.replicas=0": "workers.0.replicas: got 0, expected greater than or equal to 1",
     "workers.0.replicas=true": "workers.0.replicas: got true, expected a valid integer",
     "workers.0.role=foo": "workers.0.role: got \"foo\", expected 'prefill', 'decode' or 'both'",
-    "workers.0.device=gpu": 'workers.0.device: got "gpu", expected cpu, cuda or cuda:N',
+    "workers.0.device=gpu": 'workers.0.device: got "gpu", expected auto, cpu, cuda or cuda:N',
     "workers.0.parallel.tensor=0": "workers.0.parallel.tensor: got 0, "
     "expected greater than or equal to 1",
     "workers.0={role: prefill, device: 'cuda:1', parallel: {tensor: 2}}": "workers.0.parallel: "
@@ -300,6 +301,40 @@ def test_eight_gpus_are_eight_workers() -> None:
     assert {worker.settings.device_share for worker in plan.workers} == {1}
 
 
+AUTO_POOLS: dict[str, tuple[list[str], float, list[float]]] = {
+    "no GPU: all on the CPU": ([], 0, [0, 0]),
+    "one for each": ([], 8, [1, 1]),
+    "one for two": ([], 1, [0.5, 0.5]),
+    "two for three": (["workers.0.replicas=2"], 2, [0.5, 0.5, 0.5]),
+    "one for three": (["workers.0.replicas=2"], 1, [0.3333] * 3),
+    "one for each rank": (["workers.0.parallel.tensor=2"], 4, [2, 1]),
+    "too few for the ranks": (["workers.0.parallel.tensor=2"], 2, [0, 0]),
+    "others have taken some": (["workers.0.device=cuda"], 2, [1, 1]),
+    "others have taken all": (["workers.0.device=cuda"], 1, [1, 0]),
+    "a numbered one": (["workers.0.device=cuda:0"], 2, [1, 1]),
+    "as its resources say": (["workers.0.resources={GPU: 0.25}"], 0, [0.25, 0]),
+}
+
+
+@pytest.mark.parametrize(("given", "gpus", "parts"), AUTO_POOLS.values(), ids=AUTO_POOLS)
+def test_device_auto_takes_the_gpus_that_are_free(
+    given: list[str], gpus: float, parts: list[float]
+) -> None:
+    config = resolve(set_(*given), replace(SITE, gpus=gpus))
+    assert resolve(config, replace(SITE, gpus=gpus)) == config
+    workers = plan_cluster(config).workers
+    assert [worker.placement.gpus for worker in workers] == parts
+    assert [worker.settings.gpus for worker in workers] == parts
+    on_cpu = [part == 0 for part in parts]
+    shares = [
+        sum(on_cpu) if here else round(1 / part) if part < 1 else 1
+        for here, part in zip(on_cpu, parts, strict=True)
+    ]
+    assert [worker.settings.device_share for worker in workers] == shares
+    threads = {worker.settings.cpu_threads for worker in workers if worker.settings.gpus}
+    assert threads <= {1, 2}, "of a worker on a GPU the CPU has little to do"
+
+
 def test_names_count_over_the_pools_of_a_role() -> None:
     pools = "workers=[{role: both, replicas: 2}, {role: both, device: cuda}]"
     plan = plan_cluster(resolve(set_(pools), SITE))
@@ -387,13 +422,14 @@ def test_workers_of_two_dtypes_need_permission() -> None:
 
 
 def test_a_pools_transports_are_those_between_hosts_unless_they_are_named() -> None:
-    def transports(*options: str) -> tuple[str, ...]:
+    def transports(*options: str) -> tuple[str, ...] | None:
         plan = plan_cluster(resolve(set_("pool.enabled=true", *options), SITE))
         assert plan.pool is not None
         return plan.pool.settings.transports
 
     some = "transfer.transports=[shm, ucx, cuda_ipc, nixl]"
-    assert transports() == ()
+    assert transports() is None, "left to the node"
+    assert transports("transfer.transports=[shm]") == ()
     assert transports(some) == ("ucx", "nixl")
     assert transports(some, "pool.transports=[nixl]") == ("nixl",)
     assert transports(some, "pool.transports=[]") == ()

@@ -26,6 +26,10 @@ class Link:
 
     def __init__(self) -> None:
         self.sent: list[ToWorker] = []
+        self.when_closed: Callable[[], None] = lambda: None
+
+    async def close(self) -> None:
+        self.when_closed()
 
     def send(self, message: ToWorker) -> None:
         self.sent.append(message)
@@ -68,6 +72,22 @@ def test_tokens_come_in_order_and_end() -> None:
         assert not [m for m in s.link.sent if isinstance(m, Abort)]
 
     play(scene)
+
+
+def test_only_a_worker_that_goes_by_itself_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "router")
+
+    async def scene(s: Scene) -> None:
+        s.dispatcher._links["host:1"] = cast(WorkerLink, s.link)
+        s.dispatcher.lost(B, "it closed the stream")
+        s.dispatcher.joined(cast(WorkerLink, s.link), hello("b", Role.BOTH))
+        s.link.when_closed = lambda: s.dispatcher.lost(B, "the link was closed")
+        await s.dispatcher.remove_worker("host:1")
+
+    play(scene)
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert ("WARNING", "lost the worker at host:1: it closed the stream") in said
+    assert said[-1] == ("INFO", "the worker at host:1 has left")
 
 
 def test_what_can_never_be_served_is_invalid() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ def test_the_default_cluster_can_run_here(
     assert "CMA (process_vm_writev) within a host: " in out
     assert "this cluster can run here" in out
     (pair,) = [line.split() for line in out.splitlines() if line.startswith(" workers.0")]
-    assert pair == ["workers.0", "(prefill)", "workers.1", "(decode)", "shm", "nothing"]
+    assert pair == ["workers.0", "(prefill)", "workers.1", "(decode)", "shm", "nixl"]
 
 
 def test_json_holds_the_same(
@@ -48,7 +49,7 @@ def test_json_holds_the_same(
     (choice,) = found["choices"]
     assert (choice["same_host"], choice["between_hosts"]) == ("shm", "nixl")
     names = [finding["transport"] for finding in found["findings"]]
-    assert names == ["shm", "cuda_ipc", "nixl", "ucx"]
+    assert names == ["cuda_ipc", "shm", "nixl", "ucx"]
 
 
 def test_what_is_required_and_absent_exits_with_1(
@@ -56,8 +57,22 @@ def test_what_is_required_and_absent_exits_with_1(
 ) -> None:
     assert run(monkeypatch, "--set", "transfer.require=[cuda_ipc]") == 1
     out = capsys.readouterr().out
-    assert "problem: transfer.transports: none can be used here: shm: it is shm and " in out
+    assert "problem: transfer.transports: none can be used here: cuda_ipc: no CUDA device; " in out
+    assert "shm: it is shm and "
     assert "transfer.require is [cuda_ipc]" in out
+
+
+def test_what_serve_would_refuse_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ("no/such/model", "--set", f"router.http_port={port}")
+        assert run(monkeypatch, *options) == 1
+    out = capsys.readouterr().out
+    assert f"problem: the HTTP port 127.0.0.1:{port} is in use: choose another or 0" in out
+    assert "problem: no/such/model: no such folder" in out
+    assert "this cluster can run here" not in out
 
 
 @pytest.fixture
@@ -78,7 +93,7 @@ def test_a_gpu_that_is_not_there_is_a_problem(two_gpus: None) -> None:
     found = diagnosed(
         {"role": "prefill", "device": "cuda:1"}, {"role": "decode", "device": "cuda:2"}
     )
-    assert found.problems == ("workers.1.device: cuda:2, and this host has 2 GPUs",)
+    assert found.problems == ("workers.1.device: cuda:2, and this machine has 2 GPUs",)
     facts = {finding.transport: finding.facts for finding in found.findings}["cuda_ipc"]
     assert facts["devices"] == "0: A, 1: B"
     assert facts["peer access"] == "all but 0-1"

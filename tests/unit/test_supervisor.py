@@ -13,6 +13,7 @@ from cluster.supervision import (
     Announce,
     Answered,
     Command,
+    Does,
     DriverSeen,
     Event,
     Home,
@@ -34,6 +35,7 @@ from cluster.supervision import (
     Withdraw,
 )
 from cluster.supervisor import Supervisor
+from engine.activity import Activity, Stage
 
 ROUTER, SECOND = "router-0", "router-1"
 P, D = "prefill-0", "decode-0"
@@ -74,22 +76,54 @@ def test_starts_everything_at_once_and_only_once() -> None:
     assert act(core, Tick()) == []
 
 
+def does(name: str, stage: Stage, done: int = 0, total: int = 0, life: int = 1) -> Does:
+    activity = Activity(stage=stage, done_bytes=done, total_bytes=total)
+    return Does(name=name, life=life, activity=activity)
+
+
 def test_notes_say_what_starts_and_every_ten_seconds_what_is_missing() -> None:
     core = new(FOR_EVER)
     started = [f"starting {name} ..." for name in (ROUTER, P, D)]
     assert notes(core, Tick(), 0.0) == started
     act(core, Serving(name=ROUTER, life=1, address="r"), 1.0)
     assert notes(core, Tick(), 9.9) == []
-    both = "still waiting for prefill-0: needs {GPU: 1}, decode-0: needs {CPU: 2}"
-    assert notes(core, Tick(), 10.0) == [both]
+    assert notes(core, Tick(), 10.0) == ["still waiting for prefill-0: starts, decode-0: starts"]
     assert notes(core, Tick(), 19.9) == []
     act(core, Serving(name=D, life=1, address="d"), 19.9)
-    assert notes(core, Tick(), 20.0) == ["still waiting for prefill-0: needs {GPU: 1}"]
+    assert notes(core, Tick(), 20.0) == ["still waiting for prefill-0: starts, decode-0: joins"]
     act(core, Serving(name=P, life=1, address="p"), 29.0)
     act(core, Joined(name=D, life=1, router=ROUTER), 29.0)
-    assert notes(core, Tick(), 30.0) == []
+    assert notes(core, Tick(), 30.0) == ["still waiting for prefill-0: joins"]
     act(core, Joined(name=P, life=1, router=ROUTER), 31.0)
     assert notes(core, Tick(), 50.0) == []
+    assert [core.doing(process) for process in core.processes()] == ["", "", ""]
+
+
+def test_notes_say_what_each_process_does_as_it_changes() -> None:
+    core = new(FOR_EVER)
+    act(core, Tick())
+    waits = "prefill-0 waits for resources, needs {GPU: 1}"
+    assert notes(core, does(P, Stage.WAITS), 4.0) == [waits]
+    assert notes(core, does(P, Stage.WAITS), 5.0) == []
+    assert notes(core, does(P, Stage.DOWNLOADS), 6.0) == ["prefill-0 downloads the model"]
+    assert notes(core, does(P, Stage.DOWNLOADS, 10**9, 4 * 10**9), 7.0) == []
+    told = "prefill-0: downloads the model: 1.00 of 4.00 GB (25%), decode-0: starts"
+    act(core, Serving(name=ROUTER, life=1, address="r"), 8.0)
+    assert notes(core, Tick(), 10.0) == [f"still waiting for {told}"]
+    assert notes(core, does(P, Stage.LOADS), 11.0) == ["prefill-0 loads the model"]
+    assert notes(core, does(P, Stage.TIMES, life=2), 12.0) == [], "of another life"
+    act(core, Serving(name=P, life=1, address="p"), 13.0)
+    assert notes(core, does(P, Stage.TIMES), 14.0) == [], "it serves"
+
+
+def test_one_that_starts_again_starts_anew() -> None:
+    core = new(FOR_EVER)
+    act(core, Tick())
+    act(core, does(P, Stage.LOADS))
+    act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
+    assert core.doing(core.workers[P]) == "backing off"
+    act(core, Tick(), 2.0)
+    assert core.doing(core.workers[P]) == "starts"
 
 
 def test_workers_are_announced_once_the_router_serves() -> None:

@@ -1,6 +1,7 @@
-"""vLLM's own prefill/decode split over its NIXL connector: two servers, a core each.
+"""vLLM's servers: its own prefill/decode split over NIXL, a core each; one server on all cores.
 
-The client asks first the one and then the other, as vLLM's proxy does, without a proxy's cost.
+Of the split the client asks first the one and then the other, as vLLM's proxy does, without a
+proxy's cost.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,14 +69,38 @@ class Split:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregated:
+    port: int
+    server: Peer
+
+    def at_work(self) -> AbstractContextManager[None]:
+        return self.server.at_work()
+
+    async def send(self, prompt: Sequence[int], output_tokens: int) -> Sent:
+        return await send(self.port, prompt, output_tokens)
+
+
+@contextmanager
+def vllm_aggregated(
+    model: Path, max_model_len: int, requests: int, cores: Sequence[int]
+) -> Iterator[Aggregated]:
+    """One server that prefills and decodes, a thread on each core. Halted but for `at_work`."""
+    port = free_port()
+    with _server(model, port, cores, _limits(max_model_len, requests)) as server:
+        _wait_ready(port, server)
+        server.halt()
+        yield Aggregated(port=port, server=server)
+
+
 @contextmanager
 def vllm_split(model: Path, max_model_len: int, requests: int) -> Iterator[Split]:
     """Both are halted but for `at_work`."""
     ports = free_port(), free_port()
-    common = ["--max-model-len", str(max_model_len), "--max-num-seqs", str(requests)]
+    limits = _limits(max_model_len, requests)
     with (
-        _server(model, "kv_producer", ports[0], 0, common) as prefill,
-        _server(model, "kv_consumer", ports[1], 1, common) as decode,
+        _half(model, "kv_producer", ports[0], 0, limits) as prefill,
+        _half(model, "kv_consumer", ports[1], 1, limits) as decode,
     ):
         for port, server in zip(ports, (prefill, decode), strict=True):
             _wait_ready(port, server)
@@ -84,17 +109,32 @@ def vllm_split(model: Path, max_model_len: int, requests: int) -> Iterator[Split
         yield Split(prefill_port=ports[0], decode_port=ports[1], servers=(prefill, decode))
 
 
+def _limits(max_model_len: int, requests: int) -> list[str]:
+    return ["--max-model-len", str(max_model_len), "--max-num-seqs", str(requests)]
+
+
 @contextmanager
-def _server(model: Path, role: str, port: int, core: int, more: Sequence[str]) -> Iterator[Peer]:
+def _half(model: Path, role: str, port: int, core: int, more: Sequence[str]) -> Iterator[Peer]:
     transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    channel = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+    }
+    arguments = ["--kv-transfer-config", json.dumps(transfer), *more]
+    with _server(model, port, [core], arguments, **channel) as started:
+        yield started
+
+
+@contextmanager
+def _server(
+    model: Path, port: int, cores: Sequence[int], more: Sequence[str], **environment: str
+) -> Iterator[Peer]:
     arguments = [
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
-        *("--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
-        *("--kv-transfer-config", json.dumps(transfer), *more),
+        *("--no-enable-prefix-caching", "--disable-uvicorn-access-log", *more),
     ]
-    channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    with peer(arguments, [core], VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", **channel) as started:
+    with peer(arguments, cores, **environment) as started:
         yield started
 
 

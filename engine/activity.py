@@ -1,0 +1,45 @@
+"""What a process that starts is doing, as it reports it itself. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    WAITS = "waits for resources"
+    STARTS = "starts"
+    IMPORTS = "loads its libraries"
+    DOWNLOADS = "downloads the model"
+    LOADS = "loads the model"
+    COMPILES = "compiles"
+    CHECKS = "checks the model's steps"
+    RECORDS = "records CUDA graphs"
+    TIMES = "times steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """`total_bytes` is of a download, and 0 where it is not known yet."""
+
+    stage: Stage
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    def __str__(self) -> str:
+        if not self.total_bytes:
+            return self.stage.value
+        part = self.done_bytes / self.total_bytes
+        return (
+            f"{self.stage}: {self.done_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB "
+            f"({part:.0%})"
+        )
+
+
+Report = Callable[[Activity], None]
+"""Called by the thread that works; returns at once."""
+
+
+def unheard(_: Activity) -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,195 @@
+"""What a process that starts says that it does: from the download to the words on the console."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster import plain
+from cluster.bars import DownloadBars
+from cluster.room import waits_for_room
+from cluster.worker.process import WorkerProcess
+from engine.activity import Activity, Stage
+from engine.checkpoint import find_text_files, open_checkpoint
+from kvrelay.errors import ModelError
+from kvrelay.types import Role
+from tests.integration.split_kit import worker_settings
+from tests.models import random_checkpoint
+
+CPU = {"CPU": 1.0}
+GPU = {"GPU": 1.0}
+
+
+# --- the hub's client, at its edge --------------------------------------------------------------
+
+
+def moving_bars(folder: Path) -> Any:
+    """As huggingface_hub 2.4 moves its bars in `snapshot_download`: bytes from the network, bytes
+    on disk, and files, of which a total is known only as files begin."""
+
+    def download(hub_id: str, *, tqdm_class: type[Any], **_: object) -> str:
+        network = tqdm_class(desc="Downloading bytes", total=0, unit="B", unit_scale=True)
+        disk = tqdm_class(desc="Reconstructing", total=0, initial=0, unit="B", unit_scale=True)
+        with tqdm_class(desc="Fetching 2 files", total=2) as files:
+            for size in (300, 700):
+                disk.total += size
+                network.total += size
+                network.update(size // 2)
+                disk.update(size // 2)
+                disk.update(size - size // 2)
+                files.update(1)
+        return str(folder)
+
+    return download
+
+
+@pytest.fixture
+def fake_hub(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", moving_bars(llama_folder))
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("hub"))
+
+
+def test_a_download_tells_how_far_it_is_and_draws_nothing(
+    fake_hub: None, llama_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    heard: list[Activity] = []
+    found = open_checkpoint("some/model", None, heard.append)
+    assert found.path == llama_folder
+    assert {activity.stage for activity in heard} == {Stage.DOWNLOADS}
+    done = [activity.done_bytes for activity in heard]
+    assert done == sorted(done)
+    assert (heard[0].total_bytes, heard[0].done_bytes) == (0, 0)
+    assert (heard[-1].total_bytes, heard[-1].done_bytes) == (1000, 1000)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_router_downloads_its_text_files_too(fake_hub: None) -> None:
+    heard: list[Activity] = []
+    find_text_files("some/model", None, heard.append)
+    assert heard[-1].done_bytes == 1000
+
+
+def test_the_hubs_own_client_takes_our_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hf_thread_map` and `_create_progress_bar` are what `snapshot_download` uses."""
+    from engine.download import bars_for
+
+    heard: list[Activity] = []
+    bars = bars_for(heard.append)
+    module = __import__("huggingface_hub.utils.tqdm", fromlist=["tqdm"])
+    made = getattr(module, "_create_progress_bar", None)
+    if made is None:
+        pytest.skip("another huggingface_hub")
+    bar = made(cls=bars, log_level=30, name="x", desc="bytes", total=8, unit="B", unit_scale=True)
+    threads = module.hf_thread_map(lambda n: bar.update(n), [3, 5], tqdm_class=bars, desc="files")
+    assert len(threads) == 2
+    assert heard[-1] == Activity(stage=Stage.DOWNLOADS, done_bytes=8, total_bytes=8)
+
+
+# --- a worker -----------------------------------------------------------------------------------
+
+
+def test_a_worker_says_each_thing_that_it_does(
+    fake_hub: None, llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    class Watched(WorkerProcess):
+        def _now_does(self, activity: Activity) -> None:
+            super()._now_does(activity)
+            if activity.stage not in heard:
+                heard.append(activity.stage)
+
+    settings = worker_settings("both-0", Role.BOTH, Path("some/model"), profile="auto")
+    process = Watched(settings)
+    assert process.activity == Activity(stage=Stage.STARTS)
+    parts = process._build()
+    parts.close()
+    assert heard == [Stage.DOWNLOADS, Stage.LOADS, Stage.COMPILES, Stage.CHECKS, Stage.TIMES]
+    assert process.chosen == "device cpu, KV over shm"
+
+
+def test_a_model_that_is_nowhere_is_an_error() -> None:
+    process = WorkerProcess(worker_settings("both-0", Role.BOTH, Path("/no/such/model")))
+    with pytest.raises(ModelError, match="no such folder"):
+        process._build()
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def test_an_activity_in_words() -> None:
+    assert str(Activity(stage=Stage.LOADS)) == "loads the model"
+    begun = Activity(stage=Stage.DOWNLOADS)
+    assert str(begun) == "downloads the model"
+    half = Activity(stage=Stage.DOWNLOADS, done_bytes=8_030_000_000, total_bytes=16_060_000_000)
+    assert str(half) == "downloads the model: 8.03 of 16.06 GB (50%)"
+
+
+def drawn(bars: DownloadBars, out: io.StringIO, downloads: dict[str, Activity]) -> str:
+    bars.show(downloads)
+    if bars._drawn is not None:
+        bars._drawn.refresh()
+    return out.getvalue()
+
+
+def test_a_download_has_a_bar_on_a_terminal_while_it_lasts() -> None:
+    out = io.StringIO()
+    bars = DownloadBars(console=Console(file=out, force_terminal=True, width=120))
+    half = Activity(stage=Stage.DOWNLOADS, done_bytes=50 * 10**6, total_bytes=100 * 10**6)
+    text = drawn(bars, out, {"prefill-0": half, "decode-0": Activity(stage=Stage.DOWNLOADS)})
+    assert "prefill-0 downloads the model" in text
+    assert "decode-0 downloads the model" in text
+    assert "50.0/100.0 MB" in text
+    bars.show({})
+    assert bars._drawn is None
+
+
+def test_a_plain_process_shows_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cluster.plain")
+    out = io.StringIO()
+    process = SimpleNamespace(activity=Activity(stage=Stage.STARTS))
+
+    async def start() -> None:
+        console = Console(file=out, force_terminal=True, width=120)
+        async with plain.showing("worker-7", process, console):
+            for stage in (Stage.DOWNLOADS, Stage.LOADS):
+                process.activity = Activity(stage=stage, done_bytes=1, total_bytes=2)
+                while stage not in caplog.messages:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(start())
+    assert caplog.messages == ["downloads the model", "loads the model"]
+    assert "worker-7 downloads the model" in out.getvalue()
+
+
+def test_without_a_terminal_nothing_is_drawn() -> None:
+    out = io.StringIO()
+    bars = DownloadBars(console=Console(file=out))
+    assert drawn(bars, out, {"p": Activity(stage=Stage.DOWNLOADS)}) == ""
+
+
+# --- room ---------------------------------------------------------------------------------------
+
+
+def test_who_has_been_given_its_resources_only_starts() -> None:
+    """Both of two workers hold a CPU each, of two."""
+    assert not waits_for_room(CPU, [CPU, CPU], {"CPU": 2.0}, {})
+    assert not waits_for_room(CPU, [CPU, CPU], {"CPU": 2.0}, {"CPU": 1.0})
+    assert not waits_for_room({}, [{}], {}, {})
+
+
+def test_who_finds_none_waits() -> None:
+    assert waits_for_room(GPU, [GPU], {"CPU": 2.0}, {"CPU": 2.0})
+    assert waits_for_room(GPU, [GPU, GPU], {"GPU": 1.0}, {}), "one of them has the only one"
+    both = CPU | GPU
+    assert waits_for_room(both, [both, CPU], {"CPU": 2.0}, {"CPU": 1.0})
