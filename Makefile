@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TESTS_AT_ONCE ?= 2
 
-.PHONY: help install demo check test test-families test-gpu bench bench-peers bench-gpu proto format clean
+.PHONY: help install demo check test test-families test-gpu bench figures bench-peers bench-gpu proto format clean
 
 help:            ## list the targets
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -37,6 +37,7 @@ test-gpu: $(STAMP)  ## the tests that need a CUDA device
 bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.engine
 	$(BIN)/python -m bench.agreement
+	$(BIN)/python -m bench.sampler
 	$(BIN)/python -m bench.collate
 	$(BIN)/python -m bench.codec_loss
 	$(BIN)/python -m bench.canary
@@ -46,11 +47,15 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.host_tier
 	$(BIN)/python -m bench.parallel
 	$(BIN)/python -m bench.directory
+	$(BIN)/python -m bench.metrics
 	$(BIN)/python -m bench.prefix_live
 	$(BIN)/python -m bench.transfer
 	$(BIN)/python -m bench.transfer --handoff
 	$(BIN)/python -m bench.transfer --profile build/handoff-cpu.json
 	$(BIN)/python -m bench.transfer --steady 10000
+
+figures: $(STAMP)  ## measure the figures of the README's table again (hours; bench-peers first)
+	$(BIN)/python -m bench.figures
 
 bench-peers: $(STAMP)  ## install the peer engines, each in its own environment
 	$(PYTHON) -m bench.peers

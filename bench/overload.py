@@ -3,16 +3,18 @@ then the same arrivals in the simulator.
 
 The bundled model, or with `--model smollm` one whose steps take ten times as long; one prefill and
 one decode worker; Poisson arrivals, whatever the server does. Objectives are multiples of the
-latencies without load. The ladder (docs/qos.md) stands beside `predictive` only: the baselines are
-without it, unless `--ladder` says otherwise. `--append FILE` keeps results, so that policies and
-rates can be measured one by one. With `--routers N` as many share the workers, and take the
-arrivals in turn.
+latencies without load. Outputs are answers that end by themselves, so nobody knows their lengths.
+Then `predictive` is measured again as an oracle: every output is exactly as long as it may be, so
+admission knows all lengths; only there the simulator can have the same. The ladder (docs/qos.md)
+stands beside `predictive` only: the baselines are without it, unless `--ladder` says otherwise.
+`--append FILE` keeps results, so that policies and rates can be measured one by one. With
+`--routers N` as many share the workers, and take the arrivals in turn.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 
@@ -30,6 +32,9 @@ from router.tokenizer import TextTokenizer
 
 POLICIES = ("none", "queue_limit", "early_rejection", "predictive")
 FACTORS = (0.5, 1.0, 2.0, 4.0)
+ENDS = ("own", "oracle")
+KNOW_LENGTHS = ("predictive",)
+"""Policies that an output's length decides for."""
 LADDER: dict[str, Callable[[str], bool]] = {
     "auto": lambda policy: policy == "predictive",
     "on": lambda _: True,
@@ -45,30 +50,36 @@ def corpus() -> tuple[int, ...]:
     return tokenizer.encode("\n".join(page.read_text() for page in pages))
 
 
-def rows(results: Results, subject: Subject) -> list[Row]:
-    assert results.calibration is not None
-    method = (
-        f"{subject.text}; capacity {results.calibration.capacity_per_s:.1f}/s in a "
-        f"closed loop; TTFT within {TTFT_FACTOR:g} x and TPOT within {TPOT_FACTOR:g} x of the "
-        "median without load"
-    )
+def rows(results: Results, texts: Mapping[str, str]) -> list[Row]:
+    """The headline first: outputs that end by themselves. `texts`: # ends |-> what was offered"""
     found: list[Row] = []
-    for policy, ladder in product(POLICIES, (False, True)):
+    for ends, policy, ladder in product(texts, POLICIES, (False, True)):
+        own_ends = ends == "own"
         points = [p for p in results.points if (p.policy, p.ladder) == (policy, ladder)]
-        points = [p for p in points if not p.own_ends and p.routers == 1]
+        points = [p for p in points if p.own_ends == own_ends and p.routers == 1]
         if points:
             beside = "with" if ladder else "without"
-            found += _goodput_rows(policy, points, f"{method}; {beside} the ladder")
+            method = f"{_method(results.calibrations[ends], texts[ends])}; {beside} the ladder"
+            found += _goodput_rows(points, method)
     return found
 
 
-def _goodput_rows(policy: str, points: list[Point], method: str) -> list[Row]:
+def _method(calibration: Calibration, text: str) -> str:
+    return (
+        f"{text}; capacity {calibration.capacity_per_s:.1f}/s in a "
+        f"closed loop; TTFT within {TTFT_FACTOR:g} x and TPOT within {TPOT_FACTOR:g} x of the "
+        "median without load"
+    )
+
+
+def _goodput_rows(points: list[Point], method: str) -> list[Row]:
+    policy, kind = points[0].policy, points[0].kind
     best = max(p.goodput_per_s for p in points)
     most = max(points, key=lambda p: p.factor)
     worst = min(points, key=lambda p: p.attainment)
     found = [
         Row(
-            name=f"goodput at {most.factor:g} x, {policy}",
+            name=f"goodput at {most.factor:g} x, {kind}",
             value=most.goodput_per_s,
             unit="/s",
             against="its best",
@@ -77,7 +88,7 @@ def _goodput_rows(policy: str, points: list[Point], method: str) -> list[Row]:
             method=method,
         ),
         Row(
-            name=f"admitted that kept their objectives, worst rate ({worst.factor:g} x), {policy}",
+            name=f"admitted that kept their objectives, worst rate ({worst.factor:g} x), {kind}",
             value=100 * worst.attainment,
             unit="%",
             against="all",
@@ -90,7 +101,7 @@ def _goodput_rows(policy: str, points: list[Point], method: str) -> list[Row]:
     if refusals:
         found.append(
             Row(
-                name=f"received to refused p99, worst rate, {policy}",
+                name=f"received to refused p99, worst rate, {kind}",
                 value=1000 * max(refusals),
                 unit="ms",
                 against="limit",
@@ -104,14 +115,15 @@ def _goodput_rows(policy: str, points: list[Point], method: str) -> list[Row]:
 
 
 def _calibration(
-    results: Results, path: Path | None, subject: Subject, text: tuple[int, ...]
+    results: Results, ends: str, path: Path | None, subject: Subject, text: tuple[int, ...]
 ) -> Calibration:
-    if results.calibration is None:
-        results.calibration = calibrate(subject, text)
+    if ends not in results.calibrations:
+        results.calibrations[ends] = calibrate(subject, text)
         if path:
             write(path, results)
-    known = results.calibration
+    known = results.calibrations[ends]
     print(
+        f"{subject.mix.text}: "
         f"without load TTFT {1000 * known.ttft_s:.0f} ms, TPOT {1000 * known.tpot_s:.1f} ms; "
         f"objectives {1000 * known.objectives.ttft_s:.0f} ms, "
         f"{1000 * known.objectives.tpot_s:.1f} ms; capacity {known.capacity_per_s:.2f}/s",
@@ -137,35 +149,52 @@ def _parsed() -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=float, default=8.0, help="of clients, after the last")
     parser.add_argument("--routers", type=int, default=1)
-    parser.add_argument("--own-ends", action="store_true", help="the model ends where it will")
+    parser.add_argument(
+        "--ends",
+        nargs="+",
+        choices=ENDS,
+        help="own: the model ends where it will; oracle: as long as it may be, predictive only; "
+        "without it both, or what the model can",
+    )
     parser.add_argument(
         "--append", type=Path, help="a file of results of this model, taken and kept"
     )
     parser.add_argument("--out", type=Path, help="a folder for the scatter plots")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.ends is None:
+        args.ends = [*ENDS] if args.model == "bundled" else ["oracle"]
+    if args.model != "bundled" and "own" in args.ends:
+        parser.error("random weights have no ends of their own: use --ends oracle")
+    return args
 
 
 def main() -> None:
     args = _parsed()
     results = read(args.append, args.model) if args.append else Results(model=args.model)
-    with SUBJECTS[args.model](own_ends=args.own_ends) as subject:
-        measure(args, subject, results)
+    texts: dict[str, str] = {}
+    for ends in args.ends:
+        with SUBJECTS[args.model](own_ends=ends == "own") as subject:
+            texts[ends] = subject.text
+            measure(args, ends, subject, results)
     show_points(results.points)
     for policy, predictions in results.predictions.items():
         show_scatter(policy, predictions)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         draw_scatter(args.out / "predictions.png", results.predictions)
-    print_table("Overload", rows(results, subject))
+    print_table("Overload", rows(results, texts))
     if args.json:
-        write_json(args.json, rows(results, subject))
+        write_json(args.json, rows(results, texts))
 
 
-def measure(args: argparse.Namespace, subject: Subject, results: Results) -> None:
+def measure(args: argparse.Namespace, ends: str, subject: Subject, results: Results) -> None:
     text = corpus()
-    calibration = _calibration(results, args.append, subject, text)
-    for name in args.policy:
+    policies = [name for name in args.policy if ends == "own" or name in KNOW_LENGTHS]
+    if not policies:
+        return
+    calibration = _calibration(results, ends, args.append, subject, text)
+    for name in policies:
         plan = Plan(
             policy=Policy(admission=name, ladder=LADDER[args.ladder](name)),
             factors=tuple(args.rate),

@@ -32,9 +32,10 @@ class WorkerPlan:
 
 @dataclass(slots=True, kw_only=True)
 class PlainCluster:
-    """`http_ports`: of each router"""
+    """`http_ports`, `metrics_ports`: of each router"""
 
     http_ports: list[int]
+    metrics_ports: list[int]
     processes: dict[str, psutil.Process] = field(default_factory=dict)
 
     @property
@@ -48,21 +49,21 @@ class PlainCluster:
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels, as the first router says it."""
         pattern = rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$"
-        text = _metrics(self.http_port)
+        text = _metrics(self.metrics_ports[0])
         return sum(float(value) for value in re.findall(pattern, text, re.MULTILINE))
 
     def histogram(self, name: str) -> dict[float, float]:
         """# upper bound |-> how many were not above it, at all routers"""
         pattern = rf'^{re.escape(name)}_bucket\{{.*le="([^"]+)".*\}} (\S+)$'
         counts: Counter[float] = Counter()
-        for port in self.http_ports:
+        for port in self.metrics_ports:
             for bound, count in re.findall(pattern, _metrics(port), re.MULTILINE):
                 counts[float(bound)] += int(float(count))
         return {bound: float(count) for bound, count in counts.items()}
 
 
-def _metrics(http_port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics") as answer:
+def _metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return str(answer.read().decode())
 
 
@@ -86,7 +87,10 @@ def plain_cluster(
         begin = ["router", "--model", str(model), *_ROUTER, *own]
         started = [stack.enter_context(_process(begin, router_cores)) for _ in range(routers)]
         ports = [_ports(router) for router in started]
-        cluster = PlainCluster(http_ports=[one["HTTP"] for one in ports])
+        cluster = PlainCluster(
+            http_ports=[one["HTTP"] for one in ports],
+            metrics_ports=[one["internal HTTP"] for one in ports],
+        )
         for number, router in enumerate(started):
             name = "router" if routers == 1 else f"router-{number}"
             cluster.processes[name] = psutil.Process(router.pid)
@@ -94,7 +98,7 @@ def plain_cluster(
             name = f"{plan.role}-{number}"
             command = [
                 "worker",
-                *(f"--join=127.0.0.1:{one['gRPC']}" for one in ports),
+                *(f"--join=127.0.0.1:{one['internal gRPC']}" for one in ports),
                 f"--role={plan.role}",
                 f"--device={plan.device}",
                 f"--model={model}",
@@ -152,7 +156,7 @@ def _ports(router: subprocess.Popen[str]) -> dict[str, int]:
     """The router prints one line per face: `HTTP on HOST:PORT`."""
     assert router.stdout is not None
     ports = {}
-    while len(ports) < 2:
+    while len(ports) < 4:
         line = router.stdout.readline()
         if not line:
             raise RuntimeError("the router did not start")

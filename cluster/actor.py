@@ -16,6 +16,7 @@ from cluster.supervised import STARTS
 from cluster.supervision import Home
 from engine.activity import Activity, Stage
 from kvrelay.errors import KvrelayError
+from kvrelay.gc_pauses import freeze
 
 if TYPE_CHECKING:
     from cluster.worker.process import WorkerProcess
@@ -43,12 +44,15 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAt:
-    """Where clients reach a router, by its name."""
+    """Where clients reach a router, by its name, and where those who run the cluster do."""
 
     name: str
     host: str
     http_port: int
     grpc_port: int
+    internal_host: str
+    internal_http_port: int
+    internal_grpc_port: int
 
     @property
     def http(self) -> str:
@@ -57,6 +61,14 @@ class RouterAt:
     @property
     def grpc(self) -> str:
         return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def internal_http(self) -> str:
+        return f"http://{self.internal_host}:{self.internal_http_port}"
+
+    @property
+    def internal_grpc(self) -> str:
+        return f"{self.internal_host}:{self.internal_grpc_port}"
 
 
 class WorkerHost:
@@ -83,7 +95,9 @@ class WorkerHost:
         try:
             kind = await asyncio.to_thread(_worker_class)
             self._worker = self._worker or kind(self._settings)
-            self._address = self._address or await self._worker.start()
+            if self._address is None:
+                self._address = await self._worker.start()
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
@@ -117,7 +131,9 @@ class PoolNodeHost:
 
     async def start(self) -> str | StartFailed:
         try:
-            self._address = self._address or (await self._node.start()).reports
+            if self._address is None:
+                self._address = (await self._node.start()).reports
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._address
@@ -140,8 +156,8 @@ class RouterHost:
         configure_logging(settings.process)
         from cluster.router import RouterProcess
 
-        self._settings = settings
-        self._router = RouterProcess(settings)
+        self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
+        self._router = RouterProcess(self._settings)
         self._at: RouterAt | None = None
         self._closed = asyncio.Event()
 
@@ -150,7 +166,9 @@ class RouterHost:
 
     async def start(self) -> RouterAt | StartFailed:
         try:
-            self._at = self._at or await self._start()
+            if self._at is None:
+                self._at = await self._start()
+                freeze()
         except KvrelayError as error:
             return StartFailed(str(error))
         return self._at
@@ -190,13 +208,14 @@ class RouterHost:
 
     async def _start(self) -> RouterAt:
         ports = await self._router.start()
-        host = self._settings.host
-        reachable = _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
         return RouterAt(
             name=self._settings.process,
-            host=reachable,
-            http_port=ports.http_port,
-            grpc_port=ports.grpc_port,
+            host=_reachable(self._settings.host),
+            http_port=ports.public.http,
+            grpc_port=ports.public.grpc,
+            internal_host=_reachable(self._settings.internal_host),
+            internal_http_port=ports.internal.http,
+            internal_grpc_port=ports.internal.grpc,
         )
 
 
@@ -205,6 +224,11 @@ def _worker_class() -> type[WorkerProcess]:
     from cluster.worker.process import WorkerProcess
 
     return WorkerProcess
+
+
+def _reachable(host: str) -> str:
+    """Where others find what listens on `host`."""
+    return _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
 
 
 def _home() -> Home:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
-from cluster.config.router import Router
+from cluster.config.router import PORT_KINDS, Router
 from cluster.config.schema import Config, Model
-from cluster.plan import plan_cluster, shortage
+from cluster.plan import NODE_HOST, internal_host, plan_cluster, shortage
 from cluster.resolve import resolve
 from cluster.site import local_gpus, site_with_gpus
 from engine.checkpoint import check_model
@@ -33,11 +34,18 @@ def problems(config: Config, gpus: int, why_none: str) -> list[str]:
 
 def _busy_ports(router: Router) -> Iterator[str]:
     for number in range(router.replicas):
-        for kind, port in zip(("HTTP", "gRPC"), router.ports(number), strict=True):
+        for key, port in asdict(router.ports(number)).items():
             try:
-                listen(kind, router.host, port).close()
+                listen(PORT_KINDS[key], _host(router, key), port).close()
             except ConfigError as error:
                 yield str(error)
+
+
+def _host(router: Router, key: str) -> str:
+    if not key.startswith("internal_"):
+        return router.host
+    host = internal_host(router)  # a node knows its own address only when it starts
+    return "0.0.0.0" if host == NODE_HOST else host
 
 
 def _model_problems(model: Model) -> Iterator[str]:

@@ -75,7 +75,13 @@ class Fleet:
     def keep_ports(self, at: RouterAt) -> None:
         """A router that is started again answers where it did before."""
         known = self._routers[at.name]
-        settings = replace(known.settings, http_port=at.http_port, grpc_port=at.grpc_port)
+        settings = replace(
+            known.settings,
+            http_port=at.http_port,
+            grpc_port=at.grpc_port,
+            internal_http_port=at.internal_http_port,
+            internal_grpc_port=at.internal_grpc_port,
+        )
         self._routers[at.name] = replace(known, settings=settings)
 
     def _actor_name(self, name: str) -> str:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 
-import grpc
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from cluster.admin import ask
 from cluster.status import WIDTH
 from kvpool.tenants import tenant_label
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2 as pb
-from kvrelay.v1 import admin_pb2_grpc
 from kvrelay.v1.pool_node_pb2 import CachedBlocks, PoolReport
 from kvrelay.v1.pool_node_pb2 import TierBlocks as Tier
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 
 ANSWER_S = 40.0
-MESSAGE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +44,8 @@ class HeldRow:
 
 
 def of_router(address: str) -> pb.GetKvResponse:
-    """Raises ConfigError when no router answers at HOST:PORT."""
-    options = [("grpc.max_receive_message_length", MESSAGE_BYTES)]
-    with grpc.insecure_channel(address, options=options) as channel:
-        try:
-            return admin_pb2_grpc.AdminStub(channel).GetKv(pb.GetKvRequest(), timeout=ANSWER_S)
-        except grpc.RpcError as error:
-            raise ConfigError(f"{address}: no router answers: {error.details()}") from None
+    """Raises ConfigError when no router's internal gRPC answers at HOST:PORT."""
+    return ask(address, lambda stub: stub.GetKv, pb.GetKvRequest(), timeout_s=ANSWER_S)
 
 
 def of_routers(addresses: Sequence[str]) -> pb.GetKvResponse:

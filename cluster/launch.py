@@ -179,6 +179,7 @@ def welcome(report: Report) -> list[str]:
         f"  {report.model} is ready",
         *(f"  HTTP  {router.http}/v1" for router in report.routers),
         *(f"  gRPC  {router.grpc}" for router in report.routers),
+        *(f"  metrics  {router.internal_http}/metrics" for router in report.routers),
         "",
         f"  curl {first.http}/v1/completions \\",
         f"    -H 'content-type: application/json' -d '{body}'",

@@ -1,12 +1,33 @@
-"""How every process logs: one line to stderr, with the time and the process's own name."""
+"""How every process logs: lines to stderr, with date and time, and the process's own name."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
+from datetime import datetime
 
 PACKAGES = ["kvrelay", "kvpool", "engine", "prefill_worker", "decode_worker", "router", "cluster"]
+
+
+class LineFormatter(logging.Formatter):
+    """`DATE-TIME PROCESS LEVEL MESSAGE [REQUEST]`: local time in ISO 8601, with its offset.
+
+    The request's id comes from `extra={"request_id": ...}` of the logging call.
+    """
+
+    def __init__(self, process_name: str) -> None:
+        escaped = process_name.replace("%", "%%")
+        super().__init__(f"%(asctime)s {escaped} %(levelname)s %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        local = datetime.fromtimestamp(record.created).astimezone()
+        return local.isoformat(timespec="milliseconds")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        line = super().formatMessage(record)
+        request_id = getattr(record, "request_id", None)
+        return line if request_id is None else f"{line} [{request_id}]"
 
 
 def configure_logging(process_name: str) -> None:
@@ -18,9 +39,7 @@ def configure_logging(process_name: str) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     level = os.environ.get("KVRELAY_LOG", "info").upper()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s {process_name} %(levelname)s %(message)s", "%H:%M:%S")
-    )
+    handler.setFormatter(LineFormatter(process_name))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     known = level if level in logging.getLevelNamesMapping() else "INFO"
     for package in PACKAGES:

@@ -18,9 +18,12 @@ from typing import Protocol
 import grpc
 from rich.console import Console
 
+from cluster.admin import NOT_INTERNAL
 from cluster.bars import DownloadBars
 from cluster.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from engine.activity import Activity, Stage
+from kvrelay.errors import ConfigError
+from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -47,8 +50,12 @@ async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
     router = RouterProcess(settings)
     async with showing(settings.process, router):
         address = await router.start()
-    print(f"HTTP on {settings.host}:{address.http_port}", flush=True)
-    print(f"gRPC on {settings.host}:{address.grpc_port}", flush=True)
+    freeze()
+    internal = settings.internal_host
+    print(f"HTTP on {settings.host}:{address.public.http}", flush=True)
+    print(f"gRPC on {settings.host}:{address.public.grpc}", flush=True)
+    print(f"internal HTTP on {internal}:{address.internal.http}", flush=True)
+    print(f"internal gRPC on {internal}:{address.internal.grpc}", flush=True)
     await stopping.wait()
     await router.stop(drain_s=drain_s)
 
@@ -61,6 +68,7 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     worker = WorkerProcess(settings)
     async with showing(settings.name, worker):
         address = await worker.start()
+    freeze()
     log.info("%s", worker.chosen)
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
@@ -75,6 +83,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     stopping = _stop_signals()
     node = PoolNode(settings)
     addresses = await node.start()
+    freeze()
     for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
@@ -131,7 +140,8 @@ async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> Non
 
 
 async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
-    """Whether the router took it; returns when the call has ended."""
+    """Whether the router took it; returns when the call has ended. Raises ConfigError when no
+    worker can join there."""
     joined = asyncio.Event()
 
     async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
@@ -143,6 +153,8 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
         try:
             await worker_pb2_grpc.RegistryStub(channel).Register(registration())
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None
             log.warning("router %s: %s; trying again", join, error.details())
     return joined.is_set()
 

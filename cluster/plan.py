@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import get_args
 
@@ -22,7 +22,7 @@ from router.policies import Policies
 from router.preload import PreloadText
 
 NODE_HOST = "auto"
-"""A worker's host that stands for the address of the node where Ray places it."""
+"""A host that stands for the address of the node where Ray places the process."""
 
 
 ROUNDING = 1e-6
@@ -192,7 +192,7 @@ def _router_plan(config: Config, number: int) -> RouterPlan:
 
 def router_settings(config: Config, number: int = 0) -> RouterSettings:
     """Of one of its routers."""
-    http_port, grpc_port = config.router.ports(number)
+    ports = config.router.ports(number)
     assert config.model.path is not None, "resolved"
     assert config.model.served_name is not None, "resolved"
     return RouterSettings(
@@ -202,8 +202,9 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         revision=config.model.revision,
         served_model_name=config.model.served_name,
         host=config.router.host,
-        http_port=http_port,
-        grpc_port=grpc_port,
+        internal_host=internal_host(config.router),
+        public_metrics=config.router.public_metrics,
+        **asdict(ports),
         max_body_bytes=config.router.max_body,
         preload=tuple(_preload(one) for one in config.preload),
         record=_record(config.router, number),
@@ -219,6 +220,11 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
         qos=router_tiers(config.qos, config.router.admission.policy),
         tier_match=tier_match(config.qos),
     )
+
+
+def internal_host(router: Router) -> str:
+    assert router.internal_host is not None, "resolved"
+    return NODE_HOST if router.internal_host == "node" else router.internal_host
 
 
 def _record(router: Router, number: int) -> str | None:

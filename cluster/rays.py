@@ -163,14 +163,15 @@ def _joined_site() -> Site:
     """What all nodes offer together; each worker listens on its node's own address."""
     import ray
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cpus = [node.get("CPU", 0.0) for node in nodes]
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    cpus = [node["Resources"].get("CPU", 0.0) for node in nodes]
     return replace(
         local_site(),
         total_cpus=sum(cpus),
         node_cpus=max(1, int(max(cpus, default=1))),
         gpus=sum(node.get("GPU", 0.0) for node in nodes),
         host=None,
+        spans_hosts=len({node["NodeManagerAddress"] for node in nodes}) > 1,
     )
 
 

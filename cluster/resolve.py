@@ -15,16 +15,20 @@ from cluster.config.schema import Config, Model
 from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where the cluster will run. `host` is the workers' address, or None for each node's own."""
+    """Where the cluster will run. `host` is the workers' address, or None for each node's own.
+    `spans_hosts`: Ray has several nodes."""
 
     total_cpus: float
     node_cpus: int
     host: str | None
     bundled_path: str
     gpus: float = 0.0
+    spans_hosts: bool = False
 
 
 def resolve(config: Config, site: Site) -> Config:
@@ -36,7 +40,10 @@ def resolve(config: Config, site: Site) -> Config:
     if sum(pool.replicas * (pool.cpu_threads or 0) for pool in pinned(pools)) > site.total_cpus:
         pools = tuple(pool.model_copy(update={"cpu_pinning": "off"}) for pool in pools)
     network = config.network.model_copy(update={"host": config.network.host or site.host})
-    update = {"model": _resolve_model(config.model, site), "workers": pools, "network": network}
+    internal = config.router.internal_host or ("node" if site.spans_hosts else LOOPBACK)
+    router = config.router.model_copy(update={"internal_host": internal})
+    model = _resolve_model(config.model, site)
+    update = {"model": model, "workers": pools, "network": network, "router": router}
     return config.model_copy(update=update)
 
 

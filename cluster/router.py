@@ -1,4 +1,4 @@
-"""One router process: the dispatcher, the public faces and the registry that workers join.
+"""One router process: the dispatcher, its faces and the registry that workers join.
 
 The same object serves as `kvrelay router` and inside a Ray actor.
 """
@@ -25,6 +25,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from router.beginning import Beginning
 from router.dispatcher import WorkerDispatcher
+from router.listener import Ports
 from router.preload import preload_specs
 from router.recorder import Recorder
 from router.server import FaceOptions, Faces
@@ -36,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterAddress:
-    http_port: int
-    grpc_port: int
+    public: Ports
+    internal: Ports
 
 
 class RegistryService(worker_pb2_grpc.RegistryServicer):
@@ -123,7 +124,7 @@ class RouterProcess:
         self.activity = activity
 
     async def start(self) -> RouterAddress:
-        """Serve on both public ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
+        """Serve on all ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
         settings = self._settings
         folder = await asyncio.to_thread(
             find_text_files, settings.model, settings.revision, self._now_does
@@ -142,6 +143,10 @@ class RouterProcess:
             host=settings.host,
             http_port=settings.http_port,
             grpc_port=settings.grpc_port,
+            internal_host=settings.internal_host,
+            internal_http_port=settings.internal_http_port,
+            internal_grpc_port=settings.internal_grpc_port,
+            public_metrics=settings.public_metrics,
             max_body_bytes=settings.max_body_bytes,
             cluster=settings.name,
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
@@ -152,10 +157,10 @@ class RouterProcess:
             tokenizer,
             settings.served_model_name,
             options,
-            add_services=self._add_registry,
+            add_internal=self._add_registry,
         )
-        http_port, grpc_port = await self._faces.start()
-        return RouterAddress(http_port=http_port, grpc_port=grpc_port)
+        public, internal = await self._faces.start()
+        return RouterAddress(public=public, internal=internal)
 
     def _add_registry(self, server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)

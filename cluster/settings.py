@@ -92,7 +92,8 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """`name` is the cluster's, `process` its own. Port 0 lets the system choose. `record`: the file
+    """`name` is the cluster's, `process` its own. Port 0 lets the system choose. Clients reach
+    `host`; workers, operators and Prometheus reach `internal_host`. `record`: the file
     for what the core hears and decides, at most `record_bytes` of it; None: none."""
 
     name: str
@@ -103,8 +104,12 @@ class RouterSettings:
     host: str
     http_port: int
     grpc_port: int
+    internal_host: str
+    internal_http_port: int
+    internal_grpc_port: int
     max_body_bytes: int
     preload: tuple[PreloadText, ...]
+    public_metrics: bool = False
     record: str | None = None
     record_bytes: int = 0
     policies: Policies = DEFAULT_POLICIES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -12,8 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.actor import RouterAt
-from kvrelay.client import Client
+from cluster.admin import ask
+from cluster.status_words import link_verdict, step_times_verdict
+from kvrelay.activity import speed_text
+from kvrelay.codec import server_info_of
 from kvrelay.errors import ConfigError, KvrelayError
+from kvrelay.v1.inference_pb2 import GetServerInfoRequest
 
 if TYPE_CHECKING:
     from cluster.controller_report import ClusterStatus
@@ -23,30 +28,20 @@ ANSWER_S = 10.0
 WIDTH = 400
 """A row stays in one line, whatever the terminal: some names are long."""
 
-WORKER_COLUMNS = (
-    "name",
-    "role",
-    "device",
-    "cpus",
-    "transport",
-    "free_blocks",
-    "cached_blocks",
-    "total_blocks",
-    "running",
-    "waiting",
-)
+WORKER_COLUMNS = ("name", "role", "device", "cpus", "transport")
+TRAFFIC_COLUMNS = ("in_tok/s", "out_tok/s", "running", "waiting")
+KV_COLUMNS = ("KV_used", "hits", "KV_moved", "blocks")
 
 Facts = dict[str, object]
 """JSON: what `--format json` prints."""
 
 
 def of_router(address: str) -> Facts:
-    """What the router at HOST:PORT says. Raises ConfigError when none answers."""
-    try:
-        with Client(address, timeout_s=ANSWER_S) as client:
-            return asdict(client.server_info())
-    except KvrelayError as error:
-        raise ConfigError(f"{address}: no router answers: {error}") from None
+    """What the router says whose internal gRPC is at HOST:PORT. Raises ConfigError when none
+    answers."""
+    request = GetServerInfoRequest()
+    answer = ask(address, lambda stub: stub.GetServerInfo, request, timeout_s=ANSWER_S)
+    return asdict(server_info_of(answer))
 
 
 def of_cluster(name: str | None, address: str) -> Facts:
@@ -63,14 +58,15 @@ def of_cluster(name: str | None, address: str) -> Facts:
 
 
 def routers_of(name: str | None, address: str) -> list[str]:
-    """HOST:PORT of each router of a cluster on this Ray. Raises as `of_cluster` does."""
+    """The internal gRPC address of each router of a cluster on this Ray. Raises as `of_cluster`
+    does."""
     from cluster.rays import joined
 
     with joined(address):
         status = _of_controller(name)
     if not status.routers:
         raise KvrelayError(f"no router of {status.name} serves yet")
-    return [router.grpc for router in status.routers]
+    return [router.internal_grpc for router in status.routers]
 
 
 def _of_controller(cluster: str | None) -> ClusterStatus:
@@ -95,7 +91,7 @@ def _of_controller(cluster: str | None) -> ClusterStatus:
 def _server(router: RouterAt) -> Facts | None:
     """None while it can't be asked."""
     with contextlib.suppress(ConfigError):
-        return of_router(router.grpc)
+        return of_router(router.internal_grpc)
     return None
 
 
@@ -115,9 +111,7 @@ def print_table(facts: Facts) -> None:
     for name, server in servers.items():
         _print_router(console, name, server)
     for server in [one for one in servers.values() if one is not None][:1]:
-        console.print(_table(server["workers"], WORKER_COLUMNS))
-        _print_times(console, server["workers"])
-        _print_links(console, server["workers"])
+        _print_workers(console, server["workers"])
 
 
 def _print_router(console: Console, name: str, server: Facts | None) -> None:
@@ -129,10 +123,32 @@ def _print_router(console: Console, name: str, server: Facts | None) -> None:
     _print_quarantined(console, server["quarantined"])
 
 
-def _print_times(console: Console, workers: object) -> None:
+def _print_workers(console: Console, workers: object) -> None:
     assert isinstance(workers, list | tuple)
+    columns = (*WORKER_COLUMNS, *TRAFFIC_COLUMNS, *KV_COLUMNS)
+    console.print(_table([{**worker, **_activity(worker)} for worker in workers], columns))
     for worker in workers:
-        console.print(f"{worker['name']} {_times(worker)}")
+        console.print(f"{worker['name']} {_times(worker)}", highlight=False)
+    _print_links(console, workers)
+
+
+def _activity(worker: Facts) -> Facts:
+    """What it does now; rates are means of about the last 10 s."""
+    blocks = f"{worker['free_blocks']} free, {worker['cached_blocks']} cached"
+    hit_rate = worker["hit_rate"]
+    return {
+        "in_tok/s": f"{_number(worker['prompt_tokens_per_s']):.1f}",
+        "out_tok/s": f"{_number(worker['generated_tokens_per_s']):.1f}",
+        "KV_used": f"{_number(worker['kv_used']):.0%}",
+        "hits": None if hit_rate is None else f"{_number(hit_rate):.0%}",
+        "KV_moved": speed_text(_number(worker["transfer_bytes_per_s"])),
+        "blocks": f"{blocks} of {worker['total_blocks']}",
+    }
+
+
+def _number(value: object) -> float:
+    assert isinstance(value, int | float)
+    return float(value)
 
 
 def _times(worker: Facts) -> str:
@@ -141,13 +157,19 @@ def _times(worker: Facts) -> str:
     assert isinstance(times, dict)
     decode = ", ".join(f"{n}: {s * 1e3:.2g} ms" for n, s in _ends(times["decode_knots"]))
     return (
-        f"prefill x {worker['prefill_correction']:.2f} of {times['prefill_overhead_s'] * 1e3:.2g} "
-        f"ms + {times['prefill_token_s'] * 1e6:.2g} us a token + "
-        f"{times['prefill_pair_s'] * 1e6:.2g} us a pair; decode x "
-        f"{worker['decode_correction']:.2f} of {{{decode}}} + "
+        f"step times: prefill {_factor(worker['prefill_correction'])} of "
+        f"{times['prefill_overhead_s'] * 1e3:.2g} ms + "
+        f"{times['prefill_token_s'] * 1e6:.2g} us a token + "
+        f"{times['prefill_pair_s'] * 1e6:.2g} us a pair; decode "
+        f"{_factor(worker['decode_correction'])} of {{{decode}}} + "
         f"{times['decode_kv_token_s'] * 1e6:.2g} us a KV token; fitted within "
         f"{times['error']:.0%}"
     )
+
+
+def _factor(correction: object) -> str:
+    factor = _number(correction)
+    return f"x {factor:.2f} ({step_times_verdict(factor)})"
 
 
 def _ends(knots: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
@@ -156,11 +178,25 @@ def _ends(knots: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
 
 def _print_links(console: Console, workers: object) -> None:
     assert isinstance(workers, list | tuple)
+    speeds: defaultdict[str, list[float]] = defaultdict(list)  # transport |-> those measured
+    for link in (link for worker in workers for link in worker["links"] if link["bytes_per_s"]):
+        speeds[link["transport"]].append(link["bytes_per_s"])
     for worker in workers:
         for link in worker["links"]:
-            measured = f"{link['bytes_per_s'] / 1e9:.1f} GB/s, {link['latency_s'] * 1e6:.0f} us"
-            told = measured if link["bytes_per_s"] else "not measured yet"
-            console.print(f"{worker['name']} -> {link['peer']} over {link['transport']}: {told}")
+            ends = f"{worker['name']} -> {link['peer']} over {link['transport']}"
+            told = _link(worker, link, speeds[link["transport"]])
+            console.print(f"{ends}: {told}", highlight=False)
+
+
+def _link(worker: Facts, link: Facts, same_kind: Sequence[float]) -> str:
+    speed, latency_s = _number(link["bytes_per_s"]), _number(link["latency_s"])
+    if not speed:
+        return "not measured yet"
+    times, token_bytes = worker["step_times"], worker["kv_token_bytes"]
+    assert isinstance(times, dict) and isinstance(token_bytes, int)
+    token_s = times["prefill_token_s"] * _number(worker["prefill_correction"])
+    verdict = link_verdict(speed, token_bytes, token_s, same_kind)
+    return f"{speed_text(speed)}, {latency_s * 1e6:.0f} us: {verdict}"
 
 
 def _print_quarantined(console: Console, pairs: object) -> None:

@@ -139,6 +139,7 @@ class Batch:
             samples=sequence.samples() if take == sequence.needed else (),
             prompt_tokens=sequence.whole_tokens,
             sketch_ids=sequence.sketch_ids if take == sequence.needed else None,
+            scoring=sequence.scoring(take),
         )
 
     def advance(self, sequence: Sequence, tokens: int) -> None:

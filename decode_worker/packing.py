@@ -15,17 +15,19 @@ from decode_worker.pace import Pace
 from decode_worker.roster import Roster
 from decode_worker.sequence import Sequence
 from engine.latency import StepTimes
+from engine.scoring import MOST_SCORED_TOKENS
 from kvpool.copies import CopyPairs
 
 
 @dataclass(slots=True, kw_only=True)
 class Packing:
-    """`budget` is what prefill chunks may still take, in tokens; `times` None: nothing is known of
-    steps."""
+    """`budget` is what prefill chunks may still take, in tokens, and `scored` those of prompts that
+    are scored; `times` None: nothing is known of steps."""
 
     roster: Roster
     now_s: float
     budget: int
+    scored: int = MOST_SCORED_TOKENS
     times: StepTimes | None = None
     rope_border_tokens: int | None = None
     chosen: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -127,12 +129,16 @@ class Packing:
     def _chunk(self, sequence: Sequence) -> int:
         """Tokens of it that the step may take."""
         take = min(sequence.needed, self.budget)
+        if sequence.is_scored:
+            take = min(take, self.scored)
         if self._pace is None or sequence not in self._lent:
             return take
         return self._pace.bears_chunk(take, sequence.computed)
 
     def _take_chunk(self, sequence: Sequence, take: int) -> None:
         self.budget -= take
+        if sequence.is_scored:
+            self.scored -= take
         if self._pace is not None:
             self._pace.chunk(take, sequence.computed)
 
@@ -196,7 +202,7 @@ class Packing:
     def _begin_like_another(self, sequence: Sequence) -> None:
         """What is cached of a block in part is copied."""
         found, pairs = self.roster.tables.begin_like_another(
-            sequence.holder, sequence.names, sequence, sequence.end - 1
+            sequence.holder, sequence.names, sequence, sequence.reusable_tokens
         )
         if found:
             sequence.begins_like_another(found)

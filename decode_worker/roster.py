@@ -169,12 +169,6 @@ class Roster:
     def is_on_device(self, sequence: Sequence) -> bool:
         return any(sequence is other for other, _ in (*self.on_device, *self.behind))
 
-    def void(self, sequence: Sequence) -> None:
-        """What the device does for it now is of no use: it went on with a wrong token."""
-        self.on_device = tuple(
-            (one, 0 if one is sequence else take) for one, take in self.on_device
-        )
-
     def replaced(self, whole: Sequence) -> None:
         """Its choices go on; what they don't need of its blocks is theirs to release."""
         self.running.remove(whole)

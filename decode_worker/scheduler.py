@@ -16,6 +16,7 @@ from decode_worker.canary import Canary
 from decode_worker.receiver import Receiver
 from decode_worker.run_ahead import Taken
 from decode_worker.sequence import Sequence
+from engine.scoring import scored_event
 from engine.step import Command, Emit, Sampled, StepBehindWanted, StepDone, StepWanted
 from kvpool.canary import LogitSketch
 from kvpool.tiers.restores import Restored
@@ -173,22 +174,21 @@ class DecodeScheduler:
         if self.canary.runs:
             return self._arrivals.checked(done.outcome, now_s)
         events: list[WorkerEvent] = []
-        ran = self.batch.roster.take_ran()
+        ran, scores = self.batch.roster.take_ran(), done.outcome.prompt_logprobs
         for i, (sequence, take) in enumerate(ran):
             sampled = done.outcome.sampled[i]
             if sequence.dropped:
                 events += self.batch.roster.released_if_done(sequence.key, now_s)
                 continue
-            if take == 0:
-                continue
-            if i in done.outcome.late:
-                self.batch.roster.void(sequence)
             if done.steps > 1:
                 events += self._advance_run(sequence, sampled, now_s)
                 continue
             if sequence.needed > 1:
                 self.prompt_tokens += take
             self.batch.advance(sequence, take)
+            if scores and i in scores:
+                told = scored_event(sequence.spec, sequence.computed, take, scores[i], now_s)
+                events.append(told)
             if (found := done.outcome.sketches.get(i)) is not None:
                 events += self._checked(sequence, found, now_s)
             elif sampled:

@@ -13,7 +13,8 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from engine.finish import finish_reason, needs_history
-from engine.step import Sampled, SampleRequest
+from engine.scoring import is_scored, scoring_of
+from engine.step import Sampled, SampleRequest, Scoring
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
@@ -109,9 +110,25 @@ class Sequence:
 
     @property
     def reusable(self) -> abc.Sequence[BlockHash]:
-        """What may be found in the cache: at least the last token is run, for its logits."""
+        """What may be found in the cache."""
         self.names.extend(self, self.length)
-        return self.names.full(self.end - 1)
+        return self.names.full(self.reusable_tokens)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """At least the last token is run, for its logits; all are where all are scored."""
+        return 0 if self.is_scored else self.end - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """The log probabilities of its prompt are wanted, and come before its first token."""
+        return is_scored(self.spec) and len(self.emitted) == len(self.spec.emitted_ids)
+
+    def scoring(self, take: int) -> Scoring | None:
+        """Of its next `take` tokens."""
+        if not self.is_scored:
+            return None
+        return scoring_of(self.spec, self.computed, self.computed + take)
 
     @property
     def filled(self) -> abc.Sequence[BlockHash]:

@@ -19,7 +19,7 @@ from kvpool.layout import Tables
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """`follows` is its slice in the step on the device; None: it is not there, or for nothing."""
+    """`follows` is its slice in the step on the device; None: it is not there."""
 
     sequence: Sequence
     follows: int | None
@@ -48,7 +48,7 @@ def followers(roster: Roster, now_s: float) -> list[Follower]:
     """Empty where the device must be free first."""
     if not _is_steady(roster):
         return []
-    places = {one: i for i, (one, take) in enumerate(roster.on_device) if take}
+    places = {one: i for i, (one, _) in enumerate(roster.on_device)}
     found = [Follower(one, places.get(one)) for one in roster.running]
     found = [one for one in found if one.follows is None or one.sequence.tokens_left > 1]
     has_room = all(

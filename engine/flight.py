@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.prompt_logprobs import Scored
 from engine.sampler import Drawn
 from engine.sending import send
 from engine.step import SequenceSlice, StepBatch, StepOutcome
@@ -22,18 +23,12 @@ class Flight:
     drawn: Drawn
     wait: Callable[[], None]
     finish: Callable[[Flight], StepOutcome]
+    scored: Scored | None = None
 
     def collect(self) -> StepOutcome:
         """Waits for the device. Once, and in the order of the launches."""
         self.wait()
         return self.finish(self)
-
-    def late_slices(self) -> frozenset[int]:
-        """# slices of the batch whose tokens `drawn` told other than it left them on the device"""
-        if not self.drawn.late:
-            return frozenset()
-        owners = [i for i, piece in enumerate(self.batch.slices) for _ in piece.samples]
-        return frozenset(owners[row] for row in self.drawn.late)
 
 
 def next_tokens(slices: tuple[SequenceSlice, ...], before: Flight | None) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from engine.parallel.ranks import ALONE, Ranks, own_layout
 from engine.parallel.share import Loaded, check_shares, share_out
 from engine.probe import derive_layout
 from engine.runner import Engine, EngineFacts
+from engine.sampler import prepare_draws
 from engine.sizing import EngineLimits
 from kvpool.layout import KvLayout
 from kvpool.memory.kv_memory import Allocate
@@ -82,6 +83,7 @@ def load_engine(
     with _memory_errors(device):
         assembly.check(loaded.reference)
         engine = assembly.serving(assembly.sizing(blocks), allocate)
+        prepare_draws(model.device, checkpoint.vocab_size)
         if cuda.graphs and model.device.type == "cuda":
             report(Activity(stage=Stage.RECORDS))
         if cuda.graphs:

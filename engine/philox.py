@@ -1,45 +1,34 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC'11, "Parallel Random Numbers: As
-Easy as 1, 2, 3", §3). The draw of a token depends on (seed, choice, index) alone.
+Easy as 1, 2, 3", §3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
-Words = NDArray[np.uint64]
-"""32-bit words, held in 64 bits so that products don't overflow."""
+Words = torch.Tensor
+"""int64, of 32-bit words."""
 
 _ROUNDS = 10
-_LOW = np.uint64(0xFFFFFFFF)
-_SHIFT = np.uint64(32)
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, ...]:
-    """Four words for each lane. `counter` is four arrays `[lanes]`, `key` two."""
+    """Four words for each counter. `counter` is four tensors and `key` two that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        wide0, wide1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            (wide1 >> _SHIFT) ^ c1 ^ k0,
-            wide1 & _LOW,
-            (wide0 >> _SHIFT) ^ c3 ^ k1,
-            wide0 & _LOW,
-        )
+        (high0, low0), (high1, low1) = _times(c0, _MULTIPLIERS[0]), _times(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
 
 
-def uniforms(draws: Sequence[tuple[int, int, int]]) -> NDArray[np.float32]:
-    """One number in [0, 1), of 24 bits, for each (seed, choice, index); seeds count modulo 2^64."""
-    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed, _, _ in draws], dtype=np.uint64)
-    choices = np.array([choice for _, choice, _ in draws], dtype=np.uint64)
-    indices = np.array([index for _, _, index in draws], dtype=np.uint64)
-    zeros = np.zeros_like(seeds)
-    words = philox4x32((indices, choices, zeros, zeros), (seeds & _LOW, seeds >> _SHIFT))
-    return ((words[0] >> np.uint64(8)).astype(np.float64) * 2.0**-24).astype(np.float32)
+def _times(words: Words, factor: int) -> tuple[Words, Words]:
+    """The high and the low word of each product, which may wrap around as a signed number."""
+    product = words * factor
+    return (product >> 32) & _LOW, product & _LOW

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.scoring import scored_rows
 from engine.step import SequenceSlice
 from kvpool.layout import KvLayout
 
@@ -59,7 +60,7 @@ class GroupPlan:
 class StepPlan:
     token_ids: torch.Tensor  # [1, tokens]
     positions: torch.Tensor  # [1, tokens]
-    logit_rows: torch.Tensor  # [slices that sample], in the batch's order
+    logit_rows: torch.Tensor  # [rows], as `engine.scoring` orders them
     groups: tuple[GroupPlan, ...]
 
 
@@ -75,12 +76,15 @@ class Planner:
     def plan(self, slices: Sequence[SequenceSlice]) -> StepPlan:
         order = sorted(range(len(slices)), key=lambda i: _row_order(slices[i]))
         ordered = [slices[i] for i in order]
-        last_rows = dict(zip(order, _last_rows(ordered), strict=True))
+        last_rows = [row for _, row in sorted(zip(order, _last_rows(ordered), strict=True))]
         positions = [np.arange(s.start, _end(s)) for s in ordered]
         return StepPlan(
             token_ids=self._index([t for s in ordered for t in s.token_ids])[None],
             positions=self._index(np.concatenate(positions))[None],
-            logit_rows=self._index([last_rows[i] for i, s in enumerate(slices) if s.samples]),
+            logit_rows=self._index(
+                [last_rows[i] for i, s in enumerate(slices) if s.samples]
+                + scored_rows(slices, last_rows)
+            ),
             groups=tuple(
                 self._group(g, ordered, positions) for g in range(len(self.layout.groups))
             ),

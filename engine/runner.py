@@ -17,7 +17,9 @@ from engine.model import Model
 from engine.paged import PagedAttention
 from engine.parallel.ranks import ALONE, Ranks
 from engine.plan import Planner
+from engine.prompt_logprobs import Scored, score
 from engine.sampler import draw
+from engine.scoring import row_owners
 from engine.sizing import KvSizing
 from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
@@ -101,8 +103,12 @@ class Engine:
             marks = self._watch.behind(marks)
         with self._stream.within():
             logits = self._marked_logits(batch, marks, next_tokens(batch.slices, before))
+            scored: Scored | None = None
+            if len(logits) > len(wanted):
+                scored = score(logits[len(wanted) :], batch.slices)
+                logits = logits[: len(wanted)]
             drawn = draw(logits, wanted)
-            return Flight(batch, logits, drawn, self._stream.mark(), self._collect)
+            return Flight(batch, logits, drawn, self._stream.mark(), self._collect, scored)
 
     def _collect(self, flight: Flight) -> StepOutcome:
         if self._watch is not None:
@@ -113,7 +119,7 @@ class Engine:
             return StepOutcome(
                 sampled=tuple([next(tokens) if s.samples else () for s in slices]),
                 sketches=sketches(flight.logits, slices, self.canary_bound),
-                late=flight.late_slices(),
+                prompt_logprobs={} if flight.scored is None else flight.scored.told(),
             )
 
     def logits(
@@ -122,8 +128,9 @@ class Engine:
         marks: LayerMarks | None = None,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the step; fp32 `[slices that sample, vocab]`, in the batch's order. `token_ids`
-        `[slices]`, on the device, are those that slices of one token each run instead."""
+        """Run the step; fp32 `[rows, vocab]`, as `engine.scoring` orders them.
+        `token_ids` `[slices]`, on the device, are those that slices of one token each run
+        instead."""
         if self.graphs is not None and marks is None:
             found = self.graphs.logits(batch.slices, token_ids)
             if found is not None:
@@ -165,14 +172,15 @@ class Engine:
     def _forward_apart(self, rope: LongRope, slices: Sequence[SequenceSlice]) -> torch.Tensor:
         """Short and long sequences run in calls of their own; the logits come back in order. No
         layer has all slices' KV before the last call."""
-        parts, places = [], []
+        parts: list[torch.Tensor] = []
+        places: list[tuple[bool, int]] = []
         for is_long in (False, True):
             picked = [i for i, s in enumerate(slices) if rope.needs_long(s) == is_long]
             if not picked:
                 continue
             with rope.long(is_long):
                 parts.append(self._forward([slices[i] for i in picked], is_long=is_long))
-            places += [i for i in picked if slices[i].samples]
+            places += row_owners(slices, picked)
         order = sorted(range(len(places)), key=places.__getitem__)
         return torch.cat(parts)[order]
 

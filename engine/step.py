@@ -14,7 +14,7 @@ from kvpool.copies import CopyPairs
 from kvpool.handoff_events import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
 from kvrelay.messages import WorkerEvent
-from kvrelay.types import RequestKey, Sampling, TokenLogprobs
+from kvrelay.types import PromptLogprob, RequestKey, Sampling, TokenLogprobs
 from kvrelay.values import value
 
 
@@ -31,6 +31,15 @@ class SampleRequest:
     index: int
     prompt_ids: Sequence[int]
     emitted_ids: tuple[int, ...]
+
+
+@value
+class Scoring:
+    """Log probabilities are wanted of known tokens: `next_ids[i]` follows the slice's i-th token.
+    `top` alternatives are told beside each."""
+
+    next_ids: Sequence[int]
+    top: int = 0
 
 
 @value
@@ -57,6 +66,7 @@ class SequenceSlice:
     prompt_tokens: int = 0
     sketch_ids: tuple[int, ...] | None = None
     follows: int | None = None
+    scoring: Scoring | None = None
 
 
 @value
@@ -83,15 +93,15 @@ class Sampled:
 
 @value
 class StepOutcome:
-    """# slice of the batch |-> one Sampled for each of its samples; and its sketch if wanted
+    """# slice of the batch |-> one Sampled for each of its samples; and its sketch and the log
+    probabilities of known tokens if wanted
 
-    After several steps: one Sampled for each step. `late` are slices whose tokens were known too
-    late for the step behind: what follows them there is void.
+    After several steps: one Sampled for each step.
     """
 
     sampled: tuple[tuple[Sampled, ...], ...]
     sketches: Mapping[int, LogitSketch] = field(default_factory=dict)
-    late: frozenset[int] = frozenset()
+    prompt_logprobs: Mapping[int, tuple[PromptLogprob, ...]] = field(default_factory=dict)
 
 
 # --- between a scheduler and its worker ---------------------------------------------------------

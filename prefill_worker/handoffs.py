@@ -50,7 +50,7 @@ class Handoffs:
                 self.peers.pop(peer, None)
                 return self.jobs.peer_lost(peer, reason, now_s)
             case Tick():
-                return [job.sender.renew() for job in self.jobs.live()]
+                return [told for job in self.jobs.live() for told in job.sender.renew()]
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
         """What comes for a job that is over, or from another than its target, changes nothing."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.finish import finish_reason, needs_history
+from engine.scoring import is_scored, scoring_of
 from engine.step import Sampled, SampleRequest, SequenceSlice
 from kvpool.block_names import HashChain
 from kvpool.canary import LogitSketch
@@ -98,8 +99,14 @@ class Job:
 
     @property
     def reusable(self) -> Sequence[BlockHash]:
-        """What may be found in the cache: at least the last token is run, for its logits."""
-        return self.names.full(len(self.prompt) - 1)
+        """What may be found in the cache: at least the last token is run, for its logits; all are
+        where all are scored."""
+        return () if self.is_scored else self.names.full(len(self.prompt) - 1)
+
+    @property
+    def is_scored(self) -> bool:
+        """The log probabilities of its prompt are wanted."""
+        return is_scored(self.message.spec)
 
     @property
     def filled(self) -> Sequence[BlockHash]:
@@ -162,6 +169,7 @@ class Job:
             samples=self._samples() if take == self.remaining else (),
             prompt_tokens=len(self.prompt),
             sketch_ids=() if self.sender.checked else None,
+            scoring=scoring_of(self.message.spec, start, start + take),
         )
 
     def _samples(self) -> tuple[SampleRequest, ...]:
@@ -178,7 +186,11 @@ class Job:
         )
 
     def take_first(self, sampled: tuple[Sampled, ...], now_s: float) -> list[Tokens]:
-        """The first token drawn of each choice, as the router is told."""
+        """The first token drawn of each choice, as the router is told; an end where no token is
+        wanted."""
+        if not self.sampling.max_tokens:
+            self.finished = tuple(range(self.sampling.n))
+            return [self._end(choice, now_s) for choice in self.finished]
         emitted = self.first_index + 1
         self.first = tuple(one.token_id for one in sampled)
         reasons = [finish_reason(self.sampling, token_id=t, emitted=emitted) for t in self.first]
@@ -196,3 +208,13 @@ class Job:
             )
             for choice, (one, reason) in enumerate(zip(sampled, reasons, strict=True))
         ]
+
+    def _end(self, choice: int, now_s: float) -> Tokens:
+        return Tokens(
+            key=self.key,
+            at_s=now_s,
+            choice=choice,
+            first_index=0,
+            token_ids=(),
+            finish_reason=FinishReason.LENGTH,
+        )

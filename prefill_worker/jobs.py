@@ -75,7 +75,7 @@ class Jobs:
         fetching = self.openings.drop(job.holder)
         if fetching or self.queue.runs(job) or not job.sender.settled:
             return []
-        return [job.sender.fence(reason), *self.gone(key, now_s)]
+        return [*job.sender.fence(reason), *self.gone(key, now_s)]
 
     def fail(self, job: Job, reason: str, message: str, now_s: float) -> list[Command]:
         failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.prompts.order import Order
+from engine.scoring import MOST_SCORED_TOKENS
 from kvpool.copies import CopyPairs
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
@@ -111,11 +112,13 @@ class PromptQueue:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """One step being put together; `budget_tokens` are left."""
+    """One step being put together; `budget_tokens` are left, and of prompts that are scored
+    `scored_tokens`."""
 
     openings: Openings
     now_s: float
     budget_tokens: int
+    scored_tokens: int = MOST_SCORED_TOKENS
     chosen: dict[Job, int] = field(default_factory=dict)  # its tokens in the step
     copies: list[CopyPairs] = field(default_factory=list)
 
@@ -127,7 +130,7 @@ class _Step:
             hashes=job.reusable,
             ahead_tokens=len(job.prompt) if whole else self._ahead_tokens(job),
             now_s=self.now_s,
-            source=job.message.prefix_source,
+            source=None if job.is_scored else job.message.prefix_source,
         )
         if found is None:
             return False
@@ -154,11 +157,16 @@ class _Step:
         return True
 
     def _take(self, job: Job) -> None:
-        if not job.started:
-            self._copy(job)
-        take = min(self.budget_tokens, job.remaining)
-        self.budget_tokens -= take
-        self.chosen[job] = take
+        if job.is_scored:
+            take = min(self.budget_tokens, job.remaining, self.scored_tokens)
+            self.scored_tokens -= take
+        else:
+            if not job.started:
+                self._copy(job)
+            take = min(self.budget_tokens, job.remaining)
+        if take:
+            self.budget_tokens -= take
+            self.chosen[job] = take
 
     def _copy(self, job: Job) -> None:
         """At least the last token is run, for its logits."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 
 from engine.prompts.order import Order
+from engine.scoring import scored_event
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted
 from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
@@ -18,7 +19,7 @@ from kvpool.holder import Holder
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
 from kvpool.tiers.restores import Restored
-from kvrelay.messages import Abort, Lifetime, Prefill, WorkerEvent
+from kvrelay.messages import Abort, Lifetime, Prefill, Reserved, WorkerEvent
 from prefill_worker import handoffs
 from prefill_worker.handoffs import Handoffs
 from prefill_worker.job import Job
@@ -78,19 +79,22 @@ class PrefillScheduler:
     # --- chunks ---------------------------------------------------------------------------------
 
     def _accept(self, message: Prefill, now_s: float) -> list[Command]:
-        key = message.spec.key
+        key, target = message.spec.key, message.target
         sender = Sender(
             message=message,
             layout=self.tables.layout,
             mode=self.handoffs.mode,
-            peer=self.handoffs.peers.get(message.target),
-            checked=is_chosen(key.request_id, self.canary_every),
+            peer=None if target is None else self.handoffs.peers.get(target),
+            checked=target is not None and is_chosen(key.request_id, self.canary_every),
         )
         names = self.tables.names_of(message.spec)
         job = Job(sender=sender, holder=Holder("prefill", key), names=names)
         self.jobs.add(job, now_s)
-        received = Emit(events=(Lifetime(key=key, at_s=now_s, name="prefill_received"),))
-        return [received] if sender.peer else [received, sender.renew()]  # connects
+        moment = Lifetime(key=key, at_s=now_s, name="prefill_received")
+        if target is None:
+            return [Emit(events=(Reserved(key=key, at_s=now_s), moment))]
+        received = Emit(events=(moment,))
+        return [received] if sender.peer else [received, *sender.renew()]  # connects
 
     def _next_step(self, now_s: float) -> list[Command]:
         chosen = self.queue.pack(self.openings, budget_tokens=self.chunk_tokens, now_s=now_s)
@@ -136,6 +140,8 @@ class PrefillScheduler:
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
             self.prompt_tokens += take
             events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
+            if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
+                events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
             self._name(job)
             self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None:

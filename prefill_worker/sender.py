@@ -35,6 +35,7 @@ from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
 from kvpool.pool.map import KvFacts
 from kvpool.write import TokenSpan, Write
 from kvrelay.messages import Prefill
+from kvrelay.types import Incarnation
 from kvrelay.values import value
 
 Moves = list[SendPeer | WriteSlab]
@@ -73,6 +74,11 @@ class Sender:
     """The step on the device computes tokens up to here, and has written layers up to this one."""
 
     @property
+    def has_target(self) -> bool:
+        """There is somebody to hand over to."""
+        return self.message.target is not None
+
+    @property
     def settled(self) -> bool:
         """No write is in flight."""
         return not self._writing
@@ -88,7 +94,7 @@ class Sender:
         blocks that `tables` has for them stay theirs until the end. Those that the decode worker
         holds are not sent."""
         start = max(start, self.message.held_tokens)
-        if start >= end or self.mode is HandoffMode.POOL:
+        if start >= end or self.mode is HandoffMode.POOL or not self.has_target:
             return []
         most = span_tokens_most(self.layout)
         for at in range(start, end, most):
@@ -191,7 +197,7 @@ class Sender:
         self._writing.add(number)
         lent = self._lent.pop(number)
         return WriteSlab(
-            peer=self.message.target,
+            peer=self._target,
             lent=lent,
             piece=self._pieces[number].piece,
             write=self._pieces[number].write.encoded(lent.codec),
@@ -227,15 +233,22 @@ class Sender:
             )
         )
 
-    def fence(self, reason: str) -> SendPeer:
+    def fence(self, reason: str) -> list[SendPeer]:
         """No write is in flight, and none will follow."""
         assert self.settled
-        return self._to_peer(TransferCancelled(key=self.message.spec.key, reason=reason))
+        if not self.has_target:
+            return []
+        return [self._to_peer(TransferCancelled(key=self.message.spec.key, reason=reason))]
 
-    def renew(self) -> SendPeer:
-        return self._to_peer(RenewLeases(keys=(self.message.spec.key,)))
+    def renew(self) -> list[SendPeer]:
+        if not self.has_target:
+            return []
+        return [self._to_peer(RenewLeases(keys=(self.message.spec.key,)))]
+
+    @property
+    def _target(self) -> Incarnation:
+        assert self.message.target is not None, "there is nobody to hand over to"
+        return self.message.target
 
     def _to_peer(self, message: PeerMessage) -> SendPeer:
-        return SendPeer(
-            peer=self.message.target, addresses=self.message.target_addresses, message=message
-        )
+        return SendPeer(peer=self._target, addresses=self.message.target_addresses, message=message)

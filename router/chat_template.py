@@ -61,6 +61,18 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def _check_variables(given: Mapping[str, Any]) -> None:
+    taken = next((name for name in OWN_VARIABLES if name in given), None)
+    if taken is not None:
+        raise InvalidRequest(
+            f"chat_template_kwargs must not hold {taken}: it is a field of the request",
+            param="chat_template_kwargs",
+        )
+
+
 class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ModelError when the template doesn't parse."""
@@ -70,10 +82,19 @@ class ChatTemplate:
             raise ModelError(f"the chat template doesn't parse: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Raises InvalidRequest with the template's own words when it refuses the messages."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
+        """`template_kwargs` are further variables. Raises InvalidRequest for those that have a
+        field of their own, and with the template's own words when it refuses the messages."""
+        _check_variables(template_kwargs)
         variables = {
             **self._special_tokens,
+            **template_kwargs,
             "messages": [dict(message) for message in messages],
             "tools": None,
             "documents": None,

@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from kvpool.tenants import tenant_label
+from kvrelay.activity import NO_ACTIVITY
+from kvrelay.gc_pauses import PAUSES
 from kvrelay.messages import LinkState
 from kvrelay.types import Incarnation
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from router import ladder_told, quarantine_told
 from router.core import RouterCore
 from router.generation import (
+    ClusterSnapshot,
     LinkStatus,
     ModelFacts,
-    PoolNodeStatus,
     QuarantinedPair,
-    TierStatus,
     WorkerStatus,
 )
 from router.kv_reports import kv_reports
 from router.link import WorkerLink
 from router.pool_nodes import PoolNodes
+from router.readiness import obstacle
+from router.recent_activity import RecentActivity
 from router.view import WorkerView
 
 
 class ClusterViews:
-    """`attached`: # worker |-> its link, while there is one"""
+    """`attached`: # worker |-> its link, while there is one; `recent`: # worker |-> its activity"""
 
     def __init__(self, core: RouterCore) -> None:
         self.core = core
         self.pools = PoolNodes()
         self.attached: dict[Incarnation, WorkerLink] = {}
+        self.recent: dict[Incarnation, RecentActivity] = {}
 
     def ready(self) -> bool:
-        return self.core.workers.longest_tokens > 0
+        return self.not_ready() is None
+
+    def not_ready(self) -> str | None:
+        """A worker that drains or is quarantined serves nobody."""
+        quarantined = self.core.quarantine.active(time.monotonic())
+        return obstacle(self.core.workers, quarantined)
 
     def workers(self) -> tuple[WorkerStatus, ...]:
-        return tuple(self._status(view) for view in self.core.workers.values())
+        return tuple(map(self._with_links, self.core.workers.values()))
+
+    def snapshot(self) -> ClusterSnapshot:
+        core, told, now_s = self.core, self.core.promises, time.monotonic()
+        return ClusterSnapshot(
+            ready=self.ready(),
+            running_requests=self.running_requests(),
+            quarantined_pairs=len(core.quarantine.active(now_s)),
+            queued_prompts=len(core.dispatching.queue or ()),
+            moved_requests=core.moving.moved,
+            local_prefills=core.dispatching.local_prefills,
+            promises={"kept": told.kept, "broken": told.broken, "expired": told.expired},
+            workers=tuple(map(self._status, core.workers.values())),
+            linked=core.recent_pairs.lately(now_s),
+            pool_nodes=self.pools.statuses(),
+            tiers=ladder_told.statuses(core.ladders, now_s),
+            pauses=PAUSES,
+        )
 
     def _status(self, view: WorkerView) -> WorkerStatus:
+        """Without its links."""
         hello = view.hello
         link = self.attached.get(hello.incarnation)
+        recent = self.recent.get(hello.incarnation)
         return WorkerStatus(
             name=hello.name,
             address=link.address if link is not None else "",
@@ -53,8 +82,13 @@ class ClusterViews:
             block_size=hello.block_size,
             counters=view.counters,
             step_times=hello.step_times,
-            links=tuple(self._link_status(state) for state in view.counters.links),
+            activity=recent.activity() if recent is not None else NO_ACTIVITY,
+            kv_token_bytes=hello.kv_token_bytes,
         )
+
+    def _with_links(self, view: WorkerView) -> WorkerStatus:
+        links = tuple(self._link_status(state) for state in view.counters.links)
+        return replace(self._status(view), links=links)
 
     def _link_status(self, state: LinkState) -> LinkStatus:
         return LinkStatus(
@@ -64,29 +98,9 @@ class ClusterViews:
             latency_s=state.latency_s,
         )
 
-    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
-        return self.pools.statuses()
-
-    def moved_requests(self) -> int:
-        return self.core.moving.moved
-
-    def local_prefills(self) -> int:
-        return self.core.dispatching.local_prefills
-
-    def queued_prompts(self) -> int:
-        return len(self.core.dispatching.queue or ())
-
-    def promises(self) -> dict[str, int]:
-        """# what became of a retry time |-> how often"""
-        told = self.core.promises
-        return {"kept": told.kept, "broken": told.broken, "expired": told.expired}
-
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         core = self.core
         return quarantine_told.statuses(core.quarantine, core.workers, time.monotonic())
-
-    def tiers(self) -> tuple[TierStatus, ...]:
-        return ladder_told.statuses(self.core.ladders, time.monotonic())
 
     def model(self) -> ModelFacts | None:
         return self.core.workers.model()

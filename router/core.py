@@ -16,6 +16,7 @@ from itertools import count
 
 from kvrelay.messages import (
     Lifetime,
+    PromptLogprobs,
     Released,
     RequestFailed,
     Reserved,
@@ -60,6 +61,7 @@ from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
 from router.promises import Promises, digest_of
 from router.quarantine import Quarantine
+from router.recent_pairs import RecentPairs
 from router.refusal import DRAINING, NO_CAPACITY, refused_by_worker
 from router.refusing import Refusing
 from router.request import Request
@@ -109,6 +111,7 @@ class RouterCore:
     directory: Directory = field(default_factory=Directory)
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     quarantine: Quarantine = field(default_factory=Quarantine)
+    recent_pairs: RecentPairs = field(default_factory=RecentPairs)
 
     def __post_init__(
         self,
@@ -245,7 +248,12 @@ class RouterCore:
             case Lifetime():
                 request.lived(event)
                 view.queue.lived(event)
+                if event.name == "handoff_committed":
+                    self.recent_pairs.used(request.links(), now_s)
                 return [*trust(self.quarantine, request, event)]
+            case PromptLogprobs():
+                request.scored(event)
+                return []
             case RequestFailed(reason=reason, message=message):
                 suspected = suspect(self.quarantine, request, event, now_s)
                 return [*suspected, *self.ending.leg_failed(request, reason, message, now_s)]
@@ -270,6 +278,7 @@ class RouterCore:
         if view is None:
             return []
         self.quarantine.forget(incarnation)
+        self.recent_pairs.forget(incarnation)
         self.moving.lost(incarnation, now_s)
         affected = [one for one in self.requests.values() if incarnation in one.legs]
         affected += self.dispatching.stranded(now_s) if view.prefills else []

@@ -43,6 +43,11 @@ class Demand:
         """It may have more than its first token."""
         return self.spec.sampling.max_tokens - len(self.spec.emitted_ids) > 1
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """It has no output: nothing is handed over."""
+        return not self.spec.sampling.max_tokens
+
     @cached_property
     def choices(self) -> int:
         return self.spec.sampling.n

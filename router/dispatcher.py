@@ -42,6 +42,7 @@ from router.generation import GenerationRequest
 from router.joining import check_joins
 from router.link import WorkerLink
 from router.policies import DEFAULT_POLICIES, Policies
+from router.recent_activity import RecentActivity
 from router.recorder import Recorder
 from router.worker_generation import WorkerGeneration
 
@@ -98,6 +99,7 @@ class WorkerDispatcher(ClusterViews):
         check_joins(hello, (view.hello for view in self.core.workers.values()))
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         self.attached[hello.incarnation] = link
+        self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
         self._post(WorkerJoined(hello=hello))
 
     def said(
@@ -107,11 +109,14 @@ class WorkerDispatcher(ClusterViews):
         counters: Counters,
         blocks: tuple[BlockChanges, ...],
     ) -> None:
+        if (recent := self.recent.get(worker)) is not None:
+            recent.heard(counters, time.monotonic())
         said = WorkerSaid(incarnation=worker, events=events, counters=counters, blocks=blocks)
         self._post(said)
 
     def lost(self, worker: Incarnation, reason: str) -> None:
         link = self.attached.pop(worker, None)
+        self.recent.pop(worker, None)
         if link is not None:
             if link.address in self._links:
                 log.warning("lost the worker at %s: %s", link.address, reason)

@@ -10,10 +10,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.activity import NO_ACTIVITY, Activity
+from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, Sampling, TokenLogprobs
+from kvrelay.types import (
+    NO_OBJECTIVES,
+    FinishReason,
+    Objectives,
+    PromptLogprob,
+    Sampling,
+    TokenLogprobs,
+)
 from kvrelay.v1.admin_pb2 import GetKvResponse
+from router.placement import Pair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +67,10 @@ class Generation(Protocol):
         """Prompt tokens whose KV was found, not computed; known with the first token."""
 
     @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Of each token of the prompt but the first, where wanted; known with the first token."""
+
+    @property
     def capped_tokens(self) -> int | None:
         """What its max_tokens were cut to, so as to serve it; None: they weren't."""
 
@@ -91,6 +105,8 @@ class WorkerStatus:
     step_times: StepCoefficients
     links: tuple[LinkStatus, ...] = ()
     cpus: str = ""
+    activity: Activity = NO_ACTIVITY
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +115,7 @@ class PoolNodeStatus:
     orphaned_blocks: int
     blocks: Mapping[tuple[str, str], int]
     """# (tier, state) |-> blocks"""
+    pauses: GcPauses = field(default_factory=GcPauses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +149,29 @@ class ModelFacts:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSnapshot:
+    """What a router knows of its cluster at one moment: values that another thread may read. It is
+    taken in the event loop for each scrape, so taking it copies references and little else.
+
+    `workers` are without `links`: these are in their counters, by the peers' incarnations.
+    `linked`: pairs between which KV travelled lately. `promises`: # outcome |-> how often.
+    """
+
+    ready: bool
+    running_requests: int
+    quarantined_pairs: int
+    queued_prompts: int
+    moved_requests: int
+    local_prefills: int
+    promises: Mapping[str, int]
+    workers: tuple[WorkerStatus, ...]
+    linked: tuple[Pair, ...]
+    pool_nodes: tuple[PoolNodeStatus, ...]
+    tiers: tuple[TierStatus, ...]
+    pauses: GcPauses
+
+
 class Dispatcher(Protocol):
     """Admits, places and follows requests. Lives in the router's event loop."""
 
@@ -144,24 +184,15 @@ class Dispatcher(Protocol):
     def ready(self) -> bool:
         """A pair of workers, or one alone, can serve."""
 
+    def not_ready(self) -> str | None:
+        """Why none can; None: some can."""
+
     def workers(self) -> tuple[WorkerStatus, ...]: ...
 
-    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]: ...
-
-    def moved_requests(self) -> int: ...
-
-    def local_prefills(self) -> int:
-        """Prompts that decode workers have taken to compute themselves."""
-
-    def queued_prompts(self) -> int:
-        """Those that wait at the router for a prefill worker."""
-
-    def promises(self) -> dict[str, int]: ...
+    def snapshot(self) -> ClusterSnapshot:
+        """What metrics say, to be read in another thread."""
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]: ...
-
-    def tiers(self) -> tuple[TierStatus, ...]:
-        """Those with objectives."""
 
     def model(self) -> ModelFacts | None:
         """None until the first worker has said what it serves."""

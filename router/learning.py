@@ -42,7 +42,7 @@ class Learning:
             )
 
     def choice_grown(self, request: Request, event: Tokens) -> None:
-        if event.finish_reason is not None:
+        if event.finish_reason is not None and request.sampling.max_tokens:
             tokens = request.choices[event.choice].next_index
             was_cut = event.finish_reason is not FinishReason.STOP
             self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)

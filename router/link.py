@@ -1,4 +1,5 @@
-"""One worker as the router reaches it: an Attach stream that is opened again when it breaks."""
+"""One worker as the router reaches it: an Attach stream that is opened again when it breaks, also
+when the router's core rejects what came."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -31,6 +33,14 @@ PING_MS, PATIENCE_MS = 5_000, 10_000
 keepalive_timeout_ms doesn't bound this wait, ping_timeout_ms does.)"""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Why a stream ended. `fault`: by what the worker said."""
+
+    reason: str
+    fault: bool = False
+
+
 class LinkOwner(Protocol):
     """Called in the event loop."""
 
@@ -52,6 +62,7 @@ class WorkerLink:
     def __init__(self, address: str, router: Incarnation, owner: LinkOwner) -> None:
         self.address = address
         self.hello: WorkerHello | None = None
+        self._refused = False  # for good
         self._router = router
         self._owner = owner
         self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
@@ -74,20 +85,38 @@ class WorkerLink:
     async def _run(self) -> None:
         """Attach again and again, more and more slowly while it fails."""
         retry_s = FIRST_RETRY_S
-        while True:
+        while not self._refused:
+            ended = _Ended("the link was closed")
             try:
-                await self._attach()
-                reason = "it closed the stream"
-            except grpc.aio.AioRpcError as error:
-                reason = error.details() or error.code().name
-            except PeerError as error:
-                log.error("worker at %s refused: %s", self.address, error)
-                return
+                ended = await self._attach_once()
             finally:
-                was_attached = self._detached("the link was closed")
-            retry_s = FIRST_RETRY_S if was_attached else min(2 * retry_s, LAST_RETRY_S)
-            log.debug("worker at %s: %s; trying again", self.address, reason)
+                was_attached = self._detached(ended.reason)
+            well = was_attached and not ended.fault
+            retry_s = FIRST_RETRY_S if well else min(2 * retry_s, LAST_RETRY_S)
+            log.debug("worker at %s: %s; trying again", self.address, ended.reason)
             await asyncio.sleep(retry_s)
+
+    async def _attach_once(self) -> _Ended:
+        """Until the stream ends, for whatever reason."""
+        try:
+            await self._attach()
+        except grpc.aio.AioRpcError as error:
+            return _Ended(error.details() or error.code().name)
+        except PeerError as error:
+            if self.hello is None:
+                self._refused = True
+                log.error("worker at %s refused: %s", self.address, error)
+            return self._fault(error)
+        except Exception as error:
+            return self._fault(error)
+        return _Ended("it closed the stream")
+
+    def _fault(self, error: Exception) -> _Ended:
+        """What the worker said can't be taken: a bug, on one of the two sides."""
+        if not self._refused:
+            text = "worker at %s: its message was rejected, so its link is closed and opened again"
+            log.error(text, self.address, exc_info=error)
+        return _Ended(f"its message was rejected: {error!r}", fault=True)
 
     async def _attach(self) -> None:
         outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
@@ -96,9 +125,7 @@ class WorkerLink:
         try:
             async for batch in stream:
                 if batch.HasField("hello"):
-                    hello = decode_hello(batch.hello)
-                    await self._joined(hello, stream)
-                    self.hello = hello
+                    await self._joined(decode_hello(batch.hello), stream)
                 elif self.hello is not None:
                     self._said(self.hello.incarnation, batch)
         finally:
@@ -107,9 +134,11 @@ class WorkerLink:
 
     async def _joined(self, hello: WorkerHello, stream: AsyncIterator[pb.FromWorker]) -> None:
         """Raises PeerError, which the worker is told first."""
+        self.hello = hello
         try:
             self._owner.joined(self, hello)
         except PeerError as error:
+            self.hello = None
             self._outgoing.put_nowait(pb.ToWorker(refused=pb.RouterRefused(reason=str(error))))
             self._outgoing.put_nowait(None)
             with suppress(TimeoutError):
@@ -125,9 +154,13 @@ class WorkerLink:
     def _detached(self, reason: str) -> bool:
         """Whether there was a worker to lose."""
         hello, self.hello = self.hello, None
-        if hello is not None:
+        if hello is None:
+            return False
+        try:
             self._owner.lost(hello.incarnation, reason)
-        return hello is not None
+        except Exception:
+            log.exception("worker at %s: its loss was not handled well", self.address)
+        return True
 
     async def _requests(
         self, outgoing: asyncio.Queue[pb.ToWorker | None]

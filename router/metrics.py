@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from router.cluster_gauges import ClusterGauges
-from router.generation import Dispatcher
+from router.generation import ClusterSnapshot
 
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -32,7 +32,7 @@ ERROR_BUCKETS = (
 class RouterMetrics:
     """One registry of its own, so that several routers can live in one process."""
 
-    def __init__(self, dispatcher: Dispatcher, model_name: str) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self.ttft = self._histogram("time_to_first_token_seconds", "", TTFT_BUCKETS_S)
@@ -69,10 +69,11 @@ class RouterMetrics:
             buckets=ERROR_BUCKETS,
             registry=self.registry,
         )
-        self.registry.register(ClusterGauges(dispatcher, model_name))
 
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)
+    def exposition(self, snapshot: ClusterSnapshot) -> bytes:
+        """Takes milliseconds, so in another thread than the event loop's."""
+        cluster = ClusterGauges(snapshot, self._labels["model_name"])
+        return generate_latest(self.registry) + generate_latest(cluster)
 
     def refused(self, reason: str, tier: str, after_s: float) -> None:
         """`after_s`: since the face received it."""

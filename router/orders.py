@@ -22,9 +22,13 @@ from router.view import WorkerView
 
 
 def ask(spec: RequestSpec, admitted: Admitted, within_s: float | None) -> Send:
-    """Will the decode worker take it? If it prefills too, it begins at once."""
+    """Will the decode worker take it? If it prefills too, it begins at once; so does whoever is to
+    compute a prompt of which no token is wanted."""
     candidate = admitted.candidate
     decode = candidate.decode.incarnation
+    if not spec.sampling.max_tokens:
+        alone = Prefill(spec=spec, target_addresses=(), target=None, within_s=within_s)
+        return Send(worker=decode, message=alone)
     if candidate.prefill is None:
         return Send(worker=decode, message=Generate(spec=spec, within_s=within_s))
     return reserve(spec, candidate.decode, candidate.prefill.incarnation, admitted.counted)

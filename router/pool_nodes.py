@@ -10,6 +10,7 @@ import logging
 
 import grpc
 
+from kvrelay.gc_pauses import GcPauses
 from kvrelay.v1 import pool_node_pb2 as pb
 from kvrelay.v1 import pool_node_pb2_grpc
 from router.generation import PoolNodeStatus
@@ -83,4 +84,5 @@ def _status(report: pb.PoolReport) -> PoolNodeStatus:
         name=report.name,
         orphaned_blocks=report.orphaned_blocks,
         blocks={(t.tier, s.state): s.blocks for t in report.tiers for s in t.states},
+        pauses=GcPauses(report.gc_pauses, report.gc_pause_s, report.gc_longest_pause_s),
     )

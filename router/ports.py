@@ -1,4 +1,4 @@
-"""Opening a public port, with an error that says what is wrong with it."""
+"""Opening a router's port, with an error that says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ BACKLOG = 2048
 
 
 def listen(kind: str, host: str, port: int) -> socket.socket:
-    """Raises ConfigError with the system's reason."""
+    """`kind` as in the name of its key, such as internal HTTP. Raises ConfigError with the system's
+    reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's delay off only on sockets that say they are TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -32,5 +33,8 @@ def bracketed(host: str, port: int) -> str:
 
 def _refusal(kind: str, address: str, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        return ConfigError(f"the {kind} port {address} is in use: choose another or 0 for any")
+        key = f"router.{kind.lower().replace(' ', '_')}_port"
+        return ConfigError(
+            f"the {kind} port {address} is in use: set {key} to another, or to 0 for any"
+        )
     return ConfigError(f"the {kind} port {address}: {error.strerror}")

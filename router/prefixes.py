@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from engine.scoring import is_scored
 from kvpool.block_names import BlockNames
 from kvrelay.messages import PrefixSource, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
@@ -39,8 +40,9 @@ class HeldPrefixes:
         return found
 
     def _look(self, hello: WorkerHello) -> Held:
-        """At least the last token is computed, so it counts for nothing."""
-        if not self.directory.entries:
+        """At least the last token is computed, so it counts for nothing; so do all tokens of a
+        prompt whose log probabilities are wanted."""
+        if not self.directory.entries or is_scored(self.spec):
             return {}
         names = BlockNames(
             fingerprint=hello.fingerprint,

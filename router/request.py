@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kvrelay.messages import Lifetime, Tokens
+from kvrelay.messages import Lifetime, PromptLogprobs, Tokens
 from kvrelay.qos import QosTier
-from kvrelay.types import Incarnation, Objectives, RequestKey, RequestSpec, Sampling
+from kvrelay.types import (
+    Incarnation,
+    Objectives,
+    PromptLogprob,
+    RequestKey,
+    RequestSpec,
+    Sampling,
+)
 from router.admitting.policy import Admitted
 from router.candidate import Prediction
 from router.generation import ChoiceTokens, GenerationRequest
@@ -40,6 +48,7 @@ class Request:
     promise: Promise | None = None  # that it came back for
     capped_tokens: int | None = None  # what its output was cut to, so as to serve it
     cached_tokens: int = 0  # of the prompt, found in a cache by the first attempt
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     moves: int = 0  # to other decode workers
     stood_back_s: float = 0.0  # for others, while it decoded
     is_queued: bool = False  # its prompt waits at the router, for any prefill worker
@@ -60,6 +69,21 @@ class Request:
         return None if self.placed is None else self.placed.candidate.placement
 
     @property
+    def pair(self) -> Pair | None:
+        """None where one worker does all."""
+        return self.placement.pair if self.placement else None
+
+    def links(self) -> Iterator[Pair]:
+        """From whom to whom its KV travels between workers."""
+        if self.placed is None:
+            return
+        candidate = self.placed.candidate
+        if candidate.source is not None and not candidate.source.is_pool_node:
+            yield Pair(candidate.source.peer, candidate.prefiller.incarnation)
+        if self.pair is not None:
+            yield self.pair
+
+    @property
     def spec(self) -> RequestSpec:
         asked = self.submitted
         return RequestSpec(
@@ -75,7 +99,14 @@ class Request:
     @property
     def sampling(self) -> Sampling:
         asked, most = self.submitted.sampling, self.capped_tokens
+        if self.prompt_logprobs and self.is_scored:
+            asked = replace(asked, prompt_logprobs=None)
         return asked if most is None else replace(asked, max_tokens=most)
+
+    @property
+    def is_scored(self) -> bool:
+        """The log probabilities of all tokens of its prompt are here, but for the first's."""
+        return len(self.prompt_logprobs) == len(self.submitted.prompt_ids) - 1
 
     @property
     def objectives(self) -> Objectives:
@@ -163,6 +194,12 @@ class Request:
         if moment.name == "prefill_started" and self.tries == 1:
             self.cached_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
+
+    def scored(self, event: PromptLogprobs) -> None:
+        """What an earlier attempt has told is dropped."""
+        known = 1 + len(self.prompt_logprobs) - event.first_position
+        if known >= 0:
+            self.prompt_logprobs += event.entries[known:]
 
     def try_again(self, attempt: int) -> None:
         """What the old attempt still says is dropped; tokens delivered already stay delivered. With

@@ -12,7 +12,8 @@ from router.view import WorkerView
 
 
 def has_place(demand: Demand, worker: WorkerView) -> bool:
-    return demand.choices <= worker.free_places or is_own(demand, worker)
+    """A prompt of which no token is wanted needs none."""
+    return demand.is_prompt_only or demand.choices <= worker.free_places or is_own(demand, worker)
 
 
 def is_own(demand: Demand, worker: WorkerView) -> bool:

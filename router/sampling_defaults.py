@@ -28,7 +28,7 @@ MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedSampling:
-    """What the request said; None where it said nothing."""
+    """What the request said; None where it said nothing. `echo`: the answer repeats the prompt."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -46,6 +46,8 @@ class RequestedSampling:
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
@@ -94,7 +96,7 @@ def resolve(
     """Raises InvalidRequest that names the first parameter at fault."""
     _check_stops(asked, facts.vocab_size)
     top_k = _default(asked.top_k, defaults.top_k)
-    max_tokens = _max_tokens(asked.max_tokens, prompt_tokens, facts.max_model_len)
+    max_tokens = _max_tokens(asked, prompt_tokens, facts.max_model_len)
     own_stops = () if asked.ignore_eos else defaults.eos_token_ids
     return Sampling(
         max_tokens=max_tokens,
@@ -111,7 +113,8 @@ def resolve(
         ),
         stop_token_ids=tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids))),
         n=_whole("n", asked.n, 1, MAX_CHOICES),
-        logprobs=_logprobs(asked.logprobs),
+        logprobs=_logprobs("logprobs", asked.logprobs),
+        prompt_logprobs=_logprobs("prompt_logprobs", asked.prompt_logprobs),
         logit_bias=_logit_bias(asked.logit_bias, facts.vocab_size),
     )
 
@@ -138,17 +141,19 @@ def _context_exceeded(message: str, param: str) -> InvalidRequest:
     return InvalidRequest(message, code="context_length_exceeded", param=param)
 
 
-def _max_tokens(asked: int | None, prompt_tokens: int, max_model_len: int) -> int:
-    room = max_model_len - prompt_tokens
-    if asked is None:
+def _max_tokens(asked: RequestedSampling, prompt_tokens: int, max_model_len: int) -> int:
+    """0 only where the answer tells of the prompt."""
+    room, most = max_model_len - prompt_tokens, asked.max_tokens
+    if most is None:
         return room
-    if _whole("max_tokens", asked, 1) > room:
+    least = 0 if asked.echo or asked.prompt_logprobs is not None else 1
+    if _whole("max_tokens", most, least) > room:
         raise _context_exceeded(
-            f"the prompt's {prompt_tokens} tokens and max_tokens {asked} together exceed the "
+            f"the prompt's {prompt_tokens} tokens and max_tokens {most} together exceed the "
             f"model's context of {max_model_len} tokens: at most {room} fit after this prompt",
             "max_tokens",
         )
-    return asked
+    return most
 
 
 def _default(asked: T | None, otherwise: T) -> T:
@@ -193,8 +198,8 @@ def _penalty(param: str, value: float | None) -> float:
     return _number(param, _default(value, 0.0), -MAX_PENALTY, MAX_PENALTY)
 
 
-def _logprobs(value: int | None) -> int | None:
-    return None if value is None else _whole("logprobs", value, 0, MAX_LOGPROBS)
+def _logprobs(param: str, value: int | None) -> int | None:
+    return None if value is None else _whole(param, value, 0, MAX_LOGPROBS)
 
 
 def _seed(value: int | None) -> int:

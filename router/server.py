@@ -1,26 +1,28 @@
-"""Both public faces in the running event loop: HTTP by an embedded uvicorn, and gRPC."""
+"""Both faces of a router: the public one for clients, the internal one for those who run it."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import grpc
-import uvicorn
 
-from kvrelay.errors import ConfigError
 from router.generation import Dispatcher
-from router.grpc_api.face import Health, InferenceFace, create_grpc_server
-from router.http.app import create_app
+from router.grpc_api.face import (
+    Health,
+    InferenceFace,
+    create_internal_server,
+    create_public_server,
+)
+from router.http.app import create_internal_app, create_public_app
+from router.http.event_stream import KEEP_ALIVE_S
 from router.http.face import HttpFace
+from router.listener import ListenAt, Listener, Ports
 from router.metrics import RouterMetrics
-from router.ports import bracketed, listen
 from router.sampling_defaults import GenerationDefaults
 from router.serving import TextService
 from router.tier_rules import ONE_FOR_ALL, TierRules
@@ -28,6 +30,8 @@ from router.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
 DRAIN_POLL_S = 0.02
+INTERNAL_GRACE_S = 1.0
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +43,25 @@ class FaceOptions:
     grpc_port: int
     max_body_bytes: int
     cluster: str
+    internal_host: str = LOOPBACK
+    internal_http_port: int = 0
+    internal_grpc_port: int = 0
+    public_metrics: bool = False
     tiers: TierRules = ONE_FOR_ALL
+    keep_alive_s: float = KEEP_ALIVE_S
 
+    @property
+    def public(self) -> ListenAt:
+        return ListenAt(host=self.host, ports=Ports(http=self.http_port, grpc=self.grpc_port))
 
-class EmbeddedUvicorn(uvicorn.Server):
-    """Signals belong to the process that embeds it."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    @property
+    def internal(self) -> ListenAt:
+        ports = Ports(http=self.internal_http_port, grpc=self.internal_grpc_port)
+        return ListenAt(host=self.internal_host, ports=ports, kind="internal ")
 
 
 class Faces:
-    """`add_services` may add more services to the gRPC port before it opens."""
+    """`add_internal` may add more services to the internal gRPC port before it opens."""
 
     def __init__(
         self,
@@ -61,57 +71,49 @@ class Faces:
         served_model_name: str,
         options: FaceOptions,
         *,
-        add_services: Callable[[grpc.aio.Server], None] = lambda server: None,
+        add_internal: Callable[[grpc.aio.Server], None] = lambda server: None,
     ) -> None:
-        """`add_services` may put more services on the gRPC server, beside the public one."""
-        self._options = options
-        self._add_services = add_services
         self.service = TextService(
             dispatcher,
             tokenizer,
             model_name=served_model_name,
             defaults=GenerationDefaults.load(checkpoint_dir),
-            metrics=RouterMetrics(dispatcher, served_model_name),
+            metrics=RouterMetrics(served_model_name),
             tiers=options.tiers,
         )
+        self._options = options
+        self._add_internal = add_internal
         self._health = Health(self.service)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._public: Listener | None = None
+        self._internal: Listener | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    async def start(self) -> tuple[int, int]:
-        """(HTTP port, gRPC port). Raises ConfigError, and starts nothing, when one is busy."""
-        listener = listen("HTTP", self._options.host, self._options.http_port)
-        try:
-            grpc_port = await self._start_grpc()
-        except BaseException:
-            listener.close()
-            raise
-        self._http = self._http_server()
-        self._tasks = [
-            asyncio.create_task(self._http.serve(sockets=[listener])),
-            asyncio.create_task(self._watch_health()),
-        ]
-        while not self._http.started:
-            if self._tasks[0].done():
-                await self._tasks[0]
-            await asyncio.sleep(0.001)
-        return listener.getsockname()[1], grpc_port
+    async def start(self) -> tuple[Ports, Ports]:
+        """Public and internal ports. Raises ConfigError, and serves nothing, when one is busy."""
+        face = self._http_face()
+        inference = InferenceFace(
+            self.service, version=version("kvrelay"), cluster=self._options.cluster
+        )
+        public = create_public_server(inference, self._health, self._options.max_body_bytes)
+        internal = create_internal_server(inference, self._health)
+        self._add_internal(internal)
+        public_app = create_public_app(face, with_metrics=self._options.public_metrics)
+        self._public = Listener(self._options.public, public_app, public)
+        self._internal = Listener(self._options.internal, create_internal_app(face), internal)
+        return await self._start(self._public, self._internal)
 
     async def stop(self, grace_s: float) -> None:
         """Lets running requests finish for `grace_s`, then aborts them. New ones are refused until
-        the ports close, which is when nothing runs any more.
-
-        Nothing happens when it wasn't started.
-        """
-        if not self._tasks:
-            return
-        left_s = await self._drain(grace_s)
-        serving, watching = self._tasks
-        watching.cancel()
-        self._http.config.timeout_graceful_shutdown = math.ceil(left_s)
-        self._http.should_exit = True
-        await asyncio.gather(self._grpc.stop(left_s), serving, watching, return_exceptions=True)
-        if self._http.server_state.tasks:
-            await asyncio.wait(self._http.server_state.tasks)
+        the ports close, which is when nothing runs any more. The internal listener serves until
+        then. Nothing happens when it wasn't started."""
+        left_s = grace_s
+        if self._watching is not None:
+            left_s = await self._drain(grace_s)
+            self._watching.cancel()
+        if self._public is not None and self._internal is not None:
+            await self._public.stop(left_s)
+            await self._internal.stop(INTERNAL_GRACE_S)
+            self.service.refusals.close()
 
     async def _drain(self, grace_s: float) -> float:
         """The seconds that are left of `grace_s` once nothing runs."""
@@ -121,38 +123,26 @@ class Faces:
             await asyncio.sleep(DRAIN_POLL_S)
         return max(0.0, deadline_s - time.monotonic())
 
-    async def _start_grpc(self) -> int:
-        options = self._options
-        face = InferenceFace(self.service, version=version("kvrelay"), cluster=options.cluster)
-        self._grpc = create_grpc_server(face, self._health, options.max_body_bytes)
-        self._add_services(self._grpc)
-        await self._health.refresh()
-        listen("gRPC", options.host, options.grpc_port).close()  # gRPC itself gives no reason
-        address = bracketed(options.host, options.grpc_port)
+    async def _start(self, public: Listener, internal: Listener) -> tuple[Ports, Ports]:
         try:
-            port = self._grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            raise ConfigError(f"the gRPC port {address}: {error}") from error
-        await self._grpc.start()
-        return port
+            ports = public.bind(), internal.bind()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        await self._health.refresh()
+        await public.start()
+        await internal.start()
+        self._watching = asyncio.create_task(self._watch_health())
+        return ports
 
-    def _http_server(self) -> uvicorn.Server:
-        face = HttpFace(
+    def _http_face(self) -> HttpFace:
+        return HttpFace(
             service=self.service,
             max_body_bytes=self._options.max_body_bytes,
             version=version("kvrelay"),
             started_s=time.time(),
+            keep_alive_s=self._options.keep_alive_s,
         )
-        config = uvicorn.Config(
-            create_app(face),
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            http="httptools",
-            ws="none",
-        )
-        return EmbeddedUvicorn(config)
 
     async def _watch_health(self) -> None:
         """Those who Watch the health service hear of a change within the period."""

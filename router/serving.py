@@ -6,13 +6,14 @@ Runs in the router's event loop. Knows nothing of HTTP or gRPC.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
-from kvrelay.types import NO_OBJECTIVES, Objectives, Sampling
+from kvrelay.types import NO_OBJECTIVES, Objectives, PromptLogprob, Sampling
 from router.choice_text import ChoiceText, TextDelta
 from router.generation import (
     ChoiceTokens,
@@ -22,6 +23,7 @@ from router.generation import (
     ModelFacts,
 )
 from router.metrics import RequestTimer, RouterMetrics
+from router.refusal_log import RefusalLog
 from router.sampling_defaults import (
     GenerationDefaults,
     RequestedSampling,
@@ -32,6 +34,8 @@ from router.text_stream import TextStream
 from router.tier_rules import ONE_FOR_ALL, TierRules
 from router.tokenizer import TextTokenizer
 
+log = logging.getLogger(__name__)
+
 INLINE_CHARACTERS = 20_000
 """A longer text is tokenized on a thread: it would hold up every stream."""
 
@@ -40,6 +44,8 @@ INLINE_CHARACTERS = 20_000
 class ChatPrompt:
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
 
 
 Prompt = str | tuple[int, ...] | ChatPrompt
@@ -79,6 +85,7 @@ class TextService:
         self.metrics = metrics
         self.tiers = tiers
         self.draining = False
+        self.refusals = RefusalLog()
 
     async def start(self, request: TextRequest) -> TextGeneration:
         """Raises InvalidRequest, ModelNotFound or Refused; the request runs once it returns."""
@@ -87,6 +94,7 @@ class TextService:
         except Refused as refusal:
             after_s = time.perf_counter() - request.received_s
             self.metrics.refused(refusal.reason, request.tier, after_s)
+            self.refusals.refused(refusal.reason, request.tier, request.request_id)
             raise
         except InvalidRequest as invalid:
             self.metrics.invalid(invalid.code, request.tier)
@@ -113,11 +121,13 @@ class TextService:
         match prompt:
             case tuple():
                 return prompt
-            case ChatPrompt(messages, add_generation_prompt):
+            case ChatPrompt() as chat:
                 text = self.tokenizer.render_chat(
-                    messages, add_generation_prompt=add_generation_prompt
+                    chat.messages,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    template_kwargs=chat.template_kwargs,
                 )
-                return await self._encode(text, add_special_tokens=False)
+                return await self._encode(text, add_special_tokens=chat.add_special_tokens)
             case str():
                 return await self._encode(prompt, add_special_tokens=add_special_tokens)
 
@@ -175,6 +185,7 @@ class TextGeneration:
         timer: RequestTimer,
     ) -> None:
         self.request_id = request.request_id
+        self.prompt = request.prompt
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self._generation = generation
@@ -193,6 +204,11 @@ class TextGeneration:
     @property
     def completion_tokens(self) -> int:
         return sum(choice.completion_tokens for choice in self._choices)
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Of each token of the prompt but the first, once the first token is here."""
+        return self._generation.prompt_logprobs
 
     @property
     def cached_tokens(self) -> int:
@@ -230,7 +246,8 @@ class TextGeneration:
                     return
             if not self._ended:
                 raise RequestFailedError("aborted", "the request was aborted")
-        except RequestFailedError:
+        except RequestFailedError as failure:
+            self._log_failure(failure)
             self._end("error")
             raise
         finally:
@@ -249,9 +266,21 @@ class TextGeneration:
             self._end(delta.finish_reason.value)
         return delta
 
+    def _log_failure(self, failure: RequestFailedError) -> None:
+        asked_for = failure.reason in ("aborted", "deadline_exceeded")
+        level = logging.DEBUG if asked_for else logging.WARNING
+        log.log(level, "a request failed: %s", failure, extra={"request_id": self.request_id})
+
     def _end(self, reason: str) -> None:
         if not self._ended:
             self._ended = True
+            log.debug(
+                "a request ended: %s, %d tokens in, %d out",
+                reason,
+                len(self.prompt_ids),
+                self.completion_tokens,
+                extra={"request_id": self.request_id},
+            )
             self._timer.finished(reason, self._generation.ledger())
             self._metrics.predicted(self._generation.prediction_errors())
 

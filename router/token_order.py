@@ -38,7 +38,8 @@ class TokenOrder:
     def _new(self, event: Tokens) -> list[ChoiceTokens]:
         """The event less what was delivered before."""
         skip = self.next_index - event.first_index
-        if self.finished or skip >= len(event.token_ids):
+        is_new = skip < len(event.token_ids) or not event.token_ids  # an end without a token
+        if self.finished or not is_new:
             return []
         self.delivered += event.token_ids[skip:]
         self.finished = event.finish_reason is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -92,7 +93,11 @@ class TextTokenizer:
         return self._token_bytes(token_id).decode(errors="replace")
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Raises InvalidRequest: no template, or the template refuses the messages."""
         if self._template is None:
@@ -102,7 +107,9 @@ class TextTokenizer:
                 code="no_chat_template",
                 param="messages",
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
 
 
 def _token_text(value: object) -> str | None:

@@ -12,7 +12,7 @@ def suspect(
     quarantine: Quarantine, request: Request, failed: RequestFailed, now_s: float
 ) -> list[PairQuarantined]:
     """The link between them, where the reason tells of it."""
-    pair = request.placement.pair if request.placement else None
+    pair = request.pair
     if pair is None or failed.reason not in SUSPICIOUS:
         return []
     request.avoided.add(pair)
@@ -28,7 +28,7 @@ def trust(quarantine: Quarantine, request: Request, moment: Lifetime) -> list[Pa
     """Its KV has been handed over, or even checked."""
     if moment.name not in ("handoff_committed", "kv_checked"):
         return []
-    pair = request.placement.pair if request.placement else None
+    pair = request.pair
     if pair is None:
         return []
     checked = moment.name == "kv_checked"

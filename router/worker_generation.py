@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from kvrelay.errors import RequestFailedError
+from kvrelay.types import PromptLogprob
 from router.events import Deliver, Fail
 from router.generation import ChoiceTokens
 from router.request import Request
@@ -62,6 +63,10 @@ class WorkerGeneration:
     @property
     def cached_tokens(self) -> int:
         return self.request.cached_tokens if self.request is not None else 0
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        return self.request.prompt_logprobs if self.request is not None else ()
 
     @property
     def capped_tokens(self) -> int | None:

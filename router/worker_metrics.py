@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvrelay.messages import Counters
+from kvrelay.activity import kv_used
+from kvrelay.messages import Counters, LinkState
 from kvrelay.types import PrefixOrigin
-from router.generation import LinkStatus, WorkerStatus
+from router.generation import WorkerStatus
+from router.placement import Pair
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 LABELS = ("model_name", "worker", "role")
 
 
 def _usage(worker: WorkerStatus) -> float:
-    """Cached blocks that no request holds are not in use."""
-    available = worker.counters.free_blocks + worker.counters.cached_blocks
-    return 1 - available / worker.total_blocks if worker.total_blocks else 0.0
+    return kv_used(worker.counters, worker.total_blocks)
 
 
 WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
@@ -65,8 +66,9 @@ CANARY_RESULTS: tuple[tuple[str, Callable[[Counters], int]], ...] = (
 )
 
 
+MOST_LINKS = 1000
 LINK_LABELS = ("model_name", "src", "dst", "transport")
-LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkStatus], float]], ...] = (
+LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkState], float]], ...] = (
     ("link_info", "1 for each link between two workers.", lambda link: 1.0),
     ("link_bandwidth_bytes_per_second", "Speed of one write.", lambda link: link.bytes_per_s),
     ("link_latency_seconds", "One message, one way.", lambda link: link.latency_s),
@@ -83,7 +85,39 @@ def of_workers(workers: Sequence[WorkerStatus], model_name: str) -> Iterator[Met
         yield _per_worker(counter, value, workers, model_name)
     yield _canaries(workers, model_name)
     yield _prefix_sources(workers, model_name)
-    yield from _links(workers, model_name)
+
+
+def of_links(
+    workers: Sequence[WorkerStatus], linked: Iterable[Pair], model_name: str
+) -> Iterator[Metric]:
+    """One series for each connection between two workers of `linked`: those of every pair of
+    workers would be too many."""
+    names = {worker.incarnation: worker.name for worker in workers}
+    links = [
+        ((model_name, names[src], names[dst], link.transport), link)
+        for src, dst, link in islice(_connections(workers, linked), MOST_LINKS)
+    ]
+    for name, text, value in LINK_GAUGES:
+        gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LINK_LABELS)
+        for labels, link in links:
+            gauge.add_metric(labels, value(link))
+        yield gauge
+
+
+def _connections(
+    workers: Sequence[WorkerStatus], linked: Iterable[Pair]
+) -> Iterator[tuple[str, str, LinkState]]:
+    """Both ways of each pair, as far as they are here."""
+    links = {
+        (worker.incarnation, link.peer): link
+        for worker in workers
+        for link in worker.counters.links
+    }
+    here = {worker.incarnation for worker in workers}
+    for pair in linked:
+        for src, dst in ((pair.prefill, pair.decode), (pair.decode, pair.prefill)):
+            if dst in here and (src, dst) in links:
+                yield src, dst, links[src, dst]
 
 
 def orphaned_blocks(workers: Sequence[WorkerStatus], model_name: str) -> GaugeMetricFamily:
@@ -114,17 +148,6 @@ def _prefix_sources(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
             labels = (model_name, worker.name, worker.role, origin)
             counter.add_metric(labels, getattr(worker.counters, f"prefixes_{origin}"))
     return counter
-
-
-def _links(workers: Sequence[WorkerStatus], model_name: str) -> Iterable[Metric]:
-    """One series per connection between two workers."""
-    for name, text, value in LINK_GAUGES:
-        gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LINK_LABELS)
-        for worker in workers:
-            for link in worker.links:
-                labels = (model_name, worker.name, link.peer, link.transport)
-                gauge.add_metric(labels, value(link))
-        yield gauge
 
 
 def _per_worker(

@@ -35,7 +35,7 @@ class Workers(dict[Incarnation, WorkerView]):
         decode_alone: bool = False,
     ) -> None:
         super().__init__(views or {})
-        self._decode_alone = decode_alone
+        self.decode_alone = decode_alone
         self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
 
     def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
@@ -62,7 +62,7 @@ class Workers(dict[Incarnation, WorkerView]):
             role = view.hello.role
             longest[role] = max(longest[role], view.hello.max_model_len)
         decode = longest[Role.DECODE]
-        pair = decode if self._decode_alone else min(longest[Role.PREFILL], decode)
+        pair = decode if self.decode_alone else min(longest[Role.PREFILL], decode)
         return max(longest[Role.BOTH], pair)
 
     @property
@@ -111,6 +111,8 @@ class Workers(dict[Incarnation, WorkerView]):
     ) -> Choice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
         prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
+        if demand.is_prompt_only:
+            prefills, decodes, both = [], [], [*prefills, *both] or decodes
         return Choice(
             prefills=prefills,
             decodes=[view for view in decodes if view.incarnation not in tried],
@@ -145,6 +147,8 @@ class Workers(dict[Incarnation, WorkerView]):
 
     @staticmethod
     def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
+        if demand.is_prompt_only:
+            return
         candidate, prediction = admitted.candidate, admitted.prediction
         key = demand.spec.key
         joins_in_s, step_s = map(_known, (prediction.decode.joins_in_s, prediction.decode.step_s))

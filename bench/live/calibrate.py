@@ -8,7 +8,7 @@ from random import Random
 from statistics import median
 
 from bench.live.offered import one
-from bench.live.outcome import Objectives
+from bench.live.outcome import Objectives, Outcome
 from bench.live.stack import Policy, load, stack
 from bench.live.subject import Subject
 
@@ -29,6 +29,13 @@ class Calibration:
         return Objectives(ttft_s=TTFT_FACTOR * self.ttft_s, tpot_s=TPOT_FACTOR * self.tpot_s)
 
 
+def _check(outcomes: Sequence[Outcome]) -> None:
+    """Raises RuntimeError where a request was not served: its latency would count as none."""
+    lost = [one for one in outcomes if one.ended != "done"]
+    if lost:
+        raise RuntimeError(f"{len(lost)} requests {lost[0].ended} without load: {lost[0].reason}")
+
+
 def calibrate(subject: Subject, corpus: Sequence[int], at_once: int = AT_ONCE) -> Calibration:
     """Capacity: requests done per second in a closed loop of so many clients."""
     rng, mix = Random(0), subject.mix
@@ -37,6 +44,7 @@ def calibrate(subject: Subject, corpus: Sequence[int], at_once: int = AT_ONCE) -
         alone = load(cluster, [one(mix, corpus, rng) for _ in range(ALONE)], at_once=1)
         offered = [one(mix, corpus, rng) for _ in range(TURNS * at_once)]
         many = load(cluster, offered, at_once=at_once)
+    _check([*alone, *many])
     ends = sorted(each.sent_s + (each.last_s or 0.0) for each in many)
     inner = ends[at_once:-at_once]  # while the loop was full
     return Calibration(

@@ -39,8 +39,7 @@ def request_bytes(one: Offered) -> bytes:
     body = {
         "prompt": one.prompt_ids,
         "max_tokens": one.max_tokens,
-        "temperature": 0,
-        "ignore_eos": one.ignore_eos,
+        **({"temperature": 0, "ignore_eos": True} if one.ignore_eos else {"seed": one.seed}),
         "stream": True,
         "return_token_ids": True,
     }

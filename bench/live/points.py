@@ -46,6 +46,11 @@ class Point:
     simulated: Simulated | None = None
 
     @property
+    def kind(self) -> str:
+        """What decided, and whether it could know lengths."""
+        return kind_of(self.policy, own_ends=self.own_ends)
+
+    @property
     def goodput_per_s(self) -> float:
         return self.good / self.seconds
 
@@ -57,6 +62,11 @@ class Point:
     def broken(self) -> float:
         """Of all that were offered: taken, and not in time."""
         return (self.admitted - self.good) / self.offered if self.offered else 0.0
+
+
+def kind_of(policy: str, *, own_ends: bool) -> str:
+    """An oracle is told each output's length, as max_tokens that every output reaches."""
+    return policy if own_ends else f"{policy}, oracle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

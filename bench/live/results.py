@@ -14,10 +14,11 @@ from bench.live.told import Predicted
 
 @dataclass(slots=True, kw_only=True)
 class Results:
-    """`predictions`: # policy |-> of all its requests"""
+    """`calibrations`: # ends |-> what the machine does with such outputs; `predictions`: # kind of
+    points |-> of all their requests"""
 
     model: str
-    calibration: Calibration | None = None
+    calibrations: dict[str, Calibration] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     predictions: dict[str, list[Predicted]] = field(default_factory=dict)
 
@@ -25,8 +26,8 @@ class Results:
         """Instead of what was there of the same."""
         new = {_key(one) for one in points}
         self.points = [one for one in self.points if _key(one) not in new] + points
-        for policy in {one.policy for one in points if predictions}:
-            self.predictions[policy] = predictions
+        for kind in {one.kind for one in points if predictions}:
+            self.predictions[kind] = predictions
 
 
 def _key(one: Point) -> tuple[str, bool, bool, int, float]:
@@ -42,11 +43,10 @@ def read(path: Path, model: str) -> Results:
         sys.exit(f"{path} has results of the model {raw['model']}: name another file")
     return Results(
         model=model,
-        calibration=Calibration(**raw["calibration"]) if raw["calibration"] else None,
+        calibrations={ends: Calibration(**one) for ends, one in raw["calibrations"].items()},
         points=[_point(one) for one in raw["points"]],
         predictions={
-            policy: [Predicted(**one) for one in each]
-            for policy, each in raw["predictions"].items()
+            kind: [Predicted(**one) for one in each] for kind, each in raw["predictions"].items()
         },
     )
 

@@ -43,7 +43,6 @@ def show_points(points: Sequence[Point]) -> None:
 
 def _cells(one: Point) -> list[str]:
     ends = ", ladder" if one.ladder else ""
-    ends += ", own ends" if one.own_ends else ""
     ends += f", {one.routers} routers" if one.routers > 1 else ""
     simulated = ["", "", "", ""]
     if (beside := one.simulated) is not None:
@@ -54,7 +53,7 @@ def _cells(one: Point) -> list[str]:
             _ratio(beside.ttft_p50_s, one.ttft_p50_s),
         ]
     return [
-        f"{one.policy}{ends}",
+        f"{one.kind}{ends}",
         f"{one.factor:g} x",
         f"{one.rate_per_s:.1f}",
         str(one.offered),

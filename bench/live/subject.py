@@ -6,12 +6,18 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.live.offered import Mix
 from bench.models import SMOLLM_135M, write_random_llama
 from engine.bundled import checkpoint_path
+from engine.bundled.dialogue import ABOUT, TELL_STORY
+from engine.checkpoint import find_text_files
+from router.tokenizer import TextTokenizer
+
+WORDS = ("love", "the sea", "a king", "war", "London")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +47,23 @@ def of_bundled(mix: Mix) -> Subject:
 @contextmanager
 def bundled(*, own_ends: bool) -> Iterator[Subject]:
     """A decode step takes a millisecond or two, so that others' work on its core is felt."""
-    yield of_bundled(Mix(own_ends=own_ends))
+    yield of_bundled(Mix(questions=questions() if own_ends else ()))
+
+
+def questions() -> tuple[tuple[int, ...], ...]:
+    """Turns that the bundled model was trained on: its answers have 13 tokens and more, and few of
+    them end behind the limit. Behind a text alone it never ends."""
+    tokenizer = TextTokenizer.load(find_text_files(str(checkpoint_path()), None))
+    asked = [*TELL_STORY, *(ask.format(word=word) for ask, word in product(ABOUT, WORDS))]
+    turns = (f"<|user|>{question}<|end|><|assistant|>" for question in asked)
+    return tuple(tokenizer.encode(turn, add_special_tokens=False) for turn in turns)
 
 
 @contextmanager
 def smollm(*, own_ends: bool) -> Iterator[Subject]:
-    """A decode step takes ten milliseconds and more."""
-    mix = Mix(prompt_tokens=(256, 768), output_tokens=(16, 96), own_ends=own_ends)
+    """A decode step takes ten milliseconds and more. Random weights have no ends of their own."""
+    assert not own_ends, "random weights never end"
+    mix = Mix(prompt_tokens=(256, 768), output_tokens=(16, 96))
     with TemporaryDirectory() as name:
         folder = write_random_llama(Path(name), SMOLLM_135M)
         yield Subject(name="random SmolLM-135M", folder=folder, mix=mix)

@@ -110,7 +110,9 @@ def status(
     name: NameOption = None,
     address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="A router's gRPC address: no Ray is asked."),
+        typer.Option(
+            metavar="HOST:PORT", help="A router's internal gRPC address: no Ray is asked."
+        ),
     ] = None,
     ray_address: RayAddress = None,
     kv: Annotated[bool, typer.Option("--kv", help="Who holds which KV, and since when.")] = False,

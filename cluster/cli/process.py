@@ -72,6 +72,10 @@ ROUTER_KEYS = (
     "router.host",
     "router.http_port",
     "router.grpc_port",
+    "router.internal_host",
+    "router.internal_http_port",
+    "router.internal_grpc_port",
+    "router.public_metrics",
     "router.max_body",
     "router.record",
     "router.record_size",
@@ -139,6 +143,7 @@ def router(
     from cluster.site import local_site
 
     config = resolve(load_config(None, overrides), local_site())
+    _no_node(config.router.internal_host)
     configure_logging("router")
     import uvloop
 
@@ -150,7 +155,7 @@ def router(
 def worker(
     join: Annotated[
         list[str],
-        typer.Option(metavar="HOST:PORT", help="A router's gRPC address."),
+        typer.Option(metavar="HOST:PORT", help="A router's internal gRPC address."),
     ],
     role: Annotated[Role, typer.Option(help="What this worker does.")],
     device: Annotated[
@@ -217,7 +222,7 @@ def pool_node(
     ] = None,
     join: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="A router's gRPC address: it tells what is held."),
+        typer.Option(metavar="HOST:PORT", help="A router's internal gRPC address."),
     ] = None,
     name: NameOption = None,
     set_: SetOption = None,
@@ -258,6 +263,14 @@ def _host(given: str | None, join: list[str]) -> str:
     for address in join:
         split_address(address, "--join")
     return given or host_towards(join)
+
+
+def _no_node(internal_host: str | None) -> None:
+    """Raises ConfigError."""
+    from kvrelay.errors import ConfigError
+
+    if internal_host == "node":
+        raise ConfigError("router.internal_host: node is for routers on Ray, give an address")
 
 
 def _pool(

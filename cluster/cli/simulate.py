@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.cli.options import Format, FormatOption, SetOption, given, parsed
+
+if TYPE_CHECKING:
+    from cluster.sim.run import Result
 
 ClusterFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The cluster file (YAML).")]
 TraceOption = Annotated[
@@ -32,6 +37,15 @@ OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and plots there.")
 ]
 
+CompareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compare",
+        metavar="KEY=A,B",
+        help="Simulate once with each value of this key, and print the runs side by side.",
+    ),
+]
+
 
 def simulate(
     config: ClusterFile,
@@ -43,18 +57,40 @@ def simulate(
     out: OutOption = None,
     format_: FormatOption = Format.TABLE,
     set_: SetOption = None,
+    compare: CompareOption = None,
 ) -> None:
     """Serve a trace with the cluster's own router and schedulers, on a virtual clock.
 
     The same seed yields the same report. The cluster file's `simulation` section stands for the
     machines.
     """
-    from cluster.config.load import load_config
+    from cluster.config.load import Override, load_config
     from cluster.sim.readers import read_trace
-    from cluster.sim.run import as_json, simulate_rates, write
+    from cluster.sim.run import assumed_text, simulate_rates
 
-    loaded = load_config(config, given(simulation__seed=seed) + parsed(set_))
-    results = simulate_rates(loaded, read_trace(trace, limit), rate_scale or [1.0], replicate)
+    overrides = given(simulation__seed=seed) + parsed(set_)
+    variants: list[Override | None] = [*Override.parse_several(compare)] if compare else [None]
+    configs = [load_config(config, overrides + ([one] if one else [])) for one in variants]
+    for assumed in dict.fromkeys(map(assumed_text, configs)):
+        if assumed is not None:
+            print(assumed, file=sys.stderr if format_ is Format.JSON else sys.stdout)
+    requests, rates = read_trace(trace, limit), rate_scale or [1.0]
+    results = [simulate_rates(one, requests, rates, replicate) for one in configs]
+    if compare is None:
+        _tell(results[0], out, format_)
+    else:
+        key, _, _ = compare.partition("=")
+        values = [_text(one.value) for one in variants if one is not None]
+        _tell_comparison(key, dict(zip(values, results, strict=True)), out, format_)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _tell(results: Sequence[Result], out: Path | None, format_: Format) -> None:
+    from cluster.sim.run import as_json, write
+
     if out is not None:
         write(out, results)
     if format_ is Format.JSON:
@@ -64,3 +100,21 @@ def simulate(
     from cluster.sim.shown import show
 
     show([result.report for result in results], [result.wall_s for result in results])
+
+
+def _tell_comparison(
+    key: str, by_value: Mapping[str, Sequence[Result]], out: Path | None, format_: Format
+) -> None:
+    """`by_value`: a result for each rate. `--out` gets a folder for each value."""
+    from cluster.sim.run import comparison_json, write
+
+    for value, results in by_value.items() if out is not None else ():
+        assert out is not None
+        write(out / f"{key}={value}".replace("/", "_"), results)
+    reports = {value: [one.report for one in results] for value, results in by_value.items()}
+    if format_ is Format.JSON:
+        print(comparison_json(key, list(reports.items())))
+        return
+    from cluster.sim.shown import show_comparison
+
+    show_comparison(key, list(reports), list(zip(*reports.values(), strict=True)))

@@ -36,6 +36,15 @@ class Override:
             raise ConfigError(f"--set {text}: expected path.to.key=value")
         return Override(tuple(path.split(".")), _parse_yaml(value, f"--set {path}"))
 
+    @staticmethod
+    def parse_several(text: str) -> list[Override]:
+        """`path.to.key=A,B`: one for each value. Raises ConfigError for fewer than two."""
+        path, _, values = text.partition("=")
+        found = _parse_yaml(f"[{values}]", f"--compare {path}")
+        if not path or not isinstance(found, list) or len(found) < 2:
+            raise ConfigError(f"--compare {text}: expected path.to.key=A,B")
+        return [Override(tuple(path.split(".")), value) for value in found]
+
 
 def load_config(path: Path | None, overrides: Iterable[Override] = ()) -> Config:
     """Raises ConfigError: the file, the path of the key, what was given and what was expected."""

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
+from itertools import combinations
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from cluster.config.types import AutoOrOff, Count, Port, Quantity, Section
+from cluster.config.types import AutoOrOff, AutoPort, AutoText, Count, Port, Quantity, Section
 from cluster.quantities import Bytes
 
 MOST_PORT = 65535
+INTERNAL_ABOVE = 900
+"""How far an internal port is above its public one, where none is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPorts:
+    """Of one router; 0: the system chooses. The fields are named as the keys of the file."""
+
+    http_port: int
+    grpc_port: int
+    internal_http_port: int
+    internal_grpc_port: int
+
+
+PORT_KINDS = {
+    "http_port": "HTTP",
+    "grpc_port": "gRPC",
+    "internal_http_port": "internal HTTP",
+    "internal_grpc_port": "internal gRPC",
+}
+"""# key of a port |-> what listens there"""
 
 
 class Placement(Section):
@@ -47,6 +70,16 @@ class Router(Section):
     """Of the first router, the next one's is the next; 0: the system chooses each."""
     grpc_port: Port = 50051
     """As http_port."""
+    internal_host: AutoText = None
+    """Where workers join, operators ask and Prometheus reads: no clients. auto: loopback, but on a
+    Ray of several nodes the node's own address; node: the node's own address; else an address."""
+    internal_http_port: AutoPort = None
+    """For /metrics and /debug/kv. auto: 900 above http_port, so 8900; the system chooses where
+    http_port is 0 or leaves no room."""
+    internal_grpc_port: AutoPort = None
+    """For kvrelay worker --join and kvrelay status. auto: 900 above grpc_port, so 50951."""
+    public_metrics: bool = False
+    """true: /metrics is on the public HTTP port too."""
     same_ports: bool = False
     """All routers have these ports: where each is on a host of its own, such as a pod."""
     max_body: Bytes = 4 * 2**20
@@ -66,11 +99,23 @@ one router only."""
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each router."""
 
-    def ports(self, number: int) -> tuple[int, int]:
-        """HTTP and gRPC of one router; 0: the system chooses."""
+    def ports(self, number: int) -> RouterPorts:
+        """Of one router."""
+        firsts = (
+            self.http_port,
+            self.grpc_port,
+            self._internal(self.internal_http_port, self.http_port),
+            self._internal(self.internal_grpc_port, self.grpc_port),
+        )
         step = 0 if self.same_ports else number
-        http, grpc = (first and first + step for first in (self.http_port, self.grpc_port))
-        return http, grpc
+        return RouterPorts(*(first and first + step for first in firsts))
+
+    def _internal(self, given: int | None, public: int) -> int:
+        """The first router's."""
+        if given is not None:
+            return given
+        above = public + INTERNAL_ABOVE
+        return above if public and above + self.replicas - 1 <= MOST_PORT else 0
 
     @model_validator(mode="after")
     def _one_queue(self) -> Router:
@@ -83,21 +128,25 @@ one router only."""
 
     @model_validator(mode="after")
     def _ports_apart(self) -> Router:
-        http, grpc = ({*ports} - {0} for ports in zip(*self._all_ports(), strict=True))
-        if common := http & grpc:
-            raise ValueError(
-                f"different ports for http_port and grpc_port: {self._ranges()} share {min(common)}"
-            )
-        if max(http | grpc, default=0) > MOST_PORT:
-            raise ValueError(f"ports up to {MOST_PORT}: {self._ranges()} are beyond")
+        taken = self._taken()
+        for (one, its), (other, others) in combinations(taken.items(), 2):
+            if common := its & others:
+                where = f"{self._range(one)}, {self._range(other)}"
+                raise ValueError(
+                    f"different ports for {one} and {other}: {where} share {min(common)}"
+                )
+        for key, ports in taken.items():
+            if max(ports, default=0) > MOST_PORT:
+                raise ValueError(f"ports up to {MOST_PORT}: {self._range(key)} is beyond")
         return self
 
-    def _all_ports(self) -> list[tuple[int, int]]:
-        return [self.ports(number) for number in range(self.replicas)]
+    def _taken(self) -> dict[str, set[int]]:
+        """# key of a port |-> those that are fixed, of all routers"""
+        each = zip(*(astuple(self.ports(n)) for n in range(self.replicas)), strict=True)
+        return {key: {*ports} - {0} for key, ports in zip(PORT_KINDS, each, strict=True)}
 
-    def _ranges(self) -> str:
+    def _range(self, key: str) -> str:
         """In words."""
-        (http, grpc), (last_http, last_grpc) = self.ports(0), self.ports(self.replicas - 1)
-        if self.replicas == 1 or self.same_ports:
-            return f"HTTP on {http}, gRPC on {grpc}"
-        return f"HTTP on {http} to {last_http}, gRPC on {grpc} to {last_grpc}"
+        ports = sorted(self._taken()[key]) or [0]
+        to = f" to {ports[-1]}" if len(ports) > 1 else ""
+        return f"{PORT_KINDS[key]} on {ports[0]}{to}"

@@ -9,6 +9,7 @@ from kvpool.pool.messages import PoolFormat
 from kvpool.tenants import TenantBlocks
 from kvpool.tiers.host_tier import HostTier
 from kvpool.tiers.tier_blocks import TierBlocks
+from kvrelay.gc_pauses import PAUSES
 from kvrelay.types import Incarnation
 from kvrelay.v1 import pool_node_pb2 as pb
 
@@ -22,7 +23,13 @@ def pool_report(
     now_s: float,
 ) -> pb.PoolReport:
     """Without `core`, before the first worker has come, only of what is `on_disk` already."""
-    report = pb.PoolReport(name=name, incarnation=incarnation)
+    report = pb.PoolReport(
+        name=name,
+        incarnation=incarnation,
+        gc_pauses=PAUSES.count,
+        gc_pause_s=PAUSES.total_s,
+        gc_longest_pause_s=PAUSES.longest_s,
+    )
     if format_ is not None:
         report.format, report.block_bytes = str(format_), format_.block_bytes
     if core is not None:

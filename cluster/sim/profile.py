@@ -23,6 +23,9 @@ BUILT_IN: dict[str, object] = {
 """An 8B model on a GPU like H100, from its data sheet: for first tries."""
 
 
+BUILT_IN_TEXT = "built-in: an 8B model on a GPU like H100, for first tries"
+
+
 def read_profile(source: ProfileSource, key: str) -> HardwareProfile:
     """`key` is where the cluster file has it. Raises ConfigError or ModelError."""
     match source:

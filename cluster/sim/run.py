@@ -12,6 +12,7 @@ from pathlib import Path
 from cluster.config.schema import Config
 from cluster.sim.ledgers import Outcome
 from cluster.sim.plots import draw
+from cluster.sim.profile import BUILT_IN_TEXT
 from cluster.sim.report import Report, report
 from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TraceRequest
@@ -61,10 +62,30 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
+def assumed_text(config: Config) -> str | None:
+    """Says what stands for the machines where the cluster file names no profile for all workers;
+    None: it does."""
+    simulation = config.simulation
+    own = [pool.profile for pool in simulation.pools]
+    named = len(own) >= len(config.workers) and None not in own[: len(config.workers)]
+    if simulation.profile is not None or named:
+        return None
+    return (
+        f"no simulation.profile: workers have the profile {BUILT_IN_TEXT}, "
+        f"and {simulation.blocks} KV blocks each"
+    )
+
+
 def as_json(reports: Sequence[Report]) -> str:
     """One report, or a list of them."""
     plain = [asdict(one) for one in reports]
     return json.dumps(plain[0] if len(plain) == 1 else plain, indent=2)
+
+
+def comparison_json(key: str, runs: Sequence[tuple[str, Sequence[Report]]]) -> str:
+    """`runs`: each value of the key, with a report for each rate."""
+    plain = [{"value": value, "reports": [asdict(one) for one in each]} for value, each in runs]
+    return json.dumps({"compare": key, "runs": plain}, indent=2)
 
 
 def write(folder: Path, results: Sequence[Result]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from cluster.sim.comparison import lines
 from cluster.sim.report import Report, Spread
 
 
@@ -17,6 +19,24 @@ def show(reports: Sequence[Report], walls_s: Sequence[float]) -> None:
         _show_one(console, one, wall_s)
     if len(reports) > 1:
         console.print(_by_rate(reports))
+
+
+def show_comparison(key: str, values: Sequence[str], by_rate: Sequence[Sequence[Report]]) -> None:
+    """Side by side, for each rate: its reports in the order of the values of `key`."""
+    console = Console(soft_wrap=True, highlight=False)
+    for reports in by_rate:
+        one = reports[0]
+        title = f"[bold]{escape(one.name)}[/bold] at {one.rate_scale:g} x the trace's rate"
+        console.print(f"{title}, by {escape(key)}")
+        rows = [
+            (line.name, *map(_figure, line.values), _figure(line.ratio)) for line in lines(reports)
+        ]
+        head = (escape(key), *map(escape, values), "last by first")
+        console.print(_table(head, rows))
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
 def _show_one(console: Console, one: Report, wall_s: float) -> None:

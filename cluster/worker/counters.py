@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
 from kvpool.openings import Openings
+from kvrelay.gc_pauses import PAUSES, GcPauses
 from kvrelay.messages import Counters, LinkState, TierLoad
 from kvrelay.types import PrefixOrigin
 from prefill_worker.scheduler import PrefillScheduler
@@ -20,6 +21,7 @@ class Totals:
     steps: int = 0
     busy_s: float = 0.0
     orphaned_blocks: int = 0
+    pauses: GcPauses = field(default_factory=lambda: PAUSES)
 
 
 def count(
@@ -75,6 +77,9 @@ def count(
         canaries_skipped=decode.canary.skipped,
         links=links,
         tiers=tier_loads(prefill, decode),
+        gc_pauses=totals.pauses.count,
+        gc_pause_s=totals.pauses.total_s,
+        gc_longest_pause_s=totals.pauses.longest_s,
     )
 
 

@@ -65,7 +65,10 @@ class Outlet:
         for event in events:
             self._streams.tell(event)
             if isinstance(event, RequestFailed):
-                log.warning("%s failed: %s: %s", event.key, event.reason, event.message)
+                request_id = {"request_id": event.key.request_id}
+                log.warning(
+                    "a request failed: %s: %s", event.reason, event.message, extra=request_id
+                )
             if isinstance(event, _LAST):
                 self._streams.end(event.key)
                 self._preloads.ended(event, self._now())

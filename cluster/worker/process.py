@@ -18,6 +18,7 @@ from cluster.auto import settle
 from cluster.grpc_server import bind_port, grpc_server
 from cluster.kv_report import kv_report
 from cluster.settings import WorkerSettings
+from cluster.worker.activity_log import PERIOD_S, ActivityLog
 from cluster.worker.events import Call, Close, Incoming
 from cluster.worker.parts import WorkerParts, build_worker
 from cluster.worker.service import WorkerService
@@ -40,6 +41,7 @@ class WorkerProcess:
         self._parts: WorkerParts | None = None
         self.activity = Activity(stage=Stage.STARTS)
         self.chosen = ""
+        self._logging: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Load the model and serve; "HOST:PORT" of the gRPC server.
@@ -58,6 +60,7 @@ class WorkerProcess:
         host = self._settings.host
         port = bind_port(self._server, host, self._settings.port_range)
         await self._server.start()
+        self._logging = asyncio.create_task(self._log_activity(parts))
         return f"{host}:{port}"
 
     async def stop(self, *, drain_s: float) -> None:
@@ -66,6 +69,8 @@ class WorkerProcess:
         if parts is None:
             return
         self._parts = None
+        if self._logging is not None:
+            self._logging.cancel()
         parts.loop.draining = True
         deadline_s = time.monotonic() + drain_s
         while time.monotonic() < deadline_s and self._thread.is_alive() and not parts.loop.idle:
@@ -83,6 +88,19 @@ class WorkerProcess:
     async def wait_closed(self) -> None:
         """Returns once stopped; raises what the worker died of."""
         await asyncio.shield(asyncio.wrap_future(self._closed))
+
+    async def _log_activity(self, parts: WorkerParts) -> None:
+        """The loop reads its own counters, between two events."""
+        activity = ActivityLog(parts.hello.total_blocks)
+
+        def tell() -> None:
+            line = activity.line(parts.loop.counters(), time.monotonic())
+            if line is not None:
+                log.info("%s", line)
+
+        while True:
+            self._inbox.put(Call(tell))
+            await asyncio.sleep(PERIOD_S)
 
     # --- loop thread ----------------------------------------------------------------------------
 

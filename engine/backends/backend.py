@@ -19,7 +19,7 @@ class Prepared:
 
     token_ids: torch.Tensor  # [1, tokens]
     positions: torch.Tensor  # [1, tokens]
-    logit_rows: torch.Tensor  # [slices that sample], in the batch's order
+    logit_rows: torch.Tensor  # [rows], as `engine.scoring` orders them
     state: AttentionState
 
 

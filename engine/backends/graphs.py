@@ -46,7 +46,7 @@ class DecodeGraphs:
     ) -> torch.Tensor | None:
         """Of the slices that sample; None where the step is none of those recorded. Overwritten by
         the next step. `token_ids`: see Replays."""
-        if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 for s in slices):
+        if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 or s.scoring for s in slices):
             return None
         self._inputs.load(slices, token_ids)
         rows = self.replay(len(slices))[: len(slices)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.scoring import scored_rows
 from engine.step import SequenceSlice
 from kvpool.layout import KvLayout, Tables
 from kvrelay.types import RequestKey
@@ -39,7 +40,7 @@ class StepArrays:
     decodes: int
     token_ids: Int64s
     positions: Int64s
-    logit_rows: Int64s  # of the slices that sample, in the batch's order
+    logit_rows: Int64s  # as `engine.scoring` orders them
     rows: Int64s
     counts: Int64s
     starts: Int64s
@@ -80,13 +81,14 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
     positions = np.arange(int(ends[-1])) - (ends - counts - starts)[owner]
     last_rows = np.empty(len(slices), dtype=np.int64)
     last_rows[order] = ends - 1
+    decodes = int((counts == 1).sum())
     tables = cache.arrays(ordered)
     return StepArrays(
         order=order,
-        decodes=int((counts == 1).sum()),
+        decodes=decodes,
         token_ids=np.array([t for s in ordered for t in s.token_ids], dtype=np.int64),
         positions=positions,
-        logit_rows=last_rows[[i for i, s in enumerate(slices) if s.samples]],
+        logit_rows=_logit_rows(slices, last_rows, decodes),
         rows=ends - counts,
         counts=counts,
         starts=starts,
@@ -95,6 +97,15 @@ def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableC
             for g in range(len(layout.groups))
         ),
     )
+
+
+def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s, decodes: int) -> Int64s:
+    """A slice of one token that samples scores nothing."""
+    rows: Int64s = last_rows[[i for i, s in enumerate(slices) if s.samples]]
+    if decodes == len(slices) == len(rows):
+        return rows
+    scored = scored_rows(slices, last_rows)
+    return np.concatenate([rows, np.array(scored)]) if scored else rows
 
 
 def _group(tables: list[Int32s], owner: Int64s, positions: Int64s, size: int) -> GroupArrays:

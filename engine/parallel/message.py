@@ -1,7 +1,7 @@
 """One step as a rank is told it: whole numbers in one buffer. Pure.
 
-[slices, groups, is_long, changed | of each slice: row, tokens, start, flags | of each slice whose
-tables changed, of each group: blocks kept, blocks told | all tokens | all blocks told)
+[slices, groups, is_long, changed | of each slice: row, tokens, start, flags, scored | of each slice
+whose tables changed, of each group: blocks kept, blocks told | all tokens | all blocks told)
 
 A *row* is a place where both sides keep the block tables of one sequence, so that only what is new
 in them is told: mostly nothing.
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step import SampleRequest, SequenceSlice
+from engine.step import SampleRequest, Scoring, SequenceSlice
 from kvpool.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 _HEAD = 4
-_FACTS = 4
+_FACTS = 5
 _SAMPLES, _CHANGED = 1, 2  # flags
 _SPARE_ROWS = 256
 """Sequences that are remembered beyond those of a step: those of the other role's steps."""
@@ -56,7 +56,8 @@ class StepTeller:
                     kept = len(old) if table[: len(old)] == old else 0
                     changes += (kept, len(table) - kept)
                     blocks += table[kept:]
-            facts += (row, len(piece.token_ids), piece.start, flags)
+            scored = 0 if piece.scoring is None else len(piece.scoring.next_ids)
+            facts += (row, len(piece.token_ids), piece.start, flags, scored)
             tokens += piece.token_ids
         self._forget(len(slices))
         groups = len(slices[0].tables)
@@ -102,7 +103,9 @@ class _Row:
             for before, count, new in zip(old, kept, told, strict=True)
         )
 
-    def slice(self, start: int, token_ids: tuple[int, ...], *, samples: bool) -> SequenceSlice:
+    def slice(
+        self, start: int, token_ids: tuple[int, ...], *, samples: bool, scored: int
+    ) -> SequenceSlice:
         return SequenceSlice(
             key=self.key,
             choice=0,
@@ -110,6 +113,7 @@ class _Row:
             start=start,
             tables=self.tables,
             samples=(_SAMPLE,) if samples else (),
+            scoring=Scoring(next_ids=(0,) * scored) if scored else None,
         )
 
 
@@ -131,11 +135,12 @@ class StepHearer:
         by_slice = [told[i : i + groups] for i in range(0, len(told), groups)]
         news = zip(changes[:, :, 0].tolist(), by_slice, strict=True)
         slices = []
-        for (row, _, start, flags), token_ids in zip(facts.tolist(), tokens, strict=True):
+        for (row, _, start, flags, scored), token_ids in zip(facts.tolist(), tokens, strict=True):
             held = self._row(row)
             if flags & _CHANGED:
                 held.change(*next(news))
-            slices.append(held.slice(start, token_ids, samples=bool(flags & _SAMPLES)))
+            samples = bool(flags & _SAMPLES)
+            slices.append(held.slice(start, token_ids, samples=samples, scored=scored))
         return slices, bool(is_long)
 
     def _row(self, row: int) -> _Row:

@@ -11,7 +11,6 @@ from typing import TypeVar, Unpack
 import grpc
 
 from kvrelay.codec import (
-    GenerateOptions,
     Prompt,
     chunk_of,
     generate_request,
@@ -23,6 +22,7 @@ from kvrelay.codec import (
     server_info_of,
 )
 from kvrelay.errors import KvrelayError
+from kvrelay.options import GenerateOptions, with_options
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
 from kvrelay.routers import Routers, Tour, addresses_of, is_gone
 from kvrelay.status import meant_by, raise_for
@@ -115,18 +115,23 @@ class Client:
         self._routers = Routers([InferenceStub(channel) for channel in self._channels])
         self._timeout_s = timeout_s
 
+    @with_options
     def stream(
         self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Refused, it comes back up to `retries` times, each at the time that the refusal names."""
+        """The answer to a text, to token ids or to a chat, as it comes. Iterate it once."""
         return Stream(
             self._routers.tour(), generate_request(prompt, options), self._timeout_s, retries
         )
 
+    @with_options
     def generate(
         self, prompt: Prompt, *, retries: int = 0, **options: Unpack[GenerateOptions]
     ) -> Generated:
-        """As `stream`. Raises Refused, InvalidRequest, ModelNotFound or RequestFailedError."""
+        """The whole answer to a text, to token ids or to a chat.
+
+        Raises Refused, InvalidRequest, ModelNotFound or RequestFailedError.
+        """
         with self.stream(prompt, retries=retries, **options) as stream:
             chunks = list(stream)
             return generated_of(chunks, stream.ledger_ms)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.options import REQUEST_FIELDS, GenerateOptions
 from kvrelay.results import (
     ChatMessage,
     Choice,
@@ -23,50 +23,11 @@ from kvrelay.results import (
 from kvrelay.retry import Retries
 from kvrelay.status import LEDGER_KEY, Metadata
 from kvrelay.times_wire import decode_step_times
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """Text, token ids or a chat."""
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Absent: the model's generation config, then the neutral value."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    max_tokens: int
-    min_tokens: int
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    skip_special_tokens: bool
-    include_stop_str_in_output: bool
-    ignore_eos: bool
-    n: int
-    logprobs: int
-    seed: int
-    logit_bias: Mapping[int, float]
-
-
-class GenerateOptions(SamplingOptions, total=False):
-    """`tenant`: requests of different ones share no cached KV. `tier`: of QoS, one of those that
-    the cluster has. It is stopped when `deadline_s` have passed, waits before retries included."""
-
-    request_id: str
-    model: str
-    tenant: str
-    tier: str
-    slo: Slo
-    deadline_s: float
-    ledger: bool
-
-
-REQUEST_FIELDS = ("request_id", "model", "tenant", "tier", "slo", "deadline_s", "ledger")
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -92,6 +53,8 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
         request.text = prompt
     elif any(isinstance(part, ChatMessage) for part in prompt):
         request.chat.CopyFrom(pb.ChatInput(messages=[_message(part) for part in prompt]))
+        variables = options.get("chat_template_kwargs", {})
+        request.chat.chat_template_kwargs.update(variables)  # type: ignore[arg-type]
     else:
         request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
     return request
@@ -138,7 +101,13 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         completion_tokens=response.completion_tokens,
         seed=response.seed,
         capped_tokens=response.capped_tokens if response.HasField("capped_tokens") else None,
+        prompt_logprobs=tuple(_prompt_logprob(entry) for entry in response.input_logprobs),
     )
+
+
+def _prompt_logprob(entry: pb.PromptLogprob) -> PromptLogprob:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return PromptLogprob(entry.token.token_id, entry.token.logprob, entry.rank, top)
 
 
 def _logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
@@ -157,6 +126,7 @@ def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Gen
         completion_tokens=sum(own[-1].completion_tokens for own in by_choice),
         seed=chunks[0].seed,
         capped_tokens=chunks[0].capped_tokens,
+        prompt_logprobs=chunks[0].prompt_logprobs,
         ledger_ms=ledger_ms,
     )
 
@@ -223,6 +193,12 @@ def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
             step_times=decode_step_times(w.step_times),
             prefill_correction=w.prefill_correction,
             decode_correction=w.decode_correction,
+            prompt_tokens_per_s=w.prompt_tokens_per_s,
+            generated_tokens_per_s=w.generated_tokens_per_s,
+            kv_used=w.kv_used,
+            hit_rate=w.hit_rate if w.HasField("hit_rate") else None,
+            transfer_bytes_per_s=w.transfer_bytes_per_s,
+            kv_token_bytes=w.kv_token_bytes,
         )
 
 

@@ -12,6 +12,7 @@ from kvrelay.errors import PeerError
 from kvrelay.key_wire import decode_key, encode_key
 from kvrelay.messages import (
     Lifetime,
+    PromptLogprobs,
     Released,
     RequestFailed,
     Reserved,
@@ -20,6 +21,7 @@ from kvrelay.messages import (
     WorkerEvent,
     WorkerHello,
 )
+from kvrelay.prompt_logprobs_wire import decode_prompt_logprobs, encode_prompt_logprobs
 from kvrelay.step_times import StepCoefficients
 from kvrelay.times_wire import decode_step_times, encode_step_times
 from kvrelay.types import (
@@ -88,6 +90,8 @@ def encode_event(event: WorkerEvent, now_s: float) -> pb.Event:
             out.lifetime.CopyFrom(pb.Lifetime(name=name, tokens=tokens, source=source))
         case Tokens():
             out.tokens.CopyFrom(_encode_tokens(event))
+        case PromptLogprobs():
+            out.prompt_logprobs.CopyFrom(encode_prompt_logprobs(event))
         case RequestFailed(reason=reason, message=message):
             out.failed.reason = reason
             out.failed.message = message
@@ -121,6 +125,8 @@ def decode_event(message: pb.Event, now_s: float) -> WorkerEvent:
             return Lifetime(
                 key=key, at_s=at_s, name=said.name, tokens=said.tokens, source=said.source
             )
+        case "prompt_logprobs":
+            return decode_prompt_logprobs(message.prompt_logprobs, key, at_s)
         case "reserved":
             return Reserved(key=key, at_s=at_s, held_tokens=message.reserved.held_tokens)
         case "reserve_refused":

@@ -12,6 +12,7 @@ from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     FinishReason,
     Incarnation,
+    PromptLogprob,
     RequestKey,
     RequestSpec,
     Role,
@@ -50,11 +51,14 @@ class PrefixSource:
 class Prefill:
     """To the prefill worker: compute the KV, sample the next token of each choice, hand over all
     but the first `held_tokens` tokens' KV, which the target has cached. `prefix_source` has more
-    of it than the prefill worker itself. Its first token is due `within_s` of now."""
+    of it than the prefill worker itself. Its first token is due `within_s` of now.
+
+    Without a target no token is wanted: nothing is handed over, and the worker says Reserved at
+    once."""
 
     spec: RequestSpec
     target_addresses: tuple[str, ...]
-    target: Incarnation
+    target: Incarnation | None
     held_tokens: int = 0
     prefix_source: PrefixSource | None = None
     within_s: float | None = None
@@ -167,6 +171,17 @@ class Tokens:
     stood_back_s: float = 0.0
 
 
+@value
+class PromptLogprobs:
+    """Of consecutive tokens of the prompt, from `first_position` on. The prompt's first token has
+    none, so an attempt tells from position 1 to the last, in order."""
+
+    key: RequestKey
+    at_s: float
+    first_position: int
+    entries: tuple[PromptLogprob, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFailed:
     """The worker gave this request up; `reason` is machine readable."""
@@ -185,7 +200,9 @@ class Released:
     at_s: float
 
 
-WorkerEvent = Reserved | ReserveRefused | Lifetime | Tokens | RequestFailed | Released
+WorkerEvent = (
+    Reserved | ReserveRefused | Lifetime | PromptLogprobs | Tokens | RequestFailed | Released
+)
 
 
 @value
@@ -275,3 +292,6 @@ class Counters:
     canaries_skipped: int = 0
     links: tuple[LinkState, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
+    gc_pauses: int = 0
+    gc_pause_s: float = 0.0
+    gc_longest_pause_s: float = 0.0

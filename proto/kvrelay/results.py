@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.step_times import StepCoefficients
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Chunk:
     """What one choice gained. The last one of a choice has its finish reason.
 
     `token_ids` may run ahead of `text`, which never holds half a character. `capped_tokens`: the
-    router has cut max_tokens to so many, to serve it rather than refuse it.
+    router has cut max_tokens to so many, to serve it rather than refuse it. The first one of all
+    has `prompt_logprobs`, if asked for: of each token of the prompt but the first.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Chunk:
     completion_tokens: int
     seed: int
     capped_tokens: int | None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class Generated:
     completion_tokens: int
     seed: int
     capped_tokens: int | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
     ledger_ms: Mapping[str, float] = field(default_factory=dict)
     """# phase |-> milliseconds, in the order of events"""
 
@@ -106,7 +109,12 @@ class LinkInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Its steps take `step_times` multiplied by the corrections. `cpus`: its own, if it has any."""
+    """Its steps take `step_times` multiplied by the corrections. `cpus`: its own, if it has any.
+
+    Rates and `hit_rate` are means over about the last 10 s; `hit_rate` is None when no prompt was
+    looked up. `kv_used` is the share of KV blocks that requests hold, 0 to 1. `kv_token_bytes` is
+    the KV of one token.
+    """
 
     name: str
     address: str
@@ -125,6 +133,12 @@ class WorkerInfo:
     decode_correction: float
     links: tuple[LinkInfo, ...] = ()
     cpus: str = ""
+    prompt_tokens_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
+    kv_used: float = 0.0
+    hit_rate: float | None = None
+    transfer_bytes_per_s: float = 0.0
+    kv_token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ def encode_sampling(sampling: Sampling) -> pb.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         n=sampling.n,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         seed=sampling.seed,
         logit_bias=dict(sampling.logit_bias),
     )
@@ -60,6 +61,7 @@ def decode_sampling(message: pb.Sampling) -> Sampling:
         stop_token_ids=tuple(message.stop_token_ids),
         n=message.n,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=(message.prompt_logprobs if message.HasField("prompt_logprobs") else None),
         seed=message.seed,
         logit_bias=tuple(sorted(message.logit_bias.items())),
     )
@@ -104,7 +106,11 @@ def _decode_prefill(message: pb.Prefill) -> Prefill:
     return Prefill(
         spec=_decode_spec(message.spec),
         target_addresses=tuple(message.target_addresses),
-        target=Incarnation(message.target_incarnation),
+        target=(
+            Incarnation(message.target_incarnation)
+            if message.HasField("target_incarnation")
+            else None
+        ),
         held_tokens=message.held_tokens,
         prefix_source=_decode_source(message),
         within_s=_decode_within(message),

@@ -13,11 +13,12 @@ from kvrelay.values import value
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 """1: first. 2: pool nodes have addresses for workers of other hosts. 3: requests are resumed from
 what they have emitted. 4: reservations without a source. 5: pieces of a handoff are cut at
 multiples of 16 tokens. 6: a worker's KV may be shared out among ranks. 7: the pieces of a span are
-announced and awaited together, and read ones told together."""
+announced and awaited together, and read ones told together. 8: tokens are drawn by Gumbel-max, so
+both ends of a handoff must draw by it."""
 
 
 class Role(StrEnum):
@@ -69,7 +70,9 @@ class Sampling:
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 keep everything. `stop_token_ids` already
     holds the model's end-of-sequence ids unless the request ignores them. `logprobs` is the
-    number of top alternatives reported beside the chosen token, None for no logprobs at all.
+    number of top alternatives reported beside the chosen token, None for no logprobs at all;
+    `prompt_logprobs` is the same for the tokens of the prompt. With `max_tokens` 0 only the prompt
+    is computed.
     """
 
     max_tokens: int
@@ -85,6 +88,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
@@ -150,4 +154,16 @@ class TokenLogprobs:
 
     token_id: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """Natural logarithms: of one token of the prompt, given those before it, and of the most likely
+    ones, best first. `rank` counts from 1, the most likely. Taken from the model's own
+    distribution: no sampling parameter changes it."""
+
+    token_id: int
+    logprob: float
+    rank: int
     top: tuple[tuple[int, float], ...] = ()

@@ -216,7 +216,7 @@ class _Look:
         that outgrow the memory take turns, and the worker's own answer is enough; so it is where
         the blocks of those on lent places can be had."""
         decode, worker = self.prediction.decode, self.worker
-        if not self._pace_counts or is_own(self.demand, worker):
+        if self.demand.is_prompt_only or not self._pace_counts or is_own(self.demand, worker):
             return None
         if decode.needed_blocks <= decode.free_blocks or not decode.batch.sequences:
             return None

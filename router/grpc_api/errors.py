@@ -38,7 +38,7 @@ class GrpcError:
         return status.SerializeToString()
 
 
-def grpc_error_of(error: Exception) -> GrpcError:
+def grpc_error_of(error: Exception, request_id: str | None = None) -> GrpcError:
     match error:
         case ModelNotFound():
             return _invalid(grpc.StatusCode.NOT_FOUND, error)
@@ -50,7 +50,7 @@ def grpc_error_of(error: Exception) -> GrpcError:
             code = FAILURES.get(error.reason, grpc.StatusCode.UNAVAILABLE)
             return GrpcError(code, error.message, (_info(error.reason),))
         case _:
-            log.error("a call failed", exc_info=error)
+            log.error("a call failed", exc_info=error, extra={"request_id": request_id})
             message = "internal error: the router's log has the details"
             return GrpcError(grpc.StatusCode.INTERNAL, message, (_info("internal"),))
 
@@ -84,8 +84,10 @@ def _retry(retry_after_s: float) -> error_details_pb2.RetryInfo:
     return retry
 
 
-async def abort_with(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
-    reply = grpc_error_of(error)
+async def abort_with(
+    context: grpc.aio.ServicerContext, error: Exception, request_id: str | None = None
+) -> NoReturn:
+    reply = grpc_error_of(error, request_id)
     trailing = ((STATUS_DETAILS_KEY, reply.status_details()),)
     await context.abort(reply.code, reply.message, trailing_metadata=trailing)
     raise AssertionError("abort raises")

@@ -1,11 +1,13 @@
-"""kvrelay.v1.Inference, and kvrelay.v1.Admin, with the standard health and reflection services."""
+"""The gRPC servers of a router: kvrelay.v1.Inference for clients, kvrelay.v1.Admin for those who
+run the cluster, both with the standard health and reflection services.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -13,14 +15,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.status import LEDGER_KEY
-from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
 from router.generation import Dispatcher
-from router.grpc_api.admin import AdminFace
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     objectives_in,
     prompt_of,
+    prompt_told,
     quarantined_pair,
     response_of,
     sampling_of,
@@ -29,7 +31,9 @@ from router.grpc_api.messages import (
 from router.serving import TextRequest, TextService
 
 ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+REGISTRY_NAME = worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+STANDARD_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
 class InferenceFace(inference_pb2_grpc.InferenceServicer):
@@ -50,10 +54,15 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
         try:
             generation = await self._service.start(self._text_request(request, context, received_s))
             async with aclosing(generation.deltas()) as deltas:
+                is_first = True
                 async for delta in deltas:
-                    yield response_of(generation, delta)
+                    response = response_of(generation, delta)
+                    if is_first:
+                        response.input_logprobs.extend(prompt_told(generation))
+                        is_first = False
+                    yield response
         except Exception as error:
-            await abort_with(context, error)
+            await abort_with(context, error, request.request_id or None)
         if request.ledger:
             ledger = json.dumps(generation.ledger_ms())
             context.set_trailing_metadata(((LEDGER_KEY, ledger),))
@@ -112,6 +121,21 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
         )
 
 
+class AdminFace(admin_pb2_grpc.AdminServicer):
+    def __init__(self, inference: InferenceFace) -> None:
+        self._inference = inference
+
+    async def GetKv(  # noqa: N802
+        self, request: admin_pb2.GetKvRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.GetKvResponse:
+        return await self._inference.dispatcher.debug_kv()
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetServerInfoResponse:
+        return await self._inference.GetServerInfo(request, context)
+
+
 class Health(health.aio.HealthServicer):
     """SERVING, for the server and for the Inference service, exactly while requests can be."""
 
@@ -133,19 +157,26 @@ class Health(health.aio.HealthServicer):
         return await super().Check(request, context)
 
 
-def create_grpc_server(
+def create_public_server(
     face: InferenceFace, watcher: Health, max_body_bytes: int
 ) -> grpc.aio.Server:
-    """Without so_reuseport a second server on a busy port is an error, not a silent twin."""
-    server = grpc.aio.server(
-        options=(
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", max_body_bytes),
-        )
-    )
+    """For clients."""
+    server = _server(watcher, (("grpc.max_receive_message_length", max_body_bytes),))
     inference_pb2_grpc.add_InferenceServicer_to_server(face, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminFace(face.dispatcher), server)
+    reflection.enable_server_reflection((SERVICE_NAME, *STANDARD_NAMES), server)
+    return server
+
+
+def create_internal_server(face: InferenceFace, watcher: Health) -> grpc.aio.Server:
+    """For those who run the cluster."""
+    server = _server(watcher)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminFace(face), server)
+    reflection.enable_server_reflection((ADMIN_NAME, REGISTRY_NAME, *STANDARD_NAMES), server)
+    return server
+
+
+def _server(watcher: Health, options: Sequence[tuple[str, int]] = ()) -> grpc.aio.Server:
+    """Without so_reuseport a second server on a busy port is an error, not a silent twin."""
+    server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *options))
     health_pb2_grpc.add_HealthServicer_to_server(watcher, server)
-    names = (SERVICE_NAME, ADMIN_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
     return server

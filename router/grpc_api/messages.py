@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from math import inf
 
+from google.protobuf.json_format import MessageToDict
+
 from kvrelay.errors import InvalidRequest
 from kvrelay.times_wire import encode_step_times
 from kvrelay.types import Objectives, TokenLogprobs
@@ -25,6 +27,7 @@ OPTIONAL_FIELDS = (
     "repetition_penalty",
     "max_tokens",
     "logprobs",
+    "prompt_logprobs",
     "seed",
 )
 
@@ -70,7 +73,22 @@ def prompt_of(request: pb.GenerateRequest) -> Prompt:
 def _chat(chat: pb.ChatInput) -> ChatPrompt:
     if not chat.messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
-    return ChatPrompt([{"role": m.role, "content": m.content} for m in chat.messages])
+    return ChatPrompt(
+        [{"role": m.role, "content": m.content} for m in chat.messages],
+        template_kwargs=MessageToDict(chat.chat_template_kwargs),
+    )
+
+
+def prompt_told(generation: TextGeneration) -> list[pb.PromptLogprob]:
+    """For the first message."""
+    return [
+        pb.PromptLogprob(
+            token=pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
+            top=[pb.TokenLogprob(token_id=i, logprob=logprob) for i, logprob in entry.top],
+            rank=entry.rank,
+        )
+        for entry in generation.prompt_logprobs
+    ]
 
 
 def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResponse:
@@ -120,6 +138,12 @@ def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
         step_times=encode_step_times(worker.step_times),
         prefill_correction=worker.counters.prefill_correction,
         decode_correction=worker.counters.decode_correction,
+        prompt_tokens_per_s=worker.activity.prompt_tokens_per_s,
+        generated_tokens_per_s=worker.activity.generated_tokens_per_s,
+        kv_used=worker.activity.kv_used,
+        hit_rate=worker.activity.hit_rate,
+        transfer_bytes_per_s=worker.activity.transfer_bytes_per_s,
+        kv_token_bytes=worker.kv_token_bytes,
     )
 
 

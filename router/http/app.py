@@ -1,4 +1,4 @@
-"""The ASGI application: routes, error shapes, the echoed x-request-id."""
+"""The public and the internal ASGI application: routes, error shapes, the echoed x-request-id."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from router.http.face import HttpFace
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
-ROUTES = [
+METRICS = Route("/metrics", info.metrics)
+PUBLIC_ROUTES = [
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/models", info.models),
@@ -30,16 +31,27 @@ ROUTES = [
     Route("/tokenize", info.tokenize, methods=["POST"]),
     Route("/detokenize", info.detokenize, methods=["POST"]),
     Route("/health", info.health),
+    Route("/ping", info.ping, methods=["GET", "POST"]),
+    Route("/load", info.load),
     Route("/ready", info.ready),
-    Route("/metrics", info.metrics),
-    Route("/debug/kv", info.debug_kv),
     Route("/version", info.version),
 ]
+INTERNAL_ROUTES = [METRICS, Route("/debug/kv", info.debug_kv)]
 
 
-def create_app(face: HttpFace) -> Starlette:
+def create_public_app(face: HttpFace, *, with_metrics: bool = False) -> Starlette:
+    """For clients."""
+    return _app(face, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])])
+
+
+def create_internal_app(face: HttpFace) -> Starlette:
+    """For those who run the cluster."""
+    return _app(face, INTERNAL_ROUTES)
+
+
+def _app(face: HttpFace, routes: list[Route]) -> Starlette:
     app = Starlette(
-        routes=ROUTES,
+        routes=routes,
         middleware=[Middleware(RequestIdEcho)],
         exception_handlers={
             KvrelayError: on_kvrelay_error,
@@ -53,7 +65,8 @@ def create_app(face: HttpFace) -> Starlette:
 
 
 class RequestIdEcho:
-    """Every response has x-request-id: the client's own, or a new one."""
+    """Every response has x-request-id: the client's own, or a new one. It is part of the id under
+    which logs and `/debug/kv` show the request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -64,6 +77,7 @@ class RequestIdEcho:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from kvrelay.errors import InvalidRequest
-from router.http.body_fields import ANYTHING, MESSAGE_NEUTRAL, Neutral
 from router.http.errors import BodyTooLarge, UnsupportedMediaType
+from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -80,21 +80,18 @@ def _json_object(body: bytes) -> dict[str, Any]:
 def _drop_neutral(fields: dict[str, Any], neutral: Mapping[str, Neutral], prefix: str) -> None:
     """Known fields without an effect here leave; one with a value that asks for more is refused."""
     for name in neutral.keys() & fields.keys():
-        value = fields.pop(name)
-        allowed = neutral[name]
-        if value is None or allowed is ANYTHING:
-            continue
-        assert isinstance(allowed, tuple)
-        if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
+        if not neutral[name].accepts(fields.pop(name)):
             raise InvalidRequest(
-                f"{prefix}{name} is not supported: {_advice(allowed)}",
+                f"{prefix}{name} is not supported: {_advice(neutral[name])}",
                 code="unsupported_parameter",
                 param=f"{prefix}{name}",
             )
 
 
-def _advice(allowed: tuple[Any, ...]) -> str:
-    return f"leave it out or send {' or '.join(json.dumps(a) for a in (None, *allowed))}"
+def _advice(neutral: Neutral) -> str:
+    instead = f"{neutral.instead}; " if neutral.instead else ""
+    accepted = " or ".join(json.dumps(value) for value in (None, *neutral.values))
+    return f"{instead}leave it out or send {accepted}"
 
 
 EITHER = {

@@ -1,4 +1,5 @@
-"""The request bodies, as strict models. A field that isn't here is refused, never ignored."""
+"""The request bodies, as strict models. A field that isn't here or among the neutral ones
+(`router.http.neutral_fields`) is refused, never ignored."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, every chunk has the usage so far."""
 
 
 class GenerationBody(StrictBody):
@@ -33,12 +36,15 @@ class GenerationBody(StrictBody):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """Goes before `max_tokens`."""
     min_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -55,6 +61,7 @@ class GenerationBody(StrictBody):
 class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class TextPart(BaseModel):
@@ -74,10 +81,10 @@ class ChatMessage(BaseModel):
 
 class ChatBody(GenerationBody):
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeBody(StrictBody):
@@ -87,60 +94,9 @@ class TokenizeBody(StrictBody):
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(StrictBody):
     tokens: list[TokenId]
-
-
-ANYTHING = object()
-"""Accepted whatever its value: it changes no answer."""
-
-Neutral = tuple[Any, ...] | object
-
-COMMON_NEUTRAL: dict[str, Neutral] = {
-    "user": ANYTHING,
-    "metadata": ANYTHING,
-    "safety_identifier": ANYTHING,
-    "prompt_cache_key": ANYTHING,
-    "prompt_cache_retention": ANYTHING,
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "best_of": (1,),
-}
-
-COMPLETION_NEUTRAL: dict[str, Neutral] = {**COMMON_NEUTRAL, "suffix": ("",)}
-
-CHAT_NEUTRAL: dict[str, Neutral] = {
-    **COMMON_NEUTRAL,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "audio": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-
-MESSAGE_NEUTRAL: dict[str, Neutral] = {
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
-}
-"""Of OpenAI's messages; null is neutral for every field. An answer sent back has them."""

@@ -12,9 +12,10 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest
 from router.choice_text import TextDelta
 from router.http.bodies import read_body
-from router.http.body_fields import CHAT_NEUTRAL, ChatBody, ChatMessage
+from router.http.body_fields import ChatBody, ChatMessage, TokenizeBody
 from router.http.face import HttpFace, face_of, new_id
-from router.http.logprobs import chat_logprobs
+from router.http.logprobs import chat_logprobs, prompt_logprobs
+from router.http.neutral_fields import CHAT_NEUTRAL
 from router.http.parameters import (
     objectives_in,
     sampling_of,
@@ -31,27 +32,30 @@ async def chat_completions(request: Request) -> Response:
     face = face_of(request)
     objectives = objectives_in(request)
     body = await read_body(request, ChatBody, CHAT_NEUTRAL, face.max_body_bytes)
-    reply = ChatReply(face, body, ledger=wants_ledger(request))
+    request_id = new_id("chatcmpl", request)
+    reply = ChatReply(face, body, request_id, ledger=wants_ledger(request))
     asked = TextRequest(
         request_id=reply.id,
-        prompt=chat_prompt(body.messages, body.add_generation_prompt is not False),
-        sampling=sampling_of(body, max_tokens=_max_tokens(body), logprobs=_logprobs(body)),
+        prompt=chat_prompt(body.messages, body),
+        sampling=sampling_of(body, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs),
         model=body.model or "",
         tenant=body.cache_salt or "",
         tier=face.service.tiers.tier_of(body.tier or "", request.headers),
         objectives=objectives,
         received_s=received_s,
     )
-    return GenerationResponse(face.service, [asked], reply)
+    return GenerationResponse(face, [asked], reply)
 
 
-def chat_prompt(messages: Sequence[ChatMessage], add_generation_prompt: bool) -> ChatPrompt:
+def chat_prompt(messages: Sequence[ChatMessage], body: ChatBody | TokenizeBody) -> ChatPrompt:
     """Raises InvalidRequest: no messages, or content that isn't text."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     return ChatPrompt(
         [_plain(message, position) for position, message in enumerate(messages)],
-        add_generation_prompt,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=body.chat_template_kwargs or {},
+        add_special_tokens=bool(body.add_special_tokens),
     )
 
 
@@ -81,10 +85,6 @@ def _content(message: ChatMessage, position: int) -> str:
             return "\n".join(part.text for part in parts if part.text is not None)
 
 
-def _max_tokens(body: ChatBody) -> int | None:
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-
-
 def _logprobs(body: ChatBody) -> int | None:
     if body.logprobs:
         return body.top_logprobs or 0
@@ -94,18 +94,18 @@ def _logprobs(body: ChatBody) -> int | None:
 
 
 class ChatReply(Reply):
-    def __init__(self, face: HttpFace, body: ChatBody, *, ledger: bool) -> None:
-        stream, include_usage = stream_flags(body)
-        super().__init__(stream=stream, include_usage=include_usage, ledger=ledger)
-        self.id = new_id("chatcmpl")
+    def __init__(self, face: HttpFace, body: ChatBody, request_id: str, *, ledger: bool) -> None:
+        super().__init__(stream_flags(body), ledger=ledger)
+        self.id = request_id
         self._eos_ids = face.service.defaults.eos_token_ids
         self._tokenizer = face.service.tokenizer
         self._with_logprobs = bool(body.logprobs)
         self._with_token_ids = bool(body.return_token_ids)
+        self._prompt_logprobs = body.prompt_logprobs
         self._begun: set[int] = set()
         self._envelope: dict[str, object] = {
             "id": self.id,
-            "object": "chat.completion.chunk" if stream else "chat.completion",
+            "object": "chat.completion.chunk" if self.stream else "chat.completion",
             "created": int(time.time()),
             "model": face.service.model_name,
         }
@@ -114,7 +114,7 @@ class ChatReply(Reply):
         said: dict[str, object] = {"content": delta.text}
         prompt: dict[str, object] = {}
         if delta.choice not in self._begun:
-            prompt = self._prompt_ids() if not self._begun else {}
+            prompt = self._prompt_extra() if not self._begun else {}
             self._begun.add(delta.choice)
             said = {"role": "assistant", "content": delta.text}
         choice = {**self._choice(delta), "delta": said}
@@ -131,7 +131,8 @@ class ChatReply(Reply):
             }
             for delta in totals.values()
         ]
-        return {**self._envelope, **self._prompt_ids(), "choices": choices, "usage": self.usage()}
+        extra = self._prompt_extra()
+        return {**self._envelope, **extra, "choices": choices, "usage": self.usage()}
 
     def _choice(self, delta: TextDelta) -> dict[str, object]:
         choice: dict[str, object] = {
@@ -146,7 +147,12 @@ class ChatReply(Reply):
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _prompt_ids(self) -> dict[str, object]:
-        if not self._with_token_ids:
-            return {}
-        return {"prompt_token_ids": self.generations[0].prompt_ids}
+    def _prompt_extra(self) -> dict[str, object]:
+        extra: dict[str, object] = {}
+        prompt = self.generations[0]
+        if self._with_token_ids:
+            extra["prompt_token_ids"] = prompt.prompt_ids
+        if (top := self._prompt_logprobs) is not None:
+            told = prompt_logprobs(self._tokenizer, prompt.prompt_logprobs, top)
+            extra["prompt_logprobs"] = told
+        return extra

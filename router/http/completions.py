@@ -14,9 +14,10 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest
 from router.choice_text import TextDelta
 from router.http.bodies import read_body
-from router.http.body_fields import COMPLETION_NEUTRAL, CompletionBody
+from router.http.body_fields import CompletionBody
 from router.http.face import HttpFace, face_of, new_id
-from router.http.logprobs import CompletionLogprobs
+from router.http.logprobs import CompletionLogprobs, EchoedPrompt, prompt_logprobs
+from router.http.neutral_fields import COMPLETION_NEUTRAL
 from router.http.parameters import (
     objectives_in,
     sampling_of,
@@ -25,7 +26,7 @@ from router.http.parameters import (
     wants_ledger,
 )
 from router.http.reply import GenerationResponse, Reply, Totals
-from router.serving import TextRequest
+from router.serving import TextGeneration, TextRequest
 
 MAX_PROMPTS = 128
 
@@ -35,11 +36,17 @@ async def completions(request: Request) -> Response:
     face = face_of(request)
     objectives = objectives_in(request)
     body = await read_body(request, CompletionBody, COMPLETION_NEUTRAL, face.max_body_bytes)
-    reply = CompletionReply(face, body, ledger=wants_ledger(request))
+    request_id = new_id("cmpl", request)
+    reply = CompletionReply(face, body, request_id, ledger=wants_ledger(request))
     asked = TextRequest(
         request_id=reply.id,
         prompt="",
-        sampling=sampling_of(body, max_tokens=body.max_tokens, logprobs=body.logprobs),
+        sampling=sampling_of(
+            body,
+            logprobs=body.logprobs,
+            prompt_logprobs=_prompt_logprobs(body),
+            echo=bool(body.echo),
+        ),
         model=body.model or "",
         tenant=body.cache_salt or "",
         tier=face.service.tiers.tier_of(body.tier or "", request.headers),
@@ -47,7 +54,13 @@ async def completions(request: Request) -> Response:
         add_special_tokens=body.add_special_tokens is not False,
         received_s=received_s,
     )
-    return GenerationResponse(face.service, _one_each(asked, _prompts(body)), reply)
+    return GenerationResponse(face, _one_each(asked, _prompts(body)), reply)
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """An echoed prompt has as many alternatives as the answer."""
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((top for top in wanted if top is not None), default=None)
 
 
 def _one_each(asked: TextRequest, prompts: Sequence[str | tuple[int, ...]]) -> list[TextRequest]:
@@ -76,16 +89,20 @@ def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
 
 
 class CompletionReply(Reply):
-    def __init__(self, face: HttpFace, body: CompletionBody, *, ledger: bool) -> None:
-        stream, include_usage = stream_flags(body)
-        super().__init__(stream=stream, include_usage=include_usage, ledger=ledger)
-        self.id = new_id("cmpl")
+    def __init__(
+        self, face: HttpFace, body: CompletionBody, request_id: str, *, ledger: bool
+    ) -> None:
+        super().__init__(stream_flags(body), ledger=ledger)
+        self.id = request_id
         self._eos_ids = face.service.defaults.eos_token_ids
         self._with_logprobs = body.logprobs is not None
         self._with_token_ids = bool(body.return_token_ids)
         self._choices_per_prompt = body.n or 1
+        self._echo = bool(body.echo)
+        self._prompt_logprobs = body.prompt_logprobs
+        self._tokenizer = face.service.tokenizer
         self._logprobs = defaultdict[int, CompletionLogprobs](
-            partial(CompletionLogprobs, face.service.tokenizer)
+            partial(CompletionLogprobs, face.service.tokenizer, body.logprobs or 0)
         )
         self._begun: set[int] = set()
         self._envelope: dict[str, object] = {
@@ -107,10 +124,13 @@ class CompletionReply(Reply):
 
     def _choice(self, position: int, delta: TextDelta) -> dict[str, object]:
         index = position * self._choices_per_prompt + delta.choice
+        begins = index not in self._begun
+        self._begun.add(index)
+        prompt = self.generations[position] if begins else None
         choice: dict[str, object] = {
             "index": index,
-            "text": delta.text,
-            "logprobs": self._logprobs[index].shape(delta.logprobs)
+            "text": self._echoed_text(prompt) + delta.text,
+            "logprobs": self._logprobs[index].shape(delta.logprobs, self._echoed(prompt))
             if self._with_logprobs
             else None,
             "finish_reason": delta.finish_reason,
@@ -118,7 +138,26 @@ class CompletionReply(Reply):
         }
         if self._with_token_ids:
             choice["token_ids"] = delta.token_ids
-            if index not in self._begun:
-                self._begun.add(index)
-                choice["prompt_token_ids"] = self.generations[position].prompt_ids
-        return choice
+        return choice if prompt is None else choice | self._prompt_extra(prompt)
+
+    def _echoed_text(self, prompt: TextGeneration | None) -> str:
+        if prompt is None or not self._echo:
+            return ""
+        text = prompt.prompt
+        if isinstance(text, str):
+            return text
+        return self._tokenizer.decode(prompt.prompt_ids, skip_special_tokens=False)
+
+    def _echoed(self, prompt: TextGeneration | None) -> EchoedPrompt | None:
+        if prompt is None or not self._echo:
+            return None
+        return EchoedPrompt(token_ids=prompt.prompt_ids, entries=prompt.prompt_logprobs)
+
+    def _prompt_extra(self, prompt: TextGeneration) -> dict[str, object]:
+        extra: dict[str, object] = {}
+        if self._with_token_ids:
+            extra["prompt_token_ids"] = prompt.prompt_ids
+        if (top := self._prompt_logprobs) is not None:
+            told = prompt_logprobs(self._tokenizer, prompt.prompt_logprobs, top)
+            extra["prompt_logprobs"] = told
+        return extra

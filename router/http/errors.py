@@ -125,5 +125,7 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
-    """The server's middleware logs the traceback after this."""
+    """The server logs the traceback after this."""
+    request_id = {"request_id": request.state.request_id}
+    log.error("internal error in %s %s", request.method, request.url.path, extra=request_id)
     return INTERNAL.response()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 
 from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -10,13 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.types import Role
-from router.generation import WorkerStatus
 from router.http.bodies import read_body
 from router.http.body_fields import DetokenizeBody, TokenizeBody
 from router.http.chat import chat_prompt
 from router.http.encoding import json_response
 from router.http.face import HttpFace, face_of
+from router.http.neutral_fields import TEMPLATE_NEUTRAL
 from router.serving import Prompt
 
 
@@ -44,7 +43,7 @@ def _model_card(face: HttpFace) -> dict[str, object]:
 
 async def tokenize(request: Request) -> Response:
     face = face_of(request)
-    body = await read_body(request, TokenizeBody, {}, face.max_body_bytes)
+    body = await read_body(request, TokenizeBody, TEMPLATE_NEUTRAL, face.max_body_bytes)
     face.service.check_model(body.model or "")
     ids = await face.service.prompt_ids(
         _prompt_of(body), add_special_tokens=body.add_special_tokens is not False
@@ -64,7 +63,7 @@ def _prompt_of(body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if body.messages is not None:
-        return chat_prompt(body.messages, body.add_generation_prompt is not False)
+        return chat_prompt(body.messages, body)
     return body.prompt or ""
 
 
@@ -80,30 +79,31 @@ async def health(request: Request) -> Response:
     return json_response({"status": "ok"})
 
 
+async def ping(request: Request) -> Response:
+    """vLLM's and SageMaker's: `health` without a body."""
+    return Response()
+
+
+async def load(request: Request) -> Response:
+    """vLLM's: how many requests this router is serving."""
+    running = face_of(request).service.dispatcher.running_requests()
+    return json_response({"server_load": running})
+
+
 async def ready(request: Request) -> Response:
     service = face_of(request).service
-    dispatcher = service.dispatcher
     if service.draining:
         return json_response({"ready": False, "reason": "this router is draining"}, status=503)
-    if dispatcher.ready():
+    reason = service.dispatcher.not_ready()
+    if reason is None:
         return json_response({"ready": True})
-    reason = not_ready_reason(dispatcher.workers())
     return json_response({"ready": False, "reason": reason}, status=503)
 
 
-def not_ready_reason(workers: Sequence[WorkerStatus]) -> str:
-    roles = {worker.role for worker in workers}
-    if not roles:
-        return "no worker has joined yet"
-    if Role.BOTH not in roles:
-        missing = [role for role in (Role.PREFILL, Role.DECODE) if role not in roles]
-        if missing:
-            return f"no {' and no '.join(missing)} worker has joined yet"
-    return "the workers that joined can't serve yet"
-
-
 async def metrics(request: Request) -> Response:
-    content = face_of(request).service.metrics.exposition()
+    service = face_of(request).service
+    snapshot = service.dispatcher.snapshot()
+    content = await asyncio.to_thread(service.metrics.exposition, snapshot)
     return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 

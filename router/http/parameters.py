@@ -8,17 +8,32 @@ from starlette.requests import Request
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import Objectives
+from kvrelay.values import value
 from router.asked_objectives import HEADERS, objectives_of
 from router.choice_text import TextDelta
-from router.http.body_fields import GenerationBody
+from router.http.body_fields import GenerationBody, StreamOptions
 from router.sampling_defaults import RequestedSampling
 
 LEDGER_HEADER = "x-kvrelay-ledger"
 
 
+@value
+class StreamFlags:
+    """`continuous_usage`: every chunk has the usage so far."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
 def sampling_of(
-    body: GenerationBody, *, max_tokens: int | None, logprobs: int | None
+    body: GenerationBody,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    echo: bool = False,
 ) -> RequestedSampling:
+    longest = body.max_completion_tokens
     return RequestedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -27,7 +42,7 @@ def sampling_of(
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         repetition_penalty=body.repetition_penalty,
-        max_tokens=max_tokens,
+        max_tokens=body.max_tokens if longest is None else longest,
         min_tokens=body.min_tokens or 0,
         stop=_strings(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
@@ -36,6 +51,8 @@ def sampling_of(
         ignore_eos=bool(body.ignore_eos),
         n=1 if body.n is None else body.n,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
         seed=body.seed,
         logit_bias=_logit_bias(body.logit_bias),
     )
@@ -60,14 +77,19 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
         ) from None
 
 
-def stream_flags(body: GenerationBody) -> tuple[bool, bool]:
-    """(stream, include_usage)"""
+def stream_flags(body: GenerationBody) -> StreamFlags:
+    """Raises InvalidRequest."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest(
             "stream_options needs stream: true", code="invalid_value", param="stream_options"
         )
-    options = body.stream_options
-    return bool(body.stream), options is not None and bool(options.include_usage)
+    options = body.stream_options or StreamOptions()
+    include_usage = bool(options.include_usage)
+    return StreamFlags(
+        stream=bool(body.stream),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options.continuous_usage_stats),
+    )
 
 
 def objectives_in(request: Request) -> Objectives:

@@ -17,15 +17,12 @@ from router.choice_text import DeltaSum, TextDelta
 from router.http.disconnect import run_until_disconnect
 from router.http.encoding import DONE_EVENT, event, json_response
 from router.http.errors import INTERNAL, reply_of
-from router.serving import TextGeneration, TextRequest, TextService
+from router.http.event_stream import EventStream
+from router.http.face import HttpFace
+from router.http.parameters import StreamFlags
+from router.serving import TextGeneration, TextRequest
 
 log = logging.getLogger(__name__)
-
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 CAPPED_HEADER = "x-kvrelay-capped"
 
@@ -36,10 +33,10 @@ Totals = Mapping[tuple[int, int], TextDelta]
 class Reply(ABC):
     """Shapes one endpoint's answer. `generations` is set once the requests are admitted."""
 
-    def __init__(self, *, stream: bool, include_usage: bool, ledger: bool) -> None:
-        self.stream = stream
+    def __init__(self, flags: StreamFlags, *, ledger: bool) -> None:
+        self.stream = flags.stream
         self.generations: Sequence[TextGeneration] = ()
-        self._include_usage = include_usage
+        self._flags = flags
         self._ledger = ledger
 
     @abstractmethod
@@ -53,16 +50,19 @@ class Reply(ABC):
     @abstractmethod
     def whole(self, totals: Totals) -> dict[str, object]: ...
 
+    def streamed(self, position: int, delta: TextDelta) -> bytes:
+        """One event, with the usage of its choice so far if every one is to have it."""
+        chunk = self.chunk(position, delta)
+        if self._flags.continuous_usage:
+            prompt = len(self.generations[position].prompt_ids)
+            chunk["usage"] = _usage(prompt, delta.completion_tokens)
+        return event(chunk)
+
     def usage(self) -> dict[str, object]:
         prompt = sum(len(generation.prompt_ids) for generation in self.generations)
         cached = sum(generation.cached_tokens for generation in self.generations)
         completion = sum(generation.completion_tokens for generation in self.generations)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return _usage(prompt, completion) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def capped_header(self) -> list[tuple[str, str]]:
         """Says that the output is shorter than asked for, and how long it may be."""
@@ -71,7 +71,7 @@ class Reply(ABC):
 
     def closing_extra(self) -> dict[str, object]:
         extra: dict[str, object] = {}
-        if self._include_usage:
+        if self._flags.include_usage:
             extra["usage"] = self.usage()
         return extra | self.ledger_extra()
 
@@ -83,11 +83,20 @@ class Reply(ABC):
         return {"kvrelay": {"ledger_ms": ledgers[0] if len(ledgers) == 1 else ledgers}}
 
 
+def _usage(prompt: int, completion: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
 class GenerationResponse(Response):
     """Runs the requests while it answers."""
 
-    def __init__(self, service: TextService, requests: Sequence[TextRequest], reply: Reply) -> None:
-        self._service = service
+    def __init__(self, face: HttpFace, requests: Sequence[TextRequest], reply: Reply) -> None:
+        self._service = face.service
+        self._keep_alive_s = face.keep_alive_s
         self._requests = requests
         self._reply = reply
 
@@ -106,37 +115,37 @@ class GenerationResponse(Response):
         await json_response(body, headers=dict(self._reply.capped_header()))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """The status line leaves with the first token: until then errors have their own status."""
+        """A first token, or a comment, opens the stream: until then errors have their own
+        status."""
         reply = self._reply
         reply.generations = await start_all(self._service, self._requests)
-        async with aclosing(merged(reply.generations)) as deltas:
-            position, delta = await anext(deltas)
-            capped = [(name.encode(), value.encode()) for name, value in reply.capped_header()]
-            headers = [*STREAM_HEADERS, *capped]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await _send(send, event(reply.chunk(position, delta)))
+        async with (
+            EventStream(send, self._stream_headers, self._keep_alive_s) as out,
+            aclosing(merged(reply.generations)) as deltas,
+        ):
             try:
                 async for position, delta in deltas:
-                    await _send(send, event(reply.chunk(position, delta)))
+                    await out.send(reply.streamed(position, delta))
             except Exception as error:
-                await _send(send, _error_event(error))
+                if not out.is_open:
+                    raise
+                await out.send(_error_event(error, self._requests[0].request_id))
             else:
-                await self._close(send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._close(out)
+            await out.end()
 
-    async def _close(self, send: Send) -> None:
+    def _stream_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(name.encode(), value.encode()) for name, value in self._reply.capped_header()]
+
+    async def _close(self, out: EventStream) -> None:
         extra = self._reply.closing_extra()
         if extra:
-            await _send(send, event(self._reply.closing_chunk() | extra))
-        await _send(send, DONE_EVENT)
+            await out.send(event(self._reply.closing_chunk() | extra))
+        await out.send(DONE_EVENT)
 
 
-async def _send(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-def _error_event(error: Exception) -> bytes:
+def _error_event(error: Exception, request_id: str) -> bytes:
     if isinstance(error, KvrelayError):
         return event(reply_of(error).body())
-    log.error("a stream failed", exc_info=error)
+    log.error("a stream failed", exc_info=error, extra={"request_id": request_id})
     return event(INTERNAL.body())

@@ -24,6 +24,7 @@ from tests.unit.test_engine_exact import (
     check_alone,
     load_case,
 )
+from tests.unit.test_prompt_logprobs import check_scores
 
 pytestmark = pytest.mark.gpu
 _CASES = [
@@ -41,6 +42,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_logits_of_sequences_alone(case: Case) -> None:
     for reference in case.references:
         check_alone(case.engine, reference)
+
+
+def test_prompts_are_scored_beside_recorded_steps(case: Case) -> None:
+    check_scores(case.engine, references=case.engine)
 
 
 def test_kv_kept_in_fp8_takes_half(

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-import engine.sampler
 from engine.runner import Engine
 from kvrelay.types import Sampling
 from tests.unit.test_launch_ahead import AHEAD, TOKENS, requests, run, stopping
@@ -27,11 +26,9 @@ def test_tokens_are_those_of_single_steps(loaded: Engine) -> None:
     assert ahead.behind > 0
 
 
-def test_draws_that_come_late_are_the_same(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hot_draws_are_launched_ahead_too(loaded: Engine) -> None:
     hot = Sampling(max_tokens=TOKENS, seed=1, temperature=1.5)
-    asked = requests([hot, replace(hot, logprobs=2), SAMPLINGS["greedy"], hot])
-    plain = run(loaded, asked, ahead=False)
-    monkeypatch.setattr(engine.sampler, "_HEAD", 5)
-    ahead = run(loaded, asked, ahead=True)
-    assert ahead.late > 20 and ahead.behind > 20
+    asked = requests([hot, replace(hot, logprobs=2), replace(hot, top_p=0.9), hot])
+    plain, ahead = (run(loaded, asked, ahead=flag) for flag in (False, True))
     assert [t.ids for t in ahead.told.values()] == [t.ids for t in plain.told.values()]
+    assert ahead.behind > 20

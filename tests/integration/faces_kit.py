@@ -49,11 +49,17 @@ class Served:
     url: str
     http_port: int
     grpc_address: str
+    internal_url: str
+    internal_grpc: str
 
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
         async with httpx.AsyncClient(base_url=self.url, timeout=LIMIT_S, trust_env=False) as client:
             yield client
+
+    async def get_internal(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=self.internal_url, timeout=LIMIT_S) as client:
+            return await client.get(path)
 
     @asynccontextmanager
     async def openai(self) -> AsyncIterator[openai.AsyncOpenAI]:
@@ -74,10 +80,19 @@ async def served(
 ) -> AsyncIterator[Served]:
     dispatcher = dispatcher or FakeDispatcher()
     faces = faces_over(dispatcher, folder, **options)
-    http_port, grpc_port = await faces.start()
-    url = f"http://127.0.0.1:{http_port}"
+    public, internal = await faces.start()
+    url = f"http://127.0.0.1:{public.http}"
+    internal_url = f"http://127.0.0.1:{internal.http}"
     try:
-        yield Served(faces, dispatcher, url, http_port, f"127.0.0.1:{grpc_port}")
+        yield Served(
+            faces,
+            dispatcher,
+            url,
+            public.http,
+            f"127.0.0.1:{public.grpc}",
+            internal_url,
+            f"127.0.0.1:{internal.grpc}",
+        )
     finally:
         await faces.stop(grace_s=1.0)
         assert not dispatcher.running, "a request is still running after the server stopped"

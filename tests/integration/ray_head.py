@@ -179,6 +179,13 @@ class Head:
         )
         return json.loads(done.stdout) if done.returncode == 0 else None
 
+    def internal(self, name: str, port: str) -> str:
+        """HOST:PORT of the first router's internal_http_port or internal_grpc_port."""
+        status = self.status(name)
+        assert status is not None
+        router: dict[str, object] = status["routers"][0]  # type: ignore[index]
+        return f"{router['internal_host']}:{router[port]}"
+
 
 @contextmanager
 def ray_head(resources: dict[str, float]) -> Iterator[Head]:

@@ -148,11 +148,14 @@ class RouterThread:
             host="127.0.0.1",
             http_port=0,
             grpc_port=0,
+            internal_host="127.0.0.1",
+            internal_http_port=0,
+            internal_grpc_port=0,
             max_body_bytes=4 * 2**20,
             policies=ALWAYS_SPLIT,
         )
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.process = RouterProcess(replace(plain, **changes))
         self.address = self.call(self.process.start())
@@ -186,11 +189,19 @@ class Cluster:
 
     @property
     def grpc_address(self) -> str:
-        return f"127.0.0.1:{self.router.address.grpc_port}"
+        return f"127.0.0.1:{self.router.address.public.grpc}"
+
+    @property
+    def internal_grpc(self) -> str:
+        return f"127.0.0.1:{self.router.address.internal.grpc}"
+
+    @property
+    def internal_url(self) -> str:
+        return f"http://127.0.0.1:{self.router.address.internal.http}"
 
     @property
     def http_url(self) -> str:
-        return f"http://127.0.0.1:{self.router.address.http_port}"
+        return f"http://127.0.0.1:{self.router.address.public.http}"
 
     def add(self, host: WorkerHost, settings: WorkerSettings) -> str:
         """One more worker; it is the caller's to stop, by its address."""
@@ -211,8 +222,12 @@ class Cluster:
         return answer
 
     def kv(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = self.http.get("/debug/kv").json()["workers"]
+        found = httpx.get(f"{self.internal_url}/debug/kv", timeout=PATIENCE_S)
+        workers: list[dict[str, Any]] = found.json()["workers"]
         return workers
+
+    def metrics(self) -> str:
+        return httpx.get(f"{self.internal_url}/metrics", timeout=PATIENCE_S).text
 
     def assert_clean(self) -> None:
         """Soon after the last request nothing is held anywhere."""
@@ -231,7 +246,7 @@ def running_cluster(
 ) -> Iterator[Cluster]:
     """A router and these workers, ready; all stopped and clean at the end."""
     thread = RouterThread(model, **router)
-    url = f"http://127.0.0.1:{thread.address.http_port}"
+    url = f"http://127.0.0.1:{thread.address.public.http}"
     started: list[tuple[WorkerHost, str]] = []
     try:
         for host, settings in workers:

@@ -54,7 +54,7 @@ def worker(cluster: Cluster, name: str) -> WorkerStatus:
 
 
 def checks(cluster: Cluster, name: str) -> dict[str, float]:
-    families = text_string_to_metric_families(cluster.http.get("/metrics").text)
+    families = text_string_to_metric_families(cluster.metrics())
     samples = [s for family in families for s in family.samples if s.labels.get("worker") == name]
     return {s.labels["result"]: s.value for s in samples if s.name == "kvrelay:canary_checks_total"}
 
@@ -152,7 +152,7 @@ def test_a_pair_is_left_alone_for_a_while_and_used_again(
         hosts[1].damage(bad, pieces=100)
         assert_same_tokens(expected[0], ask(cluster, asked[0]))
         assert quarantined(cluster) == [("prefill-0", "decode-0", "kv_mismatch")]
-        status.print_table(status.of_router(cluster.grpc_address))
+        status.print_table(status.of_router(cluster.internal_grpc))
         assert worker(cluster, "decode-0").counters.cached_blocks == 0
         assert_same_tokens(expected[1], ask(cluster, asked[1]))
         assert_checks(cluster, "decode-0", passed=0, mismatched=1)

@@ -126,7 +126,7 @@ def open_request(split: Cluster, **fields: Any) -> socket.socket:
     """A raw socket that has sent a whole request and read nothing."""
     body = {"model": "test-model", "prompt": PROMPT, "ignore_eos": True, **fields}
     payload = json.dumps(body).encode()
-    client = socket.create_connection(("127.0.0.1", split.router.address.http_port))
+    client = socket.create_connection(("127.0.0.1", split.router.address.public.http))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
     client.sendall(head.encode() + payload)
     return client

@@ -32,7 +32,7 @@ async def aborted_once(s: Served) -> None:
     await s.dispatcher.aborted.get()
     assert s.dispatcher.running == {}
     assert s.dispatcher.yielded_tokens <= 2
-    metrics = s.faces.service.metrics.exposition().decode()
+    metrics = s.faces.service.metrics.exposition(s.dispatcher.snapshot()).decode()
     assert "kvrelay:num_requests_running" in metrics
 
 

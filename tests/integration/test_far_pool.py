@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-import httpx
 import pytest
 
 from cluster.pool.names import host_pool_address
@@ -110,7 +109,7 @@ def in_pools(cluster: Cluster, ids: list[int]) -> int:
 
 
 def metric(cluster: Cluster, name: str, worker: str) -> float:
-    text = httpx.get(f"{cluster.http_url}/metrics").text
+    text = cluster.metrics()
     rows = [row for row in text.splitlines() if row.startswith(f"kvrelay:{name}")]
     return sum(float(row.rsplit(" ", 1)[1]) for row in rows if f'"{worker}"' in row)
 

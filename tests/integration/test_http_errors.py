@@ -51,7 +51,23 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
     ("/v1/completions", {"magic": 1}, 400, "unknown_parameter", "magic", "unknown field 'magic'"),
     ("/v1/completions", {"suffix": "x"}, 400, "unsupported_parameter", "suffix", "not supported"),
     ("/v1/completions", {"best_of": 2}, 400, "unsupported_parameter", "best_of", "null or 1"),
-    ("/v1/completions", {"echo": True}, 400, "unsupported_parameter", "echo", "not supported"),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, "echo": True},
+        400,
+        "unsupported_parameter",
+        "echo",
+        "only completions have it",
+    ),
+    ("/v1/completions", {"max_tokens": 0}, 400, "invalid_value", "max_tokens", "at least 1"),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, "chat_template_kwargs": {"messages": []}},
+        400,
+        "invalid_value",
+        "chat_template_kwargs",
+        "must not hold messages",
+    ),
     (
         "/v1/completions",
         {"stream_options": {"include_usage": True}},
@@ -69,7 +85,7 @@ BAD_BODIES: list[tuple[str, dict[str, Any], int, str, str | None, str]] = [
         400,
         "unsupported_parameter",
         "tools",
-        "tools is not supported: leave it out or send null or []",
+        "tools is not supported: tool calls are not supported; leave it out or send null or []",
     ),
     (
         "/v1/chat/completions",
@@ -322,9 +338,9 @@ async def test_ipv6_literals(folder: Path) -> None:
         except OSError:
             pytest.skip("this machine has no IPv6")
     faces = faces_over(FakeDispatcher(), folder, host="::1")
-    _, grpc_port = await faces.start()
+    public, _ = await faces.start()
     try:
-        async with grpc.aio.insecure_channel(f"[::1]:{grpc_port}") as channel:
+        async with grpc.aio.insecure_channel(f"[::1]:{public.grpc}") as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
     finally:
         await faces.stop(grace_s=1.0)

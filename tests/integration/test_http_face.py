@@ -178,7 +178,7 @@ async def test_metrics_are_valid_and_count(folder: Path) -> None:
         s.dispatcher.prediction_errors = {"ttft": 0.7, "tpot": 1.3}
         await completion(client)
         await completion(client, temperature=-1)
-        text = (await client.get("/metrics")).text
+        text = (await s.get_internal("/metrics")).text
         samples = {
             (sample.name, *sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)
@@ -212,7 +212,7 @@ async def test_metrics_are_valid_and_count(folder: Path) -> None:
 @in_loop
 async def test_debug_and_version(folder: Path) -> None:
     async with served(folder) as s, s.http() as client:
-        kv = (await client.get("/debug/kv")).json()
+        kv = (await s.get_internal("/debug/kv")).json()
         (worker,) = kv.pop("workers")
         assert (worker["worker"], worker["total_blocks"]) == ("both-0", 100)
         assert kv == {"pool_nodes": [], "silent": []}

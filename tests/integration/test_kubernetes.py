@@ -165,7 +165,12 @@ def test_services_and_probes_lead_to_the_router(overlay: str, tmp_path: Path) ->
     assert router.same_ports, "one Service leads to all of them"
     (container,) = groups(overlay)["router"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports == {"http": router.http_port, "grpc": router.grpc_port}
+    assert ports == {
+        "http": router.http_port,
+        "grpc": router.grpc_port,
+        "metrics": router.internal_http_port,
+        "internal-grpc": router.internal_grpc_port,
+    }
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
     for name, port in (("kvrelay", router.http_port), ("kvrelay-grpc", router.grpc_port)):
         service = one(overlay, "Service", name)
@@ -174,6 +179,15 @@ def test_services_and_probes_lead_to_the_router(overlay: str, tmp_path: Path) ->
             "ray.io/group": "router",
         }
         assert [p["targetPort"] for p in service["spec"]["ports"]] == [port]
+
+
+@each_overlay
+def test_clients_find_no_internal_port(overlay: str, tmp_path: Path) -> None:
+    router = config_of(overlay, tmp_path).router
+    internal = {router.internal_http_port, router.internal_grpc_port}
+    for name in ("kvrelay", "kvrelay-grpc"):
+        ports = one(overlay, "Service", name)["spec"]["ports"]
+        assert not internal & {port["targetPort"] for port in ports}
 
 
 @each_overlay
@@ -188,9 +202,16 @@ def test_budgets_name_groups_that_exist(overlay: str) -> None:
 
 
 @each_overlay
-def test_prometheus_finds_the_http_port(overlay: str) -> None:
+def test_prometheus_finds_the_internal_port(overlay: str, tmp_path: Path) -> None:
+    router = config_of(overlay, tmp_path).router
+    assert router.internal_host == "node", "Prometheus is in another pod"
     spec = one(overlay, "ServiceMonitor")["spec"]
-    service = one(overlay, "Service", "kvrelay")
+    service = one(overlay, "Service", "kvrelay-metrics")
+    assert service["spec"]["selector"] == ROUTER_PODS
+    assert [p["targetPort"] for p in service["spec"]["ports"]] == [router.internal_http_port]
+    template = groups(overlay)["router"]["template"]["metadata"]["annotations"]
+    assert template["prometheus.io/port"] == str(router.internal_http_port)
+    assert template["prometheus.io/path"] == "/metrics"
     assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (endpoint,) = spec["endpoints"]
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}

@@ -47,7 +47,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def kv(cluster: Cluster) -> GetKvResponse:
-    return kv_status.of_router(cluster.grpc_address)
+    return kv_status.of_router(cluster.internal_grpc)
 
 
 def states(found: GetKvResponse, tier: str) -> dict[str, int]:
@@ -60,7 +60,7 @@ def states(found: GetKvResponse, tier: str) -> dict[str, int]:
 
 def orphaned(cluster: Cluster) -> dict[str, float]:
     """# role |-> blocks that no one holds"""
-    families = text_string_to_metric_families(cluster.http.get("/metrics").text)
+    families = text_string_to_metric_families(cluster.metrics())
     samples = (sample for family in families for sample in family.samples)
     return {s.labels["role"]: s.value for s in samples if s.name == "kvrelay:blocks_orphaned"}
 
@@ -81,7 +81,7 @@ def test_blocks_are_seen_by_tier_state_tenant_and_holder(
     ]
     with running_cluster(long_llama, workers) as cluster:
         disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
-        node = nodes(name, "--join", cluster.grpc_address, *disk)
+        node = nodes(name, "--join", cluster.internal_grpc, *disk)
         wait_until(lambda: bool(kv(cluster).pool_nodes), "the pool node has joined")
         wait_until(lambda: node.text.count(" joined (") == 2, "both workers use it")
         assert_a_running_request_is_shown(cluster, capsys)
@@ -111,7 +111,7 @@ def assert_a_running_request_is_shown(cluster: Cluster, capsys: pytest.CaptureFi
         next(line for line in lines if line.startswith("data: {"))
         wait_until(lambda: bool(tenants(kv(cluster))), "it holds blocks")
         assert tenants(kv(cluster)) == {ACME}
-        options = ["status", "--kv", "--address", cluster.grpc_address]
+        options = ["status", "--kv", "--address", cluster.internal_grpc]
         app(options, standalone_mode=False)
         table = capsys.readouterr().out
         app([*options, "--format", "json"], standalone_mode=False)
@@ -135,7 +135,7 @@ def assert_cached_blocks_are_the_tenants(
     assert (nobodys.tenant, nobodys.blocks, acmes.tenant, acmes.blocks) == ("", 3, ACME, 7)
     assert acmes.oldest_s >= acmes.newest_s > nobodys.newest_s >= 0
     app(
-        ["status", "--kv", "--address", cluster.grpc_address, "--tenant", "acme"],
+        ["status", "--kv", "--address", cluster.internal_grpc, "--tenant", "acme"],
         standalone_mode=False,
     )
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "cached" in line][1:]

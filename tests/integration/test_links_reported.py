@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import status
+from kvrelay.activity import speed_text
 from kvrelay.types import Role
 from router.generation import LinkStatus
 from tests.integration.split_kit import (
@@ -45,14 +46,14 @@ def test_the_common_transport_is_used_measured_and_reported(
         wait_until(lambda: any(link.bytes_per_s for link in links(cluster)), "it is measured")
         (link,) = links(cluster)
         assert (link.peer, link.transport) == ("decode-0", "nixl")
-        text = cluster.http.get("/metrics").text
+        text = cluster.metrics()
         labels = {"src": "prefill-0", "dst": "decode-0", "transport": "nixl"}
         assert gauges(text, labels | {"model_name": "test-model"}) == {
             "kvrelay:link_info": 1,
             "kvrelay:link_bandwidth_bytes_per_second": link.bytes_per_s,
             "kvrelay:link_latency_seconds": link.latency_s,
         }
-        facts = status.of_router(cluster.grpc_address)
+        facts = status.of_router(cluster.internal_grpc)
         status.print_table(facts)
-        shown = f"prefill-0 -> decode-0 over nixl: {link.bytes_per_s / 1e9:.1f} GB/s, "
+        shown = f"prefill-0 -> decode-0 over nixl: {speed_text(link.bytes_per_s)}, "
         assert shown in capsys.readouterr().out

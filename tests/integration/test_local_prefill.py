@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -46,7 +45,7 @@ def _tokens(answer: dict[str, Any]) -> list[int]:
 
 
 def _local_prefills(cluster: Cluster) -> float:
-    lines = httpx.get(f"{cluster.http_url}/metrics").text.splitlines()
+    lines = cluster.metrics().splitlines()
     (line,) = [one for one in lines if one.startswith("kvrelay:local_prefills_total{")]
     return float(line.rsplit(" ", 1)[1])
 

@@ -19,7 +19,7 @@ from kvrelay.types import Role
 from tests.integration.ray_head import Marked, marked, until
 from tests.integration.split_kit import WorkerHost, running_cluster, worker_settings
 from tests.integration.test_handoff_exact import ask, check, prompts
-from tests.integration.test_plain_processes import KVRELAY, Process, start_router
+from tests.integration.test_plain_processes import KVRELAY, Process, RouterAddresses, start_router
 from tests.models import random_checkpoint
 from tests.reference import generate_reference
 
@@ -83,16 +83,18 @@ def here() -> Iterator[Marked]:
         assert not environment.processes(), "all have ended by themselves"
 
 
-def start_worker(here: Marked, router: str, role: str, tensor: int, log: Path) -> Process:
+def start_worker(
+    here: Marked, router: RouterAddresses, role: str, tensor: int, log: Path
+) -> Process:
     options = (f"--role={role}", f"--tensor={tensor}", f"--cpu-threads={tensor}")
     small = ("--set=engine.kv_memory=16MiB", "--set=model.dtype=float32")
     small += ("--set=engine.rank_timeout=8s", "--set=engine.profile=off")
     small += ("--set=engine.compile=off", "--set=attention.backend=sdpa")  # nothing is built
-    return here.start(KVRELAY, "worker", f"--join={router}", *options, *small, log=log)
+    return here.start(KVRELAY, "worker", f"--join={router.internal}", *options, *small, log=log)
 
 
-def generate(router: str, number: int) -> tuple[int, ...]:
-    with Client(router, timeout_s=60) as client:
+def generate(router: RouterAddresses, number: int) -> tuple[int, ...]:
+    with Client(router.grpc, timeout_s=60) as client:
         answer = client.generate(
             f"It was {number}", max_tokens=200, ignore_eos=True, temperature=0.0
         )
@@ -115,7 +117,7 @@ def rank_of(worker: Process) -> psutil.Process:
 def test_a_rank_that_is_lost_takes_its_worker_along_and_no_request(
     harm: Callable[[psutil.Process], None], told: str, here: Marked, tmp_path: Path
 ) -> None:
-    router, address = start_router(here, tmp_path / "router", http_port="0", grpc_port="0")
+    router, address = start_router(here, tmp_path / "router")
     prefill = start_worker(here, address, "prefill", 1, tmp_path / "prefill")
     decode = [start_worker(here, address, "decode", 2, tmp_path / f"decode-{i}") for i in (0, 1)]
     until(lambda: len(servers(address)) == 3)
@@ -141,13 +143,13 @@ def test_a_rank_that_is_lost_takes_its_worker_along_and_no_request(
         assert process.wait(30) == 0
 
 
-def servers(router: str) -> list[str]:
-    with Client(router, timeout_s=30) as client:
+def servers(router: RouterAddresses) -> list[str]:
+    with Client(router.grpc, timeout_s=30) as client:
         return [worker.role for worker in client.server_info().workers]
 
 
-def busy(router: str) -> str:
+def busy(router: RouterAddresses) -> str:
     """The first decode worker that holds KV of a request."""
-    workers = kv_status.of_router(router).workers
+    workers = kv_status.of_router(router.internal).workers
     holding = (one.worker for one in workers if one.held and one.worker.startswith("decode"))
     return next(holding, "")

@@ -38,13 +38,20 @@ class Host:
     def __init__(self, environment: Marked, folder: Path) -> None:
         self.environment = environment
         self.folder = folder
-        self.router, self.address = start_router(
-            environment, folder / "router", http_port="0", grpc_port="0"
-        )
+        self.router, self.at = start_router(environment, folder / "router")
         self.workers: dict[str, Process] = {}
 
     def start(self, name: str, *more: str) -> Process:
-        options = ("--join", self.address, "--role", "both", "--cpu-threads", "1", "--name", name)
+        options = (
+            "--join",
+            self.at.internal,
+            "--role",
+            "both",
+            "--cpu-threads",
+            "1",
+            "--name",
+            name,
+        )
         small = ("--set", "engine.kv_memory=16MiB", "--set", "engine.profile=off")
         command = (sys.executable, "-c", WORKER, "worker", *options, *small, *more)
         self.workers[name] = self.environment.start(*command, log=self.folder / name)
@@ -55,7 +62,7 @@ class Host:
 
     def shown(self) -> dict[str, str]:
         """# worker |-> its own CPUs, as status shows them"""
-        with Client(self.address, timeout_s=30) as client:
+        with Client(self.at.grpc, timeout_s=30) as client:
             return {worker.name: worker.cpus for worker in client.server_info().workers}
 
     def until_there(self, *names: str) -> dict[str, str]:
@@ -95,7 +102,7 @@ def test_each_worker_has_cpus_that_no_other_has(host: Host) -> None:
         assert masks_of(process) == {shown[name]}
         assert f"pinned to CPUs {shown[name]}\n" in host.said(name)
     assert masks_of(host.router) == {ranges(CPUS)}
-    table = host.environment.run(KVRELAY, "status", "--address", host.address)
+    table = host.environment.run(KVRELAY, "status", "--address", host.at.internal)
     assert re.search(rf"a +both +cpu +{shown['a']} ", table), table
 
     workers["a"].kill()

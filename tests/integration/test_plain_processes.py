@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 import pytest
@@ -18,7 +19,16 @@ from tests.integration.ray_head import BIN, Marked, marked, until
 POOL = f"plain-{uuid4().hex[:8]}"
 KVRELAY = BIN / "kvrelay"
 
+ADDRESSES = r"(?m)^gRPC on (\S+)\n(?:.*\n)*internal gRPC on (\S+)\n"
+
 Process = subprocess.Popen[bytes]
+
+
+class RouterAddresses(NamedTuple):
+    """HOST:PORT of gRPC, for clients and for those who run the cluster."""
+
+    grpc: str
+    internal: str
 
 
 @pytest.fixture
@@ -32,42 +42,49 @@ ROLES = ("prefill", "decode")
 
 
 def start_router(
-    here: Marked, log: Path, *options: str, http_port: str = "0", grpc_port: str = "0"
-) -> tuple[Process, str]:
-    ports = ("--http-port", http_port, "--grpc-port", grpc_port)
+    here: Marked, log: Path, *options: str, again: RouterAddresses | None = None
+) -> tuple[Process, RouterAddresses]:
+    """`again`: at the gRPC addresses of one that is gone."""
+    public, internal = map(_port, again or ("", ""))
+    ports = ("--http-port=0", f"--grpc-port={public}")
+    options += ("--set", f"router.internal_grpc_port={internal}")
     process = here.start(KVRELAY, "router", *ports, *options, log=log)
-    found = until(lambda: re.search(r"gRPC on (\S+)\n", log.read_text()) or process.poll())
+    found = until(lambda: re.search(ADDRESSES, log.read_text()) or process.poll())
     assert isinstance(found, re.Match), log.read_text()
-    return process, found[1]
+    return process, RouterAddresses(grpc=found[1], internal=found[2])
 
 
-def start_worker(here: Marked, routers: Sequence[str], role: str, log: Path) -> Process:
-    joins = [f"--join={address}" for address in routers]
+def _port(address: str) -> str:
+    return address.rpartition(":")[2] or "0"
+
+
+def start_worker(here: Marked, routers: Sequence[RouterAddresses], role: str, log: Path) -> Process:
+    joins = [f"--join={router.internal}" for router in routers]
     options = ("--role", role, "--cpu-threads", "1", "--pool", POOL)
     small = ("--set", "engine.kv_memory=16MiB")
     return here.start(KVRELAY, "worker", *joins, *options, *small, log=log)
 
 
-def start_pool_node(here: Marked, join: str, log: Path) -> Process:
-    options = ("--name", POOL, "--join", join, "--host-memory", "64MiB")
+def start_pool_node(here: Marked, router: RouterAddresses, log: Path) -> Process:
+    options = ("--name", POOL, "--join", router.internal, "--host-memory", "64MiB")
     return here.start(KVRELAY, "pool-node", *options, log=log)
 
 
-def pool_nodes_of(address: str) -> int:
-    return len(kv_status.of_router(address).pool_nodes)
+def pool_nodes_of(router: RouterAddresses) -> int:
+    return len(kv_status.of_router(router.internal).pool_nodes)
 
 
-def workers_of(address: str) -> set[str]:
-    with Client(address, timeout_s=30) as client:
+def workers_of(router: RouterAddresses) -> set[str]:
+    with Client(router.grpc, timeout_s=30) as client:
         return {worker.role for worker in client.server_info().workers}
 
 
-def until_joined(address: str) -> None:
-    until(lambda: workers_of(address) == {*ROLES})
+def until_joined(router: RouterAddresses) -> None:
+    until(lambda: workers_of(router) == {*ROLES})
 
 
-def generate(address: str) -> tuple[int, ...]:
-    with Client(address, timeout_s=60) as client:
+def generate(router: RouterAddresses) -> tuple[int, ...]:
+    with Client(router.grpc, timeout_s=60) as client:
         return client.generate("It was", max_tokens=12, ignore_eos=True, temperature=0.0).token_ids
 
 
@@ -84,8 +101,7 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
 
     router.terminate()
     assert router.wait(30) == 0, (tmp_path / "r").read_text()
-    grpc_port = address.rpartition(":")[2]
-    router, address = start_router(here, tmp_path / "r2", http_port="0", grpc_port=grpc_port)
+    router, address = start_router(here, tmp_path / "r2", again=address)
     until_joined(address)
     until(lambda: pool_nodes_of(address) == 1)
     assert generate(address) == before
@@ -102,9 +118,9 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
     assert router.wait(30) == 0, (tmp_path / "r2").read_text()
 
 
-def holds_nothing(address: str) -> bool:
+def holds_nothing(router: RouterAddresses) -> bool:
     """As this router is told by every worker."""
-    workers = kv_status.of_router(address).workers
+    workers = kv_status.of_router(router.internal).workers
     return len(workers) == len(ROLES) and all(
         not one.held and one.free_blocks + one.cached_blocks == one.total_blocks for one in workers
     )
@@ -113,13 +129,13 @@ def holds_nothing(address: str) -> bool:
 def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) -> None:
     started = [start_router(here, tmp_path / f"r{i}") for i in range(2)]
     (doomed, doomed_at), (stays, stays_at) = started
-    both = [doomed_at, stays_at]
-    workers = [start_worker(here, both, role, tmp_path / role) for role in ROLES]
+    both = [doomed_at.grpc, stays_at.grpc]
+    workers = [start_worker(here, [doomed_at, stays_at], role, tmp_path / role) for role in ROLES]
     until_joined(doomed_at)
     until_joined(stays_at)
     before = generate(stays_at)
     with Client(both, timeout_s=60) as client:
-        other = Client(stays_at).stream("It was", max_tokens=400, ignore_eos=True)
+        other = Client(stays_at.grpc).stream("It was", max_tokens=400, ignore_eos=True)
         other_tokens = len(next(other).token_ids)
         lost = client.stream("It was", max_tokens=1500, ignore_eos=True)
         next(lost)
@@ -133,7 +149,7 @@ def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) 
         assert other_tokens == 400, "the other router's went on"
     until(lambda: holds_nothing(stays_at))
 
-    again, address = start_router(here, tmp_path / "again", grpc_port=doomed_at.rpartition(":")[2])
+    again, address = start_router(here, tmp_path / "again", again=doomed_at)
     assert address == doomed_at
     until_joined(doomed_at)
     assert generate(doomed_at) == before
@@ -144,15 +160,21 @@ def test_a_killed_router_takes_along_only_its_own(here: Marked, tmp_path: Path) 
 
 def test_a_busy_port_is_one_line(here: Marked, tmp_path: Path) -> None:
     router, address = start_router(here, tmp_path / "r")
-    port = address.rpartition(":")[2]
-    command = [KVRELAY, "router", "--http-port", "0", "--grpc-port", port]
-    second = subprocess.run(command, env=here.env, capture_output=True, text=True, timeout=60)
+    command = [KVRELAY, "router", "--http-port=0"]
+    others = [
+        ("--grpc-port", _port(address.grpc)),
+        ("--grpc-port=0", "--set", f"router.internal_grpc_port={_port(address.internal)}"),
+    ]
+    for at, options in zip(address, others, strict=True):
+        second = subprocess.run(
+            [*command, *options], env=here.env, capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 2
+        assert second.stderr.startswith("kvrelay: ")
+        assert f"{at} is in use" in second.stderr
+        assert second.stderr.count("\n") == 1
     router.terminate()
     assert router.wait(30) == 0
-    assert second.returncode == 2
-    assert second.stderr.startswith("kvrelay: ")
-    assert port in second.stderr
-    assert second.stderr.count("\n") == 1
 
 
 def test_a_shared_queue_is_one_routers(here: Marked, tmp_path: Path) -> None:

@@ -44,9 +44,10 @@ def ask(http: str, start: int) -> None:
         assert json.load(reply)["usage"]["completion_tokens"] == 20
 
 
-def samples(http: str, **labels: str) -> dict[tuple[str, str | None], float]:
+def samples(head: Head, **labels: str) -> dict[tuple[str, str | None], float]:
     """# (metric, state) |-> value, of those with these labels"""
-    with urllib.request.urlopen(f"{http}/metrics", timeout=10) as reply:
+    at = head.internal("pooled", "internal_http_port")
+    with urllib.request.urlopen(f"http://{at}/metrics", timeout=10) as reply:
         families = text_string_to_metric_families(reply.read().decode())
         return {
             (sample.name, sample.labels.get("state")): sample.value
@@ -90,12 +91,13 @@ def test_a_pool_node_serves_survives_its_death_and_goes(head: Head, tmp_path: Pa
 
     ask(http, 10)
     until(lambda: in_host_memory(head) >= 20)
-    shown = head.joined().run(KVRELAY, "status", "--kv", "--address", grpc)
+    internal = head.internal("pooled", "internal_grpc_port")
+    shown = head.joined().run(KVRELAY, "status", "--kv", "--address", internal)
     assert str(pool["name"]) in shown and " host " in shown
     name = str(pool["name"])
     blocks, orphaned = ("kvrelay:pool_blocks", "cached"), ("kvrelay:blocks_orphaned", None)
-    until(lambda: samples(http, pool_node=name).get(blocks, 0) >= 20)
-    until(lambda: samples(http, worker=name).get(orphaned) == 0)
+    until(lambda: samples(head, pool_node=name).get(blocks, 0) >= 20)
+    until(lambda: samples(head, worker=name).get(orphaned) == 0)
 
     kill_one(head.marked, "ray::PoolNodeHost")
     ask(http, 600)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cluster.pool.names import host_pool_address
@@ -46,7 +45,7 @@ def _ask(cluster: Cluster, prompt: list[int], **fields: Any) -> tuple[list[int],
 
 def _metric(cluster: Cluster, name: str) -> float:
     """Summed over the workers."""
-    text = httpx.get(f"{cluster.http_url}/metrics").text
+    text = cluster.metrics()
     rows = [line for line in text.splitlines() if line.startswith(f"kvrelay:{name}_total{{")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in rows)
 

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from engine.checkpoint import open_checkpoint
@@ -68,7 +67,7 @@ def test_turns_of_a_conversation_are_exact_and_find_what_came_before(
 
 def _assert_sent_less(cluster: Cluster, *, computed: int) -> None:
     """The decode worker says what it has; that is not sent again."""
-    metrics = httpx.get(f"{cluster.http_url}/metrics").text
+    metrics = cluster.metrics()
     hits = _value(metrics, "kvrelay:prefix_cache_hits_total", "decode-0")
     assert 150 + 40 <= hits < computed
     assert _value(metrics, "kvrelay:prefix_cache_hits_total", "prefill-0") - 144 in (208, 220)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from engine.checkpoint import open_checkpoint
@@ -78,7 +77,7 @@ def _prefer(cluster: Cluster, name: str) -> None:
 
 def _sources(cluster: Cluster, worker: str) -> dict[str, int]:
     """# source |-> prompts that the worker began with it"""
-    text = httpx.get(f"{cluster.http_url}/metrics").text
+    text = cluster.metrics()
     rows = [
         line
         for line in text.splitlines()

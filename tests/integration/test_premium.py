@@ -112,7 +112,7 @@ def one_by_one(
 ) -> list[Outcome]:
     rng = Random(count)
     offered = of(tier, asked, [one(mix, CORPUS, rng) for _ in range(count)])
-    port = cluster.router.address.http_port
+    port = cluster.router.address.public.http
     return send([port], offered, patience_s=PATIENCE_S, at_once=1)
 
 
@@ -137,7 +137,7 @@ def times(objectives: Objectives, factor: float) -> Objectives:
 
 
 def overloaded(cluster: Cluster) -> bool:
-    return "kvrelay:request_rejections_total{" in cluster.http.get("/metrics").text
+    return "kvrelay:request_rejections_total{" in cluster.metrics()
 
 
 @pytest.mark.parametrize("name", FLOODS)
@@ -157,7 +157,7 @@ def test_premium_keeps_its_objectives_while_free_offers_four_times_capacity(
 
 def flooded(cluster: Cluster, flood: Flood) -> tuple[int, int]:
     """How many of premium's requests missed their objectives, and how many were refused."""
-    port = cluster.router.address.http_port
+    port = cluster.router.address.public.http
     free_alone = alone(cluster, "free", flood.mix)
     factor = slower_by(alone(cluster, "premium", SHORT), PREMIUM)
     rate_per_s = 4 * flood.capacity_per_s(free_alone)

@@ -48,7 +48,7 @@ def router_beside(first: Cluster, model: Path, **changes: Any) -> Iterator[Clust
         for worker in workers:
             thread.call(thread.process.add_worker(worker.address))
         wait_until(lambda: len(thread.workers()) == len(workers), "all workers joined")
-        url = f"http://127.0.0.1:{thread.address.http_port}"
+        url = f"http://127.0.0.1:{thread.address.public.http}"
         with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
             cluster = Cluster(thread, http)
             yield cluster
@@ -79,7 +79,7 @@ def held_by_directory(cluster: Cluster) -> dict[Incarnation, Tiers]:
 
 
 def metric(cluster: Cluster, name: str) -> float:
-    text = cluster.http.get("/metrics").text
+    text = cluster.metrics()
     found = re.findall(rf"^{re.escape(name)}\{{[^}}]*\}} (\S+)$", text, re.M)
     return sum(map(float, found))
 
@@ -163,8 +163,10 @@ def test_status_names_the_tenants_of_all_routers(long_llama: Path, hosts: Hosts)
             stream = client.stream([5, 6, 7], max_tokens=8000, ignore_eos=True, tenant="acme")
             with stream:
                 next(stream)
-                alone = kv_status.of_router(one.grpc_address)
-                found = kv_status.of_routers(["127.0.0.1:1", one.grpc_address, other.grpc_address])
+                alone = kv_status.of_router(one.internal_grpc)
+                found = kv_status.of_routers(
+                    ["127.0.0.1:1", one.internal_grpc, other.internal_grpc]
+                )
         with pytest.raises(ConfigError, match=r"127.0.0.1:1: no router answers"):
             kv_status.of_routers(["127.0.0.1:1", "127.0.0.1:1"])
     assert {held.tenant for worker in alone.workers for held in worker.held} == {""}

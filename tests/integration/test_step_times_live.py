@@ -57,7 +57,7 @@ class Clock:
         self.cluster, self.metric, self.before = cluster, f"kvrelay:{metric}", (0.0, 0.0)
 
     def read_s(self) -> float:
-        text = self.cluster.http.get("/metrics").text
+        text = self.cluster.metrics()
         values = {
             sample.name: sample.value
             for family in text_string_to_metric_families(text)
@@ -89,7 +89,7 @@ def test_what_workers_tell_predicts_what_clients_see(
     }
     with capsys.disabled():
         print(f"\npredicted {predicted}, actual {actual}")
-        status.print_table(status.of_router(cluster.grpc_address))
+        status.print_table(status.of_router(cluster.internal_grpc))
     for kind, seconds in actual.items():
         assert min(seconds) / TOLERANCE < predicted[kind] < max(seconds) * TOLERANCE, kind
 
@@ -111,7 +111,8 @@ def test_a_worker_tells_what_it_runs(cluster: Cluster) -> None:
 def test_status_shows_times_and_corrections(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status.print_table(status.of_router(cluster.grpc_address))
+    status.print_table(status.of_router(cluster.internal_grpc))
     lines = capsys.readouterr().out.splitlines()
-    (line,) = [line for line in lines if line.startswith("decode-0 prefill x ")]
-    assert "; decode x 1.00 of {1: " in line
+    (line,) = [line for line in lines if line.startswith("decode-0 step times: ")]
+    assert "; decode x 1.00 (good) of {1: " in line
+    assert lines.index(line) > next(i for i, row in enumerate(lines) if "out tok/s" in row)

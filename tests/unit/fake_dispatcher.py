@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError
+from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
 from router.generation import (
     ChoiceTokens,
+    ClusterSnapshot,
     GenerationRequest,
     ModelFacts,
     PoolNodeStatus,
@@ -54,15 +56,22 @@ class FakeGeneration:
     request: GenerationRequest
     stopped: dict[int, int] = field(default_factory=dict)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
         try:
-            await self.owner.moment("first_token", self.aborted)
+            await self.owner.moment("first_token", self.go_on)
             self.owner.fail_if_due(0)
             said = {c: self._spoken(c) for c in range(self.request.sampling.n)}
+            if not self.request.sampling.max_tokens:
+                for choice in said:
+                    yield ChoiceTokens(
+                        choice=choice, token_ids=(), finish_reason=FinishReason.LENGTH
+                    )
+                return
             for index in range(max(len(tokens) for tokens in said.values())):
                 if index == 1:
-                    await self.owner.moment("second_token", self.aborted)
+                    await self.owner.moment("second_token", self.go_on)
                 if self.aborted.is_set():
                     return
                 for choice, tokens in said.items():
@@ -111,6 +120,17 @@ class FakeGeneration:
         return self.owner.cached_tokens
 
     @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Each token of the prompt is the second best."""
+        top = self.request.sampling.prompt_logprobs
+        if top is None:
+            return ()
+        return [
+            PromptLogprob(i, -1.0, 2, ((i + 1, -0.25), (i, -1.0), (i + 2, -2.0))[:top])
+            for i in self.request.prompt_ids[1:]
+        ]
+
+    @property
     def capped_tokens(self) -> int | None:
         return self.owner.capped_tokens
 
@@ -140,6 +160,7 @@ class FakeDispatcher:
     cached_tokens: int = 0
     capped_tokens: int | None = None
     tier_statuses: tuple[TierStatus, ...] = ()
+    pauses: GcPauses = field(default_factory=GcPauses)
     yielded_tokens: int = 0
     requests: list[GenerationRequest] = field(default_factory=list)
     generations: list[FakeGeneration] = field(default_factory=list)
@@ -176,40 +197,42 @@ class FakeDispatcher:
         generation = self.running.pop(request_id, None)
         if generation is not None:
             generation.aborted.set()
+            generation.go_on.set()
         self.aborted.put_nowait(request_id)
 
     def ready(self) -> bool:
         return self.is_ready
 
+    def not_ready(self) -> str | None:
+        return None if self.is_ready else "no worker has joined yet"
+
     def workers(self) -> tuple[WorkerStatus, ...]:
         return self.statuses
 
-    def moved_requests(self) -> int:
-        return 0
-
-    def local_prefills(self) -> int:
-        return 3
-
-    def queued_prompts(self) -> int:
-        return 2
-
-    def promises(self) -> dict[str, int]:
-        return {"kept": 2, "broken": 1, "expired": 0}
+    def snapshot(self) -> ClusterSnapshot:
+        return ClusterSnapshot(
+            ready=self.is_ready,
+            running_requests=len(self.running),
+            quarantined_pairs=len(self.pairs),
+            queued_prompts=2,
+            moved_requests=0,
+            local_prefills=3,
+            promises={"kept": 2, "broken": 1, "expired": 0},
+            workers=self.statuses,
+            linked=(),
+            pool_nodes=self.pools,
+            tiers=self.tier_statuses,
+            pauses=self.pauses,
+        )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
         return self.pairs
-
-    def tiers(self) -> tuple[TierStatus, ...]:
-        return self.tier_statuses
 
     def model(self) -> ModelFacts | None:
         return self.facts
 
     def running_requests(self) -> int:
         return len(self.running)
-
-    def pool_nodes(self) -> tuple[PoolNodeStatus, ...]:
-        return self.pools
 
     async def debug_kv(self) -> GetKvResponse:
         workers = [

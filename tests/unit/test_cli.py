@@ -183,7 +183,7 @@ def test_what_is_wrong_is_told_before_ray_starts(  # type: ignore[no-untyped-def
         port = str(taken.getsockname()[1])
         code, _, err = run("serve", str(tmp_path), "--port", port, "--device", "cuda:9")
     assert code == 2
-    assert f"the HTTP port 127.0.0.1:{port} is in use: choose another or 0 for any; " in err
+    assert f"the HTTP port 127.0.0.1:{port} is in use: set router.http_port to another" in err
     assert f"{tmp_path} has no config.json: it is not a checkpoint; " in err
     assert "workers.0.device: cuda:9, and this machine " in err
 
@@ -293,6 +293,10 @@ SAMPLES: dict[str, object] = {
     "router.host": "h",
     "router.http_port": 1,
     "router.grpc_port": 2,
+    "router.internal_host": "node",
+    "router.internal_http_port": 3,
+    "router.internal_grpc_port": 4,
+    "router.public_metrics": True,
     "router.max_body": "1MiB",
     "router.record": "/log",
     "router.record_size": "1MiB",

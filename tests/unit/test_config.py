@@ -33,8 +33,8 @@ REFUSED = {
     "nam=x": "nam: unknown key, did you mean name?",
     "workers.0.rol=2": "workers.0.rol: unknown key, did you mean role?",
     "router.zzz=1": "router.zzz: unknown key, expected one of admission, dispatch, grpc_port, "
-    "host, http_port, max_body, placement, record, record_size, replicas, resources, "
-    "same_ports",
+    "host, http_port, internal_grpc_port, internal_host, internal_http_port, max_body, placement, "
+    "public_metrics, record, record_size, replicas, resources, same_ports",
     "engine.block_size=7": "engine.block_size: got 7, expected greater than or equal to 8",
     "engine.block_size=129": "engine.block_size: got 129, expected less than or equal to 128",
     "engine.block_size=16.0": "engine.block_size: got 16.0, expected a valid integer",
@@ -77,7 +77,14 @@ REFUSED = {
     "with dispatch: shared_queue: each would have a queue of its own, which the others know "
     "nothing of",
     "router={grpc_port: 65534, replicas: 3}": "router: expected ports up to 65535: "
-    "HTTP on 8000 to 8002, gRPC on 65534 to 65536 are beyond",
+    "gRPC on 65534 to 65536 is beyond",
+    "router.internal_grpc_port=8000": "router: expected different ports for http_port and "
+    "internal_grpc_port: HTTP on 8000, internal gRPC on 8000 share 8000",
+    "router={http_port: 8000, grpc_port: 8902, replicas: 3}": "router: expected different ports "
+    "for grpc_port and internal_http_port: gRPC on 8902 to 8904, internal HTTP on 8900 to 8902 "
+    "share 8902",
+    "router.internal_http_port=none": 'router.internal_http_port: got "none", expected a valid '
+    "integer",
     "router.http_port=65536": "router.http_port: got 65536, expected less than or equal to 65535",
     "network.port_range=[9, 3]": "network.port_range: got a list of 2, "
     "expected [first, last] with 1024 <= first <= last",
@@ -386,6 +393,31 @@ def test_each_router_has_ports_and_a_record_of_its_own() -> None:
     ]
 
 
+def internal_of(site: Site, *texts: str) -> list[tuple[str, int, int]]:
+    plans = plan_cluster(resolve(set_(*texts), site)).routers
+    settings = [one.settings for one in plans]
+    return [(s.internal_host, s.internal_http_port, s.internal_grpc_port) for s in settings]
+
+
+def test_internal_ports_are_above_the_public_ones() -> None:
+    assert internal_of(SITE) == [("127.0.0.1", 8900, 50951)]
+    assert internal_of(SITE, "router.http_port=0") == [("127.0.0.1", 0, 50951)]
+    assert internal_of(SITE, "router={replicas: 2, internal_http_port: 9000}") == [
+        ("127.0.0.1", 9000, 50951),
+        ("127.0.0.1", 9001, 50952),
+    ]
+    assert internal_of(SITE, "router={http_port: 65000, replicas: 2}")[0][1] == 0, "no room"
+
+
+def test_the_internal_listener_is_on_loopback_unless_the_cluster_spans_hosts() -> None:
+    several = Site(total_cpus=8, node_cpus=8, host=None, bundled_path="/b", spans_hosts=True)
+    one_node = Site(total_cpus=8, node_cpus=8, host=None, bundled_path="/b")
+    assert internal_of(several)[0][0] == NODE_HOST
+    assert internal_of(one_node)[0][0] == "127.0.0.1"
+    assert internal_of(one_node, "router.internal_host=node")[0][0] == NODE_HOST
+    assert internal_of(several, "router.internal_host=10.0.0.5")[0][0] == "10.0.0.5"
+
+
 @pytest.mark.parametrize(
     ("policy", "enabled", "stands"),
     [
@@ -479,6 +511,10 @@ CHANGES = {
     "router.replicas": 3,
     "router.http_port": 1,
     "router.grpc_port": 2,
+    "router.internal_host": "node",
+    "router.internal_http_port": 3,
+    "router.internal_grpc_port": 4,
+    "router.public_metrics": True,
     "router.max_body": "5MiB",
     "router.record": "/log",
     "router.record_size": "5MiB",

@@ -16,7 +16,7 @@ from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Rol
 from router.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
 from router.link import WorkerLink
 from router.policies import Policies
-from tests.unit.router_kit import hello, request, reserved, tokens
+from tests.unit.router_kit import hello, refused, request, reserved, tokens
 
 B = Incarnation("b")
 
@@ -198,6 +198,20 @@ def test_the_deadline_of_a_request_that_ended_is_not_that_of_the_next_one_of_its
         assert s.dispatcher.runs(new)
 
     play(scene, admission="none")
+
+
+def test_a_worker_that_drains_makes_the_router_not_ready() -> None:
+    async def scene(s: Scene) -> None:
+        assert s.dispatcher.ready()
+        submitting = asyncio.ensure_future(s.dispatcher.submit(request()))
+        await asyncio.sleep(0)
+        s.say(refused("draining"))
+        with pytest.raises(Refused):
+            await submitting
+        assert not s.dispatcher.ready()
+        assert s.dispatcher.not_ready() == "all workers drain"
+
+    play(scene)
 
 
 def test_a_request_whose_workers_are_all_gone_fails() -> None:

@@ -70,7 +70,9 @@ def test_what_serve_would_refuse_is_a_problem(
         options = ("no/such/model", "--set", f"router.http_port={port}")
         assert run(monkeypatch, *options) == 1
     out = capsys.readouterr().out
-    assert f"problem: the HTTP port 127.0.0.1:{port} is in use: choose another or 0" in out
+    assert (
+        f"problem: the HTTP port 127.0.0.1:{port} is in use: set router.http_port to another" in out
+    )
     assert "problem: no/such/model: no such folder" in out
     assert "this cluster can run here" not in out
 

@@ -18,6 +18,7 @@ from engine.checkpoint import open_checkpoint
 from engine.families import check_family, longrope_border_tokens
 from engine.load import load_engine
 from engine.model import load_model
+from engine.native.draw import host_draw
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from kvpool.memory.collate import slab_bytes
@@ -174,3 +175,9 @@ def test_a_config_that_contradicts_itself_is_one_line(llama: Path, tmp_path: Pat
     with pytest.raises(ModelError, match=r"config.json can't be used") as caught:
         load(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_what_draws_tokens_is_ready_before_the_first_request(llama: Path) -> None:
+    host_draw.cache_clear()
+    load(llama, blocks=4)
+    assert host_draw.cache_info().currsize == 1

@@ -41,6 +41,7 @@ from tests.reference import (
     assert_same_tokens,
     generate_reference,
 )
+from tests.unit.test_prompt_logprobs import check_scores
 
 CHUNK_TOKENS, TOKENS = 64, 24
 LENGTHS = (1, 17, 64, 130)
@@ -266,6 +267,20 @@ def test_layers_are_told_of_once_all_ranks_have_them(pair: Engine) -> None:
 
     pair.run(StepBatch(slices=(one.next_slice(64),)), LayerMarks(frozenset({0, 1}), tell))
     assert told == [(0, True), (1, True)]
+
+
+def test_ranks_score_a_prompt_alike(pair: Engine, tmp_path: Path) -> None:
+    """All of them compute as many rows of logits."""
+    one = load_engine(
+        open_checkpoint(str(random_checkpoint(tmp_path, "llama"))),
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        blocks=48,
+        limits=LIMITS,
+    )
+    check_scores(pair, references=one)
+    one.close()
 
 
 def test_a_rank_that_dies_is_told_of_and_ends_the_step(pair: Engine) -> None:

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.sampler
-from engine.philox import uniforms
+import engine.truncation
+from engine.gumbel import draws_of, noise
 from engine.sampler import sample
 from engine.step import Sampled, SampleRequest
+from engine.truncation import truncate
 from kvrelay.types import Sampling
 
 VOCAB = 40
@@ -53,11 +54,21 @@ def softmax(logits: list[float]) -> list[float]:
 
 
 def naive(logits: list[float], asked: SampleRequest) -> tuple[int, float]:
-    """The token, and how far the draw was from the border between two tokens."""
+    """The token, and how near the draw was to another one."""
     s = asked.sampling
     logits = penalised(logits, asked)
     if s.temperature == 0:
         return max(range(VOCAB), key=lambda t: (logits[t], -t)), 1.0
+    likely, margin = kept(logits, s)
+    own_noise = noise(torch.from_numpy(draws_of([asked]).keys[0].astype(np.int64)), VOCAB).tolist()
+    scores = {t: logits[t] + s.temperature * own_noise[t] for t in likely}
+    best = max(likely, key=lambda t: (scores[t], -t))
+    others = [scores[t] for t in likely if t != best]
+    return best, min(margin, scores[best] - max(others, default=-math.inf))
+
+
+def kept(logits: list[float], s: Sampling) -> tuple[list[int], float]:
+    """What may be drawn, and how far the share of top_p is from a border."""
     chances = softmax([x / s.temperature for x in logits])
     order = sorted(range(VOCAB), key=lambda t: (-chances[t], t))
     kept = order[: s.top_k or VOCAB]
@@ -71,15 +82,7 @@ def naive(logits: list[float], asked: SampleRequest) -> tuple[int, float]:
                 nucleus.append(token)
             before += chances[token]
         kept = nucleus
-    likely = [t for t in kept if chances[t] >= s.min_p * chances[order[0]]] or kept[:1]
-    draw = float(uniforms([(s.seed, asked.choice, asked.index)])[0])
-    target, so_far = draw * sum(chances[t] for t in likely), 0.0
-    for token in likely:
-        so_far += chances[token]
-        margin = min(margin, abs(so_far - target))
-        if target < so_far:
-            return token, margin
-    return likely[-1], 0.0
+    return [t for t in kept if chances[t] >= s.min_p * chances[order[0]]] or kept[:1], margin
 
 
 SAMPLINGS = st.builds(
@@ -117,21 +120,13 @@ def test_equals_the_naive_sampler(wanted: list[SampleRequest], seed: int) -> Non
 @settings(max_examples=200)
 @given(wanted=st.lists(SAMPLINGS, min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_the_short_way_equals_the_full_sort(wanted: list[SampleRequest], seed: int) -> None:
-    """Most draws look at the most likely ids only; equal probabilities must not matter."""
+    """Most truncations rank the most likely ids only; equal probabilities must not matter."""
     logits = random_logits(len(wanted), seed, scale=1.0).round()  # many ties
-    rows = [(one,) for one in wanted]
-    full = sample(logits, rows)
+    draws = draws_of(wanted)
+    full = truncate(logits, draws)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.sampler, "_HEAD", 6)
-        assert sample(logits, rows) == full
-
-
-def test_frequencies_follow_the_probabilities() -> None:
-    logits = random_logits(1, 3, scale=1.0)
-    wanted = [tuple(request(seed=seed, temperature=1.0) for seed in range(20_000))]
-    counts = Counter(one.token_id for one in sample(logits, wanted)[0])
-    for token, chance in enumerate(softmax(logits[0].tolist())):
-        assert abs(counts[token] / 20_000 - chance) < 5 * math.sqrt(chance / 20_000)
+        patch.setattr(engine.truncation, "_HEAD", 6)
+        assert torch.equal(truncate(logits, draws), full)
 
 
 @given(wanted=st.lists(SAMPLINGS, min_size=2, max_size=6), seed=st.integers(0, 100))

@@ -67,6 +67,8 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("n", 128, 128),
     ("logprobs", 0, 0),
     ("logprobs", 20, 20),
+    ("prompt_logprobs", 0, 0),
+    ("prompt_logprobs", 20, 20),
     ("seed", -1, 2**64 - 1),
     ("seed", 2**64 - 1, 2**64 - 1),
     ("logit_bias", {49: -100}, ((49, -100.0),)),
@@ -101,6 +103,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("n", 129, "n must be a whole number from 1 to 128, not 129"),
     ("logprobs", -1, "logprobs must be a whole number from 0 to 20, not -1"),
     ("logprobs", 21, "logprobs must be a whole number from 0 to 20, not 21"),
+    ("prompt_logprobs", 21, "prompt_logprobs must be a whole number from 0 to 20, not 21"),
     ("seed", 2**64, "seed must be a 64-bit integer"),
     ("seed", -(2**63) - 1, "seed must be a 64-bit integer"),
     ("logit_bias", {50: 1.0}, "logit_bias: token id 50 is out of the vocabulary [0, 50)"),
@@ -127,6 +130,13 @@ def test_ignore_eos_keeps_only_the_requests_own_stops() -> None:
 
 def test_seeds_are_drawn_anew() -> None:
     assert len({resolved().seed for _ in range(20)}) == 20
+
+
+@pytest.mark.parametrize("asked", [{"echo": True}, {"prompt_logprobs": 0}])
+def test_no_token_is_enough_where_the_answer_tells_of_the_prompt(asked: dict[str, Any]) -> None:
+    assert resolved(max_tokens=0, **asked).max_tokens == 0
+    with pytest.raises(InvalidRequest, match="of at least 0, not -1"):
+        resolved(max_tokens=-1, **asked)
 
 
 def test_max_tokens_beyond_the_context_gives_both_numbers() -> None:

@@ -316,8 +316,11 @@ def test_a_profile_without_coverage_says_so(tmp_path: Path) -> None:
 
 # --- the command --------------------------------------------------------------------------------
 
+SMALL = "name: small\nsimulation: {block_size: 512}\n"
+EXAMPLE = Path(__file__).parents[2] / "deploy/configs/simulation.yaml"
 
-def command(folder: Path, *options: str) -> tuple[int, str]:
+
+def command(folder: Path, *options: str, config: str = SMALL) -> tuple[int, str]:
     lines = (
         json.dumps(
             {
@@ -330,7 +333,7 @@ def command(folder: Path, *options: str) -> tuple[int, str]:
         for one in trace(30)
     )
     (folder / "trace.jsonl").write_text("\n".join(lines))
-    (folder / "cluster.yaml").write_text("name: small\nsimulation: {block_size: 512}\n")
+    (folder / "cluster.yaml").write_text(config)
     files = [str(folder / "cluster.yaml"), "--trace", str(folder / "trace.jsonl")]
     result = CliRunner().invoke(app, ["simulate", *files, *options])
     return result.exit_code, result.stdout
@@ -352,6 +355,53 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text()) == reports
     names = {path.name for path in out.iterdir()}
     assert {"timeline-1x.png", "cdf-4x.png", "goodput.png"} <= names
+
+
+def test_the_first_line_names_an_assumed_profile(tmp_path: Path) -> None:
+    code, text = command(tmp_path)
+    assert code == 0
+    assert text.splitlines()[0] == (
+        "no simulation.profile: workers have the profile built-in: an 8B model on a GPU like "
+        "H100, for first tries, and 6000 KV blocks each"
+    )
+
+
+def test_a_named_profile_is_not_called_assumed(tmp_path: Path) -> None:
+    code, text = command(tmp_path, "--limit", "5", config=EXAMPLE.read_text())
+    assert code == 0
+    assert text.splitlines()[0] == "simulated-8b at 1 x the trace's rate"
+
+
+def test_runs_are_compared_side_by_side(tmp_path: Path) -> None:
+    compare = ("--compare", "simulation.pools=[{blocks: 40}, {blocks: 40}],[]")
+    code, text = command(tmp_path, *compare)
+    assert code == 0
+    rows = {line.split("  ")[0].strip(): line.split() for line in text.splitlines()}
+    assert rows["offered"][-3:] == ["30", "30", "1"]
+    assert "TTFT p99, ms" in rows and "pool 0 (prefill) busy, %" in rows
+    assert "last by first" in text and text.count("simulation.pools") == 2
+    code, text = command(tmp_path, *compare, "--format", "json", "--out", str(tmp_path / "out"))
+    found = json.loads(text)
+    assert (code, found["compare"]) == (0, "simulation.pools")
+    assert [run["value"] for run in found["runs"]] == ['[{"blocks": 40}, {"blocks": 40}]', "[]"]
+    reports = [run["reports"][0] for run in found["runs"]]
+    assert [one["offered"] for one in reports] == [30, 30]
+    assert reports[0]["timeline"] != reports[1]["timeline"]
+    assert (tmp_path / "out" / "simulation.pools=[]" / "report.json").exists()
+
+
+def test_each_rate_is_compared(tmp_path: Path) -> None:
+    rates = ("--rate-scale", "1", "--rate-scale", "4")
+    compare = ("--compare", "scheduler.prefill_chunk_tokens=512,2048")
+    code, text = command(tmp_path, *rates, *compare, "--limit", "10")
+    assert code == 0
+    assert "at 1 x the trace's rate" in text and "at 4 x the trace's rate" in text
+
+
+@pytest.mark.parametrize("text", ["", "seed", "=1,2", "simulation.seed=1"])
+def test_a_comparison_needs_two_values(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--compare .*: expected path\.to\.key=A,B"):
+        Override.parse_several(text)
 
 
 def test_rates_are_above_zero() -> None:

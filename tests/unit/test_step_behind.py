@@ -64,15 +64,15 @@ class Memory:
 class Driver:
     """A worker whose device runs a step as late as it can: right before it is told to be over."""
 
-    def __init__(self, rng: Random, *, behind: bool, late: float = 0.0, blocks: int = 24) -> None:
+    def __init__(self, rng: Random, *, behind: bool, blocks: int = 24) -> None:
         self.scheduler = decode_scheduler(blocks=blocks, max_running=6, slabs=1)
         self.memory = Memory()
         self.told: dict[RequestKey, list[int]] = {}
         self.ends: dict[RequestKey, FinishReason] = {}
         self.released: list[RequestKey] = []
         self.specs: dict[RequestKey, RequestSpec] = {}
-        self.behind, self.void = 0, 0
-        self._rng, self._looks_behind, self._late = rng, behind, late
+        self.behind = 0
+        self._rng, self._looks_behind = rng, behind
         self._in_flight: deque[RunStep] = deque()
         self._drawn: list[int] = []  # of the step before, as the device has them
 
@@ -111,12 +111,10 @@ class Driver:
             self._in_flight.append(step)
 
     def _run(self, step: RunStep) -> StepDone:
-        late = {i for i in range(len(step.batch.slices)) if self._rng.random() < self._late}
         drawn = [self._draw(piece) for piece in step.batch.slices]
         sampled = tuple(() if found is None else (Sampled(token_id=found),) for found in drawn)
-        self._drawn = [WRONG if i in late or t is None else t for i, t in enumerate(drawn)]
-        outcome = StepOutcome(sampled=sampled, late=frozenset(late))
-        return StepDone(outcome=outcome, seconds=0.1)
+        self._drawn = [WRONG if t is None else t for t in drawn]
+        return StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.1)
 
     def _draw(self, piece: SequenceSlice) -> int | None:
         ids = list(piece.token_ids) if piece.follows is None else [self._drawn[piece.follows]]
@@ -125,9 +123,6 @@ class Driver:
         if not piece.samples:
             return None
         index = piece.samples[0].index
-        if ids == [WRONG]:
-            self.void += 1
-            return WRONG
         request = self.specs[piece.key]
         before = [*request.prompt_ids, *self.told[piece.key]]
         if piece.follows is not None and len(before) < len(seen):
@@ -147,10 +142,10 @@ class Driver:
                     self.ends[event.key] = event.finish_reason
 
 
-def run_both(seed: int, late: float) -> tuple[Driver, Driver]:
+def run_both(seed: int) -> tuple[Driver, Driver]:
     rng = Random(seed)
     plain = Driver(Random(seed), behind=False)
-    ahead = Driver(Random(seed), behind=True, late=late)
+    ahead = Driver(Random(seed), behind=True)
     for name in map(str, range(1, 11)):
         request = a_spec(name, rng.randint(1, 12), max_tokens=rng.randint(2, 24))
         if rng.random() < 0.5:
@@ -169,10 +164,9 @@ def run_both(seed: int, late: float) -> tuple[Driver, Driver]:
     return plain, ahead
 
 
-@pytest.mark.parametrize("late", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(40))
-def test_as_many_single_steps(seed: int, late: float) -> None:
-    plain, ahead = run_both(seed, late)
+def test_as_many_single_steps(seed: int) -> None:
+    plain, ahead = run_both(seed)
     both = ahead.ends.keys() & plain.ends.keys()
     assert len(both) > 3
     for request in both:
@@ -184,7 +178,6 @@ def test_as_many_single_steps(seed: int, late: float) -> None:
         assert max(Counter(driver.released).values()) == 1
         assert not list(driver.scheduler.receiver.tables.held())
     assert ahead.behind > 5
-    assert (ahead.void > 0) == (late > 0)
 
 
 def pair(**more: object) -> Driver:
@@ -228,9 +221,9 @@ def test_who_joins_is_in_the_step_behind() -> None:
     assert joined.follows is None and joined.token_ids == (100,) and joined.start == 5
 
 
-def end(driver: Driver, *tokens: int, late: frozenset[int] = frozenset()) -> list[Command]:
+def end(driver: Driver, *tokens: int) -> list[Command]:
     sampled = tuple((Sampled(token_id=t),) for t in tokens)
-    done = StepDone(outcome=StepOutcome(sampled=sampled, late=late), seconds=0.1)
+    done = StepDone(outcome=StepOutcome(sampled=sampled), seconds=0.1)
     return driver.scheduler.handle(done, 0)
 
 
@@ -273,20 +266,6 @@ def test_who_is_dropped_keeps_its_blocks_for_both_steps(message: Abort | Stop) -
     assert [e.key.request_id for e in first] == ["2"] and len(list(held())) == 2
     second = events(end(driver, 7, 8))
     assert Released in map(type, second) and len(list(held())) == 1
-
-
-def test_what_came_late_is_run_again() -> None:
-    driver = pair()
-    the_step(driver.scheduler.handle(StepWanted(), 0))
-    assert wanted(driver.scheduler)
-    end(driver, 5, 6, late=frozenset({0}))
-    (step,) = wanted(driver.scheduler)
-    again, goes_on = step.batch.slices
-    assert again.follows is None and again.token_ids == (5,) and again.start == 4
-    assert again.samples[0].index == 2
-    assert goes_on.follows == 1 and goes_on.start == 5
-    told = [e.key.request_id for e in events(end(driver, WRONG, 7)) if isinstance(e, Tokens)]
-    assert told == ["2"]
 
 
 def never(driver: Driver) -> None:

@@ -26,13 +26,19 @@ def _run(arguments: list[str], **environment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "tests", ["triton_interpreted", "attention_interpreted", "triton_engine_interpreted"]
+    "tests",
+    [
+        "triton_interpreted",
+        "attention_interpreted",
+        "triton_engine_interpreted",
+        "draw_interpreted",
+    ],
 )
 def test_kernels_interpreted_on_the_cpu(tests: str) -> None:
     arguments = ["-m", "pytest", f"tests/unit/{tests}.py", "-p", "no:cacheprovider"]
     _run(arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled"])
+@pytest.mark.parametrize("program", ["triton_compiled", "attention_compiled", "draw_compiled"])
 def test_kernels_compiled_for_devices_reach_memory_as_meant(program: str, tmp_path: Path) -> None:
     _run(["-m", f"tests.unit.{program}"], TRITON_CACHE_DIR=str(tmp_path))

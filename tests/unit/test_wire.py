@@ -46,6 +46,7 @@ from kvrelay.messages import (
     Lifetime,
     LinkState,
     Prefill,
+    PromptLogprobs,
     Released,
     RequestFailed,
     Reserve,
@@ -62,6 +63,7 @@ from kvrelay.types import (
     WIRE_VERSION,
     FinishReason,
     Incarnation,
+    PromptLogprob,
     RequestKey,
     RequestSpec,
     Role,
@@ -96,6 +98,7 @@ samplings = st.builds(
     stop_token_ids=ids,
     n=uint32,
     logprobs=st.none() | uint32,
+    prompt_logprobs=st.none() | uint32,
     logit_bias=st.dictionaries(uint32, finite, max_size=5).map(lambda d: tuple(sorted(d.items()))),
 )
 perhaps_seconds = st.none() | st.floats(min_value=0, max_value=1e6)
@@ -115,7 +118,7 @@ to_worker = st.one_of(
         Prefill,
         spec=specs,
         target_addresses=st.lists(text).map(tuple),
-        target=text,
+        target=st.none() | text,
         within_s=perhaps_seconds,
     ),
     st.builds(Generate, spec=specs, within_s=perhaps_seconds),
@@ -126,6 +129,17 @@ logprobs = st.builds(
     TokenLogprobs, uint32, single, st.lists(st.tuples(uint32, single), max_size=3).map(tuple)
 )
 at_s = st.floats(0, 1e6)
+
+
+def prompt_logprobs(top: int) -> st.SearchStrategy[WorkerEvent]:
+    """Of one event, so all entries have equally many alternatives."""
+    best = st.lists(st.tuples(uint32, single), min_size=top, max_size=top).map(tuple)
+    entries = st.lists(st.builds(PromptLogprob, uint32, single, uint32, best), max_size=5)
+    return st.builds(
+        PromptLogprobs, key=keys, at_s=at_s, first_position=uint32, entries=entries.map(tuple)
+    )
+
+
 worker_events = st.one_of(
     st.builds(Reserved, key=keys, at_s=at_s),
     st.builds(ReserveRefused, key=keys, at_s=at_s, reason=text),
@@ -142,6 +156,7 @@ worker_events = st.one_of(
         stop_token_id=st.none() | uint32,
         stood_back_s=st.floats(0, 1e6),
     ),
+    st.integers(0, 3).flatmap(prompt_logprobs),
     st.builds(RequestFailed, key=keys, at_s=at_s, reason=text, message=text),
     st.builds(Released, key=keys, at_s=at_s),
 )
@@ -301,6 +316,13 @@ def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload:
             read(message)
         except PeerError as error:
             assert str(error)  # noqa: PT017
+
+
+def test_prompt_logprobs_of_unequal_lengths_are_refused() -> None:
+    told = pb.PromptLogprobs(token_ids=[1, 2], logprobs=[-1.0, -2.0], ranks=[1, 1], top=1)
+    event = pb.Event(prompt_logprobs=told)
+    with pytest.raises(PeerError, match="unequal lengths"):
+        from_worker_wire.decode_event(event, 0.0)
 
 
 def test_what_another_version_sends_is_refused() -> None:

@@ -47,10 +47,22 @@ def key(name: str) -> RequestKey:
 
 
 def spec(
-    name: str, tokens: int, *, n: int = 1, max_tokens: int = 8, stops: tuple[int, ...] = ()
+    name: str,
+    tokens: int,
+    *,
+    n: int = 1,
+    max_tokens: int = 8,
+    stops: tuple[int, ...] = (),
+    prompt_logprobs: int | None = None,
 ) -> RequestSpec:
     """Its prompt is 0, 1, 2 ..."""
-    sampling = Sampling(max_tokens=max_tokens, seed=1, n=n, stop_token_ids=stops)
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        seed=1,
+        n=n,
+        stop_token_ids=stops,
+        prompt_logprobs=prompt_logprobs,
+    )
     return RequestSpec(key=key(name), prompt_ids=tuple(range(tokens)), sampling=sampling)
 
 

@@ -22,23 +22,24 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
 from kvrelay.v1 import pool_node_pb2 as kvrelay_dot_v1_dot_pool__node__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t2E\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvrelay/v1/admin.proto\x12\nkvrelay.v1\x1a\x1akvrelay/v1/inference.proto\x1a\x1akvrelay/v1/pool_node.proto\x1a\x17kvrelay/v1/worker.proto\"\x0e\n\x0cGetKvRequest\"\x94\x01\n\rGetKvResponse\x12,\n\x07workers\x18\x01 \x03(\x0b\x32\x1b.kvrelay.v1.DebugKvResponse\x12*\n\npool_nodes\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.PoolReport\x12)\n\x06silent\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.SilentProcess\"/\n\rSilentProcess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t2\x9b\x01\n\x05\x41\x64min\x12<\n\x05GetKv\x12\x18.kvrelay.v1.GetKvRequest\x1a\x19.kvrelay.v1.GetKvResponse\x12T\n\rGetServerInfo\x12 .kvrelay.v1.GetServerInfoRequest\x1a!.kvrelay.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETKVREQUEST']._serialized_start=91
-  _globals['_GETKVREQUEST']._serialized_end=105
-  _globals['_GETKVRESPONSE']._serialized_start=108
-  _globals['_GETKVRESPONSE']._serialized_end=256
-  _globals['_SILENTPROCESS']._serialized_start=258
-  _globals['_SILENTPROCESS']._serialized_end=305
-  _globals['_ADMIN']._serialized_start=307
-  _globals['_ADMIN']._serialized_end=376
+  _globals['_GETKVREQUEST']._serialized_start=119
+  _globals['_GETKVREQUEST']._serialized_end=133
+  _globals['_GETKVRESPONSE']._serialized_start=136
+  _globals['_GETKVRESPONSE']._serialized_end=284
+  _globals['_SILENTPROCESS']._serialized_start=286
+  _globals['_SILENTPROCESS']._serialized_end=333
+  _globals['_ADMIN']._serialized_start=336
+  _globals['_ADMIN']._serialized_end=491
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from kvrelay.v1 import inference_pb2 as _inference_pb2
 from kvrelay.v1 import pool_node_pb2 as _pool_node_pb2
 from kvrelay.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from kvrelay.v1 import admin_pb2 as kvrelay_dot_v1_dot_admin__pb2
+from kvrelay.v1 import inference_pb2 as kvrelay_dot_v1_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -26,7 +27,7 @@ if _version_not_supported:
 
 
 class AdminStub:
-    """For those who run a cluster.
+    """For those who run a cluster; on a router's internal gRPC port only.
     """
 
     def __init__(self, channel):
@@ -40,14 +41,26 @@ class AdminStub:
                 request_serializer=kvrelay_dot_v1_dot_admin__pb2.GetKvRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetKvResponse.FromString,
                 _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/kvrelay.v1.Admin/GetServerInfo',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
-    """For those who run a cluster.
+    """For those who run a cluster; on a router's internal gRPC port only.
     """
 
     def GetKv(self, request, context):
         """Blocks per state, tier and holder, of every worker and pool node.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """What Inference.GetServerInfo says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +74,11 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_v1_dot_admin__pb2.GetKvRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_admin__pb2.GetKvResponse.SerializeToString,
             ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvrelay.v1.Admin', rpc_method_handlers)
@@ -70,7 +88,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """For those who run a cluster.
+    """For those who run a cluster; on a router's internal gRPC port only.
     """
 
     @staticmethod
@@ -90,6 +108,33 @@ class Admin:
             '/kvrelay.v1.Admin/GetKv',
             kvrelay_dot_v1_dot_admin__pb2.GetKvRequest.SerializeToString,
             kvrelay_dot_v1_dot_admin__pb2.GetKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Admin/GetServerInfo',
+            kvrelay_dot_v1_dot_inference__pb2.GetServerInfoRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/pool_node.proto\x12\nkvrelay.v1\"\x13\n\x11PoolReportRequest\"\xd3\x01\n\nPoolReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.kvrelay.v1.TierBlocks\x12\x14\n\x0c\x64isk_waiting\x18\x06 \x01(\x04\x12\x17\n\x0forphaned_blocks\x18\x07 \x01(\x04\x12\'\n\x04held\x18\x08 \x03(\x0b\x32\x19.kvrelay.v1.HeldForWorker\"\x83\x01\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12\'\n\x06states\x18\x03 \x03(\x0b\x32\x17.kvrelay.v1.StateBlocks\x12(\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x18.kvrelay.v1.CachedBlocks\"R\n\x0c\x43\x61\x63hedBlocks\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08oldest_s\x18\x03 \x01(\x01\x12\x10\n\x08newest_s\x18\x04 \x01(\x01\",\n\x0bStateBlocks\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"M\n\rHeldForWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x32K\n\x08PoolNode\x12?\n\x06Report\x12\x1d.kvrelay.v1.PoolReportRequest\x1a\x16.kvrelay.v1.PoolReportb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvrelay/v1/pool_node.proto\x12\nkvrelay.v1\"\x13\n\x11PoolReportRequest\"\x96\x02\n\nPoolReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x03 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12%\n\x05tiers\x18\x05 \x03(\x0b\x32\x16.kvrelay.v1.TierBlocks\x12\x14\n\x0c\x64isk_waiting\x18\x06 \x01(\x04\x12\x17\n\x0forphaned_blocks\x18\x07 \x01(\x04\x12\'\n\x04held\x18\x08 \x03(\x0b\x32\x19.kvrelay.v1.HeldForWorker\x12\x11\n\tgc_pauses\x18\x14 \x01(\x04\x12\x12\n\ngc_pause_s\x18\x15 \x01(\x01\x12\x1a\n\x12gc_longest_pause_s\x18\x16 \x01(\x01\"\x83\x01\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x02 \x01(\x04\x12\'\n\x06states\x18\x03 \x03(\x0b\x32\x17.kvrelay.v1.StateBlocks\x12(\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x18.kvrelay.v1.CachedBlocks\"R\n\x0c\x43\x61\x63hedBlocks\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08oldest_s\x18\x03 \x01(\x01\x12\x10\n\x08newest_s\x18\x04 \x01(\x01\",\n\x0bStateBlocks\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\"M\n\rHeldForWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x32K\n\x08PoolNode\x12?\n\x06Report\x12\x1d.kvrelay.v1.PoolReportRequest\x1a\x16.kvrelay.v1.PoolReportb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLREPORTREQUEST']._serialized_start=42
   _globals['_POOLREPORTREQUEST']._serialized_end=61
   _globals['_POOLREPORT']._serialized_start=64
-  _globals['_POOLREPORT']._serialized_end=275
-  _globals['_TIERBLOCKS']._serialized_start=278
-  _globals['_TIERBLOCKS']._serialized_end=409
-  _globals['_CACHEDBLOCKS']._serialized_start=411
-  _globals['_CACHEDBLOCKS']._serialized_end=493
-  _globals['_STATEBLOCKS']._serialized_start=495
-  _globals['_STATEBLOCKS']._serialized_end=539
-  _globals['_HELDFORWORKER']._serialized_start=541
-  _globals['_HELDFORWORKER']._serialized_end=618
-  _globals['_POOLNODE']._serialized_start=620
-  _globals['_POOLNODE']._serialized_end=695
+  _globals['_POOLREPORT']._serialized_end=342
+  _globals['_TIERBLOCKS']._serialized_start=345
+  _globals['_TIERBLOCKS']._serialized_end=476
+  _globals['_CACHEDBLOCKS']._serialized_start=478
+  _globals['_CACHEDBLOCKS']._serialized_end=560
+  _globals['_STATEBLOCKS']._serialized_start=562
+  _globals['_STATEBLOCKS']._serialized_end=606
+  _globals['_HELDFORWORKER']._serialized_start=608
+  _globals['_HELDFORWORKER']._serialized_end=685
+  _globals['_POOLNODE']._serialized_start=687
+  _globals['_POOLNODE']._serialized_end=762
 # @@protoc_insertion_point(module_scope)

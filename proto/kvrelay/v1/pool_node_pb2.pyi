@@ -11,7 +11,7 @@ class PoolReportRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PoolReport(_message.Message):
-    __slots__ = ("name", "incarnation", "format", "block_bytes", "tiers", "disk_waiting", "orphaned_blocks", "held")
+    __slots__ = ("name", "incarnation", "format", "block_bytes", "tiers", "disk_waiting", "orphaned_blocks", "held", "gc_pauses", "gc_pause_s", "gc_longest_pause_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,9 @@ class PoolReport(_message.Message):
     DISK_WAITING_FIELD_NUMBER: _ClassVar[int]
     ORPHANED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    GC_PAUSES_FIELD_NUMBER: _ClassVar[int]
+    GC_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
+    GC_LONGEST_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: str
     format: str
@@ -28,7 +31,10 @@ class PoolReport(_message.Message):
     disk_waiting: int
     orphaned_blocks: int
     held: _containers.RepeatedCompositeFieldContainer[HeldForWorker]
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierBlocks, _Mapping]]] = ..., disk_waiting: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldForWorker, _Mapping]]] = ...) -> None: ...
+    gc_pauses: int
+    gc_pause_s: float
+    gc_longest_pause_s: float
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierBlocks, _Mapping]]] = ..., disk_waiting: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldForWorker, _Mapping]]] = ..., gc_pauses: _Optional[int] = ..., gc_pause_s: _Optional[float] = ..., gc_longest_pause_s: _Optional[float] = ...) -> None: ...
 
 class TierBlocks(_message.Message):
     __slots__ = ("tier", "total_blocks", "states", "cached")

@@ -148,7 +148,8 @@ class Worker:
 
 
 class RegistryStub:
-    """Without Ray: how a worker or pool node started with --join makes itself known to a router.
+    """Without Ray: how a worker or pool node started with --join makes itself known to a router, on its
+    internal gRPC port.
     """
 
     def __init__(self, channel):
@@ -165,7 +166,8 @@ class RegistryStub:
 
 
 class RegistryServicer:
-    """Without Ray: how a worker or pool node started with --join makes itself known to a router.
+    """Without Ray: how a worker or pool node started with --join makes itself known to a router, on its
+    internal gRPC port.
     """
 
     def Register(self, request_iterator, context):
@@ -192,7 +194,8 @@ def add_RegistryServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registry:
-    """Without Ray: how a worker or pool node started with --join makes itself known to a router.
+    """Without Ray: how a worker or pool node started with --join makes itself known to a router, on its
+    internal gRPC port.
     """
 
     @staticmethod

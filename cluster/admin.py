@@ -1,0 +1,37 @@
+"""Asking a router's internal gRPC port, as commands do: kvrelay.v1.Admin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+
+from kvrelay.errors import ConfigError
+from kvrelay.v1.admin_pb2_grpc import AdminStub
+
+NOT_INTERNAL = "not the internal gRPC address of a router, which kvrelay router prints"
+MESSAGE_BYTES = 64 * 1024 * 1024
+Answer = TypeVar("Answer")
+
+
+def ask(
+    address: str,
+    method: Callable[[AdminStub], Callable[..., Answer]],
+    request: object,
+    *,
+    timeout_s: float,
+) -> Answer:
+    """Raises ConfigError when no router answers at HOST:PORT."""
+    options = [("grpc.max_receive_message_length", MESSAGE_BYTES)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        try:
+            return method(AdminStub(channel))(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise ConfigError(f"{address}: {_reason(error)}") from None
+
+
+def _reason(error: grpc.RpcError) -> str:
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return NOT_INTERNAL
+    return f"no router answers: {error.details()}"

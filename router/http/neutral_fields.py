@@ -1,0 +1,133 @@
+"""Fields of OpenAI's and vLLM's requests that have no effect here, and the values that need none.
+
+null is neutral for each of them. Any other value would change the answer, so it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neutral:
+    """Only `values` are accepted, and null. `instead` says why others are not, or what to send."""
+
+    values: tuple[object, ...] = ()
+    instead: str = ""
+
+    def accepts(self, given: object) -> bool:
+        """True is not 1."""
+        kinds = ((one, type(one) is bool) for one in (None, *self.values))
+        return any(given == one and is_bool == (type(given) is bool) for one, is_bool in kinds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anything(Neutral):
+    """Every value: it changes no answer."""
+
+    def accepts(self, given: object) -> bool:
+        return True
+
+
+ANYTHING = Anything()
+
+NO_TOOLS = "tool calls are not supported"
+NO_FORMATS = "output can't be constrained yet"
+NO_MEDIA = "only text is supported"
+NO_SEARCH = "only sampling is supported, no beam search"
+NO_EXTENSIONS = "there are no such extensions"
+IN_TEMPLATE = "send chat_template_kwargs, if the model's chat template knows it"
+
+COMMON_NEUTRAL: Mapping[str, Neutral] = {
+    # OpenAI's
+    "user": ANYTHING,
+    "metadata": ANYTHING,
+    "safety_identifier": ANYTHING,
+    "prompt_cache_key": ANYTHING,
+    "prompt_cache_options": ANYTHING,
+    "prompt_cache_retention": ANYTHING,
+    "store": Neutral(values=(False,), instead="answers are not kept"),
+    "service_tier": Neutral(values=("auto", "default"), instead="send tier"),
+    "response_format": Neutral(values=({"type": "text"},), instead=NO_FORMATS),
+    "best_of": Neutral(values=(1,), instead=NO_SEARCH),
+    # vLLM's
+    "use_beam_search": Neutral(values=(False,), instead=NO_SEARCH),
+    "length_penalty": Neutral(values=(1.0,), instead=NO_SEARCH),
+    "watermarking": Neutral(values=(False,), instead="answers have no watermark"),
+    "spaces_between_special_tokens": ANYTHING,
+    "truncate_prompt_tokens": Neutral(instead="a prompt that is too long is refused"),
+    "truncation_side": Neutral(values=("left", "right"), instead="no prompt is truncated"),
+    "allowed_token_ids": Neutral(instead="send logit_bias"),
+    "bad_words": Neutral(values=([],), instead="send logit_bias"),
+    "logprob_token_ids": Neutral(instead="send logprobs"),
+    "detokenize": Neutral(values=(True,), instead="send return_token_ids"),
+    "structured_outputs": Neutral(instead=NO_FORMATS),
+    "guided_json": Neutral(instead=NO_FORMATS),
+    "guided_regex": Neutral(instead=NO_FORMATS),
+    "guided_choice": Neutral(instead=NO_FORMATS),
+    "guided_grammar": Neutral(instead=NO_FORMATS),
+    "guided_decoding_backend": Neutral(instead=NO_FORMATS),
+    "guided_whitespace_pattern": Neutral(instead=NO_FORMATS),
+    "logits_processors": Neutral(values=([],), instead=NO_EXTENSIONS),
+    "priority": Neutral(values=(0,), instead="send tier"),
+    "request_id": Neutral(instead="send the header x-request-id"),
+    "session_id": ANYTHING,
+    "return_tokens_as_token_ids": Neutral(values=(False,), instead="send return_token_ids"),
+    "return_token_offsets": ANYTHING,
+    "return_mm_kwargs": ANYTHING,
+    "routed_experts_prompt_start": Neutral(values=(0,), instead="routing is not told"),
+    "kv_transfer_params": Neutral(instead="the router chooses the workers"),
+    "ec_transfer_params": Neutral(instead=NO_MEDIA),
+    "vllm_xargs": Neutral(values=({},), instead=NO_EXTENSIONS),
+    "repetition_detection": Neutral(instead="send a penalty"),
+    "thinking_token_budget": Neutral(values=(-1,), instead="send max_tokens"),
+    "stream_interval": Neutral(values=(1,), instead="every step's tokens are sent"),
+}
+
+COMPLETION_NEUTRAL: Mapping[str, Neutral] = {
+    **COMMON_NEUTRAL,
+    "suffix": Neutral(values=("",), instead="the model goes on behind the prompt"),
+    "prompt_embeds": Neutral(instead="send text or token ids"),
+}
+
+TEMPLATE_NEUTRAL: Mapping[str, Neutral] = {
+    "continue_final_message": Neutral(values=(False,), instead="use /v1/completions"),
+    "documents": Neutral(values=([],), instead="put them into the messages"),
+    "chat_template": Neutral(instead="the checkpoint's own is used"),
+    "media_io_kwargs": Neutral(values=({},), instead=NO_MEDIA),
+    "mm_processor_kwargs": Neutral(values=({},), instead=NO_MEDIA),
+    "tools": Neutral(values=([],), instead=NO_TOOLS),
+}
+"""Of messages, whether they are answered or only tokenized."""
+
+CHAT_NEUTRAL: Mapping[str, Neutral] = {
+    **COMMON_NEUTRAL,
+    **TEMPLATE_NEUTRAL,
+    "echo": Neutral(values=(False,), instead="only completions have it"),
+    "tool_choice": Neutral(values=("none", "auto"), instead=NO_TOOLS),
+    "parallel_tool_calls": Neutral(values=(True, False), instead=NO_TOOLS),
+    "functions": Neutral(values=([],), instead=NO_TOOLS),
+    "function_call": Neutral(values=("none", "auto"), instead=NO_TOOLS),
+    "audio": Neutral(instead=NO_MEDIA),
+    "modalities": Neutral(values=(["text"],), instead=NO_MEDIA),
+    "moderation": Neutral(instead="answers are not moderated"),
+    "prediction": Neutral(instead="there is no speculative decoding"),
+    "reasoning_effort": Neutral(instead=IN_TEMPLATE),
+    "include_reasoning": Neutral(values=(True,), instead="reasoning is part of the text"),
+    "return_prompt_text": Neutral(values=(False,), instead="send return_token_ids"),
+    "verbosity": Neutral(values=("medium",), instead="ask for it in the messages"),
+    "web_search_options": Neutral(instead=NO_TOOLS),
+}
+
+MESSAGE_NEUTRAL: Mapping[str, Neutral] = {
+    "refusal": Neutral(),
+    "audio": Neutral(instead=NO_MEDIA),
+    "annotations": Neutral(values=([],)),
+    "tool_calls": Neutral(values=([],), instead=NO_TOOLS),
+    "tool_call_id": Neutral(instead=NO_TOOLS),
+    "function_call": Neutral(instead=NO_TOOLS),
+    "reasoning": Neutral(instead="put it into content"),
+    "reasoning_content": Neutral(instead="put it into content"),
+}
+"""Of OpenAI's messages. An answer that is sent back has them."""

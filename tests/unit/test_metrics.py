@@ -1,0 +1,89 @@
+"""What a scrape shows of the links of a large cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.messages import Counters, LinkState
+from kvrelay.types import Incarnation
+from router.generation import ClusterSnapshot
+from router.metrics import RouterMetrics
+from router.placement import Pair
+from router.recent_pairs import LATELY_S, MOST_PAIRS, RecentPairs
+from router.worker_metrics import MOST_LINKS
+from tests.unit.fake_dispatcher import WORKER, FakeDispatcher
+from tests.unit.router_kit import lifetime, reserved, says, split, submit
+
+P, D = Incarnation("p"), Incarnation("d")
+
+
+def pair(number: int) -> Pair:
+    return Pair(Incarnation(f"p{number}"), Incarnation(f"d{number}"))
+
+
+def test_pairs_are_recent_for_a_while_and_the_latest_come_first() -> None:
+    recent = RecentPairs()
+    recent.used([pair(0), pair(1)], 0.0)
+    recent.used([pair(2)], 1.0)
+    recent.used([pair(0)], 2.0)
+    assert recent.lately(3.0) == (pair(0), pair(2), pair(1))
+    assert recent.lately(1.0 + LATELY_S) == (pair(0), pair(2))
+    recent.forget(Incarnation("d2"))
+    assert recent.lately(3.0) == (pair(0), pair(1))
+
+
+def test_no_more_pairs_are_kept_than_are_shown() -> None:
+    recent = RecentPairs()
+    for number in range(MOST_PAIRS + 5):
+        recent.used([pair(number)], 0.0)
+    kept = recent.lately(0.0)
+    assert len(kept) == MOST_PAIRS
+    assert kept[0] == pair(MOST_PAIRS + 4)
+
+
+def test_a_handoff_makes_its_pair_recent_until_a_worker_is_gone() -> None:
+    core = split()
+    submit(core)
+    says(core, "d", reserved())
+    assert core.recent_pairs.lately(2) == ()
+    says(core, "d", lifetime("handoff_committed"), now_s=3)
+    assert core.recent_pairs.lately(3) == (Pair(P, D),)
+    core.recent_pairs.forget(D)
+    assert core.recent_pairs.lately(3) == ()
+
+
+def links_shown(snapshot: ClusterSnapshot) -> list[tuple[str, str]]:
+    text = RouterMetrics("m").exposition(snapshot).decode()
+    (family,) = [f for f in text_string_to_metric_families(text) if f.name == "kvrelay:link_info"]
+    return [(sample.labels["src"], sample.labels["dst"]) for sample in family.samples]
+
+
+def all_to_all(each: int, linked: tuple[Pair, ...]) -> ClusterSnapshot:
+    """Prefill workers with a link to each decode worker."""
+    links = tuple(
+        LinkState(peer=Incarnation(f"d{d}"), transport="shm", bytes_per_s=1e9, latency_s=1e-5)
+        for d in range(each)
+    )
+    prefills = [
+        replace(WORKER, name=f"prefill-{p}", incarnation=f"p{p}", counters=Counters(links=links))
+        for p in range(each)
+    ]
+    decodes = [replace(WORKER, name=f"decode-{d}", incarnation=f"d{d}") for d in range(each)]
+    return replace(FakeDispatcher().snapshot(), workers=(*prefills, *decodes), linked=linked)
+
+
+def test_only_links_that_carried_kv_lately_are_shown() -> None:
+    gone = Pair(Incarnation("p0"), Incarnation("another"))
+    assert links_shown(all_to_all(3, ())) == []
+    shown = links_shown(all_to_all(3, (pair(1), gone, Pair(pair(0).prefill, pair(2).decode))))
+    assert shown == [("prefill-1", "decode-1"), ("prefill-0", "decode-2")]
+
+
+def test_at_most_a_thousand_links_are_shown() -> None:
+    each = 33
+    pairs = tuple(
+        Pair(Incarnation(f"p{p}"), Incarnation(f"d{d}")) for p in range(each) for d in range(each)
+    )
+    assert len(links_shown(all_to_all(each, pairs))) == MOST_LINKS < len(pairs)
