@@ -12,7 +12,7 @@ from engine.parallel.ranks import ALONE, Ranks, block_bytes
 from engine.parallel.share import profile_of_all
 from engine.profile import profile_memory
 from engine.runner import Engine, EngineFacts
-from engine.self_check import check_against_eager
+from engine.self_check import Reference, check_against_eager
 from engine.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.step import StepBatch
 from kvpool.layout import KvLayout
@@ -35,7 +35,7 @@ class Assembly:
     goes_first: bool
     ranks: Ranks
 
-    def check(self, reference: torch.Tensor) -> None:
+    def check(self, reference: Reference) -> None:
         """Raises ModelError where paged steps give other logits than `reference`."""
         check_against_eager(self.model, self.own, reference, self._draft_logits)
 

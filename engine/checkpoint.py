@@ -27,6 +27,9 @@ _VOLATILE_KEYS = {
     "architectures",
 }
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
+_QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")
+_DEQUANTISERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""# format |-> the class of transformers that loads it as 16-bit weights with `dequantize=True`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +164,7 @@ def _check_text_files(folder: Path) -> tuple[dict[str, object], str]:
         raise ModelError(f"{folder} is not a folder: give the folder that holds config.json")
     config = read_config(folder)
     architecture = _causal_architecture(folder, config)
+    _check_unquantised(folder, config)
     _check_tokenizer(folder)
     return config, architecture
 
@@ -186,10 +190,34 @@ def _causal_architecture(folder: Path, config: Mapping[str, object]) -> str:
     architecture = str(names[0])
     if not architecture.endswith(_CAUSAL_SUFFIXES):
         raise ModelError(
-            f"{folder} holds a {architecture}, which is no causal language model: kvrelay serves "
-            "decoder-only ...ForCausalLM checkpoints"
+            f"{folder} can't be served (architecture check): a {architecture} is no causal "
+            "language model: kvrelay serves decoder-only ...ForCausalLM checkpoints"
         )
     return architecture
+
+
+def _check_unquantised(folder: Path, config: Mapping[str, object]) -> None:
+    found = _quantised_format(config)
+    if found is None:
+        return
+    advice = "use the float16 or bfloat16 checkpoint of this model"
+    if found in _DEQUANTISERS:
+        advice += f", or write one with transformers' {_DEQUANTISERS[found]}(dequantize=True)"
+    raise ModelError(
+        f"{folder} holds weights that are quantised ({found}), which kvrelay can't load: {advice}"
+    )
+
+
+def _quantised_format(config: Mapping[str, object]) -> str | None:
+    """The name of the format, also where only the language model's part is quantised."""
+    for part in (config, config.get("text_config")):
+        if not isinstance(part, Mapping):
+            continue
+        for key in _QUANTISED_KEYS:
+            if found := part.get(key):
+                named = found.get("quant_method") if isinstance(found, Mapping) else None
+                return str(named or "in an unknown format")
+    return None
 
 
 def _check_tokenizer(folder: Path) -> None:
@@ -203,7 +231,10 @@ def _check_tokenizer(folder: Path) -> None:
 def _vocab_size(folder: Path, config: Mapping[str, object]) -> int:
     size = _first_int(config, "vocab_size")
     if size is None:
-        raise ModelError(f"{folder}/config.json has no vocab_size: it is not a text model")
+        raise ModelError(
+            f"{folder} can't be served (architecture check): its config.json has no vocab_size: it "
+            "is not a text model"
+        )
     return size
 
 

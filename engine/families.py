@@ -20,30 +20,39 @@ _REFUSED = {
 }
 
 
+def refusal(kind: str, check: str, reason: str) -> ModelError:
+    """Says which check found that a family would give wrong tokens."""
+    return ModelError(f"the {kind} family can't be served ({check} check): {reason}")
+
+
 def check_family(config: PretrainedConfig) -> None:
     """Raises ModelError, with the reason, for a family that would give wrong tokens."""
     kind = config.model_type
     if kind in _REFUSED:
-        raise ModelError(f"the {kind} family can't be served: {_REFUSED[kind]}")
+        raise refusal(kind, "family", _REFUSED[kind])
     _check_class(config)
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SPANS)
     if odd:
-        raise ModelError(f"the {kind} family can't be served: it has {', '.join(odd)} layers")
+        raise refusal(kind, "layer types", f"it has {', '.join(odd)} layers")
     if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
-        raise ModelError(
-            f"this {kind} checkpoint can't be served: with dynamic RoPE a token's KV depends on "
-            "the longest sequence of its batch"
+        raise refusal(
+            kind,
+            "RoPE",
+            "with dynamic RoPE a token's KV depends on the longest sequence of its batch",
         )
 
 
 def _check_class(config: PretrainedConfig) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{config.model_type} has no causal language model in transformers")
+        raise refusal(
+            config.model_type, "architecture", "it has no causal language model in transformers"
+        )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not model_class._supports_attention_backend:
-        raise ModelError(
-            f"the {config.model_type} family can't be served: its attention bypasses "
-            "transformers' attention interface"
+        raise refusal(
+            config.model_type,
+            "interface",
+            "its attention bypasses transformers' attention interface",
         )
 
 

@@ -47,20 +47,35 @@ class LayerLag:
 
 
 class LayerWatch:
-    """Tells of a GPU's layers, in their order, from a thread of its own."""
+    """Tells of a GPU's layers, in their order, from a thread of its own, which the first marks
+    start and `close` ends."""
 
     def __init__(self) -> None:
-        self._events: queue.Queue[tuple[torch.cuda.Event, Callable[[], None]]] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="kvrelay-layers", daemon=True)
-        self._thread.start()
+        self._events: queue.Queue[tuple[torch.cuda.Event, Callable[[], None]] | None]
+        self._events = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
 
     def behind(self, marks: LayerMarks) -> LayerMarks:
         """Marks for the thread that launches kernels: told once the GPU is there."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvrelay-layers", daemon=True)
+            self._thread.start()
         return LayerMarks(marks.layers, lambda layer: self._record(marks, layer))
 
     def drain(self) -> None:
-        """All has been told of what was launched."""
+        """All has been told of what was launched. Raises what a `tell` has raised since."""
         self._events.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Returns when the thread has ended."""
+        if self._thread is not None:
+            self._events.put(None)
+            self._thread.join()
+            self._thread = None
 
     def _record(self, marks: LayerMarks, layer: int) -> None:
         event = torch.cuda.Event(blocking=True)
@@ -68,8 +83,13 @@ class LayerWatch:
         self._events.put((event, lambda: marks.tell(layer)))
 
     def _run(self) -> None:
-        while True:
-            event, tell = self._events.get()
-            event.synchronize()
-            tell()
-            self._events.task_done()
+        while (marked := self._events.get()) is not None:
+            event, tell = marked
+            try:
+                event.synchronize()
+                tell()
+            except Exception as error:
+                self._error = self._error or error
+            finally:
+                self._events.task_done()
+        self._events.task_done()

@@ -18,7 +18,7 @@ from engine.model import Model, load_model
 from engine.options import DEFAULT_OPTIONS, CudaOptions
 from engine.parallel.group import Group
 from engine.parallel.ranks import ALONE, Ranks, own_layout
-from engine.parallel.share import check_shares, share_out
+from engine.parallel.share import Loaded, check_shares, share_out
 from engine.probe import derive_layout
 from engine.runner import Engine, EngineFacts
 from engine.sampler import prepare_draws
@@ -54,11 +54,13 @@ def load_engine(
     if torch.device(device).type == "cuda":
         torch.set_float32_matmul_precision("high" if cuda.tf32 else "highest")
     longest = _max_model_len(checkpoint, limits)
+
+    def load_share() -> Loaded:
+        return share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group, longest)
+
     report(Activity(stage=Stage.LOADS))
     with _memory_errors(device):
-        loaded = ranks.in_turn(
-            lambda: share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group)
-        )
+        loaded = ranks.in_turn(load_share)
     own_shapes = check_shares(loaded, ranks.group)
     if compiled:
         report(Activity(stage=Stage.COMPILES))

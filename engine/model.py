@@ -22,6 +22,16 @@ from engine.parallel.group import Group
 from kvrelay.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    LookupError,
+    AttributeError,
+    TypeError,
+)
+"""What transformers raises where it can't read a checkpoint or lacks a package for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,7 @@ class Model:
 
 def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
     """`dtype` is a key of DTYPES or "auto" (the checkpoint's own). Raises ModelError."""
-    _check_device(torch.device(device))
+    _use_device(torch.device(device))
     config = _load_config(checkpoint)
     check_family(config)
     attention.register()
@@ -113,7 +123,7 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
             checkpoint.path, config=config, dtype=wanted, attn_implementation=attention.NAME
         )
         module = module.to(torch.device(device)).eval().requires_grad_(False)
-    except (OSError, ValueError, RuntimeError) as error:
+    except LOAD_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
     border = longrope_border_tokens(config)
@@ -126,7 +136,8 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
     )
 
 
-def _check_device(device: torch.device) -> None:
+def _use_device(device: torch.device) -> None:
+    """What this thread launches without naming a GPU runs on this one. Raises ModelError."""
     if device.type != "cuda":
         return
     if torch.version.cuda is None:
@@ -140,12 +151,14 @@ def _check_device(device: torch.device) -> None:
             f"no CUDA device here: {device} was asked for and torch sees {count}: check "
             "nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
+    if device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(checkpoint.path)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (*LOAD_ERRORS, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path}/config.json can't be used: {reason}") from error
 

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.attention import Scores
-from engine.model import Model
+from engine.attention import NAME, Scores
+from engine.families import refusal
+from engine.masks import Visible, cached_windows, composed_masks, mask_difference
+from engine.model import LOAD_ERRORS, Model
 from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvrelay.errors import ModelError
+
+_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class LayerShape:
 
 @dataclass(slots=True)
 class _Recorder:
+    kind: str
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(
@@ -39,6 +43,8 @@ class _Recorder:
         value: torch.Tensor,
         scores: Scores,
     ) -> torch.Tensor:
+        if layer in self.shapes:
+            raise refusal(self.kind, "single call", f"layer {layer} calls attention twice")
         planes = (
             Plane(name="k", heads=key.shape[1], dim=key.shape[3]),
             Plane(name="v", heads=value.shape[1], dim=value.shape[3]),
@@ -54,27 +60,74 @@ class _Recorder:
 
 
 def probe(model: Model) -> dict[int, LayerShape]:
-    """# layer |-> its shape. Raises ModelError when the family hides layers or their windows."""
-    recorder = _Recorder()
-    zero = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.forward(zero, zero, zero[0], recorder)
-    _check(model, recorder.shapes)
+    """# layer |-> its shape. Raises ModelError when the family hides layers or their windows, or
+    asks for more than causal attention."""
+    recorder = _Recorder(model.config.model_type)
+    _run(model, recorder)
+    _check_layers(model, recorder.shapes)
     return recorder.shapes
 
 
-def _check(model: Model, shapes: dict[int, LayerShape]) -> None:
+def check_masks(model: Model, shapes: dict[int, LayerShape], longest: int) -> None:
+    """The mask that transformers composes for a layer, and the tokens that its cache keeps, must be
+    those that its call describes, in sequences of up to `longest` tokens. Raises ModelError."""
+    kind = model.config.model_type
+    with composed_masks(model.module, NAME) as masks:
+        _run(model, _Recorder(kind))
+    for layer, shape in shapes.items():
+        _check_mask(kind, layer, masks.of_layer(layer), shape.window, longest)
+    for layer, kept in enumerate(cached_windows(model.module.config)):
+        _check_cache(kind, layer, kept, shapes[layer].window, longest)
+
+
+def _run(model: Model, recorder: _Recorder) -> None:
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=model.device)
+    positions = torch.arange(_TOKENS, device=model.device)
+    try:
+        model.forward(ids, positions[None], positions, recorder)
+    except torch.OutOfMemoryError:
+        raise
+    except LOAD_ERRORS as error:
+        reason = f"it fails by itself: {' '.join(str(error).split())}"
+        raise refusal(recorder.kind, "forward", reason) from error
+
+
+def _check_layers(model: Model, shapes: dict[int, LayerShape]) -> None:
     config = model.config
     if sorted(shapes) != list(range(config.num_hidden_layers)):
-        raise ModelError(
-            f"the {config.model_type} family can't be served: attention reached the interface in "
-            f"layers {sorted(shapes)} of {config.num_hidden_layers}"
+        raise refusal(
+            config.model_type,
+            "layers",
+            f"attention reached the interface in layers {sorted(shapes)} of "
+            f"{config.num_hidden_layers}",
         )
     for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
         if (kind == "sliding_attention") != (shapes[layer].window is not None):
-            raise ModelError(
-                f"the {config.model_type} family can't be served: layer {layer} is {kind} but "
-                f"its attention was called with a window of {shapes[layer].window}"
+            raise refusal(
+                config.model_type,
+                "layers",
+                f"layer {layer} is {kind} but its attention was called with a window of "
+                f"{shapes[layer].window}",
             )
+
+
+def _check_mask(
+    kind: str, layer: int, visible: Visible | None, window: int | None, longest: int
+) -> None:
+    if visible is None:
+        raise refusal(kind, "mask", f"layer {layer} uses a mask that transformers did not compose")
+    if difference := mask_difference(visible, window, longest):
+        raise refusal(kind, "mask", f"layer {layer}: {difference}")
+
+
+def _check_cache(kind: str, layer: int, kept: int | None, window: int | None, longest: int) -> None:
+    if kept is not None and kept < longest and (window is None or window > kept):
+        raise refusal(
+            kind,
+            "cache",
+            f"layer {layer}: transformers caches {kept} tokens, but its attention was called with "
+            f"a window of {window}",
+        )
 
 
 def derive_layout(shapes: dict[int, LayerShape], *, dtype: str, block_size: int) -> KvLayout:

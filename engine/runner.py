@@ -146,6 +146,8 @@ class Engine:
             self._forward(slices)
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self._ranks.close()
 
     def watch(self, lost: Callable[[PeerError], None]) -> None:

@@ -1,71 +1,172 @@
-"""At load: kvrelay's attention must agree with the model's own eager forward."""
+"""At load: kvrelay's attention must agree with the model's own eager forward.
+
+The model that serves is compared on a few tokens, in its own dtype and with its own kernels. A
+small copy of it is compared on long sequences in float32, where nothing hides behind rounding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
+from engine.families import has_experts, refusal
+from engine.layer_places import layer_places
 from engine.model import Model
+from engine.paged import PagedAttention
+from engine.plan import Planner
+from engine.probe import derive_layout, probe
+from engine.small_copy import CHECK, small_copy
 from engine.step import SampleRequest, SequenceSlice, StepBatch
+from engine.summation_noise import noise_bound, row_differences, typical
 from kvpool.layout import BlockId, KvLayout
 from kvpool.memory.kv_memory import KvMemory
-from kvrelay.errors import ModelError
 from kvrelay.types import RequestKey, Sampling
 
-_TOKENS = 24
-_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15, "float8_e4m3fn": 0.25}
-"""Largest difference allowed, as a share of the range of the reference's logits; by KV dtype."""
+_FORMAT_LOSS = {"float8_e4m3fn": 0.25}
+"""What a KV dtype loses at most, as a share of the range of the logits."""
+_LONG_TOLERANCE = 1e-3
+_BLOCK_SIZE = 16
 
-# Step |-> (sequence, first position, end): split prompts, ragged, chunks mixed with decodes.
-_STEPS = (
-    ((0, 0, 7), (1, 0, 23)),
-    ((0, 7, 20), (1, 23, 24)),
-    ((0, 20, 21), (2, 0, 1)),
-    ((2, 1, 24), (0, 21, 24)),
-)
-
+Part = tuple[int, int, int]
+"""Sequence, first position, end."""
 Logits = Callable[[KvMemory, StepBatch], torch.Tensor]
 
 
-def eager_reference(model: Model) -> torch.Tensor:
-    """What `check_against_eager` compares with, `[sequences, tokens, vocab]`; of a whole model."""
-    return model.eager_logits(_token_ids(model)).float()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Sequences of equal length and the steps that run them: split prompts, ragged, chunks mixed
+    with decodes."""
+
+    sequences: int
+    tokens: int
+    steps: tuple[tuple[Part, ...], ...]
+
+
+_SHORT = Trial(
+    sequences=3,
+    tokens=24,
+    steps=(
+        ((0, 0, 7), (1, 0, 23)),
+        ((0, 7, 20), (1, 23, 24)),
+        ((0, 20, 21), (2, 0, 1)),
+        ((2, 1, 24), (0, 21, 24)),
+    ),
+)
+
+
+def _long(tokens: int) -> Trial:
+    """Of at least four tokens."""
+    half = tokens // 2
+    return Trial(
+        sequences=2,
+        tokens=tokens,
+        steps=(
+            ((0, 0, half),),
+            ((0, half, tokens - 2), (1, 0, tokens - 1)),
+            ((0, tokens - 2, tokens - 1), (1, tokens - 1, tokens)),
+            ((0, tokens - 1, tokens),),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """`logits` `[sequences, tokens, vocab]` of the model's own forward. `bound`: how far right ones
+    may be from them, as a share of their range."""
+
+    logits: torch.Tensor
+    bound: float
+
+
+def eager_reference(model: Model) -> Reference:
+    """What `check_against_eager` compares with; of a whole model."""
+    ids = _token_ids(model, _SHORT)
+    logits = model.eager_logits(ids).float()
+    bounds = noise_bound(lambda: model.eager_logits(ids[:1])[0], logits[0])
+    return Reference(logits=logits, bound=_typical(model, bounds))
 
 
 def check_against_eager(
-    model: Model, layout: KvLayout, reference: torch.Tensor, logits: Logits
+    model: Model, layout: KvLayout, reference: Reference, logits: Logits
 ) -> None:
     """`logits` runs a step in the given memory. Raises ModelError, naming the family."""
-    token_ids = _token_ids(model)
-    blocks = layout.blocks_for(_TOKENS)
-    memory = KvMemory(layout, 3 * blocks, model.device)
-    worst = 0.0
-    for step in _STEPS:
-        pieces = [_piece(layout, token_ids, blocks, *part) for part in step]
-        own = logits(memory, StepBatch(slices=tuple(pieces)))
-        expected = torch.stack([reference[sequence, end - 1] for sequence, _, end in step])
-        worst = max(worst, _difference(own, expected))
-    allowed = _TOLERANCE[layout.dtype]
-    if not worst <= allowed:
-        raise ModelError(
-            f"the {model.config.model_type} family can't be served: paged logits differ from its "
-            f"own forward by {worst:.2g} of their range (allowed {allowed:g})"
+    differences = _differences(model, layout, _SHORT, reference.logits, logits)
+    allowed = max(reference.bound, _FORMAT_LOSS.get(layout.dtype, 0.0))
+    _check(model, "self", _typical(model, differences), allowed)
+
+
+def check_long_sequences(model: Model, longest: int) -> None:
+    """Runs a small copy of `model`. Raises ModelError, naming the family."""
+    small = small_copy(model, longest)
+    shapes = probe(small)
+    layout = derive_layout(shapes, dtype=small.dtype_name, block_size=_BLOCK_SIZE)
+    masked = not all(shape.is_plain for shape in shapes.values())
+    planner = Planner(layout, small.device, small.dtype, masked)
+    trial = _long(min(300, longest))
+    found = _differences(
+        small,
+        layout,
+        trial,
+        small.eager_logits(_token_ids(small, trial)),
+        lambda memory, batch: _paged_logits(small, planner, memory, batch),
+    )
+    _check(model, CHECK, float(found.max()), _LONG_TOLERANCE)
+
+
+def _paged_logits(
+    model: Model, planner: Planner, memory: KvMemory, batch: StepBatch
+) -> torch.Tensor:
+    plan = planner.plan(batch.slices)
+    state = PagedAttention(memory, plan, layer_places(memory.layout))
+    with nullcontext() if model.longrope is None else model.longrope.long(True):
+        return model.forward(plan.token_ids, plan.positions, plan.logit_rows, state).float()
+
+
+def _check(model: Model, check: str, found: float, allowed: float) -> None:
+    if not found <= allowed:
+        raise refusal(
+            model.config.model_type,
+            check,
+            f"paged logits differ from its own forward by {found:.2g} of their range "
+            f"(allowed {allowed:.2g})",
         )
 
 
-def _token_ids(model: Model) -> torch.Tensor:
-    """Three sequences of well spread ids, `[3, tokens]`."""
-    ids = (torch.arange(3 * _TOKENS, device=model.device) * 7919 + 13) % model.config.vocab_size
-    return ids.view(3, _TOKENS)
+def _differences(
+    model: Model, layout: KvLayout, trial: Trial, reference: torch.Tensor, logits: Logits
+) -> torch.Tensor:
+    """Of the last token of each part, as shares of the range of the step's logits."""
+    token_ids = _token_ids(model, trial)
+    memory = KvMemory(layout, trial.sequences * layout.blocks_for(trial.tokens), model.device)
+    found = []
+    for step in trial.steps:
+        pieces = [_piece(layout, trial, token_ids, *part) for part in step]
+        own = logits(memory, StepBatch(slices=tuple(pieces)))
+        expected = torch.stack([reference[sequence, end - 1] for sequence, _, end in step])
+        found.append(row_differences(own, expected))
+    return torch.cat(found)
+
+
+def _typical(model: Model, differences: torch.Tensor) -> float:
+    return typical(differences, may_choose=has_experts(model.config), dtype=model.dtype)
+
+
+def _token_ids(model: Model, trial: Trial) -> torch.Tensor:
+    """Well spread ids, `[sequences, tokens]`."""
+    count = trial.sequences * trial.tokens
+    ids = (torch.arange(count, device=model.device) * 7919 + 13) % model.config.vocab_size
+    return ids.view(trial.sequences, trial.tokens)
 
 
 def _piece(
-    layout: KvLayout, token_ids: torch.Tensor, blocks: int, sequence: int, start: int, end: int
+    layout: KvLayout, trial: Trial, token_ids: torch.Tensor, sequence: int, start: int, end: int
 ) -> SequenceSlice:
     """Blocks are interleaved among the sequences, so that none are neighbours."""
-    table = tuple(BlockId(i * 3 + sequence) for i in range(layout.blocks_for(end)))
-    assert len(table) <= blocks
+    blocks = layout.blocks_for(end)
+    table = tuple(BlockId(i * trial.sequences + sequence) for i in range(blocks))
     sampling = Sampling(max_tokens=1, seed=0)
     request = SampleRequest(sampling=sampling, choice=0, index=0, prompt_ids=(), emitted_ids=())
     return SequenceSlice(
@@ -75,10 +176,5 @@ def _piece(
         start=start,
         tables=(table,) * len(layout.groups),
         samples=(request,),
-        prompt_tokens=_TOKENS,
+        prompt_tokens=trial.tokens,
     )
-
-
-def _difference(own: torch.Tensor, expected: torch.Tensor) -> float:
-    spread = (expected.max() - expected.min()).clamp_min(1e-6)
-    return float(((own - expected).abs().max() / spread).item())

@@ -100,23 +100,23 @@ def random_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        _unsettle(model)
+        unsettle(model)
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id
     )
     model.save_pretrained(folder)
-    _save_tokenizer(folder, config.vocab_size)
+    save_tokenizer(folder, config.vocab_size)
     return folder
 
 
-def _unsettle(model: torch.nn.Module) -> None:
+def unsettle(model: torch.nn.Module) -> None:
     """Give what transformers starts at constants (sinks, biases) values that matter."""
     for name, tensor in model.named_parameters():
         if name.endswith(("sinks", "bias")):
             torch.nn.init.normal_(tensor, std=0.2)
 
 
-def _save_tokenizer(folder: Path, vocab_size: int) -> None:
+def save_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

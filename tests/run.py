@@ -79,7 +79,7 @@ def main() -> int:
     chosen, options = parser.parse_known_args()
     chosen.build.mkdir(parents=True, exist_ok=True)
     name = "test-long" if chosen.long else "test"
-    marks = "long and not gpu" if chosen.long else "not gpu and not long"
+    marks = "long and not gpu" if chosen.long else "not gpu and not long and not families"
     log = chosen.build / f"{name}.log"
     first = run_pytest(["-m", marks, *options], log)
     again, second = second_chances(first), None

@@ -67,24 +67,33 @@ class DecodeGraphs:
 
 
 class CudaRecorder:
-    """Records CUDA graphs, which share their memory: only one of them runs at a time."""
+    """Records CUDA graphs on `device`, which share their memory: only one of them runs at a
+    time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device)
 
     def __call__(self, run: Run) -> Run:
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
-            for _ in range(_WARM):
-                run()
-        torch.cuda.current_stream().wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
+        with torch.cuda.device(self._device):
+            self._warm_up(run)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._beside, capture_error_mode="thread_local"
+            ):
+                out = run()
 
         def replay() -> torch.Tensor:
             graph.replay()
             return out
 
         return replay
+
+    def _warm_up(self, run: Run) -> None:
+        usual = torch.cuda.current_stream(self._device)
+        self._beside.wait_stream(usual)
+        with torch.cuda.stream(self._beside):
+            for _ in range(_WARM):
+                run()
+        usual.wait_stream(self._beside)

@@ -29,7 +29,8 @@ _WARM, _RUNS = 3, 15
 
 def measure(open_backend: Open, wanted: Wanted) -> dict[str, float]:
     """# work |-> seconds of one layer of the group that has most layers, the median"""
-    return {name: measure_work(open_backend, wanted, *work) for name, work in GRID.items()}
+    with torch.cuda.device(wanted.device):
+        return {name: measure_work(open_backend, wanted, *work) for name, work in GRID.items()}
 
 
 @torch.inference_mode()

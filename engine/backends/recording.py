@@ -43,7 +43,7 @@ def _record(engine: Engine, most: int) -> str | None:
     assert isinstance(engine.backend, TritonBackend)
     inputs = StaticDecode(engine.backend, most, engine.facts.max_model_len)
     try:
-        engine.graphs = DecodeGraphs(engine.model, inputs, most, CudaRecorder())
+        engine.graphs = DecodeGraphs(engine.model, inputs, most, CudaRecorder(engine.model.device))
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:

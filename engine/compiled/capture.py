@@ -104,3 +104,6 @@ def _check_inputs(made: GraphModule) -> None:
     tokens, _, rows = found
     if not isinstance(tokens.shape[1], torch.SymInt) or not isinstance(rows.shape[0], torch.SymInt):
         raise NotCaptured("it takes only one number of tokens")
+    guards = sorted({str(guard.expr) for guard in tokens.fake_mode.shape_env.guards})
+    if guards:
+        raise NotCaptured(f"it branches on the number of tokens or rows: {', '.join(guards)}")

@@ -80,6 +80,11 @@ class PackedLinear(torch.nn.Module):
             return product
         return product[..., self.start : self.stop]
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy, for families whose routers read the weights of a layer that they don't call."""
+        return self.packed.weight.to_dense()[self.start : self.stop]
+
     def extra_repr(self) -> str:
         return f"{self.start} to {self.stop} of {self.packed.width}"
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from engine.model import Model
 from engine.parallel.degree import check_degree
 from engine.parallel.group import Group
 from engine.parallel.split import check_plan, split, whole_attention
-from engine.probe import LayerShape, probe
-from engine.self_check import eager_reference
+from engine.probe import LayerShape, check_masks, probe
+from engine.self_check import Reference, check_long_sequences, eager_reference
 from engine.sizing import MemoryProfile
 from kvpool.shard import Shard
 
@@ -24,18 +22,21 @@ class Loaded:
 
     model: Model
     shapes: dict[int, LayerShape]
-    reference: torch.Tensor
+    reference: Reference
 
     @property
     def needs_masks(self) -> bool:
         return not all(shape.is_plain for shape in self.shapes.values())
 
 
-def share_out(model: Model, group: Group | None) -> Loaded:
-    """Raises ModelError for a family, or heads, that this degree can't split."""
+def share_out(model: Model, group: Group | None, longest: int) -> Loaded:
+    """`longest`: tokens of the longest sequence that will be served. Raises ModelError for a
+    family that would give wrong tokens, or heads that this degree can't split."""
     if group is not None:
         check_plan(model.module)
     shapes = probe(model)
+    check_masks(model, shapes, longest)
+    check_long_sequences(model, longest)
     reference = eager_reference(model)
     if group is not None:
         _check_heads(model, shapes, group.size)

@@ -52,7 +52,7 @@ def test_kv_kept_in_fp8_takes_half(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny random model loses more by it than loading allows."""
-    monkeypatch.setitem(self_check._TOLERANCE, "float8_e4m3fn", 1.0)
+    monkeypatch.setitem(self_check._FORMAT_LOSS, "float8_e4m3fn", 1.0)
     folder = random_checkpoint(tmp_path_factory.mktemp("fp8"), "llama")
     engines = [
         load_engine(

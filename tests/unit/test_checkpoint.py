@@ -57,6 +57,39 @@ def shard(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
 
+QUANTISED: dict[str, dict[str, Any]] = {
+    "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "mxfp4": {},
+    "awq": {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"},
+    "gptq": {"bits": 4, "group_size": 128},
+    "compressed-tensors": {"format": "pack-quantized", "config_groups": {}},
+    "bitsandbytes": {"load_in_4bit": True},
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_weights_are_refused_by_the_name_of_their_format(folder: Path, kind: str) -> None:
+    edit_json(folder / "config.json", quantization_config={"quant_method": kind, **QUANTISED[kind]})
+    message = refusal(folder)
+    assert f"weights that are quantised ({kind}), which kvrelay can't load" in message
+    assert "use the float16 or bfloat16 checkpoint" in message
+    with pytest.raises(ModelError, match="are quantised"):
+        find_text_files(str(folder))
+
+
+def test_the_class_that_writes_16_bit_weights_is_named(folder: Path) -> None:
+    edit_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    assert "Mxfp4Config(dequantize=True)" in refusal(folder)
+
+
+def test_a_quantised_language_model_and_an_unnamed_format_are_refused(folder: Path) -> None:
+    inner = {"quantization_config": {"quant_method": "fp8"}}
+    edit_json(folder / "config.json", text_config=inner)
+    assert "quantised (fp8)" in refusal(folder)
+    edit_json(folder / "config.json", text_config=None, quantization={"bits": 4})
+    assert "quantised (in an unknown format)" in refusal(folder)
+
+
 def test_facts(folder: Path) -> None:
     found = open_checkpoint(str(folder))
     assert found.architecture == "LlamaForCausalLM"

@@ -24,6 +24,7 @@ from engine.model import Model, load_model
 from engine.native import build as native
 from engine.native.build import BuildError
 from engine.sizing import EngineLimits
+from engine.summation_noise import row_differences
 from tests.models import FAMILIES, random_checkpoint
 
 TOKENS = (1, 2, 3, 7, 16, 33, 64)
@@ -83,7 +84,7 @@ def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], far: fl
 
 
 def differences(found: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
-    return build.row_differences(torch.cat(found), torch.cat(expected))
+    return row_differences(torch.cat(found), torch.cat(expected))
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.checkpoint import open_checkpoint
-from engine.layer_marks import LayerMarks
+from engine.layer_marks import LayerMarks, LayerWatch
 from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
@@ -75,3 +76,59 @@ def test_a_marked_layer_is_told_once_its_kv_is_written(tmp_path: Path, device: s
         for seen, after in zip(planes, layer_planes(own, layer), strict=True):
             assert seen.any()
             assert torch.equal(seen, after)
+
+
+class Event:
+    """In place of CUDA's: the device is always there already."""
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> LayerWatch:
+    """Not run on a device."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return LayerWatch()
+
+
+def watching() -> int:
+    return sum(thread.name == "kvrelay-layers" for thread in threading.enumerate())
+
+
+def test_a_watch_has_a_thread_only_while_it_has_marks(watch: LayerWatch) -> None:
+    """Engines that are made to check and measure a model leave none behind."""
+    before = watching()
+    watch.drain()
+    watch.close()
+    assert watching() == before
+    told: list[int] = []
+    watch.behind(LayerMarks(frozenset({0}), told.append)).wrote(0)
+    watch.drain()
+    assert told == [0]
+    assert watching() == before + 1
+    watch.close()
+    assert watching() == before
+
+
+@pytest.mark.timeout(20)
+def test_what_tell_raises_ends_the_step_and_not_the_watch(watch: LayerWatch) -> None:
+    told: list[int] = []
+
+    def tell(layer: int) -> None:
+        if layer == 0:
+            raise KeyError("no such job")
+        told.append(layer)
+
+    marks = watch.behind(LayerMarks(frozenset({0, 1}), tell))
+    marks.wrote(0)
+    marks.wrote(1)
+    with pytest.raises(KeyError, match="no such job"):
+        watch.drain()
+    assert told == [1]
+    watch.drain()
+    watch.close()

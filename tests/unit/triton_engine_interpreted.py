@@ -78,7 +78,7 @@ def test_tokens_in_mixed_batches(family: str, tmp_path: Path) -> None:
 
 def test_kv_kept_in_fp8_takes_a_quarter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny random model loses more by it than loading allows (0.41 of its logits' range)."""
-    monkeypatch.setitem(self_check._TOLERANCE, "float8_e4m3fn", 1.0)
+    monkeypatch.setitem(self_check._FORMAT_LOSS, "float8_e4m3fn", 1.0)
     engine = _engine(tmp_path, "llama", fp8_kv=True)
     elements = 2 * 2 * 2 * 16  # layers, planes, heads, dims
     assert engine.layout.bytes_per_token == elements
