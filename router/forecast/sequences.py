@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
+from typing import NamedTuple
 
 import numpy as np
 
 from kvrelay.types import RequestKey
-from router.latency.survival import Survival, SurvivalTable
+from router.latency.survival import NONE, Floats, Survival, SurvivalTable
 
 _EMITTED, _MOST, _PROMPT, _CHOICES, _JOINS, _ENDS, _TIER, _ROWS = range(8)
 _FEW = 24
@@ -36,6 +37,35 @@ class Moments:
             self.kv_tokens + sigmas * sqrt(self.kv_variance),
         )
 
+    def __add__(self, other: Moments) -> Moments:
+        """Of both, which are independent."""
+        return Moments(
+            self.sequences + other.sequences,
+            self.kv_tokens + other.kv_tokens,
+            self.variance + other.variance,
+            self.kv_variance + other.kv_variance,
+        )
+
+
+class _Sums(NamedTuple):
+    """Over sequences that are at work, each with its `context` of prompt and emitted tokens: `n`
+    is how many go on, `varies` the variance of that, alone and by contexts and their squares."""
+
+    n: float
+    n_context: float
+    varies: float
+    context_varies: float
+    squared_varies: float
+
+    def after(self, more: float) -> Moments:
+        """Each has so many tokens more."""
+        return Moments(
+            self.n,
+            self.n_context + more * self.n,
+            self.varies,
+            self.squared_varies + more * (2 * self.context_varies + more * self.varies),
+        )
+
 
 class Sequences:
     """Each has the `tokens` that it has emitted, and may emit `most`."""
@@ -47,6 +77,8 @@ class Sequences:
         self._tiers: list[str] = []  # tiers by their number in the columns
         self._table: SurvivalTable | None = None  # of these survivals, and of all these tiers
         self._table_of: Mapping[str, Survival] = {}
+        self._awaited: set[RequestKey] = set()  # those that have emitted nothing
+        self._sums: dict[int, _Sums | None] = {}  # by steps from now; until anything changes
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -72,9 +104,13 @@ class Sequences:
         self._columns[:, at] = (0, most, prompt_tokens, choices, joins_s, ends_s, number)
         self._keys.append(key)
         self._index[key] = at
+        self._awaited.add(key)
+        self._sums.clear()
 
     def remove(self, key: RequestKey) -> None:
         """The last one takes its column."""
+        self._awaited.discard(key)
+        self._sums.clear()
         at, last = self._index.pop(key), self._keys.pop()
         if last != key:
             self._columns[:, at] = self._columns[:, len(self._keys)]
@@ -84,8 +120,10 @@ class Sequences:
     def grown(self, key: RequestKey, tokens: int) -> None:
         """One that isn't here changes nothing."""
         at = self._index.get(key)
-        if at is not None:
+        if at is not None and tokens:
             self._columns[_EMITTED, at] = tokens
+            self._awaited.discard(key)
+            self._sums.clear()
 
     def running(self) -> Iterator[tuple[str, int]]:
         """# tier, tokens; of those that have any"""
@@ -99,14 +137,59 @@ class Sequences:
     ) -> Moments:
         """Those that decode `then_s`, with steps of `step_s` until then. Of a tier without survival
         each lasts as long as was expected."""
-        look = self._one_by_one if len(self) <= _FEW else self._all_at_once
-        return look(then_s, now_s, step_s, survivals)
+        columns = self._columns[:, : len(self)]
+        if len(self) > _FEW:
+            more = (then_s - now_s) / step_s
+            sums = self._at_work(int(more), survivals)
+            if sums is not None:
+                awaited = columns[:, [self._index[key] for key in self._awaited]]
+                return sums.after(more) + self._look(awaited, then_s, now_s, step_s, survivals)
+        return self._look(columns, then_s, now_s, step_s, survivals)
+
+    def _at_work(self, steps: int, survivals: Mapping[str, Survival]) -> _Sums | None:
+        """Of those that have emitted tokens. None where whole steps don't tell all: of a tier
+        nothing is known, or one has outlived all that is known."""
+        table = self._survivals(survivals)
+        if steps not in self._sums:
+            known = all(tier in survivals for tier in self._tiers)
+            self._sums[steps] = self._sum_up(steps, table) if known else None
+        return self._sums[steps]
+
+    def _sum_up(self, steps: int, table: SurvivalTable) -> _Sums | None:
+        columns = self._columns[:, : len(self)]
+        emitted, most, prompts, choices = columns[:_JOINS]
+        kinds, then = columns[_TIER].astype(np.int64), emitted + steps
+        alive = table.longer(kinds, emitted)
+        if alive.min() < NONE:
+            return None
+        share = table.longer(kinds, then) / alive * (then < most)
+        n, context = share * choices * (emitted > 0), prompts + emitted
+        varies = n * (1 - share)
+        by_context = varies * context
+        sums = (n.sum(), n @ context, varies.sum(), by_context.sum(), by_context @ context)
+        return _Sums(*map(float, sums))
+
+    def _look(
+        self,
+        columns: Floats,
+        then_s: float,
+        now_s: float,
+        step_s: float,
+        survivals: Mapping[str, Survival],
+    ) -> Moments:
+        look = self._one_by_one if columns.shape[1] <= _FEW else self._all_at_once
+        return look(columns, then_s, now_s, step_s, survivals)
 
     def _one_by_one(
-        self, then_s: float, now_s: float, step_s: float, survivals: Mapping[str, Survival]
+        self,
+        columns: Floats,
+        then_s: float,
+        now_s: float,
+        step_s: float,
+        survivals: Mapping[str, Survival],
     ) -> Moments:
         sequences = kv_tokens = variance = kv_variance = 0.0
-        for column in self._columns[:, : len(self)].T.tolist():
+        for column in columns.T.tolist():
             emitted, most, prompt_tokens, choices, joins_s, ends_s, tier = column
             from_s = now_s if emitted else max(now_s, joins_s)
             if from_s > then_s:
@@ -124,9 +207,13 @@ class Sequences:
         return Moments(sequences, kv_tokens, variance, kv_variance)
 
     def _all_at_once(
-        self, then_s: float, now_s: float, step_s: float, survivals: Mapping[str, Survival]
+        self,
+        columns: Floats,
+        then_s: float,
+        now_s: float,
+        step_s: float,
+        survivals: Mapping[str, Survival],
     ) -> Moments:
-        columns = self._columns[:, : len(self)]
         emitted, most, prompts, choices, joins_s, ends_s = columns[:_TIER]
         from_s = np.where(emitted > 0, now_s, np.maximum(now_s, joins_s))
         more = np.maximum(0.0, (then_s - from_s) / step_s)
@@ -152,4 +239,5 @@ class Sequences:
         if self._table is None or self._table_of is not survivals:
             kinds = [survivals.get(tier, _UNKNOWN) for tier in self._tiers]
             self._table, self._table_of = SurvivalTable(kinds), survivals
+            self._sums.clear()
         return self._table

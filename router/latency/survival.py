@@ -12,7 +12,8 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 STRIDE = 8
-_NONE = 1e-9
+NONE = 1e-9
+"""A smaller share is none at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Survival:
         shares, last = self.shares, len(self.shares) - 1
         now, then = int(tokens) // STRIDE, int(tokens + more) // STRIDE
         alive = shares[now if now < last else last]
-        if alive < _NONE:
+        if alive < NONE:
             return float(0.5 ** (more / max(1.0, tokens)))
         return shares[then if then < last else last] / alive
 
@@ -43,12 +44,14 @@ class SurvivalTable:
 
     def go_on(self, kind: Integers, tokens: Floats, more: Floats) -> Floats:
         """# sequence |-> `goes_on`; `kind` is its index"""
-        first, last = self._first[kind], self._last[kind]
-        then = tokens + more
-        alive = self._shares[np.minimum(first + (tokens / STRIDE).astype(np.int64), last)]
-        later = self._shares[np.minimum(first + (then / STRIDE).astype(np.int64), last)]
-        if alive.min(initial=1.0) >= _NONE:
+        alive, later = self.longer(kind, tokens), self.longer(kind, tokens + more)
+        if alive.min(initial=1.0) >= NONE:
             return later / alive
-        known = alive >= _NONE
+        known = alive >= NONE
         outlived = 0.5 ** (more / np.maximum(1.0, tokens))
         return np.where(known, later / np.where(known, alive, 1.0), outlived)
+
+    def longer(self, kind: Integers, tokens: Floats) -> Floats:
+        """# sequence |-> the share of its kind that yields more than so many tokens"""
+        at = self._first[kind] + (tokens / STRIDE).astype(np.int64)
+        return self._shares[np.minimum(at, self._last[kind])]

@@ -25,6 +25,9 @@ from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 HALF_ARE_SHORT = Survival([1.0] * 6 + [0.5] * 45 + [0.0])
 """They have 40 tokens, the others 400."""
 LIVES = {"t": HALF_ARE_SHORT}
+TWO_LIVES = {"t": HALF_ARE_SHORT, "u": Survival([1.0, 0.8, 0.3])}
+LONG_LIFE = Survival([1.0, 0.7, 0.5, 0.2])
+ALL_LONG = {"t": Survival([1.0] * 9 + [0.5]), "u": TWO_LIVES["u"], "x": LONG_LIFE}
 ONE = Expected(joins_s=0, ends_s=9, tokens=9, prompt_tokens=100, most_tokens=900, tier="t")
 
 
@@ -81,9 +84,10 @@ class TestLikely:
 
 
 class TestAllAtOnce:
+    @pytest.mark.parametrize("lives", [TWO_LIVES, {**TWO_LIVES, "x": LONG_LIFE}, ALL_LONG])
     @pytest.mark.parametrize("seed", range(20))
-    def test_is_as_one_by_one(self, seed: int) -> None:
-        """Of three tiers one is unknown; sequences come, grow and go."""
+    def test_is_as_one_by_one(self, seed: int, lives: dict[str, Survival]) -> None:
+        """Of three tiers one may be unknown; sequences come, grow and go, and may outlive all."""
         random, sequences = Random(seed), Sequences()
         here: list[RequestKey] = []
         for number in range(300):
@@ -99,13 +103,16 @@ class TestAllAtOnce:
             here.append(key(str(number)))
             for grown in random.sample(here, k=min(3, len(here))):
                 sequences.grown(grown, random.randrange(1, 900))
+            sequences.likely(4.3, 4.0, 0.05, lives)
             if random.random() < 0.4:
                 sequences.remove(here.pop(random.randrange(len(here))))
-        lives = {"t": HALF_ARE_SHORT, "u": Survival([1.0, 0.8, 0.3])}
+        all_columns = sequences._columns[:, : len(sequences)]
         for then_s in (4.0, 4.5, 7.0, 30.0):
-            one = sequences._one_by_one(then_s, 4.0, 0.05, lives)
-            other = sequences._all_at_once(then_s, 4.0, 0.05, lives)
+            asked = (then_s, 4.0, 0.05, lives)
+            one = sequences._one_by_one(all_columns, *asked)
+            other = sequences._all_at_once(all_columns, *asked)
             assert astuple(one) == pytest.approx(astuple(other))
+            assert astuple(one) == pytest.approx(astuple(sequences.likely(*asked)))
 
 
 class TestOverdue:
