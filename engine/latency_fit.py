@@ -61,12 +61,13 @@ class LinearTimes(StepCoefficients):
 
     def prompt_s(self, tokens: int, cached: int, chunk: int) -> float:
         """What is not `cached` of a prompt, in chunks of so many tokens at most."""
-        seconds, done = 0.0, cached
-        while done < tokens:
-            take = min(chunk, tokens - done)
-            seconds += self.prefill_s(take, pairs_of(take, done))
-            done += take
-        return seconds
+        new = max(0, tokens - cached)
+        chunks = -(-new // chunk)
+        return (
+            (self.prefill_overhead_s + self.prefill_sequence_s) * chunks
+            + self.prefill_token_s * new
+            + self.prefill_pair_s * pairs_of(new, cached)
+        )
 
     # --- decode ---------------------------------------------------------------------------------
 
@@ -81,6 +82,11 @@ class LinearTimes(StepCoefficients):
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
         """One token for each. Below the first knot it takes what that takes."""
         return self._batch_s(sequences) + self.decode_kv_token_s * kv_tokens
+
+    def batches_s(self) -> list[float]:
+        """Of 0 sequences, 1, and so on, up to the last knot; empty without any."""
+        most = self.decode_knots[-1][0] if self.decode_knots else -1
+        return [self._batch_s(sequences) for sequences in range(most + 1)]
 
     def _batch_s(self, sequences: int) -> float:
         knots = self.decode_knots

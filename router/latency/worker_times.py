@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,16 +42,19 @@ class NoTimes:
 @dataclass(slots=True, kw_only=True)
 class WorkerTimes:
     """Implements ToldTimes: the hello's times multiplied by the corrections of the latest
-    counters; `current` is the product, made when it is asked for."""
+    counters; `current` is the product, made when it is asked for. `batch_s` are the told times of
+    decode steps without KV, by the number of sequences."""
 
     told: LinearTimes
+    batch_s: Sequence[float]
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
     _current: LinearTimes | None = field(init=False, default=None)
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerTimes:
-        return WorkerTimes(told=LinearTimes.of(hello.step_times))
+        told = LinearTimes.of(hello.step_times)
+        return WorkerTimes(told=told, batch_s=told.batches_s())
 
     @property
     def current(self) -> LinearTimes:
@@ -64,6 +68,7 @@ class WorkerTimes:
             return self
         return WorkerTimes(
             told=self.told,
+            batch_s=self.batch_s,
             prefill_correction=prefill,
             decode_correction=decode,
         )
@@ -78,4 +83,7 @@ class WorkerTimes:
         return self.current.prompt_s(tokens, cached, chunk)
 
     def decode_s(self, sequences: int, kv_tokens: int) -> float:
-        return self.current.decode_s(sequences, kv_tokens)
+        batch_s, told = self.batch_s, self.told
+        if sequences >= len(batch_s):
+            return self.current.decode_s(sequences, kv_tokens)  # not covered
+        return (batch_s[sequences] + told.decode_kv_token_s * kv_tokens) * self.decode_correction
