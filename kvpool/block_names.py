@@ -16,9 +16,9 @@ from kvpool.hashes import (
     NamedTokens,
     SupportsTokens,
     block_hash,
-    block_hashes,
     cache_salt,
     extend_chain,
+    shared_hashes,
     token_bytes,
 )
 from kvpool.layout import KvLayout
@@ -144,7 +144,7 @@ class HashChain:
         for first in range(0, limit // size, _WALK_BLOCKS):
             until = min(first + _WALK_BLOCKS, limit // size)
             data = token_bytes(token_ids[first * size : until * size])
-            hashes = block_hashes(parent, data, size, self.salt)
+            hashes = shared_hashes(parent, data, size, self.salt)
             yield from hashes
             parent = hashes[-1]
 
