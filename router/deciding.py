@@ -65,6 +65,8 @@ class Deciding:
             return demand, tripped(tier, ladder, now_s)
         refusal = otherwise
         for way in ways(demand, tier, Step.NORMAL if ladder is None else ladder.step):
+            if refusal is not otherwise and self._is_alike(demand, way):
+                break
             judged = way if ladder is None else stricter(way, ladder.rules)
             verdict = self._judge(request, judged, otherwise, now_s)
             if not isinstance(verdict, Refusal):
@@ -75,6 +77,11 @@ class Deciding:
                 break
         waited_s = self.waiting.waited_s(request.request_id, now_s)
         return demand, deferred(refusal, tier, waited_s) or refusal
+
+    def _is_alike(self, demand: Demand, less: Demand) -> bool:
+        """Less output makes no difference: no more was expected, and each worker could serve it."""
+        expected = (less.output_tokens, less.decodes) == (demand.output_tokens, demand.decodes)
+        return expected and demand.longest_tokens <= self.workers.least_tokens
 
     def _in_reserve(self, request: Request) -> bool:
         """Whether the tier's own share of decode places has room for it, beside what other routers

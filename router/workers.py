@@ -66,6 +66,11 @@ class Workers(dict[Incarnation, WorkerView]):
         return max(longest[Role.BOTH], pair)
 
     @property
+    def least_tokens(self) -> int:
+        """The longest sequence that each of them can hold; 0 without any."""
+        return min([view.hello.max_model_len for view in self.values()], default=0)
+
+    @property
     def most_places(self) -> int:
         """Of one worker that decodes; 0 without any."""
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
