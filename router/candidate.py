@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvrelay.messages import PrefixSource
-from kvrelay.types import Role
+from kvrelay.types import Incarnation, Role
 from kvrelay.values import value
-from router.forecast.decode_outlook import BatchThen
+from router.forecast.decode_outlook import BatchThen, Likely
 from router.placement import Placement
 from router.promises import Promised
 from router.view import WorkerView
+
+PromptWay = tuple[Incarnation, Incarnation | None, Incarnation | None]
+"""Who decodes, who prefills, and whom that one may pull a prefix from."""
 
 
 @value
@@ -24,6 +29,12 @@ class Candidate:
     def placement(self) -> Placement:
         prefill = None if self.prefill is None else self.prefill.incarnation
         return Placement(decode=self.decode.incarnation, prefill=prefill)
+
+    @property
+    def way(self) -> PromptWay:
+        prefill = None if self.prefill is None else self.prefill.incarnation
+        source = None if self.source is None else self.source.peer
+        return self.decode.incarnation, prefill, source
 
     @property
     def workers(self) -> tuple[WorkerView, ...]:
@@ -54,6 +65,16 @@ class PromptPrediction:
     @property
     def first_token_s(self) -> float:
         return max(self.queue_s, self.messages_s) + self.pull_s + self.prefill_s
+
+
+class Arrival(NamedTuple):
+    """At the decode worker, whatever the output: `joins_in_s` from now, after which its tokens are
+    `paused_s` late in all. The batches are those that it finds there."""
+
+    prompt: PromptPrediction
+    joins_in_s: float
+    paused_s: float
+    batches: Likely
 
 
 @value

@@ -8,13 +8,9 @@ from functools import cached_property
 
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives, RequestSpec
-from router.candidate import Candidate, PromptPrediction
-from router.forecast.decode_outlook import Likely
+from router.candidate import Arrival, Candidate, PromptPrediction, PromptWay
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised
-
-PromptWay = tuple[Incarnation, Incarnation | None, Incarnation | None]
-"""Who decodes, who prefills, and whom that one may pull a prefix from."""
 
 
 @dataclass(slots=True)
@@ -22,7 +18,7 @@ class Known:
     """What was found out in one decision, at one moment: it is the same for several of its ways."""
 
     prompts: dict[PromptWay, PromptPrediction] = field(default_factory=dict)
-    batches: dict[tuple[Incarnation, float], Likely] = field(default_factory=dict)  # at a time
+    arrivals: dict[PromptWay, Arrival] = field(default_factory=dict)
     fitting: list[Incarnation] | None = None  # the workers for which these ways were suggested
     ways: list[Candidate] = field(default_factory=list)
     more_ways: Iterator[Candidate] = field(default_factory=lambda: iter(()))

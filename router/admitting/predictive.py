@@ -62,9 +62,8 @@ class Predictive:
         for candidate in islice(candidates, LOOKED_AT):
             if candidate in known:
                 continue
-            look = _Look(
-                demand, candidate, forecast.predict(demand, candidate, now_s), forecast, now_s
-            )
+            prediction = forecast.predict(demand, candidate, now_s)
+            look = _Look(demand, candidate, candidate.decode, prediction, forecast, now_s)
             objection = look.objection()
             doubted = objection is not None and look.is_doubtful()
             if objection is None or doubted:
@@ -120,13 +119,10 @@ class _Look:
 
     demand: Demand
     candidate: Candidate
+    worker: WorkerView  # that decodes
     prediction: Prediction
     forecast: Forecast
     now_s: float
-
-    @property
-    def worker(self) -> WorkerView:
-        return self.candidate.decode
 
     @property
     def counted(self) -> int | None:
@@ -210,12 +206,13 @@ class _Look:
             return None
         if is_own(self.demand, self.worker):
             return self._own_tpot()
-        over = self._over(self.prediction.decode.batch)
+        pace = _Pace(self.demand, self.worker, self.prediction, self.forecast)
+        over = pace.over(self.prediction.decode.batch)
         if over is None:
             return None
 
         def fits(batch: BatchThen) -> bool:
-            return self._over(batch) is None
+            return pace.over(batch) is None
 
         tpot_s, bound_s = over
 
@@ -231,34 +228,6 @@ class _Look:
             )
 
         return Objection("tpot_unreachable", tell)
-
-    def _over(self, batch: BatchThen) -> tuple[float, float] | None:
-        """What a token takes beside this batch, and the objective that is broken by that."""
-        step_s = step_with(self.demand, batch, self.worker)
-        paused_s = self.prediction.tpot_s - self.prediction.decode.step_s  # for each token
-        own_s, others_s = self.demand.objectives.tpot_s, self.worker.outlook.strictest_tpot_s
-        for bound_s, more_s in ((own_s, paused_s), (others_s, 0.0)):
-            tpot_s = step_s + more_s
-            if batch.sequences:
-                tpot_s = self.forecast.tpot.apply(tpot_s)
-            if bound_s is not None and tpot_s + self._room_s(batch, step_s, bound_s) > bound_s:
-                return tpot_s, bound_s
-        return None
-
-    def _room_s(self, batch: BatchThen, step_s: float, bound_s: float) -> float:
-        """Of a step, what is to stay free beside one with a long prompt: several others would fit
-        where it is. A worker that has three quarters of its pace left takes it."""
-        longer_tokens = self.forecast.prompts.longer_by(self.demand)
-        if longer_tokens <= 0 or not batch.sequences:
-            return 0.0
-        n = min(batch.sequences, self.worker.hello.max_running_requests)
-        without_s = self.worker.decode_s(n, batch.kv_tokens)
-        usual = BatchThen(batch.sequences, batch.kv_tokens - longer_tokens)
-        usual_s = step_with(self.demand, usual, self.worker) - without_s
-        own_s = step_s - without_s
-        factor = own_s / usual_s if usual_s > 0 else 1.0
-        free_s = bound_s - step_with(self.demand, BatchThen(0, 0), self.worker)
-        return max(0.0, min((factor**2 - 1) * own_s, MOST_ROOM * free_s))
 
     def _own_tpot(self) -> Objection | None:
         objective_s = self.demand.objectives.tpot_s
@@ -353,10 +322,57 @@ class _Look:
         return first_s + self.demand.line.sequences * gap_s
 
 
+class _Pace:
+    """Of a decode worker, with the request."""
+
+    def __init__(
+        self, demand: Demand, worker: WorkerView, prediction: Prediction, forecast: Forecast
+    ) -> None:
+        self._worker, self._margin = worker, forecast.tpot
+        self._places = worker.hello.max_running_requests
+        self._choices, self._kv_tokens = demand.choices, demand.kv_tokens
+        self._longer_tokens = forecast.prompts.longer_by(demand)
+        paused_s = prediction.tpot_s - prediction.decode.step_s  # for each token
+        asked = (demand.objectives.tpot_s, paused_s), (worker.outlook.strictest_tpot_s, 0.0)
+        self._bounds = [(bound_s, more_s) for bound_s, more_s in asked if bound_s is not None]
+
+    def over(self, batch: BatchThen) -> tuple[float, float] | None:
+        """What a token takes beside this batch, and the objective that is broken by that."""
+        step_s = self._step_s(batch.sequences, batch.kv_tokens)
+        for bound_s, more_s in self._bounds:
+            tpot_s = step_s + more_s
+            if batch.sequences:
+                tpot_s = self._margin.apply(tpot_s)
+            if tpot_s > bound_s or tpot_s + self._room_s(batch, step_s, bound_s) > bound_s:
+                return tpot_s, bound_s
+        return None
+
+    def _step_s(self, sequences: int, kv_tokens: int) -> float:
+        """Beside these; the worker runs no more than its places."""
+        sequences = min(sequences + self._choices, self._places)
+        return self._worker.decode_s(sequences, kv_tokens + self._kv_tokens)
+
+    def _room_s(self, batch: BatchThen, step_s: float, bound_s: float) -> float:
+        """Of a step, what is to stay free beside one with a long prompt: several others would fit
+        where it is. A worker that has three quarters of its pace left takes it."""
+        if self._longer_tokens <= 0 or not batch.sequences:
+            return 0.0
+        without_s = self._worker.decode_s(min(batch.sequences, self._places), batch.kv_tokens)
+        usual_kv_tokens = batch.kv_tokens - self._longer_tokens
+        usual_s = self._step_s(batch.sequences, usual_kv_tokens) - without_s
+        own_s = step_s - without_s
+        factor = own_s / usual_s if usual_s > 0 else 1.0
+        free_s = bound_s - self._step_s(0, 0)
+        return max(0.0, min((factor**2 - 1) * own_s, MOST_ROOM * free_s))
+
+
 def fewest(holds: Callable[[int], bool], most: int) -> int | None:
     """The smallest of 0 to `most` for which it holds, if it holds for all larger ones; None: for
-    none of them."""
-    found = bisect_left(range(most + 1), True, key=holds)
+    none of them. Small ones are found soonest."""
+    low, high = 0, 0
+    while high < most and not holds(high):
+        low, high = high + 1, min(most, 2 * high + 1)
+    found = low + bisect_left(range(low, min(high, most) + 1), True, key=holds)
     return None if found > most else found
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.latency import StepWork, decode_work, prefill_work
 from kvrelay.types import Incarnation, Role
-from router.candidate import Candidate, DecodePrediction, Prediction, PromptPrediction
+from router.candidate import Arrival, Candidate, DecodePrediction, Prediction, PromptPrediction
 from router.demand import Demand
 from router.forecast.decode_outlook import BatchThen, Likely
 from router.forecast.lifetimes import Lifetimes
@@ -48,32 +48,46 @@ class Forecast:
     prompts: UsualPrompts = field(default_factory=UsualPrompts)
 
     def predict(self, demand: Demand, candidate: Candidate, now_s: float) -> Prediction:
-        prompt = self.prompt(demand, candidate, now_s)
-        handoff_s = self.handoff_s(demand, candidate.prefill, candidate.decode, prompt.prefill_s)
-        joins_in_s = prompt.first_token_s + handoff_s
-        decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
+        prompt, joins_in_s, paused_s, batches = self._arrival(demand, candidate, now_s)
+        decode = _decode(demand, candidate.decode, joins_in_s, batches)
         gaps = max(1, demand.output_tokens - 1)
-        paused_s = handoff_s
-        paused_s += self.waits_s(candidate.prefill, candidate.decode, joins_in_s, now_s)
+        tpot_s = decode.step_s + paused_s / gaps
         return Prediction(
             prompt=prompt,
             decode=decode,
             ttft_s=demand.waited_s + self.ttft.overhead_s + prompt.first_token_s,
-            tpot_s=decode.step_s + paused_s / gaps,
+            tpot_s=tpot_s,
             ttft_at_most_s=demand.waited_s + self.ttft.apply(prompt.first_token_s),
-            tpot_at_most_s=self.tpot.apply(decode.step_s + paused_s / gaps),
+            tpot_at_most_s=self.tpot.apply(tpot_s),
             completes_in_s=joins_in_s + decode.step_s * gaps,
             choices=demand.choices,
             kv_tokens=demand.kv_tokens,
         )
+
+    def _arrival(self, demand: Demand, candidate: Candidate, now_s: float) -> Arrival:
+        if demand.known is None:
+            return self._arrives(demand, candidate, now_s)
+        found = demand.known.arrivals.get(candidate.way)
+        if found is None:
+            found = self._arrives(demand, candidate, now_s)
+            demand.known.arrivals[candidate.way] = found
+        return found
+
+    def _arrives(self, demand: Demand, candidate: Candidate, now_s: float) -> Arrival:
+        prefill, decode = candidate.prefill, candidate.decode
+        prompt = self.prompt(demand, candidate, now_s)
+        handoff_s = self.handoff_s(demand, prefill, decode, prompt.prefill_s)
+        joins_in_s = prompt.first_token_s + handoff_s
+        paused_s = handoff_s + self.waits_s(prefill, decode, joins_in_s, now_s)
+        batches = self._met_then(demand, decode, now_s + joins_in_s, now_s)
+        return Arrival(prompt, joins_in_s, paused_s, batches)
 
     # --- prefill side ---------------------------------------------------------------------------
 
     def prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
         if demand.known is None:
             return self._prompt(demand, candidate, now_s)
-        source = None if candidate.source is None else candidate.source.peer
-        way = (candidate.decode.incarnation, candidate.placement.prefill, source)
+        way = candidate.way
         found = demand.known.prompts.get(way)
         if found is None:
             found = demand.known.prompts[way] = self._prompt(demand, candidate, now_s)
@@ -171,29 +185,13 @@ class Forecast:
     def decode(
         self, demand: Demand, worker: WorkerView, joins_in_s: float, now_s: float
     ) -> DecodePrediction:
-        then_s = now_s + joins_in_s
-        own = self._known_then(demand, worker, then_s, now_s)
-        mean, at_most = (_with_others(demand, worker, batch) for batch in own)
-        return DecodePrediction(
-            joins_in_s=joins_in_s,
-            batch=at_most,
-            step_s=step_with(demand, mean, worker),
-            needed_blocks=needed_blocks(demand, worker),
-            free_blocks=worker.hello.total_blocks
-            - blocks_of(worker, mean.kv_tokens)
-            - mean.sequences,
-        )
+        batches = self._met_then(demand, worker, now_s + joins_in_s, now_s)
+        return _decode(demand, worker, joins_in_s, batches)
 
-    def _known_then(
-        self, demand: Demand, worker: WorkerView, then_s: float, now_s: float
-    ) -> Likely:
-        if demand.known is None:
-            return self._own_then(worker, then_s, now_s)
-        at = (worker.incarnation, then_s)
-        found = demand.known.batches.get(at)
-        if found is None:
-            found = demand.known.batches[at] = self._own_then(worker, then_s, now_s)
-        return found
+    def _met_then(self, demand: Demand, worker: WorkerView, then_s: float, now_s: float) -> Likely:
+        mean, at_most = self._own_then(worker, then_s, now_s)
+        others = _others(demand, worker)
+        return Likely(_with(others, mean), _with(others, at_most))
 
     def _own_then(self, worker: WorkerView, then_s: float, now_s: float) -> Likely:
         """Steps take as long as now at first, and as with that batch at last."""
@@ -216,7 +214,7 @@ class Forecast:
         demand: Demand, worker: WorkerView, joins_s: float, ends_s: float, now_s: float
     ) -> BatchThen:
         """All those that it meets."""
-        return _with_others(demand, worker, worker.outlook.met_by(joins_s, ends_s, now_s))
+        return _with(_others(demand, worker), worker.outlook.met_by(joins_s, ends_s, now_s))
 
 
 def messages_s(candidate: Candidate) -> float:
@@ -225,8 +223,22 @@ def messages_s(candidate: Candidate) -> float:
     return reserving_s + candidate.prefiller.dispatching.mean_s
 
 
-def _with_others(demand: Demand, worker: WorkerView, own: BatchThen) -> BatchThen:
-    """Those of other routers, as far as the worker has told of them, stay."""
+def _decode(
+    demand: Demand, worker: WorkerView, joins_in_s: float, batches: Likely
+) -> DecodePrediction:
+    mean, total_blocks = batches.mean, worker.hello.total_blocks
+    return DecodePrediction(
+        joins_in_s=joins_in_s,
+        batch=batches.at_most,
+        step_s=step_with(demand, mean, worker),
+        needed_blocks=needed_blocks(demand, worker),
+        free_blocks=total_blocks - blocks_of(worker, mean.kv_tokens) - mean.sequences,
+    )
+
+
+def _others(demand: Demand, worker: WorkerView) -> BatchThen | None:
+    """Those that were promised a place, and those of other routers, as far as the worker has told
+    of them, stay."""
     outlook, promised = worker.outlook, demand.promised
     sequences, kv_tokens = promised.sequences, promised.kv_tokens
     others = worker.counters.running - outlook.sequences
@@ -234,9 +246,13 @@ def _with_others(demand: Demand, worker: WorkerView, own: BatchThen) -> BatchThe
         sequences += others
         used = worker.counters.active_blocks * worker.hello.block_size
         kv_tokens += max(0, used - outlook.kv_tokens)
-    if not sequences:
+    return BatchThen(round(sequences), round(kv_tokens)) if sequences else None
+
+
+def _with(others: BatchThen | None, own: BatchThen) -> BatchThen:
+    if others is None:
         return own
-    return BatchThen(own.sequences + round(sequences), own.kv_tokens + round(kv_tokens))
+    return BatchThen(own.sequences + others.sequences, own.kv_tokens + others.kv_tokens)
 
 
 def _wait_s(worker: WorkerView, priority: float, now_s: float) -> float:
