@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import exp
 from typing import NamedTuple
 
@@ -75,28 +76,28 @@ class _Moments:
 
     at_s: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    all_tokens: int = 0
+    _before: list[int] | None = None  # tokens of those before each, until anything changes
 
     def add(self, at_s: float, tokens: int) -> None:
         index = bisect_right(self.at_s, at_s)
         self.at_s.insert(index, at_s)
         self.tokens.insert(index, tokens)
-        self.all_tokens += tokens
+        self._before = None
 
     def discard(self, at_s: float, tokens: int) -> None:
         index = self.tokens.index(tokens, bisect_left(self.at_s, at_s))
         assert self.at_s[index] == at_s
         del self.at_s[index], self.tokens[index]
-        self.all_tokens -= tokens
+        self._before = None
 
     def until(self, then_s: float) -> int:
         return bisect_right(self.at_s, then_s)
 
     def tokens_of(self, first: int, last: int) -> int:
         """Of those from `first` to `last`, without the latter."""
-        if 2 * (last - first) <= len(self.tokens):
-            return sum(self.tokens[first:last])
-        return self.all_tokens - sum(self.tokens[:first]) - sum(self.tokens[last:])
+        if self._before is None:
+            self._before = [*accumulate(self.tokens, initial=0)]
+        return self._before[last] - self._before[first] if first < last else 0
 
 
 @dataclass(slots=True)

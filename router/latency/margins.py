@@ -47,10 +47,8 @@ class Margin:
 
     def apply(self, predicted_s: float) -> float:
         """Within so many seconds, with the margin's confidence."""
-        band = _band(predicted_s)
-        off = self._offs.get(band)
-        if off is None:
-            off = self._off(band)
+        band = frexp(predicted_s)[1]
+        off = self._offs[band] if band in self._offs else self._off(band)
         if predicted_s == inf:
             return inf
         usual_s = self.usual_s
