@@ -58,7 +58,7 @@ from router.legs import Legs
 from router.moving import Moving
 from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
-from router.promises import Promises, digest_of
+from router.promises import Promises
 from router.quarantine import Quarantine
 from router.recent_pairs import RecentPairs
 from router.refusal import DRAINING, NO_CAPACITY, refused_by_worker
@@ -203,7 +203,7 @@ class RouterCore:
         request = Request(
             submitted=submitted, tier=tier, ledger=ledger, attempt=next(self.attempts)
         )
-        request.promise = self.promises.claim(digest_of(request.spec), now_s)
+        request.promise = self.promises.claim(request.digest, now_s)
         self.requests[request.request_id] = request
         return self.seeking.place(request, NO_CAPACITY, now_s)
 

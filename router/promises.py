@@ -17,8 +17,8 @@ from heapq import heappop, heappush
 from math import inf
 from operator import itemgetter
 
-from kvrelay.types import RequestSpec
 from router.claims import Claims
+from router.generation import GenerationRequest
 
 EARLY_S = 0.05
 """A client may come back that much sooner, its clock being its own."""
@@ -213,6 +213,6 @@ def sum_of(works: Iterable[Promised]) -> Promised:
     return sum(works, NOTHING_PROMISED)
 
 
-def digest_of(spec: RequestSpec) -> int:
+def digest_of(asked: GenerationRequest) -> int:
     """Of what a client that tries again sends again."""
-    return hash((spec.tenant, spec.prompt_ids, spec.sampling.max_tokens, spec.sampling.n))
+    return hash((asked.tenant, asked.prompt_ids, asked.sampling.max_tokens, asked.sampling.n))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
-from router.promises import Promises, digest_of
+from router.promises import Promises
 from router.refusal import Refusal
 from router.release_clock import ReleaseClock
 from router.request import Request
@@ -32,7 +32,7 @@ class Refusing:
         if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
             return refusal
         retry_after_s = self.promises.make(
-            digest_of(request.spec),
+            request.digest,
             refusal.work,
             soonest_s,
             now_s,

@@ -21,7 +21,7 @@ from router.generation import ChoiceTokens, GenerationRequest
 from router.latency.errors import prediction_errors
 from router.ledger import Ledger
 from router.placement import Pair, Placement
-from router.promises import Promise
+from router.promises import Promise, digest_of
 from router.token_order import TokenOrder
 
 FEWEST_TOKENS = 4
@@ -53,6 +53,7 @@ class Request:
     moves: int = 0  # to other decode workers
     stood_back_s: float = 0.0  # for others, while it decoded
     is_queued: bool = False  # its prompt waits at the router, for any prefill worker
+    digest: int = field(init=False)  # by which it is known when it comes again
     key: RequestKey = field(init=False)
     emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
     resumed: tuple[tuple[int, ...], ...] = ()  # the same where these are not the prompt's
@@ -60,6 +61,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.key = RequestKey(self.request_id, self.attempt)
+        self.digest = digest_of(self.submitted)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
 
     @property

@@ -19,7 +19,7 @@ from kvrelay.types import RequestKey
 from router.forecast.pauses import Pauses
 from router.forecast.sequences import Sequences
 from router.latency.margins import Margin
-from router.latency.survival import Survival
+from router.latency.survival import Integers, Survival
 
 SIGMAS, FAR_S = 3.0, 15.0
 """Of what lengths leave open so far ahead, fewer sooner: what else is unknown, as who joins before
@@ -165,8 +165,8 @@ class DecodeOutlook:
         """It has so many tokens now."""
         self._each.grown(key, tokens)
 
-    def running(self) -> Iterator[tuple[str, int]]:
-        """# tier, tokens"""
+    def running(self) -> Iterator[tuple[str, Integers]]:
+        """# tier, the tokens of each sequence"""
         return self._each.running()
 
     def likely(self, then_s: float, now_s: float, step_s: float, survivals: Survivals) -> Likely:

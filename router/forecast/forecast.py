@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
 
 from engine.latency import StepWork, decode_work, prefill_work
 from kvrelay.types import Incarnation, Role
@@ -28,11 +27,6 @@ ALIKE = 0.05
 """Steps that differ by no more are taken to last equally long."""
 LAST_LAYERS = 0.25
 """Of a chunk's KV, what leaves when all of it is computed."""
-
-
-class _Link(NamedTuple):
-    bytes_per_s: float
-    latency_s: float
 
 
 @dataclass(slots=True)
@@ -160,25 +154,26 @@ class Forecast:
         computing, and so were that chunk's first layers; what the decode worker has isn't sent."""
         if prefill is None:
             return 0.0
-        link = self._link(prefill, decode.incarnation)
-        missing = demand.prompt_tokens - demand.held.tokens(decode)
-        last = min(missing, prefill.hello.prefill_chunk_tokens) * LAST_LAYERS
-        token_s = prefill.hello.kv_token_bytes / link.bytes_per_s
-        return link.latency_s + max(last * token_s, missing * token_s - prefill_s)
+        bytes_per_s, latency_s = self._link(prefill, decode.incarnation)
+        hello, missing = prefill.hello, demand.prompt_tokens - demand.held.tokens(decode)
+        last = min(missing, hello.prefill_chunk_tokens) * LAST_LAYERS
+        token_s = hello.kv_token_bytes / bytes_per_s
+        return latency_s + max(last * token_s, missing * token_s - prefill_s)
 
     def _move_s(self, worker: WorkerView, peer: Incarnation, tokens: int) -> float:
-        link = self._link(worker, peer)
-        return link.latency_s + tokens * worker.hello.kv_token_bytes / link.bytes_per_s
+        bytes_per_s, latency_s = self._link(worker, peer)
+        return latency_s + tokens * worker.hello.kv_token_bytes / bytes_per_s
 
-    def _link(self, worker: WorkerView, peer: Incarnation) -> _Link:
-        """The one that either of the two has opened, else as fast as the sender's slowest."""
+    def _link(self, worker: WorkerView, peer: Incarnation) -> tuple[float, float]:
+        """Bytes per second and latency of the one that either of the two has opened, else as fast
+        as the sender's slowest."""
         link = worker.link(peer)
         if link is None and peer in self.workers:
             link = self.workers[peer].link(worker.incarnation)
         usual = worker.slowest_bytes_per_s or UNMEASURED_BYTES_PER_S
         if link is None:
-            return _Link(usual, 0.0)
-        return _Link(link.bytes_per_s or usual, link.latency_s)
+            return usual, 0.0
+        return link.bytes_per_s or usual, link.latency_s
 
     # --- decode side ----------------------------------------------------------------------------
 

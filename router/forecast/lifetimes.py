@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
+
 from router.forecast.decode_outlook import DecodeOutlook, Survivals
 from router.latency.output_lengths import OutputLengths
+from router.latency.survival import Integers
 
 FRESH_S = 0.25
 
@@ -27,9 +30,13 @@ class Lifetimes:
         return self._of_tier
 
     def _look(self, outlooks: Iterable[DecodeOutlook]) -> Survivals:
-        running = defaultdict[str, list[int]](list)
+        running = defaultdict[str, list[Integers]](list)
         for outlook in outlooks:
             for tier, tokens in outlook.running():
                 running[tier].append(tokens)
-        found = {tier: self.lengths.survival(tier, tokens) for tier, tokens in running.items()}
+        found = {
+            tier: self.lengths.survival(tier, np.concatenate(tokens))
+            for tier, tokens in running.items()
+            if any(map(len, tokens))
+        }
         return {tier: survival for tier, survival in found.items() if survival is not None}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrelay.types import RequestKey
-from router.latency.survival import NONE, Floats, Survival, SurvivalTable
+from router.latency.survival import NONE, Floats, Integers, Survival, SurvivalTable
 
 _EMITTED, _MOST, _PROMPT, _CHOICES, _JOINS, _ENDS, _TIER, _ROWS = range(8)
 _FEW = 24
@@ -125,12 +125,12 @@ class Sequences:
             self._awaited.discard(key)
             self._sums.clear()
 
-    def running(self) -> Iterator[tuple[str, int]]:
-        """# tier, tokens; of those that have any"""
+    def running(self) -> Iterator[tuple[str, Integers]]:
+        """# tier, the tokens of each sequence; of those that have any"""
         columns = self._columns[:, : len(self)]
-        for tokens, tier in zip(columns[_EMITTED].tolist(), columns[_TIER].tolist(), strict=True):
-            if tokens:
-                yield self._tiers[int(tier)], int(tokens)
+        for number, tier in enumerate(self._tiers):
+            tokens = columns[_EMITTED, columns[_TIER] == number]
+            yield tier, tokens[tokens > 0].astype(np.int64)
 
     def likely(
         self, then_s: float, now_s: float, step_s: float, survivals: Mapping[str, Survival]
@@ -141,6 +141,8 @@ class Sequences:
         if len(self) > _FEW:
             more = (then_s - now_s) / step_s
             sums = self._at_work(int(more), survivals)
+            if sums is not None and not self._awaited:
+                return sums.after(more)
             if sums is not None:
                 awaited = columns[:, [self._index[key] for key in self._awaited]]
                 return sums.after(more) + self._look(awaited, then_s, now_s, step_s, survivals)

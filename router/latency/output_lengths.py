@@ -6,11 +6,15 @@ are those of the Kaplan-Meier estimate (1958). Lengths are counted in bands of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, log
 
-from router.latency.survival import STRIDE, Survival
+import numpy as np
+
+from router.latency.survival import STRIDE, Integers, Survival
+
+Tokens = Sequence[int] | Integers
 
 _EXACT = 16
 """Shorter lengths have bands of their own."""
@@ -30,6 +34,15 @@ def _band(tokens: int) -> int:
     if tokens < _EXACT:
         return tokens
     return min(_BANDS - 1, _EXACT + int(log(tokens / _EXACT) / log(_RATIO)))
+
+
+def _counts(tokens: Tokens) -> list[int]:
+    """# band |-> how many of these"""
+    each = np.asarray(tokens, np.int64)
+    longer = _EXACT + (np.log(np.maximum(each, _EXACT) / _EXACT) / log(_RATIO)).astype(np.int64)
+    bands = np.where(each < _EXACT, each, np.minimum(_BANDS - 1, longer))
+    counts: list[int] = np.bincount(bands, minlength=_BANDS).tolist()
+    return counts
 
 
 def _end(band: int) -> int:
@@ -53,14 +66,13 @@ class _Tier:
             self.cut = [count / self.weight for count in self.cut]
             self.weight = 1.0
 
-    def survival(self, running: Iterable[int]) -> Survival | None:
+    def survival(self, running: Tokens) -> Survival | None:
         """What ends in a band ends in its middle."""
         longest = max((band for band, count in enumerate(self.ended) if count), default=None)
         if longest is None:
             return None
-        cut = self.cut.copy()
-        for tokens in running:
-            cut[_band(tokens)] += self.weight
+        counts = zip(self.cut, _counts(running), strict=True)
+        cut = [before + n * self.weight for before, n in counts]
         alive, longer, shares = sum(self.ended) + sum(cut), 1.0, list[float]()
         for band in range(min(longest, _LAST_SHARED) + 1):
             middle = (_end(band) + _end(max(0, band - 1)) + 1) // 2
@@ -102,7 +114,7 @@ class OutputLengths:
         """A choice is over. `was_cut`: it would have gone on."""
         self._tiers.setdefault(tier, _Tier()).add(tokens, was_cut=was_cut)
 
-    def survival(self, tier: str, running: Iterable[int] = ()) -> Survival | None:
+    def survival(self, tier: str, running: Tokens = ()) -> Survival | None:
         """Those that run have their tokens at least: who has ended first was short. None: of none
         of the tier it is known how long it would have been."""
         known = self._tiers.get(tier)
