@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain as chained
 
 from kvpool.codec import Codec
 from kvpool.hashes import (
@@ -135,17 +136,20 @@ class HashChain:
 
     def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
         """The names of the blocks that the first `tokens` tokens fill, a few made at a time."""
+        return chained.from_iterable(self._pieces(token_ids, tokens))
+
+    def _pieces(self, token_ids: SupportsTokens, tokens: int) -> Iterator[Sequence[BlockHash]]:
         parent: BlockHash | None = None
         size = self.block_size
         limit = tokens if self.limit is None else min(tokens, self.limit)
         if isinstance(token_ids, NamedTokens):
-            yield from token_ids.names(range(limit // size), size, self.salt)
+            yield token_ids.names(range(limit // size), size, self.salt)
             return
         for first in range(0, limit // size, _WALK_BLOCKS):
             until = min(first + _WALK_BLOCKS, limit // size)
             data = token_bytes(token_ids[first * size : until * size])
             hashes = shared_hashes(parent, data, size, self.salt)
-            yield from hashes
+            yield hashes
             parent = hashes[-1]
 
     def copy(self) -> HashChain:

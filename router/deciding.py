@@ -106,7 +106,7 @@ class Deciding:
         fitting = [view.incarnation for view in (*choice.prefills, *choice.decoders)]
         if known.fitting != fitting:
             suggested = self.placing.candidates(demand, choice, now_s)
-            known.more_ways = (one for one in suggested if choice.acceptable(one))
+            known.more_ways = choice.acceptable(suggested)
             known.fitting, known.ways = fitting, []
         yield from known.ways
         for way in known.more_ways:

@@ -6,7 +6,7 @@ for whoever is asked for a block answers by what it holds then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrelay.messages import BlockChanges
@@ -114,8 +114,8 @@ class Directory:
         any. Takes no more of `hashes` than somebody has, and the one after that."""
         found: dict[Incarnation, int] = {}
         having, length = -1, 0
-        for block in hashes:
-            still = self._holders.get(block, 0) & having
+        for holders in map(self._holders.get, hashes):
+            still = (holders or 0) & having
             if still != having:
                 if length:
                     found |= dict.fromkeys(self._named(having & ~still), length)
@@ -125,13 +125,13 @@ class Directory:
             length += 1
         return found | dict.fromkeys(self._named(having), length) if length else found
 
-    def _named(self, bits: int) -> Iterator[Incarnation]:
-        while bits:
-            lowest = bits & -bits
-            holder = self._places[lowest.bit_length() - 1]
-            assert holder is not None
-            yield holder
-            bits ^= lowest
+    def _named(self, bits: int) -> list[Incarnation]:
+        digits = reversed(f"{bits:b}")
+        return [
+            holder
+            for holder, digit in zip(self._places, digits, strict=False)
+            if digit == "1" and holder is not None
+        ]
 
     def validate(self) -> None:
         held = {holder: set().union(*tiers.values()) for holder, tiers in self._held.items()}

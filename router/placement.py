@@ -34,5 +34,8 @@ Objections = Callable[[Pair | None], Against]
 """How much speaks against a pair (0: nothing), and what decides among equals: the least is best."""
 
 
+NOTHING_AGAINST: Against = (0, 0.0)
+
+
 def trusted(_: Pair | None) -> Against:
-    return (0, 0.0)
+    return NOTHING_AGAINST

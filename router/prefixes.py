@@ -113,7 +113,7 @@ class HeldPrefixes:
 
 
 def _most(held: Held, workers: Workers) -> PrefixSource | None:
-    blocks = max((blocks for holder, blocks in held.items() if holder in workers), default=0)
+    blocks = max([blocks for holder, blocks in held.items() if holder in workers], default=0)
     if not blocks:
         return None
     having_most = (h for h, n in held.items() if n == blocks and h in workers)

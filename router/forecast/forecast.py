@@ -170,10 +170,10 @@ class Forecast:
         link = worker.link(peer)
         if link is None and peer in self.workers:
             link = self.workers[peer].link(worker.incarnation)
+        if link is not None and link.bytes_per_s:
+            return link.bytes_per_s, link.latency_s
         usual = worker.slowest_bytes_per_s or UNMEASURED_BYTES_PER_S
-        if link is None:
-            return usual, 0.0
-        return link.bytes_per_s or usual, link.latency_s
+        return usual, 0.0 if link is None else link.latency_s
 
     # --- decode side ----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from kvrelay.types import Incarnation
 from router.candidate import Candidate
 from router.demand import Demand
 from router.forecast.forecast import Forecast
-from router.placement import Against, Objections, Pair, trusted
+from router.placement import NOTHING_AGAINST, Against, Objections, Pair, trusted
 from router.view import WorkerView
 
 
@@ -41,13 +41,18 @@ class Choice:
         return Candidate(decode=decode, prefill=prefill, source=source)
 
     def against(self, prefill: WorkerView | None, decode: WorkerView) -> Against:
-        if prefill is None or self.objections is trusted:
+        if self.objections is trusted:
+            return NOTHING_AGAINST
+        if prefill is None:
             return self.objections(None)
         return self.objections(Pair(prefill.incarnation, decode.incarnation))
 
-    def acceptable(self, candidate: Candidate) -> bool:
+    def acceptable(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         """A pair that failed is not asked because another one is full."""
-        return self.against(candidate.prefill, candidate.decode)[0] <= self.least_against
+        if self.objections is trusted:
+            return iter(candidates)
+        least = self.least_against
+        return (one for one in candidates if self.against(one.prefill, one.decode)[0] <= least)
 
     def prefill_for(
         self, decode: WorkerView, ordered: Sequence[WorkerView]

@@ -262,10 +262,8 @@ def test_a_suspected_pair_is_not_suggested_first() -> None:
     )
     (first, *_) = KvAware().candidates(demand(), choice, 0.0)
     assert first.placement == placed("d2", "p1")
-    assert choice.acceptable(first)
-    assert not choice.acceptable(
-        Candidate(decode=workers[suspected.decode], prefill=workers[suspected.prefill])
-    )
+    other = Candidate(decode=workers[suspected.decode], prefill=workers[suspected.prefill])
+    assert [*choice.acceptable([other, first])] == [first]
 
 
 def test_it_costs_those_that_are_in_a_step_not_all_that_are_there() -> None:

@@ -100,7 +100,7 @@ def place(quarantine: Quarantine, *tried: str, avoided: tuple[Pair, ...] = ()) -
         Forecast(workers),
     )
     candidates = LeastLoaded().candidates(asked, choice, 10)
-    return next((one.placement for one in candidates if choice.acceptable(one)), None)
+    return next((one.placement for one in choice.acceptable(candidates)), None)
 
 
 def placed(prefill: str, decode: str) -> Placement:
