@@ -12,8 +12,10 @@ from router.placement import Placement
 from router.promises import Promised
 from router.view import WorkerView
 
-PromptWay = tuple[Incarnation, Incarnation | None, Incarnation | None]
+Way = tuple[Incarnation, Incarnation | None, Incarnation | None]
 """Who decodes, who prefills, and whom that one may pull a prefix from."""
+PromptWay = tuple[Incarnation, bool, Incarnation | None]
+"""Who prefills, whether it decodes too, and whom it may pull a prefix from."""
 
 
 @value
@@ -31,7 +33,7 @@ class Candidate:
         return Placement(decode=self.decode.incarnation, prefill=prefill)
 
     @property
-    def way(self) -> PromptWay:
+    def way(self) -> Way:
         prefill = None if self.prefill is None else self.prefill.incarnation
         source = None if self.source is None else self.source.peer
         return self.decode.incarnation, prefill, source
@@ -64,7 +66,9 @@ class PromptPrediction:
 
     @property
     def first_token_s(self) -> float:
-        return max(self.queue_s, self.messages_s) + self.pull_s + self.prefill_s
+        queue_s, messages_s = self.queue_s, self.messages_s
+        starts_s = messages_s if messages_s > queue_s else queue_s
+        return starts_s + self.pull_s + self.prefill_s
 
 
 class Arrival(NamedTuple):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives, RequestSpec
-from router.candidate import Arrival, Candidate, PromptPrediction, PromptWay
+from router.candidate import Arrival, Candidate, PromptPrediction, PromptWay, Way
 from router.prefixes import HeldPrefixes
 from router.promises import NOTHING_PROMISED, Promised
 
@@ -18,7 +18,7 @@ class Known:
     """What was found out in one decision, at one moment: it is the same for several of its ways."""
 
     prompts: dict[PromptWay, PromptPrediction] = field(default_factory=dict)
-    arrivals: dict[PromptWay, Arrival] = field(default_factory=dict)
+    arrivals: dict[Way, Arrival] = field(default_factory=dict)
     fitting: list[Incarnation] | None = None  # the workers for which these ways were suggested
     ways: list[Candidate] = field(default_factory=list)
     more_ways: Iterator[Candidate] = field(default_factory=lambda: iter(()))

@@ -106,9 +106,10 @@ class WorkerView:
 
     @property
     def speed(self) -> Speed:
-        if self._speed is None or self._speed[0] is not self.times:
-            self._speed = (self.times, self._look_at_times())
-        return self._speed[1]
+        known = self._speed
+        if known is None or known[0] is not self.times:
+            known = self._speed = (self.times, self._look_at_times())
+        return known[1]
 
     def _look_at_times(self) -> Speed:
         """What isn't covered counts for nothing: a closer look tells."""

@@ -7,7 +7,7 @@ decode side at the time the request joins: the batch then, counting what is on i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from engine.latency import StepWork, decode_work, prefill_work
@@ -81,11 +81,14 @@ class Forecast:
     def prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
         if demand.known is None:
             return self._prompt(demand, candidate, now_s)
-        way = candidate.way
+        decode, prefill, source = candidate.way
+        way = (prefill or decode, prefill is None, source)
         found = demand.known.prompts.get(way)
         if found is None:
             found = demand.known.prompts[way] = self._prompt(demand, candidate, now_s)
-        return found
+            return found
+        reached_s = messages_s(candidate)
+        return found if found.messages_s == reached_s else replace(found, messages_s=reached_s)
 
     def _prompt(self, demand: Demand, candidate: Candidate, now_s: float) -> PromptPrediction:
         worker = candidate.prefiller

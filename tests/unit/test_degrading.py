@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -164,6 +165,18 @@ def test_output_is_cut_when_all_of_it_would_be_too_slow() -> None:
     says(at, "d", reserved("r"))
     ended = says(at, "p", tokens(0, 1, 2, 3, 4, name="r", reason=FinishReason.LENGTH))
     assert [c.done for c in ended if isinstance(c, Deliver)] == [True]
+
+
+def test_less_output_is_not_judged_where_no_more_was_expected() -> None:
+    """Requests of the tier have had 3 tokens: to be cut to 4 changes nothing."""
+    at = core(PerToken(context_s=0.012, sequence_s=0.25))
+    for _ in range(20):
+        at.lengths.observe("gold", 3, was_cut=False)
+    judge = Mock(wraps=at.deciding.admitting.judge)
+    at.deciding = replace(at.deciding, admitting=Mock(judge=judge))
+    at.seeking.deciding = at.deciding
+    (refusal,) = refusals(submit(at, "r", "gold"))
+    assert (refusal.reason, judge.call_count) == ("tpot_unreachable", 1)
 
 
 def test_nothing_is_cut_any_more_where_another_worker_can_serve_all_of_it() -> None:
