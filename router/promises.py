@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 from math import inf
 from operator import itemgetter
 
+from kvrelay.values import value
 from router.claims import Claims
 from router.generation import GenerationRequest
 
@@ -32,7 +33,7 @@ _STEP_S = 0.25
 _MOST_DELAY_S = 4.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Promised:
     """The work of several promises: seconds of prefill, sequences and their contexts."""
 
@@ -59,7 +60,7 @@ NOTHING_PROMISED = Promised()
 _due_s = itemgetter(0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@value
 class Promise:
     """`likely`: of the work, and of as much of other routers, what was expected when it was made.
     `again`: to one that had come back for another."""

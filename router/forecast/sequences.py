@@ -6,13 +6,13 @@ They are kept as columns of an array: a full worker has hundreds, and each decis
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from kvrelay.types import RequestKey
+from kvrelay.values import value
 from router.latency.survival import NONE, Floats, Integers, Survival, SurvivalTable
 
 _EMITTED, _MOST, _PROMPT, _CHOICES, _JOINS, _ENDS, _TIER, _ROWS = range(8)
@@ -22,7 +22,7 @@ _FIRST_ROOM = 64
 _UNKNOWN = Survival([1.0])
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Moments:
     """Means and variances of how many sequences there are, and of the sum of their contexts."""
 
@@ -40,10 +40,10 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """Of both, which are independent."""
         return Moments(
-            self.sequences + other.sequences,
-            self.kv_tokens + other.kv_tokens,
-            self.variance + other.variance,
-            self.kv_variance + other.kv_variance,
+            sequences=self.sequences + other.sequences,
+            kv_tokens=self.kv_tokens + other.kv_tokens,
+            variance=self.variance + other.variance,
+            kv_variance=self.kv_variance + other.kv_variance,
         )
 
 
@@ -60,10 +60,10 @@ class _Sums(NamedTuple):
     def after(self, more: float) -> Moments:
         """Each has so many tokens more."""
         return Moments(
-            self.n,
-            self.n_context + more * self.n,
-            self.varies,
-            self.squared_varies + more * (2 * self.context_varies + more * self.varies),
+            sequences=self.n,
+            kv_tokens=self.n_context + more * self.n,
+            variance=self.varies,
+            kv_variance=self.squared_varies + more * (2 * self.context_varies + more * self.varies),
         )
 
 
@@ -206,7 +206,9 @@ class Sequences:
             kv_tokens += n * tokens
             variance += n * (1 - share)
             kv_variance += n * (1 - share) * tokens * tokens
-        return Moments(sequences, kv_tokens, variance, kv_variance)
+        return Moments(
+            sequences=sequences, kv_tokens=kv_tokens, variance=variance, kv_variance=kv_variance
+        )
 
     def _all_at_once(
         self,
@@ -230,10 +232,10 @@ class Sequences:
         n, tokens = share * choices, prompts + then
         kv_tokens, uncertain = n * tokens, n * (1 - share)
         return Moments(
-            float(n.sum()),
-            float(kv_tokens.sum()),
-            float(uncertain.sum()),
-            float((uncertain * tokens) @ tokens),
+            sequences=float(n.sum()),
+            kv_tokens=float(kv_tokens.sum()),
+            variance=float(uncertain.sum()),
+            kv_variance=float((uncertain * tokens) @ tokens),
         )
 
     def _survivals(self, survivals: Mapping[str, Survival]) -> SurvivalTable:
