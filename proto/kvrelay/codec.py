@@ -102,6 +102,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         seed=response.seed,
         capped_tokens=response.capped_tokens if response.HasField("capped_tokens") else None,
         prompt_logprobs=tuple(_prompt_logprob(entry) for entry in response.input_logprobs),
+        tier=response.tier,
     )
 
 
@@ -127,6 +128,7 @@ def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Gen
         seed=chunks[0].seed,
         capped_tokens=chunks[0].capped_tokens,
         prompt_logprobs=chunks[0].prompt_logprobs,
+        tier=chunks[0].tier,
         ledger_ms=ledger_ms,
     )
 
