@@ -49,15 +49,27 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
         ledger=options.get("ledger", False),
         sampling_params=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
     )
+    _check_variables(prompt, options)
     if isinstance(prompt, str):
         request.text = prompt
-    elif any(isinstance(part, ChatMessage) for part in prompt):
+    elif _is_chat(prompt):
         request.chat.CopyFrom(pb.ChatInput(messages=[_message(part) for part in prompt]))
         variables = options.get("chat_template_kwargs", {})
         request.chat.chat_template_kwargs.update(variables)  # type: ignore[arg-type]
     else:
         request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
     return request
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return any(isinstance(part, ChatMessage) for part in prompt)
+
+
+def _check_variables(prompt: Prompt, options: GenerateOptions) -> None:
+    if options.get("chat_template_kwargs") and not _is_chat(prompt):
+        raise InvalidRequest(
+            "chat_template_kwargs are for a chat: send ChatMessages", param="chat_template_kwargs"
+        )
 
 
 def _slo(slo: Slo, deadline_s: float | None) -> pb.Slo:
