@@ -53,6 +53,7 @@ class Forecast:
         joins_in_s = prompt.first_token_s + handoff_s
         decode = self.decode(demand, candidate.decode, joins_in_s, now_s)
         gaps = max(1, demand.output_tokens - 1)
+        decodes_s = 0.0 if demand.is_prompt_only else decode.step_s * gaps
         paused_s = handoff_s
         paused_s += self.waits_s(candidate.prefill, candidate.decode, joins_in_s, now_s)
         return Prediction(
@@ -62,7 +63,7 @@ class Forecast:
             tpot_s=decode.step_s + paused_s / gaps,
             ttft_at_most_s=demand.waited_s + self.ttft.apply(prompt.first_token_s),
             tpot_at_most_s=self.tpot.apply(decode.step_s + paused_s / gaps),
-            completes_in_s=joins_in_s + decode.step_s * gaps,
+            completes_in_s=joins_in_s + decodes_s,
             choices=demand.choices,
             kv_tokens=demand.kv_tokens,
         )

@@ -26,6 +26,7 @@ from router.events import (
 from router.refusal import NO_CAPACITY, Refusal
 from router.waiting import ASK_AGAIN_S, PATIENCE_S
 from tests.unit.router_kit import (
+    STEP_TIMES,
     core_with,
     failed,
     hello,
@@ -508,6 +509,21 @@ def test_forecasts_count_what_asking_and_telling_the_workers_takes() -> None:
     assert predicted is not None
     assert predicted.prompt.messages_s == pytest.approx(0.07)
     assert predicted.ttft_s == pytest.approx(placed.prompt.prefill_s + 0.07)
+
+
+def test_a_prompt_of_which_no_token_is_wanted_is_done_with_its_prefill() -> None:
+    """Its worker may not even know how long a decode step takes."""
+    core = RouterCore()
+    times = replace(STEP_TIMES, decode_knots=())
+    worker = replace(hello("p", Role.PREFILL), step_times=times)
+    core.handle(WorkerJoined(hello=worker), 0)
+    core.handle(WorkerJoined(hello=hello("d", Role.DECODE)), 0)
+    asked = replace(request(max_tokens=0), objectives=Objectives(deadline_s=1.0))
+    (send,) = core.handle(Submitted(request=asked), 1)
+    assert isinstance(send, Send) and isinstance(send.message, Prefill)
+    predicted = core.requests["r"].predicted
+    assert predicted is not None
+    assert predicted.completes_in_s == predicted.prompt.first_token_s
 
 
 def served(core: RouterCore, name: str, objective_s: float | None, *, late_s: float) -> bool:
