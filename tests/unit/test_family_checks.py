@@ -158,7 +158,9 @@ def test_a_border_far_beyond_the_check_is_brought_near(
 def test_the_long_check_multiplies_with_all_bits_where_the_model_takes_tf32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load_model(open_checkpoint(str(random_checkpoint(tmp_path))), device="cpu", dtype="auto")
+    model = load_model(
+        open_checkpoint(str(random_checkpoint(tmp_path))), device="cpu", dtype="auto"
+    )
     own, seen = Model.whole, []
 
     def whole(self: Model, *inputs: Any) -> torch.Tensor:
