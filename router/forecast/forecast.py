@@ -221,8 +221,8 @@ class Forecast:
 
 def messages_s(candidate: Candidate) -> float:
     """Until the prefill worker begins, if it is free: as measured at these workers."""
-    reserving_s = 0.0 if candidate.prefill is None else candidate.decode.reserving.mean_s
-    return reserving_s + candidate.prefiller.dispatching.mean_s
+    reserving_s = 0.0 if candidate.prefill is None else candidate.decode.reserving.usual_s
+    return reserving_s + candidate.prefiller.dispatching.usual_s
 
 
 def _with_others(demand: Demand, worker: WorkerView, own: BatchThen) -> BatchThen:
