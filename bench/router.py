@@ -44,7 +44,8 @@ from kvrelay.types import (
 from router.core import RouterCore
 from router.events import Refuse, Send, Submitted, WorkerJoined, WorkerSaid
 from router.generation import GenerationRequest
-from router.policies import Policies, open_admission, open_placement
+from router.open_policies import open_admission, open_placement
+from router.policies import Policies
 from router.promises import Promised
 
 BLOCK_TOKENS = 16

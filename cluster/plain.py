@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 from rich.console import Console
@@ -25,6 +25,9 @@ from engine.activity import Activity, Stage
 from kvrelay.errors import ConfigError
 from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from cluster.worker.process import WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +70,10 @@ async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: 
     stopping = _stop_signals()
     worker = WorkerProcess(settings)
     async with showing(settings.name, worker):
+        telling = asyncio.create_task(_tell_choice(worker))
         address = await worker.start()
+    await telling
     freeze()
-    log.info("%s", worker.chosen)
     print(f"{settings.role} worker on {address}", flush=True)
     request = worker_pb2.RegisterRequest(address=address, routers=join)
     registered = [stay_registered(router, request) for router in join]
@@ -116,6 +120,13 @@ async def _show(name: str, process: Active, bars: DownloadBars) -> None:
         await asyncio.sleep(SHOW_S)
 
 
+async def _tell_choice(worker: WorkerProcess) -> None:
+    """Before the model is loaded, which can take minutes."""
+    while not worker.chosen:
+        await asyncio.sleep(SHOW_S)
+    log.info("%s", worker.chosen)
+
+
 async def _first_of(
     waits: Sequence[Coroutine[None, None, object]], served: Stoppable, drain_s: float
 ) -> None:
@@ -131,18 +142,22 @@ async def _first_of(
 
 
 async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> None:
-    """Keep the registration call open, for ever; the router drops the process when it ends."""
-    retry_s = FIRST_RETRY_S
+    """Keep the registration call open, for ever; the router drops the process when it ends.
+    Logs once why a router can't be had, not at each try."""
+    retry_s, told = FIRST_RETRY_S, ""
     while True:
-        joined = await _register(join, request)
+        joined, reason = await _register(join, request)
+        if reason and (joined or reason != told):
+            log.warning("router %s: %s; trying again until it answers", join, reason)
+        told = reason
         retry_s = FIRST_RETRY_S if joined else min(2 * retry_s, LAST_RETRY_S)
         await asyncio.sleep(retry_s)
 
 
-async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
-    """Whether the router took it; returns when the call has ended. Raises ConfigError when no
-    worker can join there."""
-    joined = asyncio.Event()
+async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[bool, str]:
+    """(whether the router took it, why the call has ended). Raises ConfigError when no worker can
+    join there."""
+    joined, reason = asyncio.Event(), ""
 
     async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
         yield request
@@ -155,8 +170,8 @@ async def _register(join: str, request: worker_pb2.RegisterRequest) -> bool:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None
-            log.warning("router %s: %s; trying again", join, error.details())
-    return joined.is_set()
+            reason = error.details() or error.code().name
+    return joined.is_set(), reason
 
 
 def _stop_signals() -> asyncio.Event:

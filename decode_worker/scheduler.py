@@ -212,13 +212,13 @@ class DecodeScheduler:
     def _advance(
         self, sequence: Sequence, sampled: tuple[Sampled, ...], now_s: float
     ) -> list[WorkerEvent]:
-        self.generated_tokens += len(sampled)
         tokens = [
             sequence.tokens_event(choice, (one,), now_s)
             for choice, one in zip(sequence.choices, sampled, strict=True)
         ]
         if len(sequence.choices) > 1:
             tokens = [event for event in tokens if self._is_drawn_first(sequence, event.choice)]
+        self.generated_tokens += len(tokens)
         finished = frozenset(event.choice for event in tokens if event.finish_reason is not None)
         if len(sequence.choices) > 1:
             ids = tuple(one.token_id for one in sampled)

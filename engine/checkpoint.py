@@ -28,6 +28,8 @@ _VOLATILE_KEYS = {
 }
 _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel")
 _QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")
+_QUANTISED_DTYPES = ("F8_", "F6_", "F4", "I8")
+"""How the names of such tensors begin, in safetensors' headers."""
 _DEQUANTISERS = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """# format |-> the class of transformers that loads it as 16-bit weights with `dequantize=True`"""
 
@@ -143,6 +145,7 @@ def _first_line(error: Exception) -> str:
 def _open_folder(folder: Path, name: str, revision: str | None) -> Checkpoint:
     config, architecture = _check_text_files(folder)
     weights = open_weights(folder)
+    _check_dtypes(folder, weights)
     return Checkpoint(
         path=folder,
         name=name,
@@ -198,12 +201,22 @@ def _causal_architecture(folder: Path, config: Mapping[str, object]) -> str:
 
 def _check_unquantised(folder: Path, config: Mapping[str, object]) -> None:
     found = _quantised_format(config)
-    if found is None:
-        return
+    if found is not None:
+        raise _quantised(folder, found)
+
+
+def _check_dtypes(folder: Path, weights: tuple[WeightFile, ...]) -> None:
+    """Some quantised checkpoints say nothing in their configuration."""
+    dtypes = {dtype for file in weights for dtype in file.dtypes}
+    if found := sorted(dtype for dtype in dtypes if dtype.startswith(_QUANTISED_DTYPES)):
+        raise _quantised(folder, f"tensors of {', '.join(found)}")
+
+
+def _quantised(folder: Path, found: str) -> ModelError:
     advice = "use the float16 or bfloat16 checkpoint of this model"
     if found in _DEQUANTISERS:
         advice += f", or write one with transformers' {_DEQUANTISERS[found]}(dequantize=True)"
-    raise ModelError(
+    return ModelError(
         f"{folder} holds weights that are quantised ({found}), which kvrelay can't load: {advice}"
     )
 

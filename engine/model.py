@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,13 +120,18 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
     disable_progress_bar()  # several workers share one log
     wanted = _resolve_dtype(config, dtype)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            checkpoint.path, config=config, dtype=wanted, attn_implementation=attention.NAME
+        module, told = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=wanted,
+            attn_implementation=attention.NAME,
+            output_loading_info=True,
         )
         module = module.to(torch.device(device)).eval().requires_grad_(False)
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
+    _check_complete(checkpoint, told["missing_keys"])
     border = longrope_border_tokens(config)
     return Model(
         module=module,
@@ -134,6 +140,17 @@ def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
         dtype=wanted,
         longrope=None if border is None else LongRope(module, border),
     )
+
+
+def _check_complete(checkpoint: Checkpoint, missing: Iterable[str]) -> None:
+    """transformers gives weights that are missing random values."""
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        raise ModelError(
+            f"{checkpoint.path} lacks weights of its {checkpoint.architecture}: "
+            f"{', '.join(names[:2])}{more}: download it again"
+        )
 
 
 def _use_device(device: torch.device) -> None:

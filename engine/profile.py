@@ -1,8 +1,10 @@
-"""Measures what a step needs beside weights and KV: one pass at the largest chunk and batch."""
+"""Measures what a step needs beside weights and KV: one pass at the largest chunk and batch, with
+as many tokens scored as a step may score."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -10,8 +12,9 @@ import torch
 
 from engine.model import Model
 from engine.plan import GATHER_BYTES, layer_block_bytes
+from engine.scoring import MOST_SCORED_TOKENS
 from engine.sizing import EngineLimits, MemoryProfile
-from engine.step import SampleRequest, SequenceSlice, StepBatch
+from engine.step import SampleRequest, Scoring, SequenceSlice, StepBatch
 from kvpool.layout import BlockId, KvLayout
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.staging import plan_staging
@@ -74,8 +77,9 @@ def _gathered_bytes(layout: KvLayout, group: int, max_model_len: int) -> int:
 def _largest_batch(layout: KvLayout, chunk: int, rows: int) -> StepBatch:
     """A chunk and `rows` one-token sequences, all in the same blocks: only sizes matter here."""
     blocks = tuple(BlockId(i) for i in range(layout.blocks_for(chunk)))
-    pieces = [_piece(layout, blocks, chunk), *[_piece(layout, blocks[:1], 1)] * rows]
-    return StepBatch(slices=tuple(pieces))
+    scored = Scoring(next_ids=(0,) * min(chunk, MOST_SCORED_TOKENS))
+    largest = replace(_piece(layout, blocks, chunk), scoring=scored)
+    return StepBatch(slices=(largest, *[_piece(layout, blocks[:1], 1)] * rows))
 
 
 def _piece(layout: KvLayout, blocks: tuple[BlockId, ...], tokens: int) -> SequenceSlice:

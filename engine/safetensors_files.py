@@ -22,11 +22,12 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFile:
-    """A complete safetensors file. `fingerprint` covers names, shapes and a sample of each
-    tensor's bytes."""
+    """A complete safetensors file. `dtypes` are as its header names them. `fingerprint` covers
+    names, shapes and a sample of each tensor's bytes."""
 
     path: Path
     tensors: frozenset[str]
+    dtypes: frozenset[str]
     data_bytes: int
     fingerprint: str
 
@@ -64,7 +65,7 @@ def _open_file(path: Path) -> WeightFile:
     with path.open("rb") as file:
         raw = _read_header(file, path, size)
         tensors = _parse_header(raw, path)
-        data_bytes = max((end for _, end in tensors.values()), default=0)
+        data_bytes = max((end for _, _, end in tensors.values()), default=0)
         start = 8 + len(raw)
         if size != start + data_bytes:
             raise ModelError(
@@ -72,11 +73,12 @@ def _open_file(path: Path) -> WeightFile:
                 f"it has {size}: download it again"
             )
         digest = blake2b(raw, digest_size=16)
-        for begin, end in tensors.values():
+        for _, begin, end in tensors.values():
             digest.update(_sample(file, start + begin, end - begin))
     return WeightFile(
         path=path,
         tensors=frozenset(tensors),
+        dtypes=frozenset(dtype for dtype, _, _ in tensors.values()),
         data_bytes=data_bytes,
         fingerprint=digest.hexdigest(),
     )
@@ -89,12 +91,15 @@ def _read_header(file: BinaryIO, path: Path, size: int) -> bytes:
     return file.read(length)
 
 
-def _parse_header(raw: bytes, path: Path) -> dict[str, tuple[int, int]]:
-    """# tensor |-> [begin, end) of its bytes in the data"""
+def _parse_header(raw: bytes, path: Path) -> dict[str, tuple[str, int, int]]:
+    """# tensor |-> dtype, and [begin, end) of its bytes in the data"""
     try:
         entries = json.loads(raw)
         entries.pop("__metadata__", None)
-        return {name: tuple(entry["data_offsets"]) for name, entry in sorted(entries.items())}
+        return {
+            name: (entry["dtype"], *entry["data_offsets"])
+            for name, entry in sorted(entries.items())
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ModelError(f"{path} has a damaged safetensors header: download it again") from None
 

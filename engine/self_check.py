@@ -6,8 +6,8 @@ small copy of it is compared on long sequences in float32, where nothing hides b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -106,14 +106,26 @@ def check_long_sequences(model: Model, longest: int) -> None:
     masked = not all(shape.is_plain for shape in shapes.values())
     planner = Planner(layout, small.device, small.dtype, masked)
     trial = _long(min(300, longest))
-    found = _differences(
-        small,
-        layout,
-        trial,
-        small.eager_logits(_token_ids(small, trial)),
-        lambda memory, batch: _paged_logits(small, planner, memory, batch),
-    )
+    with _whole_products():
+        found = _differences(
+            small,
+            layout,
+            trial,
+            small.eager_logits(_token_ids(small, trial)),
+            lambda memory, batch: _paged_logits(small, planner, memory, batch),
+        )
     _check(model, CHECK, float(found.max()), _LONG_TOLERANCE)
+
+
+@contextmanager
+def _whole_products() -> Iterator[None]:
+    """fp32 is multiplied with all its bits, also where the model that serves takes TF32."""
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(usual)
 
 
 def _paged_logits(

@@ -9,7 +9,8 @@ from random import Random
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import RequestSpec
 from router.core import RouterCore
-from router.policies import DEFAULT_POLICIES, Policies, open_admission, open_placement
+from router.open_policies import open_admission, open_placement
+from router.policies import DEFAULT_POLICIES, Policies
 from router.workers import Workers
 
 

@@ -9,7 +9,7 @@ the tokens delivered; draws are counter based.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from itertools import count
 
@@ -41,6 +41,7 @@ from router.events import (
     DeadlinePassed,
     Event,
     LadderStepped,
+    Rejected,
     Submitted,
     WorkerJoined,
     WorkerLost,
@@ -170,6 +171,7 @@ class RouterCore:
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Raises Rejected for what a worker should not have said."""
         return [
             *self._handle(event, now_s),
             *self.seeking.ask_again(now_s),
@@ -223,13 +225,23 @@ class RouterCore:
         view.said(said.counters)
         for changes in said.blocks:
             self.directory.changed(said.incarnation, changes)
-        commands: list[Command] = []
-        for event in said.events:
-            commands += self._one_said(view, event, now_s)
+        commands = self._all_said(view, said.events, now_s)
         ended = any(isinstance(event, Released) for event in said.events)
         if not view.prefills and (ended or said.counters.running < running_before):
             self.waiting.wake(now_s)
         return [*commands, *self.moving.relieve(view, now_s)]
+
+    def _all_said(
+        self, view: WorkerView, events: Iterable[WorkerEvent], now_s: float
+    ) -> list[Command]:
+        """Raises Rejected."""
+        commands: list[Command] = []
+        for event in events:
+            try:
+                commands += self._one_said(view, event, now_s)
+            except Exception as error:
+                raise Rejected(event, error, commands) from error
+        return commands
 
     def _one_said(self, view: WorkerView, event: WorkerEvent, now_s: float) -> list[Command]:
         if isinstance(event, _LAST):

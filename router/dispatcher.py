@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from secrets import randbits
 from uuid import uuid4
 
@@ -32,6 +32,7 @@ from router.events import (
     PairQuarantined,
     PairTrusted,
     Refuse,
+    Rejected,
     Send,
     Submitted,
     WorkerJoined,
@@ -190,9 +191,16 @@ class WorkerDispatcher(ClusterViews):
 
     def _post(self, event: Event) -> None:
         now_s = time.monotonic()
-        commands = self.core.handle(event, now_s)
+        try:
+            commands = self.core.handle(event, now_s)
+        except Rejected as rejected:
+            self._execute_all(rejected.commands)
+            raise
         if self._recorder is not None:
             self._recorder.heard(event, commands, now_s)
+        self._execute_all(commands)
+
+    def _execute_all(self, commands: Iterable[Command]) -> None:
         for command in commands:
             self._execute(command)
 

@@ -118,3 +118,12 @@ class LadderStepped:
 
 
 Command = Send | Admit | Refuse | Deliver | Fail | PairQuarantined | PairTrusted | LadderStepped
+
+
+class Rejected(Exception):
+    """An event of a worker can't be taken. `commands` came of those before it: they must be carried
+    out, since the core has gone on as if they were."""
+
+    def __init__(self, event: WorkerEvent, cause: Exception, commands: list[Command]) -> None:
+        super().__init__(f"{type(event).__name__} of {event.key.request_id}: {cause!r}")
+        self.commands = commands

@@ -39,8 +39,10 @@ class Learning:
             return
         prompt, candidate = request.predicted.prompt, request.placed.candidate
         if prompt.queue_s <= 0 and isfinite(prompt.prefill_s):
-            took_s = now_s - (request.placed_s if candidate.prefill is None else request.reserved_s)
-            candidate.prefiller.dispatching.observe(took_s - prompt.pull_s - prompt.prefill_s)
+            first_s = request.placed_s + _at_most_due_s(request, prompt.first_token_s, now_s)
+            sent_s = request.placed_s if candidate.prefill is None else request.reserved_s
+            computed_s = prompt.pull_s + prompt.prefill_s
+            candidate.prefiller.dispatching.observe(first_s - sent_s - computed_s)
 
     @staticmethod
     def _as_known_now(request: Request, prompt: PromptPrediction) -> PromptPrediction:

@@ -1,20 +1,8 @@
-"""Opens placement and admission policies by the names that a cluster file gives them. Pure."""
+"""Which policies a router has, by name: a cluster file is read without loading them. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from router.admitting.early_rejection import EarlyRejection
-from router.admitting.policy import AdmissionPolicy
-from router.admitting.predictive import Predictive
-from router.admitting.queue_limit import QueueLimit
-from router.admitting.unlimited import Unlimited
-from router.placing.kv_aware import KvAware
-from router.placing.least_loaded import LeastLoaded
-from router.placing.local_cache import LocalCache
-from router.placing.policy import PlacementPolicy
-from router.placing.random_pair import Randomness, RandomPair
-from router.placing.round_robin import RoundRobin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,33 +23,3 @@ class Policies:
 
 
 DEFAULT_POLICIES = Policies()
-
-
-def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolicy:
-    match policies.placement:
-        case "random":
-            return RandomPair(randomness)
-        case "round_robin":
-            return RoundRobin()
-        case "least_loaded":
-            return LeastLoaded()
-        case "local_cache":
-            return LocalCache()
-        case "kv_aware":
-            return KvAware(local_prefill=policies.local_prefill)
-        case other:
-            raise AssertionError(f"no placement policy {other}")
-
-
-def open_admission(policies: Policies) -> AdmissionPolicy:
-    match policies.admission:
-        case "none":
-            return Unlimited()
-        case "queue_limit":
-            return QueueLimit(policies.queue_limit)
-        case "early_rejection":
-            return EarlyRejection()
-        case "predictive":
-            return Predictive()
-        case other:
-            raise AssertionError(f"no admission policy {other}")

@@ -11,6 +11,7 @@ back to be admitted.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -80,16 +81,17 @@ class _Earlier:
 
     until_s: float = -inf
     works: dict[tuple[int, bool], Promised] = field(default_factory=dict)
+    _counts: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
     def add(self, promise: Promise, sign: int = 1) -> None:
+        """With the last one of its kind goes what rounding has left: nothing is ahead then."""
         kind = (promise.priority, promise.again)
-        before = self.works.get(kind, NOTHING_PROMISED)
-        self.works[kind] = before + promise.work.times(sign)
-
-    def clear(self) -> None:
-        """And with it what rounding left."""
-        self.until_s = -inf
-        self.works.clear()
+        self._counts[kind] += sign
+        if self._counts[kind]:
+            before = self.works.get(kind, NOTHING_PROMISED)
+            self.works[kind] = before + promise.work.times(sign)
+        else:
+            del self._counts[kind], self.works[kind]
 
 
 @dataclass(slots=True)
@@ -207,7 +209,6 @@ class Promises:
                 self._earlier.add(promise, -1)
             if not self._open:
                 self._all.clear()  # and with it what rounding left
-                self._earlier.clear()
 
 
 def sum_of(works: Iterable[Promised]) -> Promised:

@@ -50,6 +50,7 @@ class Seeking:
             request = self.requests[request_id]
             request.tried.clear()
             commands += self.place(request, refusal, now_s)
+            self.waiting.follow(request_id, now_s)
         return commands
 
     def fail(self, request: Request, reason: str, message: str) -> list[Command]:

@@ -110,6 +110,7 @@ class Faces:
         if self._watching is not None:
             left_s = await self._drain(grace_s)
             self._watching.cancel()
+            self._health.end_watches()
         if self._public is not None and self._internal is not None:
             await self._public.stop(left_s)
             await self._internal.stop(INTERNAL_GRACE_S)

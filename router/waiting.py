@@ -62,10 +62,14 @@ class WaitingRoom:
     def wake(self, now_s: float) -> None:
         """There is a free place: whose turn it is may ask at once."""
         for line in self._lines.values():
-            name = self._first(line)
-            if name is not None:
-                wait = self._waits[name]
-                self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
+            self._wake_first(line, now_s)
+
+    def follow(self, request_id: str, now_s: float) -> None:
+        """If a worker is being asked for it now, the next of its line may ask at once: there may be
+        more than one free place."""
+        wait = self._waits.get(request_id)
+        if wait is not None and wait.next_s == inf:
+            self._wake_first(self._lines[wait.line], now_s)
 
     def take_next(self, now_s: float) -> tuple[str, Refusal] | None:
         """Whose turn it is to ask, and what it was told last. It waits on if refused again."""
@@ -78,6 +82,12 @@ class WaitingRoom:
         wait = self._waits[name]
         self._waits[name] = replace(wait, next_s=inf)
         return name, wait.refusal
+
+    def _wake_first(self, line: dict[str, None], now_s: float) -> None:
+        name = self._first(line)
+        if name is not None:
+            wait = self._waits[name]
+            self._waits[name] = replace(wait, next_s=min(wait.next_s, now_s))
 
     def _first(self, line: dict[str, None]) -> str | None:
         """Of those that aren't asking."""

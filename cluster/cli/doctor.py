@@ -40,12 +40,13 @@ def doctor(
 
 def _print(found: Diagnosis) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(soft_wrap=True, highlight=False)
     for finding in found.findings:
         verdict = f"usable ({finding.kind})" if finding.usable else f"not usable: {finding.why}"
-        console.print(f"[bold]{finding.transport}[/bold]  {verdict}", markup=True)
+        console.print(f"[bold]{finding.transport}[/bold]  {escape(verdict)}")
         for name, text in ({"needs": finding.needs} | finding.facts).items():
             console.print(f"    {name}: {text}", markup=False)
     table = Table("from", "to", "on one host", "between hosts", box=None)

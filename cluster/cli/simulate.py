@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.options import Format, FormatOption, SetOption, given, parsed
+from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.sim.run import Result
@@ -65,11 +66,17 @@ def simulate(
     machines.
     """
     from cluster.config.load import Override, load_config
+    from cluster.sim.plots import check_can_draw
     from cluster.sim.readers import read_trace
     from cluster.sim.run import assumed_text, simulate_rates
 
+    if out is not None:
+        check_can_draw()
     overrides = given(simulation__seed=seed) + parsed(set_)
     variants: list[Override | None] = [*Override.parse_several(compare)] if compare else [None]
+    values = [_text(one.value) for one in variants if one is not None]
+    if len(set(values)) < len(values):
+        raise ConfigError(f"--compare {compare}: each value once")
     configs = [load_config(config, overrides + ([one] if one else [])) for one in variants]
     for assumed in dict.fromkeys(map(assumed_text, configs)):
         if assumed is not None:
@@ -80,7 +87,6 @@ def simulate(
         _tell(results[0], out, format_)
     else:
         key, _, _ = compare.partition("=")
-        values = [_text(one.value) for one in variants if one is not None]
         _tell_comparison(key, dict(zip(values, results, strict=True)), out, format_)
 
 

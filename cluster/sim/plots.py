@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from cluster.sim.ledgers import Outcome
@@ -10,13 +11,16 @@ from cluster.sim.report import Report
 from kvrelay.errors import ConfigError
 
 
+def check_can_draw() -> None:
+    """Raises ConfigError without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--out draws with matplotlib: pip install 'kvrelay[plots]'")
+
+
 def draw(folder: Path, reports: Sequence[Report], outcomes: Sequence[Sequence[Outcome]]) -> None:
-    """timeline.png and cdf.png of each rate; goodput.png when there are several. Raises
-    ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--out draws with matplotlib: pip install 'kvrelay[plots]'") from None
+    """timeline.png and cdf.png of each rate; goodput.png when there are several."""
+    import matplotlib
+
     matplotlib.use("agg")
     for one, each in zip(reports, outcomes, strict=True):
         mark = f"-{one.rate_scale:g}x" if len(reports) > 1 else ""

@@ -155,10 +155,11 @@ class PeerEndpoint:
             while True:
                 try:
                     sock, _ = listener.accept()
-                except OSError as error:
+                    self._greet(sock)
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                     if self._closed:
                         return
-                    if error.errno in _LISTENS_NO_MORE:
+                    if isinstance(error, OSError) and error.errno in _LISTENS_NO_MORE:
                         raise
                     if not failing:
                         log.warning("%s can't accept a peer: %s", self.address, error)
@@ -166,7 +167,6 @@ class PeerEndpoint:
                     self._rest()
                 else:
                     failing = False
-                    self._greet(sock)
 
     def _rest(self) -> None:
         """What is short now may be there soon, and the peer that waits is still to be accepted."""
@@ -180,7 +180,12 @@ class PeerEndpoint:
                 return
             sock.settimeout(control_wire.HANDSHAKE_TIMEOUT_S)
             self._greeting.add(sock)
-            self._threads.start(f"{self.address} serves", lambda: self._serve(sock))
+            try:
+                self._threads.start(f"{self.address} serves", lambda: self._serve(sock))
+            except RuntimeError:
+                self._greeting.discard(sock)
+                sock.close()
+                raise
 
     def _serve(self, sock: socket.socket) -> None:
         """Run by the thread of an accepted socket."""

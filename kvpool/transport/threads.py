@@ -12,11 +12,12 @@ class ThreadGroup:
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str, run: Callable[[], None]) -> None:
+        """Raises RuntimeError where the host has no thread left."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._lock:
+            thread.start()
             self._threads = [t for t in self._threads if t.is_alive()]
             self._threads.append(thread)
-            thread.start()
 
     def join(self) -> None:
         """Wait for all but the calling thread, which may be one of them (close in a callback)."""

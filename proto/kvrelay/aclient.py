@@ -24,7 +24,7 @@ from kvrelay.codec import (
 from kvrelay.errors import KvrelayError, RequestFailedError
 from kvrelay.options import GenerateOptions, with_options
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
-from kvrelay.routers import Routers, Tour, addresses_of, is_gone
+from kvrelay.routers import CHANNEL_OPTIONS, Routers, Tour, addresses_of, is_gone
 from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub
@@ -123,7 +123,9 @@ class AsyncClient:
     ) -> None:
         """`address`: HOST:PORT of a router, or of several: the first is used until it is gone, then
         the next. `timeout_s`: the longest that any one call may take; None for no limit."""
-        self._channels = [grpc.aio.insecure_channel(one) for one in addresses_of(address)]
+        self._channels = [
+            grpc.aio.insecure_channel(one, options=CHANNEL_OPTIONS) for one in addresses_of(address)
+        ]
         self._routers = Routers([InferenceStub(channel) for channel in self._channels])
         self._timeout_s = timeout_s
 

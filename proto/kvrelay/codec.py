@@ -49,15 +49,27 @@ def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRe
         ledger=options.get("ledger", False),
         sampling_params=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
     )
+    _check_variables(prompt, options)
     if isinstance(prompt, str):
         request.text = prompt
-    elif any(isinstance(part, ChatMessage) for part in prompt):
+    elif _is_chat(prompt):
         request.chat.CopyFrom(pb.ChatInput(messages=[_message(part) for part in prompt]))
         variables = options.get("chat_template_kwargs", {})
         request.chat.chat_template_kwargs.update(variables)  # type: ignore[arg-type]
     else:
         request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
     return request
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return any(isinstance(part, ChatMessage) for part in prompt)
+
+
+def _check_variables(prompt: Prompt, options: GenerateOptions) -> None:
+    if options.get("chat_template_kwargs") and not _is_chat(prompt):
+        raise InvalidRequest(
+            "chat_template_kwargs are for a chat: send ChatMessages", param="chat_template_kwargs"
+        )
 
 
 def _slo(slo: Slo, deadline_s: float | None) -> pb.Slo:
@@ -102,6 +114,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         seed=response.seed,
         capped_tokens=response.capped_tokens if response.HasField("capped_tokens") else None,
         prompt_logprobs=tuple(_prompt_logprob(entry) for entry in response.input_logprobs),
+        tier=response.tier,
     )
 
 
@@ -127,6 +140,7 @@ def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Gen
         seed=chunks[0].seed,
         capped_tokens=chunks[0].capped_tokens,
         prompt_logprobs=chunks[0].prompt_logprobs,
+        tier=chunks[0].tier,
         ledger_ms=ledger_ms,
     )
 

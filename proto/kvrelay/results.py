@@ -30,7 +30,8 @@ class Chunk:
 
     `token_ids` may run ahead of `text`, which never holds half a character. `capped_tokens`: the
     router has cut max_tokens to so many, to serve it rather than refuse it. The first one of all
-    has `prompt_logprobs`, if asked for: of each token of the prompt but the first.
+    has `prompt_logprobs`, if asked for: of each token of the prompt but the first. `tier`: the QoS
+    tier that was applied.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class Chunk:
     seed: int
     capped_tokens: int | None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    tier: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
     """A whole answer. `ledger_ms` is empty unless it was asked for; the KV of `cached_tokens` of
-    the prompt was found, not computed."""
+    the prompt was found, not computed. `tier`: the QoS tier that was applied."""
 
     request_id: str
     choices: tuple[Choice, ...]
@@ -73,6 +75,7 @@ class Generated:
     seed: int
     capped_tokens: int | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    tier: str = ""
     ledger_ms: Mapping[str, float] = field(default_factory=dict)
     """# phase |-> milliseconds, in the order of events"""
 

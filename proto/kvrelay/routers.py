@@ -12,6 +12,9 @@ from kvrelay.errors import KvrelayError, RequestFailedError
 
 Stub = TypeVar("Stub")
 
+CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
+"""Log probabilities of a long prompt are more than the 4 MiB that gRPC takes by itself."""
+
 
 def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
     """Raises ValueError when there is none."""

@@ -31,7 +31,7 @@ def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> Kvrelay
         _ = detail.Unpack(info) or detail.Unpack(retry)
     if info.domain != ERROR_DOMAIN:
         return RequestFailedError(code.name.lower(), message)
-    param = info.metadata.get("param")
+    param, tier = info.metadata.get("param"), info.metadata.get("tier", "")
     match code:
         case grpc.StatusCode.NOT_FOUND:
             return ModelNotFound(message, code=info.reason, param=param)
@@ -39,9 +39,9 @@ def error_of(code: grpc.StatusCode, message: str, trailing: Metadata) -> Kvrelay
             return InvalidRequest(message, code=info.reason, param=param)
     if retry.HasField("retry_delay"):
         delay_s = retry.retry_delay.ToNanoseconds() / 1e9
-        return Refused(info.reason, message, retry_after_s=delay_s)
+        return Refused(info.reason, message, retry_after_s=delay_s, tier=tier)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Refused(info.reason, message, retry_after_s=None)
+        return Refused(info.reason, message, retry_after_s=None, tier=tier)
     return RequestFailedError(info.reason, message)
 
 

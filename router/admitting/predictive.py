@@ -132,17 +132,22 @@ class _Look:
         return max(self.worker.outlook.sequences, self.worker.counters.running)
 
     def is_doubtful(self) -> bool:
-        """Nothing speaks against it but what idle workers say of their speed."""
-        workers, asked = self.candidate.workers, self.demand.objectives
-        if not all(worker.is_idle and worker.doubt.is_due(self.now_s) for worker in workers):
+        """Nothing speaks against it but what idle workers say of their speed, and how long messages
+        to them took lately."""
+        if not all(w.is_idle and w.doubt.is_due(self.now_s) for w in self.candidate.workers):
             return False
+        messages_s = self.prediction.prompt.messages_s
+        return self._slowest() > 1 and self._slowest(less_s=messages_s) <= BELIEVED
+
+    def _slowest(self, less_s: float = 0.0) -> float:
+        """By what it allows: the largest of its predicted times, each `less_s` shorter."""
+        asked = self.demand.objectives
         times = (
-            (self._alone_s, asked.ttft_s),
+            (self._alone_s - less_s, asked.ttft_s),
             (self.prediction.tpot_s, asked.tpot_s),
-            (self.demand.waited_s + self.prediction.completes_in_s, asked.deadline_s),
+            (self.demand.waited_s + self.prediction.completes_in_s - less_s, asked.deadline_s),
         )
-        slowest = max((s / most for s, most in times if most is not None), default=0.0)
-        return 1 < slowest <= BELIEVED
+        return max((s / most for s, most in times if most is not None), default=0.0)
 
     @property
     def _alone_s(self) -> float:

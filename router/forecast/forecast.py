@@ -46,6 +46,7 @@ class Forecast:
         decode = _decode(demand, candidate.decode, joins_in_s, batches)
         gaps = max(1, demand.output_tokens - 1)
         tpot_s = decode.step_s + paused_s / gaps
+        decodes_s = 0.0 if demand.is_prompt_only else decode.step_s * gaps
         return Prediction(
             prompt=prompt,
             decode=decode,
@@ -53,7 +54,7 @@ class Forecast:
             tpot_s=tpot_s,
             ttft_at_most_s=demand.waited_s + self.ttft.apply(prompt.first_token_s),
             tpot_at_most_s=self.tpot.apply(tpot_s),
-            completes_in_s=joins_in_s + decode.step_s * gaps,
+            completes_in_s=joins_in_s + decodes_s,
             choices=demand.choices,
             kv_tokens=demand.kv_tokens,
         )
@@ -217,8 +218,8 @@ class Forecast:
 
 def messages_s(candidate: Candidate) -> float:
     """Until the prefill worker begins, if it is free: as measured at these workers."""
-    reserving_s = 0.0 if candidate.prefill is None else candidate.decode.reserving.mean_s
-    return reserving_s + candidate.prefiller.dispatching.mean_s
+    reserving_s = 0.0 if candidate.prefill is None else candidate.decode.reserving.usual_s
+    return reserving_s + candidate.prefiller.dispatching.usual_s
 
 
 def _decode(

@@ -4,6 +4,7 @@ run the cluster, both with the standard health and reflection services.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -142,6 +143,26 @@ class Health(health.aio.HealthServicer):
     def __init__(self, service: TextService) -> None:
         super().__init__()
         self._service = service
+        self._watches: set[asyncio.Task[None]] = set()
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Until the client ends it, or `end_watches`."""
+        watch = asyncio.create_task(super().Watch(request, context))
+        self._watches.add(watch)
+        try:
+            await asyncio.wait((watch,))
+        finally:
+            watch.cancel()
+            self._watches.discard(watch)
+        if not watch.cancelled():
+            watch.result()
+
+    def end_watches(self) -> None:
+        """They would keep a server that stops from closing its port."""
+        for watch in self._watches:
+            watch.cancel()
 
     async def refresh(self) -> None:
         kinds = health_pb2.HealthCheckResponse

@@ -75,8 +75,29 @@ def _chat(chat: pb.ChatInput) -> ChatPrompt:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     return ChatPrompt(
         [{"role": m.role, "content": m.content} for m in chat.messages],
-        template_kwargs=MessageToDict(chat.chat_template_kwargs),
+        template_kwargs={name: _variable(v) for name, v in _struct(chat).items()},
     )
+
+
+def _struct(chat: pb.ChatInput) -> dict[str, object]:
+    try:
+        return MessageToDict(chat.chat_template_kwargs)
+    except ValueError as error:
+        param = "chat.chat_template_kwargs"
+        raise InvalidRequest(f"{param}: {error}", param=param) from None
+
+
+def _variable(value: object) -> object:
+    """The protocol has no whole numbers: a template would write 5 as 5.0."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_variable(one) for one in value]
+        case dict():
+            return {name: _variable(one) for name, one in value.items()}
+        case _:
+            return value
 
 
 def prompt_told(generation: TextGeneration) -> list[pb.PromptLogprob]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median_low
 
-_NEW_SHARE = 0.1
+_LATEST = 9
 
 
 @dataclass(slots=True)
 class Delay:
-    """The mean of the first ones, then of the latest; 0 before any was seen."""
+    """The median of the latest ones: one that was far too long is not what is usual. 0 before any
+    was seen."""
 
-    mean_s: float = 0.0
-    _seen: int = 0
+    usual_s: float = 0.0
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
 
     def observe(self, seconds: float) -> None:
-        self._seen += 1
-        self.mean_s += max(_NEW_SHARE, 1 / self._seen) * (max(0.0, seconds) - self.mean_s)
+        self._latest.append(max(0.0, seconds))
+        self.usual_s = median_low(self._latest)

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
@@ -281,3 +282,24 @@ def test_an_owner_that_could_not_accept_a_peer_accepts_the_next(
     assert owner.connected.get(timeout=PATIENCE_S)
     assert [one.errors for one in listeners] == [[]]
     assert caplog.text.count(f"can't accept a peer: [Errno {error}]") == 1
+
+
+def test_an_owner_that_had_no_thread_for_a_peer_serves_the_next(
+    make_side: MakeSide, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    other, owner = make_side(), make_side()
+    begin, refused = threading.Thread.start, []
+
+    def start(self: threading.Thread) -> None:
+        if self.name.endswith(" serves") and not refused:
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(PeerError):
+        other.endpoint.connect(owner.endpoint.address)
+    other.endpoint.connect(owner.endpoint.address)
+    assert owner.connected.get(timeout=PATIENCE_S)
+    assert len(refused) == 1
+    assert "can't accept a peer: can't start new thread" in caplog.text

@@ -60,6 +60,15 @@ async def test_new_requests_are_refused_while_old_ones_run(folder: Path) -> None
 
 
 @in_loop
+async def test_who_watches_its_health_does_not_keep_a_router_from_stopping(folder: Path) -> None:
+    grace_s = 300.0
+    async with served(folder) as s, grpc.aio.insecure_channel(s.grpc_address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await s.faces.stop(grace_s)
+
+
+@in_loop
 async def test_what_runs_too_long_is_cut(folder: Path) -> None:
     dispatcher = FakeDispatcher(gates={"second_token"})
     async with served(folder, dispatcher) as s, s.http() as http:

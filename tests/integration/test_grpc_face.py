@@ -189,6 +189,44 @@ async def test_threads_come_back_too_but_never_in_vain(folder: Path) -> None:
 
 
 @in_loop
+async def test_the_client_tells_which_tier_was_applied(folder: Path) -> None:
+    tiers = QosTiers(tiers=(QosTier(name="premium"), QosTier(name="free")), default="free")
+    rules = TierRules(tiers=tiers, match=TierMatch(values={}))
+    refusals = [Refused("slots_exhausted", "full", retry_after_s=after) for after in (1.0, None)]
+    async with served(folder, tiers=rules) as s, AsyncClient(s.grpc_address) as client:
+        assert (await client.generate(TEXT, tier="premium")).tier == "premium"
+        assert {chunk.tier async for chunk in client.stream(TEXT)} == {"free"}
+        for s.dispatcher.refusal in refusals:
+            with pytest.raises(Refused) as told:
+                await client.generate(TEXT, tier="premium")
+            assert told.value.tier == "premium"
+
+
+class LongAnswer(inference_pb2_grpc.InferenceServicer):
+    """One message larger than the 4 MiB that gRPC takes by itself, as with log probabilities."""
+
+    async def Generate(  # type: ignore[no-untyped-def]  # noqa: N802
+        self, request: pb.GenerateRequest, context: object
+    ):
+        yield pb.GenerateResponse(text="x" * (5 << 20), finish_reason="stop")
+
+
+@in_loop
+async def test_one_message_may_be_long() -> None:
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(LongAnswer(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        with Client(address) as blocking:
+            told = await asyncio.to_thread(blocking.generate, TEXT)
+        async with AsyncClient(address) as client:
+            assert len(told.text) == len((await client.generate(TEXT)).text) == 5 << 20
+    finally:
+        await server.stop(None)
+
+
+@in_loop
 async def test_objectives_and_tiers_of_the_client_reach_the_dispatcher(folder: Path) -> None:
     tiers = QosTiers(tiers=(QosTier(name="premium"), QosTier(name="free")), default="free")
     rules = TierRules(tiers=tiers, match=TierMatch(values={"gold": "premium"}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
 
-from kvrelay import AsyncClient, ChatMessage
+from kvrelay import AsyncClient, ChatMessage, InvalidRequest
 from router.http.body_fields import StreamOptions
 from router.http.neutral_fields import ANYTHING
 from tests.integration.faces_kit import MODEL, Served, in_loop, served
@@ -133,6 +133,21 @@ async def test_completions_take_max_completion_tokens(folder: Path) -> None:
         body = body_of("completions", max_tokens=9, max_completion_tokens=2)
         answer = (await client.post(PATHS["completions"], json=body)).json()
         assert answer["usage"]["completion_tokens"] == 2
+
+
+@in_loop
+async def test_whole_numbers_stay_whole_over_grpc(tmp_path: Path) -> None:
+    template = "{{ budget }} {{ limits }} {{ share }}"
+    folder = byte_level(tmp_path, chat_template=template)
+    variables = {"budget": 5, "limits": {"a": [1, 2]}, "share": 0.5}
+    async with served(folder) as s, AsyncClient(s.grpc_address) as client:
+        chat = [ChatMessage("user", "the earth")]
+        await client.generate(chat, chat_template_kwargs=variables)
+        ids = s.dispatcher.requests[-1].prompt_ids
+        assert s.faces.service.tokenizer.decode(ids) == "5 {'a': [1, 2]} 0.5"
+        for prompt, wrong in ((chat, {"budget": float("inf")}), ("the earth", variables)):
+            with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
+                await client.generate(prompt, chat_template_kwargs=wrong)
 
 
 @in_loop

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import find_text_files, open_checkpoint
@@ -88,6 +89,29 @@ def test_a_quantised_language_model_and_an_unnamed_format_are_refused(folder: Pa
     assert "quantised (fp8)" in refusal(folder)
     edit_json(folder / "config.json", text_config=None, quantization={"bits": 4})
     assert "quantised (in an unknown format)" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")], ids=str
+)
+def test_quantised_weights_are_refused_though_the_configuration_says_nothing(
+    folder: Path, dtype: torch.dtype, name: str
+) -> None:
+    """Without their scales they would load as other weights."""
+    tensors = load_file(folder / SINGLE)
+    some = next(key for key in sorted(tensors) if key.endswith("up_proj.weight"))
+    tensors[some] = tensors[some].to(dtype)
+    save_file(tensors, folder / SINGLE)
+    assert f"weights that are quantised (tensors of {name}), which" in refusal(folder)
+
+
+def test_masks_and_numbers_beside_the_weights_are_fine(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE)
+    beside = [torch.ones(2, dtype=one) for one in (torch.uint8, torch.bool, torch.int64)]
+    tensors |= {f"beside.{i}": one for i, one in enumerate(beside)}
+    tensors["beside.double"] = torch.ones(2, dtype=torch.float64)
+    save_file(tensors, folder / SINGLE)
+    open_checkpoint(str(folder))
 
 
 def test_facts(folder: Path) -> None:

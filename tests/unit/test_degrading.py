@@ -213,6 +213,19 @@ def test_a_deferred_request_is_served_once_it_can_be() -> None:
     assert "r" not in at.waiting
 
 
+def test_two_slots_that_come_free_together_are_taken_together() -> None:
+    at = core(PerToken(), places=2)
+    for name in ("first", "second"):
+        submit(at, name, "gold")
+    for name in ("third", "fourth", "fifth"):
+        assert submit(at, name, "free") == []
+    for name in ("first", "second"):
+        at.handle(Aborted(request_id=name), 1.1)
+    commands = says(at, "d", released("first"), released("second", attempt=1), now_s=1.1)
+    assert len(asked_for(commands)) == 2
+    at.validate()
+
+
 def test_a_deferred_request_is_refused_when_its_patience_is_over() -> None:
     at = core(PerToken(), places=1)
     submit(at, "first", "gold")

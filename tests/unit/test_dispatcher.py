@@ -14,6 +14,7 @@ from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import Abort, Counters, Generate, ToWorker, WorkerEvent
 from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role
 from router.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
+from router.events import Rejected
 from router.link import WorkerLink
 from router.policies import Policies
 from tests.unit.router_kit import hello, refused, request, reserved, tokens
@@ -70,6 +71,28 @@ def test_tokens_come_in_order_and_end() -> None:
         assert [t.token_ids async for t in generation] == [(10,), (11,)]
         assert s.dispatcher.running_requests() == 0
         assert not [m for m in s.link.sent if isinstance(m, Abort)]
+
+    play(scene)
+
+
+def test_what_was_said_before_a_rejected_event_is_delivered() -> None:
+    """One request has ended, the other goes on elsewhere behind what was delivered."""
+
+    async def scene(s: Scene) -> None:
+        other = await s.admitted("other")
+        others = s.key()
+        ended = await s.admitted()
+        said = (
+            replace(tokens(0, 20), key=others),
+            replace(tokens(0, 10, reason=FinishReason.LENGTH), key=s.key()),
+            replace(tokens(0, 5, choice=7), key=others),
+        )
+        with pytest.raises(Rejected, match=r"^Tokens of other: IndexError"):
+            s.dispatcher.said(B, said, Counters(), ())
+        async with asyncio.timeout(10):
+            assert [t.token_ids async for t in ended] == [(10,)]
+        assert (await anext(aiter(other))).token_ids == (20,)
+        assert s.dispatcher.core.requests["other"].choices[0].delivered == [20]
 
     play(scene)
 

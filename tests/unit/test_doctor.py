@@ -39,6 +39,15 @@ def test_the_default_cluster_can_run_here(
     assert pair == ["workers.0", "(prefill)", "workers.1", "(decode)", "shm", "nixl"]
 
 
+def test_an_extra_that_is_absent_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "transport 'nixl' needs its extra: pip install 'kvrelay[nixl]'"
+    monkeypatch.setattr(doctor, "obstacle", lambda name, *_, **__: why if name == "nixl" else "")
+    run(monkeypatch)
+    assert f"nixl  not usable: {why}\n" in capsys.readouterr().out
+
+
 def test_json_holds_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

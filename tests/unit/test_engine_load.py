@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,6 +21,7 @@ from engine.load import load_engine
 from engine.model import load_model
 from engine.native.draw import host_draw
 from engine.runner import Engine
+from engine.safetensors_files import SINGLE
 from engine.sizing import EngineLimits
 from kvpool.memory.collate import slab_bytes
 from kvrelay.errors import ModelError
@@ -133,6 +135,19 @@ def test_whatever_transformers_raises_becomes_one_line(
     with pytest.raises(ModelError, match=r"can't be loaded on cpu: .*needs.*a package") as caught:
         load(llama)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_there_are_named(llama: Path, tmp_path: Path) -> None:
+    """transformers would take random ones, and the self-check compares the model with itself."""
+    folder = Path(shutil.copytree(llama, tmp_path / "part"))
+    tensors = load_file(folder / SINGLE)
+    absent = [name for name in sorted(tensors) if ".mlp." in name]
+    kept = {name: tensor for name, tensor in tensors.items() if name not in absent}
+    save_file(kept, folder / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
+    said = f"lacks weights of its LlamaForCausalLM: {absent[0]}, {absent[1]} and {len(absent) - 2}"
+    assert f"{said} more: download it again" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -23,7 +23,7 @@ from engine.compiled import capture as capturing
 from engine.compiled.capture import NotCaptured, capture
 from engine.load import load_engine
 from engine.masks import Visible, mask_difference
-from engine.model import load_model
+from engine.model import Model, load_model
 from engine.runner import Engine
 from engine.self_check import check_long_sequences, eager_reference
 from engine.sizing import EngineLimits
@@ -153,6 +153,28 @@ def test_a_border_far_beyond_the_check_is_brought_near(
     )
     with pytest.raises(ModelError, match="long sequence check"):
         check_long_sequences(model, 1024)
+
+
+def test_the_long_check_multiplies_with_all_bits_where_the_model_takes_tf32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(
+        open_checkpoint(str(random_checkpoint(tmp_path))), device="cpu", dtype="auto"
+    )
+    own, seen = Model.whole, []
+
+    def whole(self: Model, *inputs: Any) -> torch.Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return own(self, *inputs)
+
+    monkeypatch.setattr(Model, "whole", whole)
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_long_sequences(model, 1024)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen[-4:] == ["highest"] * 4, "one of each step"
 
 
 def test_the_small_copy() -> None:

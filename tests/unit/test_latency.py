@@ -9,7 +9,7 @@ import pytest
 
 from engine.latency import decode_work, prefill_work
 from kvrelay.messages import Counters
-from kvrelay.types import FinishReason, Objectives, Role
+from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core import RouterCore
 from router.events import Submitted
 from router.latency.output_lengths import OutputLengths
@@ -183,16 +183,17 @@ def test_to_have_stood_back_for_others_is_no_want_of_speed() -> None:
 
 
 def learnt_ttft_s(first_s: float, objective_s: float | None) -> float:
-    """What is learnt beyond the prediction of a request that came at 1 s; its first token is there
-    `first_s` later. All of it counts as overhead, a twentieth at a time."""
+    """The time to first token that is expected after a request that came at 1 s, and whose first
+    token is there `first_s` later: what it took beyond its prompt is the delay of messages."""
     core = split()
     asked = replace(request("r"), objectives=Objectives(ttft_s=objective_s))
     core.handle(Submitted(request=asked), 1.0)
     predicted = core.requests["r"].predicted
     assert predicted is not None
-    says(core, "d", reserved())
+    says(core, "d", reserved(), now_s=1.0)
     says(core, "p", tokens(0, 5), now_s=1.0 + first_s)
-    return core.forecast.ttft.overhead_s * 20 + predicted.prompt.first_token_s
+    delay_s = core.workers[Incarnation("p")].dispatching.usual_s
+    return delay_s + predicted.prompt.first_token_s
 
 
 def test_who_came_too_late_counts_as_a_tenth_too_late() -> None:

@@ -343,6 +343,16 @@ def test_what_is_ahead_at_any_moment_is_the_sum_of_what_is_due_before_it() -> No
         assert promises.before(end_s, last).prefill_s == pytest.approx(ahead * share)
 
 
+def test_nothing_is_ahead_once_all_that_were_due_have_come() -> None:
+    """Not even what rounding leaves: an idle worker would seem to have a queue."""
+    promises = promised(0.5)
+    for digest, seconds, due_s in ((1, 0.1, 1), (2, 0.2, 2), (3, 1.0, 100)):
+        promises.make(digest, work(seconds), due_s, 0)
+    assert promises.before(5).prefill_s == pytest.approx(0.15)
+    assert all(promises.claim(digest, 2) for digest in (1, 2))
+    assert promises.before(5) == NOTHING_PROMISED
+
+
 def test_asking_again_does_not_look_at_all_promises_again(monkeypatch: pytest.MonkeyPatch) -> None:
     promises = promised(0.5)
     for digest in range(5_000):

@@ -186,6 +186,15 @@ def test_the_prefill_worker_draws_only_for_choices_that_have_no_token(engine: En
     assert close(prefill(engine, resumed), whole[1][0])
 
 
+def test_only_tokens_that_are_told_count_as_generated(engine: Engine) -> None:
+    spec = asked(replace(SAMPLINGS["greedy"], n=3))
+    whole = [[one for one in generate(engine, spec) if one.choice == c] for c in range(3)]
+    scheduler = decoder(engine)
+    resumed = cut_each(spec, whole, (3, 0, None))
+    said = run(engine, scheduler, scheduler.handle(Generate(spec=resumed), 0))
+    assert scheduler.generated_tokens == len(ids_of(said))
+
+
 def cut_each(
     spec: RequestSpec, whole: list[list[Tokens]], emitted: tuple[int | None, ...]
 ) -> RequestSpec:

@@ -26,6 +26,7 @@ from router.events import (
 from router.refusal import NO_CAPACITY, Refusal
 from router.waiting import ASK_AGAIN_S, PATIENCE_S
 from tests.unit.router_kit import (
+    STEP_TIMES,
     core_with,
     failed,
     hello,
@@ -45,6 +46,7 @@ from tests.unit.router_kit import (
 
 P, D, D2, P2 = Incarnation("p"), Incarnation("d"), Incarnation("d2"), Incarnation("p2")
 LENGTH = FinishReason.LENGTH
+moments = count(1)
 
 
 def running(core: RouterCore, *, n: int = 1) -> RouterCore:
@@ -507,6 +509,52 @@ def test_forecasts_count_what_asking_and_telling_the_workers_takes() -> None:
     assert predicted is not None
     assert predicted.prompt.messages_s == pytest.approx(0.07)
     assert predicted.ttft_s == pytest.approx(placed.prompt.prefill_s + 0.07)
+
+
+def test_a_prompt_of_which_no_token_is_wanted_is_done_with_its_prefill() -> None:
+    """Its worker may not even know how long a decode step takes."""
+    core = RouterCore()
+    times = replace(STEP_TIMES, decode_knots=())
+    worker = replace(hello("p", Role.PREFILL), step_times=times)
+    core.handle(WorkerJoined(hello=worker), 0)
+    core.handle(WorkerJoined(hello=hello("d", Role.DECODE)), 0)
+    asked = replace(request(max_tokens=0), objectives=Objectives(deadline_s=1.0))
+    (send,) = core.handle(Submitted(request=asked), 1)
+    assert isinstance(send, Send) and isinstance(send.message, Prefill)
+    predicted = core.requests["r"].predicted
+    assert predicted is not None
+    assert predicted.completes_in_s == predicted.prompt.first_token_s
+
+
+def served(core: RouterCore, name: str, objective_s: float | None, *, late_s: float) -> bool:
+    """Alone, with its first token so much later than its prompt takes; False: it is refused."""
+    now_s = 10.0 * next(moments)
+    asked = replace(request(name, max_tokens=1), objectives=Objectives(ttft_s=objective_s))
+    core.handle(Submitted(request=asked), now_s)
+    if name not in core.requests:
+        return False
+    placed, mine = core.requests[name].predicted, core.requests[name].key
+    assert placed is not None
+    says(core, "d", replace(reserved(), key=mine), now_s=now_s)
+    now_s += placed.prompt.prefill_s + late_s
+    says(core, "p", replace(tokens(0, 10, reason=LENGTH), key=mine), now_s=now_s)
+    for worker in "pd":
+        says(core, worker, replace(released(), key=mine), now_s=now_s)
+    return True
+
+
+def test_a_first_prompt_that_was_late_refuses_no_others_for_ever() -> None:
+    core = split()
+    assert served(core, "cold", None, late_s=5.0)
+    assert served(core, "tried", 0.3, late_s=0.01)
+    assert all(served(core, f"next {i}", 0.3, late_s=0.01) for i in range(5))
+
+
+def test_one_late_prompt_among_others_refuses_none() -> None:
+    core = split()
+    for number, late_s in enumerate((0.01, 0.01, 5.0)):
+        assert served(core, str(number), None, late_s=late_s)
+    assert served(core, "next", 0.3, late_s=0.01)
 
 
 class TestCachedTokens:

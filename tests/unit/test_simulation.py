@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 import yaml
+from click.testing import Result as Answer
 from typer.testing import CliRunner
 
 import cluster.sim.simulation
@@ -18,6 +19,7 @@ import cluster.worker.schedulers
 import router.dispatcher
 from cluster.cli.main import app
 from cluster.config.load import Override, load_config
+from cluster.sim import plots
 from cluster.sim.ledgers import Outcome
 from cluster.sim.report import Report
 from cluster.sim.run import Result, as_json, simulate, simulate_rates
@@ -338,6 +340,12 @@ EXAMPLE = Path(__file__).parents[2] / "deploy/configs/simulation.yaml"
 
 
 def command(folder: Path, *options: str, config: str = SMALL) -> tuple[int, str]:
+    result = run_command(folder, *options, config=config)
+    return result.exit_code, result.stdout
+
+
+def run_command(folder: Path, *options: str, config: str = SMALL) -> Answer:
+    """Raises what the command raises."""
     lines = (
         json.dumps(
             {
@@ -352,8 +360,8 @@ def command(folder: Path, *options: str, config: str = SMALL) -> tuple[int, str]
     (folder / "trace.jsonl").write_text("\n".join(lines))
     (folder / "cluster.yaml").write_text(config)
     files = [str(folder / "cluster.yaml"), "--trace", str(folder / "trace.jsonl")]
-    result = CliRunner().invoke(app, ["simulate", *files, *options])
-    return result.exit_code, result.stdout
+    arguments = ["simulate", *files, *options]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_the_command_prints_a_table(tmp_path: Path) -> None:
@@ -419,6 +427,21 @@ def test_each_rate_is_compared(tmp_path: Path) -> None:
 def test_a_comparison_needs_two_values(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--compare .*: expected path\.to\.key=A,B"):
         Override.parse_several(text)
+
+
+def test_a_comparison_has_each_value_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--compare simulation\.seed=1,'1': each value once"):
+        run_command(tmp_path, "--compare", "simulation.seed=1,'1'")
+
+
+def test_what_cannot_be_drawn_is_told_before_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="--out draws with matplotlib"):
+        run_command(tmp_path, "--out", str(out))
+    assert not out.exists()
 
 
 def test_rates_are_above_zero() -> None:

@@ -17,8 +17,9 @@ from cluster.room import waits_for_room
 from cluster.worker.process import WorkerProcess
 from engine.activity import Activity, Stage
 from engine.checkpoint import find_text_files, open_checkpoint
-from kvrelay.errors import ModelError
+from kvrelay.errors import ConfigError, ModelError
 from kvrelay.types import Role
+from kvrelay.v1 import worker_pb2
 from tests.integration.split_kit import worker_settings
 from tests.models import random_checkpoint
 
@@ -170,6 +171,52 @@ def test_a_plain_process_shows_what_it_does(caplog: pytest.LogCaptureFixture) ->
     asyncio.run(start())
     assert caplog.messages == ["downloads the model", "loads the model"]
     assert "worker-7 downloads the model" in out.getvalue()
+
+
+def test_a_plain_worker_says_what_it_chose_before_it_has_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Loading:
+        activity, chosen = Activity(stage=Stage.STARTS), ""
+
+        def __init__(self, _: object) -> None:
+            pass
+
+        async def start(self) -> str:
+            self.chosen = "device cpu"
+            while "device cpu" not in caplog.messages:
+                await asyncio.sleep(0.01)
+            raise ModelError("told in time")
+
+    monkeypatch.setattr("cluster.worker.process.WorkerProcess", Loading)
+    caplog.set_level("INFO", "cluster.plain")
+
+    async def start() -> None:
+        settings: Any = SimpleNamespace(name="w", role=Role.DECODE)
+        await asyncio.wait_for(plain.run_worker(settings, join=[], drain_s=0.0), timeout=30)
+
+    with pytest.raises(ModelError, match="told in time"):
+        asyncio.run(start())
+
+
+def test_why_a_router_is_away_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = [(False, "refused"), (False, "refused"), (True, "gone"), (True, "gone"), (True, "")]
+
+    async def register(*_: object) -> tuple[bool, str]:
+        if not ends:
+            raise ConfigError("enough")
+        return ends.pop(0)
+
+    monkeypatch.setattr(plain, "_register", register)
+    monkeypatch.setattr(plain, "FIRST_RETRY_S", 0.0)
+    with pytest.raises(ConfigError, match="enough"):
+        asyncio.run(plain.stay_registered("here:1", worker_pb2.RegisterRequest()))
+    again = "trying again until it answers"
+    assert caplog.messages == [
+        f"router here:1: {why}; {again}" for why in ("refused", *2 * ["gone"])
+    ]
 
 
 def test_without_a_terminal_nothing_is_drawn() -> None:

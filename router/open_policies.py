@@ -1,0 +1,46 @@
+"""Opens placement and admission policies by the names that a cluster file gives them. Pure."""
+
+from __future__ import annotations
+
+from router.admitting.early_rejection import EarlyRejection
+from router.admitting.policy import AdmissionPolicy
+from router.admitting.predictive import Predictive
+from router.admitting.queue_limit import QueueLimit
+from router.admitting.unlimited import Unlimited
+from router.placing.kv_aware import KvAware
+from router.placing.least_loaded import LeastLoaded
+from router.placing.local_cache import LocalCache
+from router.placing.policy import PlacementPolicy
+from router.placing.random_pair import Randomness, RandomPair
+from router.placing.round_robin import RoundRobin
+from router.policies import Policies
+
+
+def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolicy:
+    match policies.placement:
+        case "random":
+            return RandomPair(randomness)
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case "local_cache":
+            return LocalCache()
+        case "kv_aware":
+            return KvAware(local_prefill=policies.local_prefill)
+        case other:
+            raise AssertionError(f"no placement policy {other}")
+
+
+def open_admission(policies: Policies) -> AdmissionPolicy:
+    match policies.admission:
+        case "none":
+            return Unlimited()
+        case "queue_limit":
+            return QueueLimit(policies.queue_limit)
+        case "early_rejection":
+            return EarlyRejection()
+        case "predictive":
+            return Predictive()
+        case other:
+            raise AssertionError(f"no admission policy {other}")
