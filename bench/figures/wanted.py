@@ -40,6 +40,7 @@ ENGINE = ("--peer", "vllm")
 SERVERS = (*ENGINE, "--repeats", "3")
 SPLIT = ("--only", "split", "--repeats", "3")
 OVERLOAD = ("--policy", "none", "predictive", "--rate", "1", "4")
+OWN_ENDS = (*OVERLOAD[:3], "--rate", "4", "--seconds", "60", "--ends", "own")
 BOTH = "two workers of role both"
 VLLM_WHOLE = "vLLM's server on both cores"
 
@@ -148,7 +149,7 @@ WANTED: tuple[Wanted, ...] = (
         what="four times the capacity offered, outputs that end by themselves: requests/s that "
         "keep their objectives",
         module="bench.overload",
-        options=OVERLOAD,
+        options=OWN_ENDS,
         row="goodput at 4 x, predictive",
         beside="goodput at 4 x, none",
         peer="taking all",
