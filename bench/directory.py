@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _changes(stored: tuple[bytes, ...], removed: tuple[bytes, ...]) -> BlockChanges:
-    return BlockChanges(holder=Incarnation(""), tier=Tier.DEVICE, stored=stored, removed=removed)
+    return BlockChanges(tier=Tier.DEVICE, stored=stored, removed=removed)
 
 
 def _batches(hashes: tuple[bytes, ...], size: int) -> Iterator[tuple[bytes, ...]]:

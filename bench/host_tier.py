@@ -66,7 +66,7 @@ class Restorer:
             address=host_pool_address(cluster),
             incarnation=Incarnation(uuid4().hex),
             fingerprint=engine.facts.fingerprint,
-            wants_changes=True,
+            looks_up=True,
             post=self._inbox.put,
             crashed=self._inbox.put,
         )

@@ -231,7 +231,7 @@ class World:
     def _store(self, holder: Incarnation, prompt: tuple[int, ...]) -> None:
         names = BlockNames(fingerprint="f", physical_format="p")
         stored = tuple(names.chain("", len(prompt), BLOCK_TOKENS).walk(prompt, len(prompt)))
-        changes = BlockChanges(holder=Incarnation(""), tier=Tier.DEVICE, stored=stored)
+        changes = BlockChanges(tier=Tier.DEVICE, stored=stored)
         said = WorkerSaid(incarnation=holder, events=(), counters=Counters(), blocks=(changes,))
         self.core.handle(said, 0)
 

@@ -90,6 +90,7 @@ async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drai
     freeze()
     for address in addresses.links:
         print(f"pool node of {settings.name} on {address}", flush=True)
+    print(f"internal gRPC on {addresses.reports}", flush=True)
     request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
     registered = [stay_registered(router, request) for router in join]
     await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)

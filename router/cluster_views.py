@@ -31,9 +31,9 @@ from router.view import WorkerView
 class ClusterViews:
     """`attached`: # worker |-> its link, while there is one; `recent`: # worker |-> its activity"""
 
-    def __init__(self, core: RouterCore) -> None:
+    def __init__(self, core: RouterCore, pools: PoolNodes) -> None:
         self.core = core
-        self.pools = PoolNodes()
+        self.pools = pools
         self.attached: dict[Incarnation, WorkerLink] = {}
         self.recent: dict[Incarnation, RecentActivity] = {}
 

@@ -41,6 +41,8 @@ from router.events import (
     DeadlinePassed,
     Event,
     LadderStepped,
+    PoolNodeLost,
+    PoolNodeSaid,
     Rejected,
     Submitted,
     WorkerJoined,
@@ -171,7 +173,8 @@ class RouterCore:
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
-        """Raises Rejected for what a worker should not have said."""
+        """Raises Rejected for what a worker should not have said, PeerError for an update of a pool
+        node that another should have come before."""
         return [
             *self._handle(event, now_s),
             *self.seeking.ask_again(now_s),
@@ -197,6 +200,12 @@ class RouterCore:
                 return orders.preload(hello, self.preloads)
             case WorkerLost(incarnation=incarnation):
                 return self._worker_lost(incarnation, now_s)
+            case PoolNodeSaid(update=update):
+                self.directory.updated(update)
+                return []
+            case PoolNodeLost(node=node):
+                self.directory.lost(node)
+                return []
 
     def _submitted(self, submitted: GenerationRequest, now_s: float) -> list[Command]:
         assert submitted.request_id not in self.requests, f"{submitted.request_id} runs already"

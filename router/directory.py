@@ -1,4 +1,4 @@
-"""Who holds which block: the router's view, as workers report it. Pure.
+"""Who holds which block: the router's view, as workers and pool nodes report it. Pure.
 
 Soft state: an entry that is missing or out of date costs a recomputation, never a wrong token,
 for whoever is asked for a block answers by what it holds then.
@@ -7,9 +7,10 @@ for whoever is asked for a block answers by what it holds then.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvrelay.messages import BlockChanges
+from kvrelay.errors import PeerError
+from kvrelay.messages import BlockChanges, PoolUpdate
 from kvrelay.types import Incarnation, Tier
 
 Tiers = dict[Tier, set[bytes]]
@@ -17,42 +18,43 @@ Tiers = dict[Tier, set[bytes]]
 
 @dataclass(slots=True)
 class Directory:
-    """A holder is a worker or a host's pool node, which all workers of its host report.
+    """A holder is a worker or a host's pool node. `pool_nodes`: # node |-> its latest update.
 
     At most `most_entries` (about 200 bytes each) are kept; what comes then is not.
     """
 
     most_entries: int = 4_000_000
     entries: int = 0
-    pool_nodes: set[Incarnation] = field(default_factory=set)
+    pool_nodes: dict[Incarnation, PoolUpdate] = field(default_factory=dict)
     _held: dict[Incarnation, Tiers] = field(default_factory=dict)
-    _reporters: dict[Incarnation, set[Incarnation]] = field(default_factory=dict)
-    _addresses: dict[Incarnation, tuple[str, ...]] = field(default_factory=dict)
     _places: list[Incarnation | None] = field(default_factory=list)  # bit |-> holder
     _bits: dict[Incarnation, int] = field(default_factory=dict)  # holder |-> 1 << its bit
     _holders: dict[bytes, int] = field(default_factory=dict)  # block |-> bits of who has it
 
-    def changed(self, reporter: Incarnation, changes: BlockChanges) -> None:
-        holder = changes.holder or reporter
-        if changes.gone:
-            self._forget(reporter, holder)
-            return
+    def updated(self, update: PoolUpdate) -> None:
+        """A pool node's stream begins with number 0. Raises PeerError, and has forgotten the node,
+        when the update before this one is missing."""
+        node = self.pool_nodes.get(update.node)
+        expected = node.sequence + 1 if node is not None else 0
+        if update.sequence != expected:
+            self.lost(update.node)
+        if update.sequence not in (0, expected):
+            raise PeerError(f"update {update.sequence} came in the place of {expected}")
+        self.pool_nodes[update.node] = replace(update, blocks=())
+        for changes in update.blocks:
+            self.changed(update.node, changes)
+
+    def changed(self, holder: Incarnation, changes: BlockChanges) -> None:
         if holder not in self._held:
-            self._add(holder, is_node=bool(changes.holder))
-        self._reporters[holder].add(reporter)
-        if changes.addresses:
-            self._addresses[holder] = changes.addresses
+            self._add(holder)
         self._store(holder, changes)
         self._remove(holder, changes.tier, changes.removed)
 
-    def _add(self, holder: Incarnation, *, is_node: bool) -> None:
+    def _add(self, holder: Incarnation) -> None:
         place = self._places.index(None) if None in self._places else len(self._places)
         self._places[place : place + 1] = [holder]
         self._bits[holder] = 1 << place
         self._held[holder] = {}
-        self._reporters[holder] = set()
-        if is_node:
-            self.pool_nodes.add(holder)
 
     def _store(self, holder: Incarnation, changes: BlockChanges) -> None:
         blocks = self._held[holder].setdefault(changes.tier, set())
@@ -82,32 +84,16 @@ class Directory:
         else:
             del self._holders[block]
 
-    def lost(self, reporter: Incarnation) -> None:
-        """What no other worker reports is gone with it."""
-        for holder in [h for h, reporters in self._reporters.items() if reporter in reporters]:
-            self._forget(reporter, holder)
-
-    def _forget(self, reporter: Incarnation, holder: Incarnation) -> None:
-        reporters = self._reporters.get(holder, set())
-        reporters.discard(reporter)
-        if reporters or holder not in self._held:
+    def lost(self, holder: Incarnation) -> None:
+        """It may not have been there."""
+        self.pool_nodes.pop(holder, None)
+        if holder not in self._held:
             return
         tiers, bit = self._held.pop(holder), self._bits.pop(holder)
         self.entries -= sum(map(len, tiers.values()))
         for block in set().union(*tiers.values()):
             self._clear(block, bit)
         self._places[bit.bit_length() - 1] = None
-        self._reporters.pop(holder)
-        self._addresses.pop(holder, None)
-        self.pool_nodes.discard(holder)
-
-    def addresses(self, holder: Incarnation) -> tuple[str, ...]:
-        """Where workers of other hosts find a pool node; empty: they can't."""
-        return self._addresses.get(holder, ())
-
-    def is_reported(self, holder: Incarnation, reporter: Incarnation) -> bool:
-        """Whether this worker uses the pool node `holder`."""
-        return reporter in self._reporters.get(holder, ())
 
     def longest(self, hashes: Iterable[bytes]) -> dict[Incarnation, int]:
         """# holder |-> how many of the chain's first blocks it has, in any tier; only those with
@@ -137,9 +123,8 @@ class Directory:
         held = {holder: set().union(*tiers.values()) for holder, tiers in self._held.items()}
         entries = sum(len(blocks) for tiers in self._held.values() for blocks in tiers.values())
         assert entries == self.entries <= self.most_entries
-        assert self._held.keys() == self._reporters.keys() == self._bits.keys()
-        assert self._addresses.keys() | self.pool_nodes <= self._held.keys()
-        assert all(self._reporters.values()), "a holder that no one reports"
+        assert self._held.keys() == self._bits.keys()
+        assert all(update.node == node for node, update in self.pool_nodes.items())
         for block, bits in self._holders.items():
             assert {*self._named(bits)} == {h for h, blocks in held.items() if block in blocks}
         assert self._holders.keys() == set().union(*held.values())

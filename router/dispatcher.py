@@ -43,6 +43,7 @@ from router.generation import GenerationRequest
 from router.joining import check_joins
 from router.link import WorkerLink
 from router.policies import DEFAULT_POLICIES, Policies
+from router.pool_nodes import PoolNodes
 from router.recent_activity import RecentActivity
 from router.recorder import Recorder
 from router.worker_generation import WorkerGeneration
@@ -72,7 +73,7 @@ class WorkerDispatcher(ClusterViews):
             tiers=tiers,
             preloads=preloads,
         )
-        super().__init__(begin(beginning))
+        super().__init__(begin(beginning), PoolNodes(self._post))
         self._recorder = record(beginning) if record is not None else None
         self.incarnation = Incarnation(uuid4().hex)
         self._links: dict[str, WorkerLink] = {}  # address |-> link

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.messages import (
+    BlockChanges,
+    Counters,
+    PoolUpdate,
+    ToWorker,
+    WorkerEvent,
+    WorkerHello,
+)
 from kvrelay.types import Incarnation
 from kvrelay.values import value
 from router.generation import ChoiceTokens, GenerationRequest
@@ -50,8 +57,28 @@ class WorkerSaid:
     blocks: tuple[BlockChanges, ...] = ()
 
 
+@value
+class PoolNodeSaid:
+    update: PoolUpdate
+
+
+@value
+class PoolNodeLost:
+    """Its stream has ended."""
+
+    node: Incarnation
+
+
 Event = (
-    Submitted | ChoiceStopped | Aborted | DeadlinePassed | WorkerJoined | WorkerLost | WorkerSaid
+    Submitted
+    | ChoiceStopped
+    | Aborted
+    | DeadlinePassed
+    | WorkerJoined
+    | WorkerLost
+    | WorkerSaid
+    | PoolNodeSaid
+    | PoolNodeLost
 )
 
 

@@ -13,10 +13,11 @@ from typing import Protocol
 
 import grpc
 
+from kvrelay.blocks_wire import decode_changes
 from kvrelay.errors import PeerError
 from kvrelay.from_worker_wire import decode_event, decode_hello
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
-from kvrelay.report_wire import decode_changes, decode_counters
+from kvrelay.report_wire import decode_counters
 from kvrelay.to_worker_wire import encode_to_worker
 from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1 import worker_pb2 as pb
@@ -66,7 +67,7 @@ class WorkerLink:
         self._router = router
         self._owner = owner
         self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
-        self._channel = grpc.aio.insecure_channel(address, options=_options())
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._task = asyncio.ensure_future(self._run())
 
@@ -148,7 +149,7 @@ class WorkerLink:
     def _said(self, worker: Incarnation, batch: pb.FromWorker) -> None:
         now_s = time.monotonic()
         events = tuple(decode_event(event, now_s) for event in batch.events)
-        blocks = tuple(decode_changes(batch))
+        blocks = decode_changes(batch.blocks)
         self._owner.said(worker, events, decode_counters(batch.counters), blocks)
 
     def _detached(self, reason: str) -> bool:
@@ -176,7 +177,7 @@ async def _end_of(stream: AsyncIterator[pb.FromWorker]) -> None:
         pass
 
 
-def _options() -> list[tuple[str, int]]:
+def channel_options() -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
         ("grpc.max_send_message_length", MESSAGE_BYTES),

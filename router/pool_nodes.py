@@ -1,4 +1,5 @@
-"""The pool nodes that a router watches: it asks each of them every second what it holds.
+"""The pool nodes of a router. Each tells it of its blocks by a stream, and is asked every second
+for a report.
 
 Requests never wait for them.
 """
@@ -7,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import grpc
 
+from kvrelay.blocks_wire import decode_update
+from kvrelay.errors import PeerError
 from kvrelay.gc_pauses import GcPauses
+from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1 import pool_node_pb2 as pb
 from kvrelay.v1 import pool_node_pb2_grpc
+from router.events import PoolNodeLost, PoolNodeSaid
 from router.generation import PoolNodeStatus
+from router.link import channel_options
 
 log = logging.getLogger(__name__)
 
@@ -21,26 +28,62 @@ PERIOD_S = 1.0
 PATIENCE_S = 5.0
 
 
+Post = Callable[[PoolNodeSaid | PoolNodeLost], None]
+
+
 class PoolNodeLink:
     """`latest` is None while the node doesn't answer."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, post: Post) -> None:
         self.address = address
         self.latest: pb.PoolReport | None = None
-        self._channel = grpc.aio.insecure_channel(address)
+        self._post = post
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
         self._stub = pool_node_pb2_grpc.PoolNodeStub(self._channel)
-        self._task = asyncio.ensure_future(self._run())
+        self._tasks = [asyncio.ensure_future(run) for run in (self._ask(), self._watch())]
 
     async def report(self) -> pb.PoolReport:
         """Raises grpc.aio.AioRpcError."""
         return await self._stub.Report(pb.PoolReportRequest(), timeout=PATIENCE_S)
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
-    async def _run(self) -> None:
+    async def _watch(self) -> None:
+        """Follow its stream, and begin anew when that ends."""
+        told = ""
+        while True:
+            reason = await self._follow()
+            if reason != told:
+                log.warning("the blocks of the pool node at %s: %s", self.address, reason)
+            told = reason
+            await asyncio.sleep(PERIOD_S)
+
+    async def _follow(self) -> str:
+        """Until the stream ends; why it has. What the node held is forgotten then."""
+        nodes: set[Incarnation] = set()
+        stream = self._stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION))
+        try:
+            async for message in stream:
+                nodes.add(Incarnation(message.incarnation))
+                self._post(PoolNodeSaid(update=decode_update(message)))
+        except grpc.aio.AioRpcError as error:
+            return error.details() or error.code().name
+        except PeerError as error:
+            return str(error)
+        except Exception as error:
+            log.exception("an update of the pool node at %s was not handled well", self.address)
+            return repr(error)
+        finally:
+            stream.cancel()
+            for node in nodes:
+                self._post(PoolNodeLost(node=node))
+        return "it closed the stream"
+
+    async def _ask(self) -> None:
         while True:
             before = self.latest
             try:
@@ -55,12 +98,15 @@ class PoolNodeLink:
 
 
 class PoolNodes:
-    def __init__(self) -> None:
+    """`post` hears what the nodes hold."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
         self._links: dict[str, PoolNodeLink] = {}  # address |-> link
 
     def add(self, address: str) -> None:
         if address not in self._links:
-            self._links[address] = PoolNodeLink(address)
+            self._links[address] = PoolNodeLink(address, self._post)
 
     async def remove(self, address: str) -> None:
         link = self._links.pop(address, None)

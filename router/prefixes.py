@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.block_names import BlockNames
-from kvrelay.messages import PrefixSource, WorkerHello
+from kvrelay.messages import PoolUpdate, PrefixSource, WorkerHello
 from kvrelay.types import Incarnation, RequestSpec
 from router.directory import Directory
 from router.view import Naming, WorkerView
@@ -96,20 +96,22 @@ class HeldPrefixes:
 
     def _near(self, worker: WorkerView) -> int:
         """What its host's pool node has."""
-        reported = self.directory.is_reported
-        near = (n for node, n in self._nodes(worker) if reported(node, worker.incarnation))
+        near = (n for node, n in self._nodes(worker) if worker.incarnation in node.workers)
         return max(near, default=0)
 
-    def _nodes(self, worker: WorkerView) -> list[tuple[Incarnation, int]]:
-        held = self.blocks(worker)
-        return [(node, held[node]) for node in self.directory.pool_nodes if node in held]
+    def _nodes(self, worker: WorkerView) -> list[tuple[PoolUpdate, int]]:
+        """Those that have some of it."""
+        held, nodes = self.blocks(worker), self.directory.pool_nodes
+        return [(node, held[name]) for name, node in nodes.items() if name in held]
 
     def _far(self, prefill: WorkerView) -> Iterator[PrefixSource]:
         """Pool nodes that have more than the one of its own host."""
         near = self._near(prefill)
         for node, blocks in self._nodes(prefill):
-            if blocks > near and (addresses := self.directory.addresses(node)):
-                yield PrefixSource(peer=node, addresses=addresses, blocks=blocks, is_pool_node=True)
+            if blocks > near and node.addresses:
+                yield PrefixSource(
+                    peer=node.node, addresses=node.addresses, blocks=blocks, is_pool_node=True
+                )
 
 
 def _most(held: Held, workers: Workers) -> PrefixSource | None:

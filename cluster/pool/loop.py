@@ -15,20 +15,27 @@ from cluster.net import host_id
 from cluster.pool.disk import PoolDisk
 from cluster.pool.homes import pool_process
 from cluster.pool.report import pool_report
+from cluster.pool.service import LineOpened, ReportAsked, RouterLine, ServiceEvent
 from cluster.pool.workers import Gone, Heard, PoolWorkers
 from cluster.quantities import format_size
 from cluster.settings import PoolNodeSettings
 from cluster.worker.events import Crashed
 from kvpool.eviction import open_policy
 from kvpool.pool.events import (
+    DropRouter,
     DropWorker,
     FromWorker,
     PoolCommand,
     PoolEvent,
     PoolTick,
     ReadSlots,
+    RouterCall,
+    RouterCalled,
+    RouterHungUp,
+    RouterTook,
     SlotsRead,
     SlotsWritten,
+    TellRouter,
     TellWorker,
     WorkerJoined,
     WorkerLost,
@@ -40,6 +47,7 @@ from kvpool.tiers.host_tier import HostTier
 from kvpool.tiers.tier_blocks import TierBlocks
 from kvpool.transport.base import Connection
 from kvrelay.errors import ConfigError
+from kvrelay.messages import PoolUpdate
 from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1.pool_node_pb2 import PoolReport
 
@@ -56,18 +64,13 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportAsked:
-    answer: Future[PoolReport]
-
-
-@dataclass(frozen=True, slots=True)
 class LifeAsked:
     """For a sign of life."""
 
     answer: Future[None]
 
 
-Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ReportAsked | LifeAsked | Crashed
+Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | LifeAsked | Crashed
 PoolInbox = queue.SimpleQueue[Incoming]
 
 
@@ -93,6 +96,7 @@ class PoolLoop:
         self._core: HostTier | None = None
         self._worker_of: dict[Connection, Incarnation] = {}
         self._connection_of: dict[Incarnation, Connection] = {}
+        self._lines: dict[RouterCall, RouterLine] = {}
         self._ends_s: float | None = None
         self._next_tick_s = 0.0
 
@@ -145,7 +149,13 @@ class PoolLoop:
                 self._heard(event)
             case Gone(connection=connection, reason=reason):
                 self._gone(connection, reason)
-            case SlotsWritten() | SlotsRead():
+            case LineOpened(line=line):
+                self._lines[line.call] = line
+                self._decide(RouterCalled(router=line.call))
+            case RouterHungUp(router=router):
+                self._lines.pop(router, None)
+                self._decide(event)
+            case SlotsWritten() | SlotsRead() | RouterTook():
                 self._decide(event)
             case Drain(drain_s=drain_s):
                 self._ends_s = time.monotonic() + drain_s
@@ -190,7 +200,7 @@ class PoolLoop:
         )
         self._workers.tell(connection, welcome)
         log.info("worker %s joined (%s)", hello.incarnation, connection.peer_address)
-        self._decide(WorkerJoined(worker=hello.incarnation, wants_changes=hello.wants_changes))
+        self._decide(WorkerJoined(worker=hello.incarnation, looks_up=hello.looks_up))
 
     def _refusal(self, hello: PoolHello) -> str | None:
         if hello.wire_version != WIRE_VERSION:
@@ -227,7 +237,8 @@ class PoolLoop:
     # --- the core and its disk ------------------------------------------------------------------
 
     def _learn(self, format_: PoolFormat) -> None:
-        """The first worker tells what the blocks are. Raises ConfigError, which changes nothing."""
+        """The first worker tells what the blocks are, and routers that called hear of them. Raises
+        ConfigError, which changes nothing."""
         if self._core is not None:
             return
         places = self._settings.host_bytes // format_.block_bytes
@@ -243,6 +254,8 @@ class PoolLoop:
         )
         self._format = format_
         log.info("room for %d blocks in memory, of %s", places, format_)
+        for router in self._lines:
+            self._decide(RouterCalled(router=router))
 
     def _disk_blocks(self, format_: PoolFormat) -> TierBlocks:
         if self._files is None:
@@ -280,11 +293,25 @@ class PoolLoop:
                     self._workers.tell(self._connection_of[worker], message)
             case DropWorker(worker=worker, reason=reason):
                 self._break_with(self._connection_of[worker], reason)
+            case TellRouter(router=router):
+                self._lines[router].tell(self._update(command))
+            case DropRouter(router=router, reason=reason):
+                log.warning("a router is dropped: %s", reason)
+                self._lines[router].drop(reason)
             case WriteSlots() | ReadSlots():
                 assert self._disk is not None
                 self._disk.put(command)
             case _:
                 assert_never(command)
+
+    def _update(self, command: TellRouter) -> PoolUpdate:
+        return PoolUpdate(
+            sequence=command.sequence,
+            node=self._incarnation,
+            addresses=self._workers.far_addresses,
+            workers=command.workers,
+            blocks=command.blocks,
+        )
 
 
 def open_files(settings: PoolNodeSettings) -> DiskFiles | None:

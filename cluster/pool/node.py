@@ -22,7 +22,7 @@ import psutil
 
 from cluster.auto import far_transports
 from cluster.grpc_server import bind_port, grpc_server
-from cluster.pool.loop import Drain, LifeAsked, PoolInbox, PoolLoop, ReportAsked, open_files
+from cluster.pool.loop import Drain, LifeAsked, PoolInbox, PoolLoop, open_files
 from cluster.pool.service import PoolNodeService
 from cluster.pool.workers import PoolWorkers
 from cluster.quantities import format_size
@@ -71,7 +71,7 @@ class PoolNode:
 
     async def _serve(self) -> str:
         self._server = grpc_server()
-        service = PoolNodeService(lambda answer: self._inbox.put(ReportAsked(answer)))
+        service = PoolNodeService(self._inbox.put)
         pool_node_pb2_grpc.add_PoolNodeServicer_to_server(service, self._server)
         port = bind_port(self._server, self._settings.host, self._settings.port_range)
         await self._server.start()

@@ -58,7 +58,7 @@ class PoolSide:
         address: str,
         incarnation: Incarnation,
         fingerprint: str,
-        wants_changes: bool,
+        looks_up: bool,
         post: Callable[[PoolNews], None],
         crashed: Callable[[BaseException], None],
         far_transports: Sequence[str] = (),
@@ -74,7 +74,7 @@ class PoolSide:
                 physical_format=memory.layout.physical_format(),
                 block_bytes=memory.layout.bytes_per_block,
             ),
-            wants_changes=wants_changes,
+            looks_up=looks_up,
         )
         self._post = post
         self.client = PoolClient()
@@ -119,7 +119,7 @@ class PoolSide:
         def post(news: PoolJoined | PoolLost | FromNode | BlocksStored | BlocksFetched) -> None:
             self._post(FromFar(node, news))
 
-        hello = replace(self._hello, wants_changes=False)
+        hello = replace(self._hello, looks_up=False)
         link = PoolLink(self._endpoints, addresses, hello, post, expects=node)
         link.start()
         fetch = partial(_fetch, self._mover, link, post)

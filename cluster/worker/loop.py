@@ -241,7 +241,6 @@ class WorkerLoop:
 
     def _from_pool(self, event: PoolNews) -> None:
         assert self._pool is not None, "there is no pool"
-        self.reports.from_pool(event)
         self._pooled(self._pool.handle(event))
 
     def _from_router(self, stream: RouterStream, message: ToWorker) -> None:

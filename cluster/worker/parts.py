@@ -182,7 +182,7 @@ def _pool(
         address=settings.pool_address,
         incarnation=links.incarnation,
         fingerprint=engine.facts.fingerprint,
-        wants_changes=settings.prefix_caching,
+        looks_up=settings.prefix_caching,
         post=inbox.put,
         crashed=lambda error: inbox.put(Crashed(error)),
         far_transports=[scheme for scheme in settings.transports if scheme in UNMAPPED],

@@ -33,7 +33,6 @@ from kvpool.pool.client_events import (
 from kvpool.pool.client_fetches import ClientFetches
 from kvpool.pool.client_stores import ClientStores
 from kvpool.pool.messages import (
-    BlocksChanged,
     FetchDone,
     Fetched,
     FromPool,
@@ -133,8 +132,8 @@ class PoolClient:
                 self._found(number, message.host_blocks, message.disk_blocks)
             case Pinned(request_no=number, pinned=pinned):
                 self._pinned(number, pinned)
-            case BlocksChanged() | PoolWelcome() | PoolRefused():
-                pass  # for the link, and for the directory
+            case PoolWelcome() | PoolRefused():
+                pass  # for the link
             case _:
                 assert_never(message)
 

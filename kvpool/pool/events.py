@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NewType
 
 from kvpool.hashes import BlockHash
 from kvpool.pool.messages import FromPool, ToPool
 from kvpool.tiers.tier_blocks import PoolPlace
+from kvrelay.messages import BlockChanges
 from kvrelay.types import Incarnation
+
+RouterCall = NewType("RouterCall", int)
+"""One stream to a router: a router that calls again has another."""
 
 # --- events -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined:
+    """`looks_up`: as in its PoolHello."""
+
     worker: Incarnation
-    wants_changes: bool
+    looks_up: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +37,25 @@ class WorkerLost:
     """Its connection is gone, and with it its way to write."""
 
     worker: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterCalled:
+    """A router wants to hear of the blocks. It is ready for its first message."""
+
+    router: RouterCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTook:
+    """Its last message is on its way: it is ready for the next."""
+
+    router: RouterCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterHungUp:
+    router: RouterCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +84,17 @@ class SlotsRead:
     checksums: tuple[int | None, ...]
 
 
-PoolEvent = WorkerJoined | FromWorker | WorkerLost | PoolTick | SlotsWritten | SlotsRead
+PoolEvent = (
+    WorkerJoined
+    | FromWorker
+    | WorkerLost
+    | RouterCalled
+    | RouterTook
+    | RouterHungUp
+    | PoolTick
+    | SlotsWritten
+    | SlotsRead
+)
 
 # --- commands -----------------------------------------------------------------------------------
 
@@ -74,6 +110,24 @@ class DropWorker:
     """It broke the protocol: tell it the reason and close; WorkerLost follows."""
 
     worker: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TellRouter:
+    """A PoolUpdate. The next one comes after RouterTook."""
+
+    router: RouterCall
+    sequence: int
+    workers: tuple[Incarnation, ...]
+    blocks: tuple[BlockChanges, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropRouter:
+    """Tell it the reason and end its stream."""
+
+    router: RouterCall
     reason: str
 
 
@@ -111,4 +165,4 @@ class ReadSlots:
     loads: tuple[Load, ...]
 
 
-PoolCommand = TellWorker | DropWorker | WriteSlots | ReadSlots
+PoolCommand = TellWorker | DropWorker | TellRouter | DropRouter | WriteSlots | ReadSlots

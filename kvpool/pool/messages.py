@@ -45,12 +45,13 @@ class PoolFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolHello:
-    """The first message of a worker. `wants_changes`: it also hears what the node holds."""
+    """The first message of a worker. `looks_up`: it is of the node's host and looks its prompts up
+    here, so routers count what the node holds as within its reach."""
 
     wire_version: int
     incarnation: Incarnation
     format: PoolFormat
-    wants_changes: bool
+    looks_up: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +176,6 @@ class Unpin:
     hashes: tuple[BlockHash, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksChanged:
-    """For the directory: what the node's tier holds since now, and what it holds no more."""
-
-    tier: PoolTier
-    stored: tuple[BlockHash, ...] = ()
-    removed: tuple[BlockHash, ...] = ()
-
-
 ToPool = (
     PoolHello
     | StoreWanted
@@ -195,5 +187,5 @@ ToPool = (
     | PinWanted
     | Unpin
 )
-FromPool = PoolWelcome | PoolRefused | StoreGranted | Fetched | LookedUp | Pinned | BlocksChanged
+FromPool = PoolWelcome | PoolRefused | StoreGranted | Fetched | LookedUp | Pinned
 PoolMessage = ToPool | FromPool

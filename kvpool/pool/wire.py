@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 
 from kvpool.hashes import BlockHash
 from kvpool.pool.messages import (
-    BlocksChanged,
     ChainBlock,
     FetchDone,
     Fetched,
@@ -26,7 +25,6 @@ from kvpool.pool.messages import (
     PoolHello,
     PoolMessage,
     PoolRefused,
-    PoolTier,
     PoolWelcome,
     StoreAbandoned,
     Stored,
@@ -44,8 +42,6 @@ _MAX_WHOLE_BYTES = 256 * 2**20
 _HASH_BYTES = 32
 _NO_PARENT = bytes(_HASH_BYTES)
 _LAST, _MORE = b"\0", b"\1"
-_TIERS = {PoolTier.HOST: pb.POOL_TIER_HOST, PoolTier.DISK: pb.POOL_TIER_DISK}
-_TIER_OF = {code: tier for tier, code in _TIERS.items()}
 
 
 def encode(message: PoolMessage) -> list[bytes]:
@@ -84,7 +80,7 @@ def _encode(message: PoolMessage) -> pb.PoolMessage:
                 fingerprint=format_.fingerprint,
                 physical_format=format_.physical_format,
                 block_bytes=format_.block_bytes,
-                wants_changes=message.wants_changes,
+                looks_up=message.looks_up,
             )
             return pb.PoolMessage(hello=hello)
         case PoolWelcome():
@@ -98,9 +94,6 @@ def _encode(message: PoolMessage) -> pb.PoolMessage:
             return pb.PoolMessage(welcome=welcome)
         case PoolRefused(reason=reason):
             return pb.PoolMessage(refused=pb.PoolRefused(reason=reason))
-        case BlocksChanged(tier=tier, stored=new, removed=old):
-            changed = pb.BlocksChanged(tier=_TIERS[tier], stored=_joined(new), removed=_joined(old))
-            return pb.PoolMessage(blocks_changed=changed)
         case Unpin(hashes=hashes):
             return pb.PoolMessage(unpin=pb.Unpin(hashes=_joined(hashes)))
         case _:
@@ -182,8 +175,6 @@ def _decode(whole: bytes) -> PoolMessage:
             )
         case "refused":
             return PoolRefused(reason=envelope.refused.reason)
-        case "blocks_changed":
-            return _changed_of(envelope.blocks_changed)
         case "unpin":
             return Unpin(hashes=_hashes(envelope.unpin.hashes))
         case _:
@@ -249,16 +240,7 @@ def _hello_of(hello: pb.PoolHello) -> PoolHello:
             physical_format=hello.physical_format,
             block_bytes=hello.block_bytes,
         ),
-        wants_changes=hello.wants_changes,
-    )
-
-
-def _changed_of(changed: pb.BlocksChanged) -> BlocksChanged:
-    tier = _TIER_OF.get(changed.tier)
-    if tier is None:
-        raise PeerError(f"a peer sent changes of an unknown tier ({changed.tier})")
-    return BlocksChanged(
-        tier=tier, stored=_hashes(changed.stored), removed=_hashes(changed.removed)
+        looks_up=hello.looks_up,
     )
 
 

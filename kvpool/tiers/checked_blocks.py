@@ -1,4 +1,4 @@
-"""The host tier's blocks with their checksums, and what the directory is told of them. Pure."""
+"""The host tier's blocks with their checksums, and what routers are told of them. Pure."""
 
 from __future__ import annotations
 

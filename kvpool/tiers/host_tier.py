@@ -20,6 +20,9 @@ from kvpool.pool.events import (
     PoolCommand,
     PoolEvent,
     PoolTick,
+    RouterCalled,
+    RouterHungUp,
+    RouterTook,
     SlotsRead,
     SlotsWritten,
     TellWorker,
@@ -93,15 +96,21 @@ class HostTier:
 
     def _settle(self, event: PoolEvent, now_s: float) -> None:
         match event:
-            case WorkerJoined(worker=worker, wants_changes=wants_changes):
+            case WorkerJoined(worker=worker, looks_up=looks_up):
                 self._workers.add(worker)
-                if wants_changes:
-                    self._changes.join(worker, host=self._host, disk=self._disk.blocks)
+                if looks_up:
+                    self._changes.joined(worker)
             case FromWorker():
                 if event.worker in self._workers:
                     self._from_worker(event, now_s)
             case WorkerLost(worker=worker):
                 self._lost(worker)
+            case RouterCalled(router=router):
+                self._changes.called(router, host=self._host, disk=self._disk.blocks)
+            case RouterTook(router=router):
+                self._changes.took(router)
+            case RouterHungUp(router=router):
+                self._changes.hung_up(router)
             case PoolTick():
                 self._stores.expire(now_s)
                 for fetch in self._fetches.expire(now_s):
@@ -154,7 +163,7 @@ class HostTier:
             self._close_fetch(fetch)
         self._blocks.unpin_all(worker)
         self._workers.discard(worker)
-        self._changes.leave(worker)
+        self._changes.left(worker)
 
     # --- store ----------------------------------------------------------------------------------
 

@@ -207,18 +207,26 @@ WorkerEvent = (
 
 @value
 class BlockChanges:
-    """For the directory: hashes that `holder`'s tier holds since now, and holds no more.
+    """For the directory: hashes that a holder's tier holds since now, and holds no more."""
 
-    `holder` is the pool node of the worker's host, or empty: the worker itself. `gone`: the worker
-    has lost it, with all that it held. `addresses`: where workers of other hosts find the holder.
-    """
-
-    holder: Incarnation
     tier: Tier
     stored: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
-    gone: bool = False
+
+
+@value
+class PoolUpdate:
+    """A message of a pool node's stream to a router: first all that it holds, then each change.
+
+    `sequence` counts from 0 in each stream. `addresses` are for workers of other hosts, `workers`
+    are those of its own host that look prompts up in it.
+    """
+
+    sequence: int
+    node: Incarnation
     addresses: tuple[str, ...] = ()
+    workers: tuple[Incarnation, ...] = ()
+    blocks: tuple[BlockChanges, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,16 +5,14 @@ Pure: the caller passes its clock. What this module can't read raises PeerError.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 
-from kvrelay.errors import PeerError
+from kvrelay.blocks_wire import encode_changes
 from kvrelay.from_worker_wire import encode_event
 from kvrelay.messages import BlockChanges, Counters, LinkState, TierLoad, WorkerEvent
-from kvrelay.types import Incarnation, Tier
+from kvrelay.types import Incarnation
 from kvrelay.v1 import worker_pb2 as pb
-
-_HASH_BYTES = 32
 
 
 def encode_batch(
@@ -27,7 +25,7 @@ def encode_batch(
     return pb.FromWorker(
         events=[encode_event(event, now_s) for event in events],
         counters=pb.Counters(**asdict(counters)),
-        blocks=map(_encode_changes, blocks),
+        blocks=map(encode_changes, blocks),
     )
 
 
@@ -50,34 +48,3 @@ def _decode_link(message: pb.Link) -> LinkState:
         bytes_per_s=message.bytes_per_s,
         latency_s=message.latency_s,
     )
-
-
-def _encode_changes(changes: BlockChanges) -> pb.BlockChanges:
-    return pb.BlockChanges(
-        holder=changes.holder,
-        tier=changes.tier,
-        stored=b"".join(changes.stored),
-        removed=b"".join(changes.removed),
-        gone=changes.gone,
-        addresses=changes.addresses,
-    )
-
-
-def decode_changes(message: pb.FromWorker) -> Iterator[BlockChanges]:
-    for changes in message.blocks:
-        if changes.tier not in tuple(Tier):
-            raise PeerError(f"a worker holds blocks in the unknown tier {changes.tier!r}")
-        yield BlockChanges(
-            holder=Incarnation(changes.holder),
-            tier=Tier(changes.tier),
-            stored=_hashes(changes.stored),
-            removed=_hashes(changes.removed),
-            gone=changes.gone,
-            addresses=tuple(changes.addresses),
-        )
-
-
-def _hashes(joined: bytes) -> tuple[bytes, ...]:
-    if len(joined) % _HASH_BYTES:
-        raise PeerError(f"{len(joined)} bytes are no hashes of {_HASH_BYTES} bytes each")
-    return tuple(joined[at : at + _HASH_BYTES] for at in range(0, len(joined), _HASH_BYTES))

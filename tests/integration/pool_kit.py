@@ -87,7 +87,7 @@ class PoolWorker:
             address=address,
             incarnation=Incarnation(uuid4().hex),
             fingerprint=fingerprint,
-            wants_changes=True,
+            looks_up=True,
             post=self.inbox.put,
             crashed=self.inbox.put,
             options=EndpointOptions(secret=secret),

@@ -109,7 +109,7 @@ class PoolNet:
             wire_version=WIRE_VERSION,
             incarnation=side.incarnation,
             format=PoolFormat(fingerprint="f", physical_format="float32", block_bytes=1),
-            wants_changes=True,
+            looks_up=True,
         )
         self.send(side.link, hello)
 
@@ -162,7 +162,7 @@ class PoolNet:
             lease_ttl_s=LEASE_S,
         )
         self._tell(link.number, welcome)
-        node.decide(WorkerJoined(worker=hello.incarnation, wants_changes=hello.wants_changes))
+        node.decide(WorkerJoined(worker=hello.incarnation, looks_up=hello.looks_up))
 
     def _node_lost(self, node: PoolNode, number: int) -> None:
         worker = node.worker_of.pop(number, None)

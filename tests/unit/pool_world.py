@@ -40,24 +40,32 @@ from kvpool.pool.client_events import (
     WantPrefix,
 )
 from kvpool.pool.events import (
+    DropRouter,
     DropWorker,
     FromWorker,
     PoolCommand,
     PoolEvent,
     PoolTick,
     ReadSlots,
+    RouterCall,
+    RouterCalled,
+    RouterHungUp,
+    RouterTook,
     SlotOutcome,
     SlotsRead,
     SlotsWritten,
+    TellRouter,
     TellWorker,
     WorkerJoined,
     WorkerLost,
     WriteSlots,
 )
-from kvpool.pool.messages import BlocksChanged, FromPool, PoolTier, PoolWelcome, ToPool
+from kvpool.pool.messages import FromPool, PoolWelcome, ToPool
 from kvpool.tiers.host_tier import HostTier
 from kvpool.tiers.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
-from kvrelay.types import Incarnation, RequestKey
+from kvrelay.messages import PoolUpdate
+from kvrelay.types import Incarnation, RequestKey, Tier
+from router.directory import Directory
 from tests.unit.naive_prefix_index import hashes_of
 
 LEASE_TTL_S = 30.0
@@ -82,7 +90,16 @@ class Worker:
     questions: int = 0
     fetched: int = 0
     pins: list[tuple[BlockHash, ...]] = field(default_factory=list)
-    directory: dict[PoolTier, set[BlockHash]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Router:
+    """`inbox` holds at most the one message that is on its way; `call` None: it hasn't called."""
+
+    directory: Directory = field(default_factory=Directory)
+    call: RouterCall | None = None
+    inbox: deque[PoolUpdate] = field(default_factory=deque)
+    drops: int = 0
 
 
 class World:
@@ -104,6 +121,7 @@ class World:
             )
             for i in range(workers)
         ]
+        self.routers = [Router(), Router()]
         self.restored = 0
         self.start_node()
 
@@ -131,9 +149,10 @@ class World:
             *[self.deliver_to_node, self.deliver_to_worker, self.run_job] * 12,
             *[self.run_disk, self.offer, self.want] * 3,
             *[self.seek, self.drop, self.pin, self.unpin, self.unpin, self.connect],
+            *[self.call, self.deliver_to_router, self.deliver_to_router],
         ]
         if self.random.random() < 0.01:
-            actions = [self.cut, self.pass_time, self.damage_disk, self.stray_write]
+            actions = [self.cut, self.pass_time, self.damage_disk, self.stray_write, self.hang_up]
         if self.random.random() < 0.002:
             actions = [self.restart_node]
         self.random.choice(actions)(worker)
@@ -144,14 +163,13 @@ class World:
     def connect(self, worker: Worker) -> None:
         if not worker.connected:
             worker.connected = True
-            worker.directory = {tier: set() for tier in PoolTier}
             welcome = PoolWelcome(
                 wire_version=1,
-                incarnation=Incarnation(self.region),
+                incarnation=self.incarnation,
                 region=self.region,
                 lease_ttl_s=LEASE_TTL_S,
             )
-            self._node(WorkerJoined(worker=worker.name, wants_changes=True))
+            self._node(WorkerJoined(worker=worker.name, looks_up=True))
             self._worker(worker, PoolJoined(welcome=welcome))
 
     def cut(self, worker: Worker) -> None:
@@ -169,7 +187,45 @@ class World:
                 worker.to_node.clear()
                 worker.to_worker.clear()
                 self._worker(worker, PoolLost(reason="the node died"))
+        for router in self.routers:
+            self._hung_up(router)
         self.start_node()
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return Incarnation(self.region)
+
+    def call(self, _: Worker) -> None:
+        router = self.random.choice(self.routers)
+        if router.call is None:
+            self._numbers += 1
+            router.call = RouterCall(self._numbers)
+            self._node(RouterCalled(router=router.call))
+
+    def hang_up(self, _: Worker) -> None:
+        router = self.random.choice(self.routers)
+        if router.call is not None:
+            self._node(RouterHungUp(router=router.call))
+            self._hung_up(router)
+
+    def _hung_up(self, router: Router) -> None:
+        router.call = None
+        router.inbox.clear()
+        router.directory.lost(self.incarnation)
+
+    def deliver_to_router(self, _: Worker) -> None:
+        self.take(self.random.choice(self.routers))
+
+    def take(self, router: Router) -> None:
+        if router.inbox and router.call is not None:
+            router.directory.updated(router.inbox.popleft())
+            router.directory.validate()
+            self._node(RouterTook(router=router.call))
+
+    def held(self) -> dict[Tier, set[BlockHash]]:
+        """What the node would serve."""
+        tiers = {Tier.HOST: self.node.books.host, Tier.DISK: self.node.books.disk.blocks}
+        return {tier: set(filter(blocks.serves, blocks)) for tier, blocks in tiers.items()}
 
     def deliver_to_node(self, worker: Worker) -> None:
         if worker.to_node:
@@ -179,10 +235,6 @@ class World:
     def deliver_to_worker(self, worker: Worker) -> None:
         if worker.to_worker:
             message = worker.to_worker.popleft()
-            if isinstance(message, BlocksChanged):
-                held = worker.directory[message.tier]
-                held.update(message.stored)
-                held.difference_update(message.removed)
             self._worker(worker, FromNode(message=message))
 
     def pass_time(self, _: Worker) -> None:
@@ -331,6 +383,20 @@ class World:
                 self.disk_jobs.append(command)
             case DropWorker(reason=reason):
                 raise AssertionError(reason)
+            case TellRouter(router=call):
+                (router,) = (r for r in self.routers if r.call == call)
+                assert not router.inbox, "one message at a time"
+                update = PoolUpdate(
+                    sequence=command.sequence,
+                    node=self.incarnation,
+                    workers=command.workers,
+                    blocks=command.blocks,
+                )
+                router.inbox.append(update)
+            case DropRouter(router=call):
+                (router,) = (r for r in self.routers if r.call == call)
+                self._hung_up(router)
+                router.drops += 1
 
     def _worker(self, worker: Worker, event: ClientEvent) -> None:
         for command in worker.client.handle(event, self.now_s):
@@ -362,7 +428,13 @@ class World:
 
     def drain(self) -> None:
         """Everything under way comes to its end."""
-        while self.disk_jobs or any(w.to_node or w.to_worker or w.jobs for w in self.workers):
+        while (
+            self.disk_jobs
+            or any(w.to_node or w.to_worker or w.jobs for w in self.workers)
+            or any(router.inbox for router in self.routers)
+        ):
+            for router in self.routers:
+                self.take(router)
             for worker in self.workers:
                 self.deliver_to_node(worker)
                 self.deliver_to_worker(worker)

@@ -10,11 +10,12 @@ import pytest
 from kvpool.block_names import BlockNames
 from kvpool.block_news import BlockNews
 from kvpool.hashes import BlockHash
-from kvrelay.messages import BlockChanges, Counters, Prefill, PrefixSource
+from kvrelay.errors import PeerError
+from kvrelay.messages import BlockChanges, Counters, PoolUpdate, Prefill, PrefixSource
 from kvrelay.types import Incarnation, Role, Tier
 from router.core import RouterCore
 from router.directory import Directory
-from router.events import Send, Submitted, WorkerLost, WorkerSaid
+from router.events import PoolNodeLost, PoolNodeSaid, Send, Submitted, WorkerLost, WorkerSaid
 from router.forecast.prefill_queue import Ahead
 from tests.unit.router_kit import core_with, hello, key, request, reserved, says
 
@@ -25,14 +26,16 @@ def _hash(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(32, "big"))
 
 
-def _stored(*numbers: int, holder: str = "", tier: Tier = Tier.DEVICE) -> BlockChanges:
-    stored = tuple(map(_hash, numbers))
-    return BlockChanges(holder=Incarnation(holder), tier=tier, stored=stored)
+def _stored(*numbers: int, tier: Tier = Tier.DEVICE) -> BlockChanges:
+    return BlockChanges(tier=tier, stored=tuple(map(_hash, numbers)))
 
 
-def _removed(*numbers: int, holder: str = "", tier: Tier = Tier.DEVICE) -> BlockChanges:
-    removed = tuple(map(_hash, numbers))
-    return BlockChanges(holder=Incarnation(holder), tier=tier, removed=removed)
+def _removed(*numbers: int, tier: Tier = Tier.DEVICE) -> BlockChanges:
+    return BlockChanges(tier=tier, removed=tuple(map(_hash, numbers)))
+
+
+def _update(sequence: int, *blocks: BlockChanges, node: Incarnation = NODE) -> PoolUpdate:
+    return PoolUpdate(sequence=sequence, node=node, blocks=blocks)
 
 
 def test_the_longest_prefix_of_every_holder() -> None:
@@ -49,27 +52,57 @@ def test_the_longest_prefix_of_every_holder() -> None:
 
 def test_tiers_of_a_holder_complete_each_other() -> None:
     directory = Directory()
-    directory.changed(A, _stored(1, 2, holder="node", tier=Tier.HOST))
-    directory.changed(A, _stored(2, 3, holder="node", tier=Tier.DISK))
+    directory.changed(NODE, _stored(1, 2, tier=Tier.HOST))
+    directory.changed(NODE, _stored(2, 3, tier=Tier.DISK))
     chain = [_hash(n) for n in (1, 2, 3)]
     assert directory.longest(chain) == {NODE: 3}
-    directory.changed(A, _removed(2, holder="node", tier=Tier.HOST))
+    directory.changed(NODE, _removed(2, tier=Tier.HOST))
     assert directory.longest(chain) == {NODE: 3}
     directory.validate()
 
 
-def test_a_pool_node_stays_as_long_as_any_worker_reports_it() -> None:
-    directory = Directory()
-    for worker in (A, B):
-        directory.changed(worker, _stored(1, holder="node", tier=Tier.HOST))
+def test_a_pool_node_is_forgotten_with_its_stream() -> None:
+    directory, chain = Directory(), [_hash(1), _hash(2)]
+    directory.updated(_update(0, _stored(1, tier=Tier.HOST)))
+    directory.updated(_update(1, _stored(2, tier=Tier.DISK)))
     directory.changed(A, _stored(1))
-    directory.lost(A)
-    assert directory.longest([_hash(1)]) == {NODE: 1}
-    gone = BlockChanges(holder=NODE, tier=Tier.HOST, gone=True)
-    directory.changed(B, gone)
+    assert directory.longest(chain) == {NODE: 2, A: 1}
+    directory.lost(NODE)
+    assert directory.longest(chain) == {A: 1}
+    assert directory.entries == 1 and not directory.pool_nodes
+    directory.lost(NODE)
+    directory.validate()
+
+
+@pytest.mark.parametrize("sequence", [1, 2, 4, 9])
+def test_a_pool_node_of_which_an_update_is_missing_is_forgotten(sequence: int) -> None:
+    directory = Directory()
+    for number in range(3):
+        directory.updated(_update(number, _stored(number, tier=Tier.HOST)))
+    with pytest.raises(PeerError, match=f"update {sequence} came in the place of 3"):
+        directory.updated(_update(sequence, _stored(9, tier=Tier.HOST)))
+    assert directory.entries == 0 and not directory.pool_nodes
+    directory.validate()
+
+
+def test_a_stream_that_begins_again_replaces_what_was_known() -> None:
+    directory = Directory()
+    directory.updated(_update(0, _stored(1, 2, tier=Tier.HOST)))
+    directory.updated(_update(0, _stored(2, tier=Tier.HOST)))
     assert directory.longest([_hash(1)]) == {}
-    assert directory.entries == 0
-    directory.lost(B)
+    assert directory.longest([_hash(2)]) == {NODE: 1}
+    directory.validate()
+
+
+def test_another_life_of_a_node_begins_with_its_first_update() -> None:
+    directory, other = Directory(), Incarnation("another life")
+    directory.updated(_update(0, _stored(1, tier=Tier.HOST)))
+    with pytest.raises(PeerError, match="update 1 came in the place of 0"):
+        directory.updated(_update(1, _stored(2, tier=Tier.HOST), node=other))
+    assert directory.longest([_hash(1)]) == {NODE: 1}
+    directory.lost(NODE)
+    directory.updated(_update(0, _stored(2, tier=Tier.HOST), node=other))
+    assert directory.longest([_hash(2)]) == {other: 1}
     directory.validate()
 
 
@@ -142,7 +175,7 @@ def _chain(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
 
 
 def _holds(core: RouterCore, worker: str, hashes: tuple[bytes, ...]) -> None:
-    blocks = (BlockChanges(holder=Incarnation(""), tier=Tier.DEVICE, stored=hashes),)
+    blocks = (BlockChanges(tier=Tier.DEVICE, stored=hashes),)
     incarnation = Incarnation(worker)
     said = WorkerSaid(incarnation=incarnation, events=(), counters=Counters(), blocks=blocks)
     core.handle(said, 0)
@@ -195,17 +228,21 @@ def test_nobody_is_named_who_has_no_more_or_is_gone() -> None:
 
 def _pooled(
     core: RouterCore,
-    reporter: str,
+    worker: str,
     hashes: tuple[bytes, ...],
     *,
     node: Incarnation = NODE,
     addresses: tuple[str, ...] = ("nixl:far",),
 ) -> None:
-    changes = BlockChanges(holder=node, tier=Tier.HOST, stored=hashes, addresses=addresses)
-    said = WorkerSaid(
-        incarnation=Incarnation(reporter), events=(), counters=Counters(), blocks=(changes,)
+    """The node of the worker's host holds them."""
+    update = PoolUpdate(
+        sequence=0,
+        node=node,
+        addresses=addresses,
+        workers=(Incarnation(worker),),
+        blocks=(BlockChanges(tier=Tier.HOST, stored=hashes),),
     )
-    core.handle(said, 0)
+    core.handle(PoolNodeSaid(update=update), 0)
     core.directory.validate()
 
 
@@ -243,11 +280,17 @@ def test_a_pool_node_that_can_not_be_reached_or_is_asked_anyway_is_not_named() -
     assert _source(own) is None
 
 
-def test_a_pool_node_that_no_worker_reports_any_more_is_forgotten() -> None:
+def test_a_pool_node_outlives_the_workers_of_its_host() -> None:
     core = _core()
     _pooled(core, "q", _chain(LONG))
     core.handle(WorkerLost(incarnation=Incarnation("q")), 1)
-    assert core.directory.addresses(NODE) == ()
+    assert _source(core) == _in_node(2)
+
+
+def test_a_pool_node_that_is_lost_is_not_named() -> None:
+    core = _core()
+    _pooled(core, "q", _chain(LONG))
+    core.handle(PoolNodeLost(node=NODE), 1)
     assert _source(core) is None
 
 

@@ -12,17 +12,20 @@ from kvpool.pool.events import (
     PoolCommand,
     PoolTick,
     ReadSlots,
+    RouterCall,
+    RouterCalled,
+    RouterTook,
     SlotOutcome,
     SlotsRead,
     SlotsWritten,
     Spill,
+    TellRouter,
     TellWorker,
     WorkerJoined,
     WorkerLost,
     WriteSlots,
 )
 from kvpool.pool.messages import (
-    BlocksChanged,
     ChainBlock,
     FetchDone,
     Fetched,
@@ -31,7 +34,6 @@ from kvpool.pool.messages import (
     LookupWanted,
     Pinned,
     PinWanted,
-    PoolTier,
     Stored,
     StoreGranted,
     StoreWanted,
@@ -40,7 +42,8 @@ from kvpool.pool.messages import (
 )
 from kvpool.tiers.host_tier import HostTier
 from kvpool.tiers.tier_blocks import PoolPlace, TierBlocks
-from kvrelay.types import Incarnation
+from kvrelay.messages import BlockChanges
+from kvrelay.types import Incarnation, Tier
 from tests.unit.naive_prefix_index import hashes_of
 
 TTL_S = 30.0
@@ -53,14 +56,14 @@ P0, P1, P2, P3 = (PoolPlace(i) for i in range(4))
 
 
 class Node:
-    """Two workers; no one listens to changes."""
+    """Two workers that don't look up; no router has called."""
 
     def __init__(self, *, places: int = 4, slots: int = 0) -> None:
         tiers = [TierBlocks(count, open_policy("lru")) for count in (places, slots)]
         self.core = HostTier(*tiers, lease_ttl_s=TTL_S)
         self.now_s = 0.0
         for worker in (ANN, BOB):
-            assert self.handle(WorkerJoined(worker=worker, wants_changes=False)) == []
+            assert self.handle(WorkerJoined(worker=worker, looks_up=False)) == []
 
     def handle(self, event: object) -> list[PoolCommand]:
         commands = self.core.handle(event, self.now_s)  # type: ignore[arg-type]
@@ -263,18 +266,34 @@ def test_a_damaged_slot_ends_the_prefix_and_is_written_anew() -> None:
     assert node.store(CHAIN[1], number=5) == [WriteSlots(batch=4, spills=(again,))]
 
 
-def test_listeners_hear_what_there_is_and_every_change() -> None:
+def told(router: RouterCall, sequence: int, *blocks: BlockChanges) -> TellRouter:
+    return TellRouter(router=router, sequence=sequence, workers=(), blocks=blocks)
+
+
+def test_routers_hear_what_there_is_and_every_change() -> None:
     node = Node(places=2)
     node.store(CHAIN[0])
-    eve = Incarnation("eve")
-    held = BlocksChanged(tier=PoolTier.HOST, stored=(A,))
-    assert node.handle(WorkerJoined(worker=eve, wants_changes=True)) == [
-        TellWorker(worker=eve, message=held)
-    ]
-    assert node.store(CHAIN[1], number=2) == [BlocksChanged(tier=PoolTier.HOST, stored=(B,))]
+    router = RouterCall(7)
+    held = BlockChanges(tier=Tier.HOST, stored=(A,))
+    assert node.handle(RouterCalled(router=router)) == [told(router, 0, held)]
+    assert node.handle(RouterTook(router=router)) == []
+    new = BlockChanges(tier=Tier.HOST, stored=(B,))
+    assert node.store(CHAIN[1], number=2) == [told(router, 1, new)]
     granted = StoreGranted(request_no=3, indices=(0,), places=(P1,))
-    gone = BlocksChanged(tier=PoolTier.HOST, removed=(B,))
-    assert node.say(StoreWanted(request_no=3, blocks=(LONE,))) == [granted, gone]
+    assert node.say(StoreWanted(request_no=3, blocks=(LONE,))) == [granted]
+    gone = BlockChanges(tier=Tier.HOST, removed=(B,))
+    assert node.handle(RouterTook(router=router)) == [told(router, 2, gone)]
+
+
+def test_routers_hear_which_workers_look_up_here() -> None:
+    node, router, eve = Node(), RouterCall(7), Incarnation("eve")
+    assert node.handle(RouterCalled(router=router)) == [told(router, 0)]
+    assert node.handle(WorkerJoined(worker=eve, looks_up=True)) == []
+    with_eve = TellRouter(router=router, sequence=1, workers=(eve,), blocks=())
+    assert node.handle(RouterTook(router=router)) == [with_eve]
+    node.handle(WorkerLost(worker=eve))
+    assert node.handle(RouterTook(router=router)) == [told(router, 2)]
+    assert node.handle(RouterTook(router=router)) == []
 
 
 def test_a_node_that_drains_takes_nothing_new() -> None:

@@ -168,7 +168,7 @@ def with_cached(holder: str, blocks: int) -> Directory:
     )
     stored = tuple(names.chain("", 100, 4).walk(range(100), 4 * blocks))
     directory = Directory()
-    changes = BlockChanges(holder=Incarnation(""), tier=Tier.DEVICE, stored=stored)
+    changes = BlockChanges(tier=Tier.DEVICE, stored=stored)
     directory.changed(Incarnation(holder), changes)
     return directory
 

@@ -6,7 +6,6 @@ import pytest
 
 from kvpool.hashes import BlockHash
 from kvpool.pool.messages import (
-    BlocksChanged,
     ChainBlock,
     FetchDone,
     Fetched,
@@ -19,7 +18,6 @@ from kvpool.pool.messages import (
     PoolHello,
     PoolMessage,
     PoolRefused,
-    PoolTier,
     PoolWelcome,
     StoreAbandoned,
     Stored,
@@ -42,7 +40,7 @@ _FORMAT = PoolFormat(fingerprint="5a" * 16, physical_format="bfloat16/block16", 
 _A, _B = _hashes(2)
 _PLACES = (PoolPlace(3), PoolPlace(2**40))
 MESSAGES: list[PoolMessage] = [
-    PoolHello(wire_version=1, incarnation=Incarnation("w"), format=_FORMAT, wants_changes=True),
+    PoolHello(wire_version=1, incarnation=Incarnation("w"), format=_FORMAT, looks_up=True),
     PoolWelcome(wire_version=1, incarnation=Incarnation("n"), region="r", lease_ttl_s=0.5),
     PoolWelcome(
         wire_version=1,
@@ -66,8 +64,6 @@ MESSAGES: list[PoolMessage] = [
     PinWanted(request_no=10, hashes=(_A,)),
     Pinned(request_no=11, pinned=True),
     Unpin(hashes=(_A, _B)),
-    BlocksChanged(tier=PoolTier.HOST, stored=(_A,)),
-    BlocksChanged(tier=PoolTier.DISK, removed=_hashes(2048)),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.eviction import policies
-from kvpool.pool.messages import PoolTier
+from kvpool.pool import changes
 from tests.unit.pool_world import World
 
 _STEPS = 2500
@@ -17,8 +17,21 @@ def _check_at_rest(world: World) -> None:
     for worker in world.workers:
         assert worker.client.idle
         assert (worker.offers, worker.wants, worker.questions) == ({}, {}, 0)
-        if worker.connected:
-            assert len(worker.directory[PoolTier.HOST]) <= counts["cached"]
+    _check_routers(world)
+
+
+def _check_routers(world: World) -> None:
+    """Who has called knows exactly what the node holds, and for whom."""
+    connected = {worker.name for worker in world.workers if worker.connected}
+    for router in world.routers:
+        nodes = router.directory.pool_nodes
+        if router.call is None:
+            assert not nodes and not router.directory.entries
+        else:
+            assert nodes.keys() == {world.incarnation}
+            assert {*nodes[world.incarnation].workers} == connected
+            known = router.directory._held.get(world.incarnation, {})
+            assert {tier: known.get(tier, set()) for tier in world.held()} == world.held()
 
 
 @pytest.mark.parametrize("policy", policies())
@@ -32,30 +45,22 @@ def test_random_schedules(seed: int, policy: str) -> None:
     assert sum(worker.fetched for worker in world.workers) > 20, "the schedule does something"
 
 
-def test_workers_hear_all_that_the_node_holds() -> None:
-    world = World(1)
-    for _ in range(_STEPS):
+@pytest.mark.parametrize("seed", range(12))
+def test_routers_know_what_the_node_holds_however_slowly_they_read(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of two blocks; with more than four changes waiting a router is dropped."""
+    monkeypatch.setattr(changes, "PAGE_BLOCKS", 2)
+    monkeypatch.setattr(changes, "MOST_WAITING", 4)
+    world, was_full = World(seed), False
+    for step in range(_STEPS):
         world.step()
-        if world.restored:
-            break
-    world.drain()
-    for worker in world.workers:
-        world.cut(worker)
-        world.connect(worker)
-    world.drain()
-    first, *others = (worker.directory for worker in world.workers)
-    assert all(other == first for other in others)
-    for _ in range(300):
-        world.offer(world.workers[0])
-        world.deliver_to_node(world.workers[0])
-        world.deliver_to_worker(world.workers[0])
-        world.run_job(world.workers[0])
-        world.run_disk(world.workers[0])
-    world.drain()
-    first, *others = (worker.directory for worker in world.workers)
-    assert all(other == first for other in others)
-    assert first[PoolTier.HOST]
-    assert first[PoolTier.DISK]
+        if step % 250 == 249:
+            world.drain()
+            _check_routers(world)
+            was_full |= all(world.held().values()) and all(r.call for r in world.routers)
+    assert was_full
+    assert sum(router.drops for router in world.routers) > 0, "some read too slowly"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -70,7 +75,7 @@ def test_a_node_that_restarts_takes_over_what_is_on_disk(seed: int) -> None:
     before = sum(worker.fetched for worker in world.workers)
     for worker in world.workers:
         world.connect(worker)
-    for _ in range(20):
+    for _ in range(60):
         world.want(world.workers[0])
         world.drain()
     assert sum(worker.fetched for worker in world.workers) > before

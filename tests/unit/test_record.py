@@ -11,10 +11,27 @@ import pytest
 
 from cluster.sim.readers import read_trace
 from kvrelay.errors import ConfigError
-from kvrelay.messages import BlockChanges, Counters, Reserved, ReserveRefused, Tokens
+from kvrelay.messages import (
+    BlockChanges,
+    Counters,
+    PoolUpdate,
+    Reserved,
+    ReserveRefused,
+    Tokens,
+)
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, Sampling, Tier
 from router.beginning import Beginning, begin
-from router.events import Command, Event, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
+from router.events import (
+    Command,
+    Event,
+    PoolNodeLost,
+    PoolNodeSaid,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
 from router.generation import GenerationRequest
 from router.policies import Policies
 from router.record import Entry, _known, from_line, to_line
@@ -22,6 +39,13 @@ from router.recorder import Recorder
 from tests.unit.router_kit import hello
 
 P, D = Incarnation("p"), Incarnation("d")
+UPDATE = PoolUpdate(
+    sequence=0,
+    node=Incarnation("node"),
+    addresses=("ucx:h:1/node",),
+    workers=(D,),
+    blocks=(BlockChanges(tier=Tier.DISK, stored=(b"\x00\xff",)),),
+)
 
 
 def asked(name: str, prompt: range) -> Submitted:
@@ -37,7 +61,7 @@ def asked(name: str, prompt: range) -> Submitted:
 
 
 def said(worker: Incarnation, *events: object, stored: tuple[bytes, ...] = ()) -> WorkerSaid:
-    blocks = (BlockChanges(holder=Incarnation(""), tier=Tier.DEVICE, stored=stored),)
+    blocks = (BlockChanges(tier=Tier.DEVICE, stored=stored),)
     return WorkerSaid(
         incarnation=worker,
         events=events,  # type: ignore[arg-type]
@@ -68,6 +92,8 @@ def a_day(first: int) -> list[tuple[float, Event]]:
         (4.5, said(D, ReserveRefused(key=two, at_s=4.2, reason="kv_exhausted"))),
         (5.0, asked("c", range(40))),
         (5.5, said(D, Reserved(key=three, at_s=5.2))),
+        (5.6, PoolNodeSaid(update=UPDATE)),
+        (5.8, PoolNodeLost(node=UPDATE.node)),
         (6.0, WorkerLost(incarnation=P)),
     ]
 

@@ -6,6 +6,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class WatchRequest(_message.Message):
+    __slots__ = ("wire_version",)
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    def __init__(self, wire_version: _Optional[int] = ...) -> None: ...
+
+class PoolUpdate(_message.Message):
+    __slots__ = ("sequence", "incarnation", "addresses", "workers", "blocks")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    incarnation: str
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockChanges]
+    def __init__(self, sequence: _Optional[int] = ..., incarnation: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[str]] = ..., blocks: _Optional[_Iterable[_Union[BlockChanges, _Mapping]]] = ...) -> None: ...
+
+class BlockChanges(_message.Message):
+    __slots__ = ("tier", "stored", "removed")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    stored: bytes
+    removed: bytes
+    def __init__(self, tier: _Optional[str] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
+
 class PoolReportRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

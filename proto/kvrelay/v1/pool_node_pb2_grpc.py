@@ -40,6 +40,11 @@ class PoolNodeStub:
                 request_serializer=kvrelay_dot_v1_dot_pool__node__pb2.PoolReportRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_pool__node__pb2.PoolReport.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvrelay.v1.PoolNode/Watch',
+                request_serializer=kvrelay_dot_v1_dot_pool__node__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_pool__node__pb2.PoolUpdate.FromString,
+                _registered_method=True)
 
 
 class PoolNodeServicer:
@@ -52,6 +57,14 @@ class PoolNodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """The blocks that it holds, page by page, then each change. A router that takes too long to read
+        is dropped with RESOURCE_EXHAUSTED, and calls again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolNodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_PoolNodeServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=kvrelay_dot_v1_dot_pool__node__pb2.PoolReportRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_pool__node__pb2.PoolReport.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvrelay_dot_v1_dot_pool__node__pb2.WatchRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_pool__node__pb2.PoolUpdate.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +107,33 @@ class PoolNode:
             '/kvrelay.v1.PoolNode/Report',
             kvrelay_dot_v1_dot_pool__node__pb2.PoolReportRequest.SerializeToString,
             kvrelay_dot_v1_dot_pool__node__pb2.PoolReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.PoolNode/Watch',
+            kvrelay_dot_v1_dot_pool__node__pb2.WatchRequest.SerializeToString,
+            kvrelay_dot_v1_dot_pool__node__pb2.PoolUpdate.FromString,
             options,
             channel_credentials,
             insecure,

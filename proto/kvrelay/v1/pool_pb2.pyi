@@ -1,5 +1,4 @@
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -7,17 +6,8 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class PoolTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    POOL_TIER_UNSPECIFIED: _ClassVar[PoolTier]
-    POOL_TIER_HOST: _ClassVar[PoolTier]
-    POOL_TIER_DISK: _ClassVar[PoolTier]
-POOL_TIER_UNSPECIFIED: PoolTier
-POOL_TIER_HOST: PoolTier
-POOL_TIER_DISK: PoolTier
-
 class PoolMessage(_message.Message):
-    __slots__ = ("hello", "welcome", "refused", "store_wanted", "store_granted", "stored", "store_abandoned", "fetch_wanted", "fetched", "fetch_done", "lookup_wanted", "looked_up", "pin_wanted", "pinned", "unpin", "blocks_changed")
+    __slots__ = ("hello", "welcome", "refused", "store_wanted", "store_granted", "stored", "store_abandoned", "fetch_wanted", "fetched", "fetch_done", "lookup_wanted", "looked_up", "pin_wanted", "pinned", "unpin")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -33,7 +23,6 @@ class PoolMessage(_message.Message):
     PIN_WANTED_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     UNPIN_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_CHANGED_FIELD_NUMBER: _ClassVar[int]
     hello: PoolHello
     welcome: PoolWelcome
     refused: PoolRefused
@@ -49,24 +38,23 @@ class PoolMessage(_message.Message):
     pin_wanted: PinWanted
     pinned: Pinned
     unpin: Unpin
-    blocks_changed: BlocksChanged
-    def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ..., pin_wanted: _Optional[_Union[PinWanted, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., blocks_changed: _Optional[_Union[BlocksChanged, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ..., pin_wanted: _Optional[_Union[PinWanted, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ...) -> None: ...
 
 class PoolHello(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "block_bytes", "wants_changes")
+    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "block_bytes", "looks_up")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WANTS_CHANGES_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_UP_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
     fingerprint: str
     physical_format: str
     block_bytes: int
-    wants_changes: bool
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., wants_changes: _Optional[bool] = ...) -> None: ...
+    looks_up: bool
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., looks_up: _Optional[bool] = ...) -> None: ...
 
 class PoolWelcome(_message.Message):
     __slots__ = ("wire_version", "incarnation", "region", "lease_ttl_s", "addresses")
@@ -191,13 +179,3 @@ class Unpin(_message.Message):
     HASHES_FIELD_NUMBER: _ClassVar[int]
     hashes: bytes
     def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...
-
-class BlocksChanged(_message.Message):
-    __slots__ = ("tier", "stored", "removed")
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    REMOVED_FIELD_NUMBER: _ClassVar[int]
-    tier: PoolTier
-    stored: bytes
-    removed: bytes
-    def __init__(self, tier: _Optional[_Union[PoolTier, str]] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...

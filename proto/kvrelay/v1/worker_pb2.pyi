@@ -210,24 +210,8 @@ class FromWorker(_message.Message):
     hello: WorkerHello
     events: _containers.RepeatedCompositeFieldContainer[Event]
     counters: Counters
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockChanges]
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockChanges, _Mapping]]] = ...) -> None: ...
-
-class BlockChanges(_message.Message):
-    __slots__ = ("holder", "tier", "stored", "removed", "gone", "addresses")
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    REMOVED_FIELD_NUMBER: _ClassVar[int]
-    GONE_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    holder: str
-    tier: str
-    stored: bytes
-    removed: bytes
-    gone: bool
-    addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, holder: _Optional[str] = ..., tier: _Optional[str] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., gone: _Optional[bool] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    blocks: _containers.RepeatedCompositeFieldContainer[_pool_node_pb2.BlockChanges]
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[_pool_node_pb2.BlockChanges, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "physical_format", "rope_border_tokens", "kv_token_bytes", "step_times", "cpus")
