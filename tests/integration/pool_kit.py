@@ -196,7 +196,7 @@ class Node:
         self.log = log
         self._process = forks().Process(target=_run_command, args=(log, (name, *options)))
         self._process.start()
-        ready = f"pool node of {name} on shm:"
+        ready = "internal gRPC on "
         until(lambda: log.exists() and (ready in log.read_text() or not self._process.is_alive()))
         assert self._process.is_alive(), self.text
 
@@ -206,6 +206,12 @@ class Node:
 
     def addresses(self) -> list[str]:
         return re.findall(r"pool node of \S+ on (\S+)\n", self.text)
+
+    @property
+    def grpc_address(self) -> str:
+        """For routers."""
+        (found,) = re.findall(r"internal gRPC on (\S+)\n", self.text)
+        return str(found)
 
     def suspend(self) -> None:
         """Returns once none of its threads runs."""

@@ -214,6 +214,9 @@ class Cluster:
         self.router.call(self.router.process.add_worker(address))
         wait_until(lambda: len(self.router.workers()) > before, f"{name} joined")
 
+    def add_pool_node(self, address: str) -> None:
+        self.router.call(self.router.process.add_pool_node(address))
+
     def completion(self, prompt: list[int] | str, **fields: Any) -> dict[str, Any]:
         body = {"model": "test-model", "prompt": prompt, "return_token_ids": True, **fields}
         response = self.http.post("/v1/completions", json=body)

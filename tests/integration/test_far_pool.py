@@ -64,6 +64,8 @@ def two_hosts(
     try:
         with running_cluster(folder, workers) as cluster:
             wait_until(lambda: all("joined" in node.text for node in nodes), "all have joined")
+            for node in nodes:
+                cluster.add_pool_node(node.grpc_address)
             yield cluster, nodes
     finally:
         for node in nodes:

@@ -122,6 +122,7 @@ def test_without_its_node_a_worker_serves_all_the_same(
         assert exact(10) == 0
         with running_node(tmp_path, "coming") as node:
             wait_until(lambda: _joined(node, 2), "both workers use the pool", 20.0)
+            cluster.add_pool_node(node.grpc_address)
             exact(11)
             wait_until(lambda: _known_in_pools(cluster, _prompt(11, 90)) == 5, "routers know it")
             node.kill()
@@ -176,6 +177,7 @@ def test_preempted_requests_come_back_from_the_pool(
         workers = [(hosts[0], prefill), (hosts[1], tight)]
         with running_cluster(llama, workers) as cluster:
             wait_until(lambda: _joined(node, 2), "both workers use the pool")
+            cluster.add_pool_node(node.grpc_address)
             for seed in range(21, 31, 2):
                 prompts = [_prompt(one, 100) for one in (seed, seed + 1)]
                 for prompt, tokens in zip(prompts, _ask_both(cluster, prompts), strict=True):

@@ -249,6 +249,9 @@ class World:
             name, parent, _content = self.disk[slot]
             self.disk[slot] = (name, parent, None)
 
+    def mend_disk(self) -> None:
+        self.disk = {slot: (name, parent, name) for slot, (name, parent, _) in self.disk.items()}
+
     def stray_write(self, _: Worker) -> None:
         """What a writer that was cut off may do, at its worst."""
         place = PoolPlace(self.random.randrange(self._places))

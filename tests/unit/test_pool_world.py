@@ -70,12 +70,13 @@ def test_a_node_that_restarts_takes_over_what_is_on_disk(seed: int) -> None:
         world.step()
     world.drain()
     held = world.node.books.counts()["disk_cached"]
+    world.mend_disk()
     world.restart_node(world.workers[0])
     assert 0 < world.restored == held
     before = sum(worker.fetched for worker in world.workers)
     for worker in world.workers:
         world.connect(worker)
-    for _ in range(60):
+    for _ in range(20):
         world.want(world.workers[0])
         world.drain()
     assert sum(worker.fetched for worker in world.workers) > before
