@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+import grpc
 import torch
 from transformers import LlamaConfig
 
@@ -35,15 +36,15 @@ from kvpool.hashes import BlockHash, block_hash, cache_salt
 from kvpool.layout import BlockId
 from kvpool.pool.client_events import (
     ClientEvent,
-    FromNode,
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
     PrefixFetched,
     WantPrefix,
 )
-from kvpool.pool.messages import BlocksChanged, PoolTier
 from kvrelay.types import Incarnation, RequestKey
+from kvrelay.v1.pool_node_pb2 import PoolReportRequest
+from kvrelay.v1.pool_node_pb2_grpc import PoolNodeStub
 
 _TOKENS = 4096
 _BLOCK_SIZE = 16
@@ -57,10 +58,11 @@ class Restorer:
     """A worker's pool side over the engine's memory. Blocks `[0, _BLOCKS)` hold the computed
     prefix, which is stored under two names; restored ones go to `[_BLOCKS, 2 x _BLOCKS)`."""
 
-    def __init__(self, engine: Engine, cluster: str) -> None:
+    def __init__(self, engine: Engine, cluster: str, node: PoolNodeStub) -> None:
+        self._node = node
         self._memory = engine.memory
         self._inbox: queue.SimpleQueue[ClientEvent | BaseException] = queue.SimpleQueue()
-        self._on_disk: set[BlockHash] = set()
+        self._stored = 0
         self.side = PoolSide(
             engine.memory,
             address=host_pool_address(cluster),
@@ -82,7 +84,20 @@ class Restorer:
         self._until(lambda answers: self.side.client.connected)
         for offer in range(0, _BLOCKS, 64):
             self._ask(OfferBlocks(offer=offer, blocks=blocks[offer : offer + 64]), OfferSettled)
-        self._until(lambda answers: self._on_disk >= set(hashes))
+        self._stored += len(hashes)
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while self._on_disk() < self._stored:
+            assert time.monotonic() < deadline_s, "the pool node does not write to disk"
+            time.sleep(0.05)
+
+    def _on_disk(self) -> int:
+        tiers = self._node.Report(PoolReportRequest()).tiers
+        return sum(
+            states.blocks
+            for tier in tiers
+            for states in tier.states
+            if (tier.tier, states.state) == ("disk", "cached")
+        )
 
     def restore(self, hashes: tuple[BlockHash, ...]) -> float:
         """Seconds."""
@@ -114,25 +129,24 @@ class Restorer:
             event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
             if isinstance(event, BaseException):
                 raise event
-            self._note(event)
             answers = list(self.side.handle(event))
-
-    def _note(self, event: ClientEvent) -> None:
-        match event:
-            case FromNode(message=BlocksChanged(tier=PoolTier.DISK, stored=stored)):
-                self._on_disk.update(stored)
 
 
 @contextmanager
-def pool_node(cluster: str, folder: Path, memory_bytes: int) -> Iterator[None]:
+def pool_node(cluster: str, folder: Path, memory_bytes: int) -> Iterator[PoolNodeStub]:
     command = [sys.executable, "-m", "cluster", "pool-node", "--name", cluster]
     options = ["--host-memory", f"{memory_bytes}B", "--disk", str(folder), "--disk-size", "2GiB"]
     env = os.environ | {"KVRELAY_LOG": "warning"}
-    with subprocess.Popen([*command, *options], env=env, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*command, *options], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline(), "the pool node did not start"
-            yield
+            told = "internal gRPC on "
+            line = next((line for line in process.stdout if line.startswith(told)), None)
+            assert line is not None, "the pool node did not start"
+            with grpc.insecure_channel(line.removeprefix(told).strip()) as channel:
+                yield PoolNodeStub(channel)
         finally:
             process.terminate()
 
@@ -188,8 +202,8 @@ def measure(threads: int, repeats: int) -> list[Row]:
         run, copy = EngineRun(engine, _LOAD), _memcpy(nbytes)
         found: dict[str, list[float]] = {"compute": [], "host": [], "disk": [], "memcpy": []}
         run.generate()
-        with pool_node(cluster, folder / "disk", nbytes):
-            restorer = Restorer(engine, cluster)
+        with pool_node(cluster, folder / "disk", nbytes) as node:
+            restorer = Restorer(engine, cluster, node)
             chains = (_chain(1), _chain(2))
             for chain in chains:
                 restorer.store(chain)

@@ -222,7 +222,9 @@ def pool_node(
     ] = None,
     join: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="A router's internal gRPC address."),
+        typer.Option(
+            metavar="HOST:PORT", help="A router to tell of its blocks: its internal gRPC address."
+        ),
     ] = None,
     name: NameOption = None,
     set_: SetOption = None,
