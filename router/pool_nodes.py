@@ -57,13 +57,14 @@ class PoolNodeLink:
         told = ""
         while True:
             reason = await self._follow()
-            if reason != told:
-                log.warning("the blocks of the pool node at %s: %s", self.address, reason)
+            if reason not in ("", told):
+                log.warning("pool node at %s tells nothing of its blocks: %s", self.address, reason)
             told = reason
             await asyncio.sleep(PERIOD_S)
 
     async def _follow(self) -> str:
-        """Until the stream ends; why it has. What the node held is forgotten then."""
+        """Until the stream ends; why it has, or nothing if the node is silent altogether. What the
+        node held is forgotten then."""
         nodes: set[Incarnation] = set()
         stream = self._stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION))
         try:
@@ -71,7 +72,8 @@ class PoolNodeLink:
                 nodes.add(Incarnation(message.incarnation))
                 self._post(PoolNodeSaid(update=decode_update(message)))
         except grpc.aio.AioRpcError as error:
-            return error.details() or error.code().name
+            is_silent = error.code() is grpc.StatusCode.UNAVAILABLE
+            return "" if is_silent else error.details() or error.code().name
         except PeerError as error:
             return str(error)
         except Exception as error:
