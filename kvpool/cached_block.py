@@ -15,8 +15,8 @@ Place = tuple[BlockId, ...]
 class CachedBlock:
     """A block's KV under its hash, and its node in the prefix tree.
 
-    `children` counts the cached blocks that continue it, `holders` the requests and pins that
-    need it, `uses` the requests that found or brought it. `idle_since` is the policy's own,
+    `children` counts the cached blocks that continue it, `holders` the requests that need
+    it, `uses` the requests that found or brought it. `idle_since` is the policy's own,
     `tenant` a label for reports. One that `is_partial` isn't full and never will be: nothing
     continues it.
     """

@@ -29,11 +29,9 @@ from kvpool.pool.client_events import (
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
-    PinPrefix,
     PoolJoined,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SeekPrefix,
     WantPrefix,
 )
@@ -142,12 +140,6 @@ class PoolWorker:
         found = self.answer()
         assert isinstance(found, PrefixFound)
         return found.host_blocks, found.disk_blocks
-
-    def pin(self, hashes: tuple[BlockHash, ...]) -> bool:
-        self.tell(PinPrefix(hashes=hashes))
-        found = self.answer()
-        assert isinstance(found, PrefixPinned)
-        return found.pinned
 
     def want(self, hashes: tuple[BlockHash, ...], first_block: int) -> None:
         targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))
