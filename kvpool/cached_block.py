@@ -17,8 +17,7 @@ class CachedBlock:
 
     `children` counts the cached blocks that continue it, `holders` the requests that need
     it, `uses` the requests that found or brought it. `idle_since` is the policy's own,
-    `tenant` a label for reports. One that `is_partial` isn't full and never will be: nothing
-    continues it.
+    `tenant` a label for reports.
     """
 
     hash: BlockHash
@@ -29,4 +28,3 @@ class CachedBlock:
     uses: int = 1
     idle_since: int = 0
     tenant: str = ""
-    is_partial: bool = False

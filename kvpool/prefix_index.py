@@ -94,14 +94,6 @@ class PrefixIndex:
             self._policy.reused(block)
         block.holders += 1
 
-    def touch(self, block: CachedBlock) -> None:
-        """It was of use to one that holds its parent, and isn't held for that."""
-        assert block.parent is None or block.parent.holders, "the chain must be held"
-        uses = block.parent.uses if block.parent else block.uses + 1
-        self._use(block)
-        block.uses = min(block.uses, uses)
-        self.release([block])
-
     def release(self, chain: Sequence[CachedBlock]) -> None:
         """Let go of a held chain, or of its end; the blocks stay cached."""
         for block in reversed(chain):
