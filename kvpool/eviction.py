@@ -16,9 +16,6 @@ from kvpool.cached_block import CachedBlock
 from kvpool.learnt_eviction import LeastReuseDensity
 from kvrelay.errors import ConfigError
 
-_Queue = OrderedDict[CachedBlock, None]
-"""# idle block |-> nothing, longest idle first"""
-
 
 class EvictionPolicy(Protocol):
     """Holds exactly the idle blocks of one index. Constant time per call."""
@@ -44,7 +41,8 @@ class LeastRecentlyUsed:
     """The block that has been idle longest."""
 
     def __init__(self) -> None:
-        self._queue: _Queue = OrderedDict()
+        self._queue: OrderedDict[CachedBlock, None] = OrderedDict()
+        """# idle block |-> nothing, longest idle first"""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -65,54 +63,8 @@ class LeastRecentlyUsed:
         return self._queue.popitem(last=False)[0]
 
 
-class LeastFrequentlyUsed:
-    """The block with the fewest uses since it was cached, the longest idle among equals."""
-
-    _COUNTED_USES = 255
-
-    def __init__(self) -> None:
-        self._queues: list[_Queue] = [OrderedDict() for _ in range(self._COUNTED_USES + 1)]
-        self._occupied = 0  # bit u is set when queue u holds blocks
-        self._len = 0
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __contains__(self, block: CachedBlock) -> bool:
-        return block in self._queues[self._level(block)]
-
-    def _level(self, block: CachedBlock) -> int:
-        return min(block.uses, self._COUNTED_USES)
-
-    def cached(self, block: CachedBlock) -> None:
-        """Nothing is remembered of it."""
-
-    def idle(self, block: CachedBlock) -> None:
-        level = self._level(block)
-        self._queues[level][block] = None
-        self._occupied |= 1 << level
-        self._len += 1
-
-    def reused(self, block: CachedBlock) -> None:
-        level = self._level(block)
-        del self._queues[level][block]
-        self._left(level)
-
-    def victim(self) -> CachedBlock:
-        level = (self._occupied & -self._occupied).bit_length() - 1
-        block, _ = self._queues[level].popitem(last=False)
-        self._left(level)
-        return block
-
-    def _left(self, level: int) -> None:
-        self._len -= 1
-        if not self._queues[level]:
-            self._occupied &= ~(1 << level)
-
-
 _POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
-    "lfu": LeastFrequentlyUsed,
     "reuse": LeastReuseDensity,
 }
 

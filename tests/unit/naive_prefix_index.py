@@ -94,8 +94,6 @@ class NaiveIndex:
         match self.policy:
             case "lru":
                 return (node.idle_since,)
-            case "lfu":
-                return (node.uses, node.idle_since)
             case "reuse":
                 density = self.history.density(level, self.clock - node.idle_since)
                 return (density, level, node.idle_since)
