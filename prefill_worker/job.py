@@ -65,10 +65,6 @@ class Job:
         return self.message.within_s
 
     @property
-    def begun(self) -> int:
-        return self.computed
-
-    @property
     def prompt(self) -> Sequence[int]:
         return self.message.spec.context_ids
 

@@ -8,13 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import reuse_density
-from kvpool.eviction import EvictionPolicy, open_policy, policies
+from kvpool import eviction
+from kvpool.eviction import (
+    EvictionPolicy,
+    LeastReuseDensity,
+    ReuseDensity,
+    open_policy,
+    policies,
+)
 from kvpool.hashes import BlockHash
 from kvpool.layout import BlockId
-from kvpool.learnt_eviction import LeastReuseDensity
 from kvpool.prefix_index import PrefixIndex
-from kvpool.reuse_density import ReuseDensity
 from kvrelay.errors import ConfigError
 
 
@@ -63,13 +67,13 @@ def _hit_share(policy: str) -> float:
 
 def test_the_learnt_policy_finds_out_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop of 30 with what comes between is 120 blocks: LRU never finds one in 60."""
-    monkeypatch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 512)
+    monkeypatch.setattr(eviction, "_EVENTS_PER_UPDATE", 512)
     assert _hit_share("lru") == 0
     assert _hit_share("reuse") > 0.9
 
 
 def test_a_block_that_comes_back_after_eviction_teaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 8)
+    monkeypatch.setattr(eviction, "_EVENTS_PER_UPDATE", 8)
     policy = LeastReuseDensity()
     cache = _Cache(policy, 2)
     before = policy.history.density(7, 4)
@@ -86,7 +90,7 @@ def test_density_falls_with_idle_time_and_rises_with_uses(
     events: list[tuple[bool, int, int]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 5)
+        patch.setattr(eviction, "_EVENTS_PER_UPDATE", 5)
         history = ReuseDensity(4)
         for reused, level, idle_time in events:
             (history.saw_reuse if reused else history.saw_eviction)(level, idle_time)

@@ -17,12 +17,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool import learnt_eviction, reuse_density
+from kvpool import eviction
 from kvpool.cached_block import CachedBlock
-from kvpool.eviction import open_policy, policies
+from kvpool.eviction import LeastReuseDensity, open_policy, policies
 from kvpool.hashes import BlockHash
 from kvpool.layout import BlockId
-from kvpool.learnt_eviction import LeastReuseDensity
 from kvpool.prefix_index import PrefixIndex
 from tests.unit.naive_prefix_index import NaiveIndex, Path, hashes_of
 
@@ -139,8 +138,8 @@ class _Machine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("policy", policies())
 def test_index_equals_the_naive_one(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 8)
-    monkeypatch.setattr(learnt_eviction, "_LEAST_REMEMBERED", 4)
+    monkeypatch.setattr(eviction, "_EVENTS_PER_UPDATE", 8)
+    monkeypatch.setattr(eviction, "_LEAST_REMEMBERED", 4)
     machine = type("_PolicyMachine", (_Machine,), {"policy": policy})
     limits = settings(max_examples=150, stateful_step_count=40)
     run_state_machine_as_test(machine, settings=limits)
