@@ -4,9 +4,11 @@ import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
+from kvpool.blocks import BlockState
 from kvpool.handoff import Commit, Committed, SlabFilled, SlabLent
 from kvpool.handoff_events import ScatterSlab, SendPeer, SlabScattered
 from kvpool.openings import Openings
+from kvpool.tiers.restores import Restored
 from kvrelay.messages import (
     Abort,
     Generate,
@@ -17,7 +19,7 @@ from kvrelay.messages import (
     Stop,
     Tokens,
 )
-from kvrelay.types import FinishReason, RequestSpec, Sampling
+from kvrelay.types import FinishReason, PrefixOrigin, RequestSpec, Sampling
 from tests.unit.worker_kit import (
     P,
     ahead,
@@ -364,6 +366,17 @@ def test_a_prompt_prefilled_here_runs_only_what_is_new() -> None:
     assert (started.name, started.tokens) == ("prefill_started", 8)
     done(scheduler, (11,))
     assert_idle(scheduler)
+
+
+def test_blocks_from_a_pool_are_named_when_their_request_ends_at_once() -> None:
+    scheduler = decode_scheduler()
+    scheduler.handle(Generate(spec=spec("a", 9, max_tokens=1)), 0)
+    (sequence,) = scheduler.batch.roster.awaiting_prefill
+    restored = Restored(holder=sequence.holder, tokens=8, origin=PrefixOrigin.HOST)
+    scheduler.batch.roster.restored(restored)
+    run(scheduler, (11,))
+    assert_idle(scheduler)
+    assert scheduler.batch.tables.counts()[BlockState.CACHED] == 2
 
 
 def test_a_preempted_sequence_can_be_aborted() -> None:
