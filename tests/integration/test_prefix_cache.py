@@ -60,7 +60,7 @@ def test_turns_of_a_conversation_are_exact_and_find_what_came_before(
             prompt = [*prompt, *tokens, *_prompt(turn + 2, 30)]
         # Whole blocks: of prompt and answer, which is at decode, for pulling has not been timed
         # yet; then the last prompt, or blocks of the answer too if that is found to be faster.
-        assert found[:2] == [0, 176] and found[2] in (220, 256)
+        assert found[:2] == [0, 176] and found[2] in (208, 256)
         _assert_sent_less(cluster, computed=150 + 220 + 290)
         cluster.assert_clean()
 
@@ -70,7 +70,7 @@ def _assert_sent_less(cluster: Cluster, *, computed: int) -> None:
     metrics = cluster.metrics()
     hits = _value(metrics, "kvrelay:prefix_cache_hits_total", "decode-0")
     assert 150 + 40 <= hits < computed
-    assert _value(metrics, "kvrelay:prefix_cache_hits_total", "prefill-0") - 144 in (208, 220)
+    assert _value(metrics, "kvrelay:prefix_cache_hits_total", "prefill-0") == 144 + 208
 
 
 def _value(metrics: str, name: str, worker: str) -> float:
