@@ -10,6 +10,7 @@ from router.admitting.unlimited import Unlimited
 from router.placing.kv_aware import KvAware
 from router.placing.least_loaded import LeastLoaded
 from router.placing.local_cache import LocalCache
+from router.placing.local_prefill import LocalPrefill
 from router.placing.policy import PlacementPolicy
 from router.placing.random_pair import Randomness, RandomPair
 from router.placing.round_robin import RoundRobin
@@ -27,7 +28,7 @@ def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolic
         case "local_cache":
             return LocalCache()
         case "kv_aware":
-            return KvAware(local_prefill=policies.local_prefill)
+            return LocalPrefill() if policies.local_prefill else KvAware()
         case other:
             raise AssertionError(f"no placement policy {other}")
 
