@@ -203,7 +203,7 @@ def test_a_local_prefill_from_submission_to_release() -> None:
     decode = core.workers[Incarnation("d")]
     assert (decode.queue.tokens, decode.outlook.sequences) == (3, 1)
     assert says(core, "d", reserved()) == [Admit(request_id="r")]
-    assert core.dispatching.local_prefills == 1
+    assert core.local_prefills == 1
     says(core, "d", tokens(0, 10))
     assert len(decode.queue) == 0
     one = core.requests["r"]
