@@ -87,18 +87,6 @@ class SpoilPrefix:
     hashes: tuple[BlockHash, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinPrefix:
-    """Keep the chain in host memory while this worker lives. Answered by PrefixPinned."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnpinPrefix:
-    hashes: tuple[BlockHash, ...]
-
-
 # --- from the executor --------------------------------------------------------------------------
 
 
@@ -142,8 +130,6 @@ ClientEvent = (
     | WantPrefix
     | DropPrefix
     | SpoilPrefix
-    | PinPrefix
-    | UnpinPrefix
     | BlocksStored
     | BlocksFetched
     | ClientTick
@@ -202,14 +188,4 @@ class PrefixFetched:
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixPinned:
-    """`pinned` False: the chain isn't there whole, or no pool node is."""
-
-    hashes: tuple[BlockHash, ...]
-    pinned: bool
-
-
-ClientCommand = (
-    SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
-)
+ClientCommand = SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched

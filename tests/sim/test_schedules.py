@@ -132,7 +132,6 @@ def test_pieces_of_any_size_through_slabs_and_directly(
         assert_right(fabric, spec)
     assert_clean(fabric)
     assert fabric.fetches > 0
-    assert fabric.prefill_copies > 0
     assert fabric.d.decode.canary.passed > 0
     assert fabric.d.decode.canary.mismatched == 0
     assert fabric.sent_bytes == sum(
