@@ -210,7 +210,7 @@ class Clients:
             outcome.first_token_s = now_s
             request = self._admitted.pop(command.request_id)
             outcome.cached_tokens = request.cached_tokens
-            outcome.prefilled_locally = request.prefilled_locally
+            outcome.prefilled_locally = request.ledger.is_local
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

@@ -4,7 +4,9 @@ breaks nobody's, at the time when it gets to each worker. Pure.
 A worker that nobody uses takes what is predicted to keep its objectives there, whatever the margins
 of predictions say: else nothing more would be learnt of them, and all be refused for ever.
 
-So does one that says it is too slow, once in a while (`router.doubt`).
+Workers may have measured their speed on a busy machine, and messages may have been late once. So
+idle workers are tried with a request that they seem too slow for, the more so the longer ago they
+got their last one.
 
 Otherwise it is refused at once, with the reason and the time when the same would be taken: when the
 queue has become short enough, or enough sequences have ended, what is promised to others included.
@@ -25,7 +27,6 @@ from kvrelay.types import Incarnation
 from router.admitting.policy import Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
-from router.doubt import BELIEVED
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import Forecast, blocks_of, step_with
 from router.refusal import Refusal
@@ -34,6 +35,12 @@ from router.view import WorkerView
 
 MOST_ROOM = 0.75
 """Of the pace of a worker that nobody uses: what a long prompt is to leave free at most."""
+UNTESTED_S = 5.0
+"""Idle workers that have got nothing for so long may be tried."""
+TWICE_S = 30.0
+"""After so long they may be twice as fast as they say, after twice as long three times."""
+BELIEVED = 4.0
+"""The most that a worker may be faster than it says."""
 LOOKED_AT = 16
 """Ways to serve a request; the first ones are the best."""
 DECODE_REASONS = frozenset({"slots_exhausted", "tpot_unreachable", "kv_exhausted"})
@@ -65,13 +72,9 @@ class Predictive:
             prediction = forecast.predict(demand, candidate, now_s)
             look = _Look(demand, candidate, candidate.decode, prediction, forecast, now_s)
             objection = look.objection()
-            doubted = objection is not None and look.is_doubtful()
-            if objection is None or doubted:
+            if objection is None or look.is_trial():
                 return Admitted(
-                    candidate=candidate,
-                    prediction=look.prediction,
-                    doubted=doubted,
-                    counted=look.counted,
+                    candidate=candidate, prediction=look.prediction, counted=look.counted
                 )
             objections.append(objection)
             known.add(candidate, objection.reason)
@@ -131,13 +134,16 @@ class _Look:
             return None
         return max(self.worker.outlook.sequences, self.worker.counters.running)
 
-    def is_doubtful(self) -> bool:
-        """Nothing speaks against it but what idle workers say of their speed, and how long messages
-        to them took lately."""
-        if not all(w.is_idle and w.doubt.is_due(self.now_s) for w in self.candidate.workers):
+    def is_trial(self) -> bool:
+        """The only objection is the speed of idle workers, or of messages to them, and no request
+        has tested that for long."""
+        workers = self.candidate.workers
+        untested_s = self.now_s - max(worker.given_s for worker in workers)
+        if untested_s < UNTESTED_S or not all(worker.is_idle for worker in workers):
             return False
+        believed = min(BELIEVED, 1 + untested_s / TWICE_S)
         messages_s = self.prediction.prompt.messages_s
-        return self._slowest() > 1 and self._slowest(less_s=messages_s) <= BELIEVED
+        return self._slowest() > 1 and self._slowest(less_s=messages_s) <= believed
 
     def _slowest(self, less_s: float = 0.0) -> float:
         """By what it allows: the largest of its predicted times, each `less_s` shorter."""
