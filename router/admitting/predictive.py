@@ -4,9 +4,8 @@ breaks nobody's, at the time when it gets to each worker. Pure.
 A worker that nobody uses takes what is predicted to keep its objectives there, whatever the margins
 of predictions say: else nothing more would be learnt of them, and all be refused for ever.
 
-Workers may have measured their speed on a busy machine, and messages may have been late once. So
-idle workers are tried with a request that they seem too slow for, the more so the longer ago they
-got their last one.
+Workers may have measured their speed on a busy machine. So idle workers that have got nothing for
+half a minute take a request that they are up to four times too slow for, as far as is known.
 
 Otherwise it is refused at once, with the reason and the time when the same would be taken: when the
 queue has become short enough, or enough sequences have ended, what is promised to others included.
@@ -35,10 +34,8 @@ from router.view import WorkerView
 
 MOST_ROOM = 0.75
 """Of the pace of a worker that nobody uses: what a long prompt is to leave free at most."""
-UNTESTED_S = 5.0
-"""Idle workers that have got nothing for so long may be tried."""
-TWICE_S = 30.0
-"""After so long they may be twice as fast as they say, after twice as long three times."""
+UNTESTED_S = 30.0
+"""Idle workers that have got nothing for so long are tried with a request that seems too fast."""
 BELIEVED = 4.0
 """The most that a worker may be faster than it says."""
 LOOKED_AT = 16
@@ -137,13 +134,13 @@ class _Look:
     def is_trial(self) -> bool:
         """The only objection is the speed of idle workers, or of messages to them, and no request
         has tested that for long."""
-        workers = self.candidate.workers
-        untested_s = self.now_s - max(worker.given_s for worker in workers)
-        if untested_s < UNTESTED_S or not all(worker.is_idle for worker in workers):
+        if not all(self._is_untested(worker) for worker in self.candidate.workers):
             return False
-        believed = min(BELIEVED, 1 + untested_s / TWICE_S)
         messages_s = self.prediction.prompt.messages_s
-        return self._slowest() > 1 and self._slowest(less_s=messages_s) <= believed
+        return self._slowest() > 1 and self._slowest(less_s=messages_s) <= BELIEVED
+
+    def _is_untested(self, worker: WorkerView) -> bool:
+        return worker.is_idle and self.now_s - worker.given_s >= UNTESTED_S
 
     def _slowest(self, less_s: float = 0.0) -> float:
         """By what it allows: the largest of its predicted times, each `less_s` shorter."""

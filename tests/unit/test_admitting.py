@@ -11,7 +11,7 @@ from router.admitting import predictive
 from router.admitting.capacity import Capacity
 from router.admitting.early_rejection import EarlyRejection
 from router.admitting.policy import ANY_NUMBER, AdmissionPolicy, Admitted, Deferred, Verdict
-from router.admitting.predictive import BELIEVED, Predictive, fewest
+from router.admitting.predictive import BELIEVED, UNTESTED_S, Predictive, fewest
 from router.admitting.queue_limit import QueueLimit
 from router.admitting.unlimited import Unlimited
 from router.candidate import Candidate
@@ -362,11 +362,11 @@ class TestTrials:
     def test_nobody_else_is_disturbed(self) -> None:
         p, d = pair()
         fill(d, 100.0)
-        assert refusal_of(self.asked_at(99, p, d)).hopeless
+        assert refusal_of(self.asked_at(UNTESTED_S, p, d)).hopeless
         p, d = pair()
         d.said(Counters(running=1))  # another router's
-        assert refusal_of(self.asked_at(99, p, d)).hopeless
+        assert refusal_of(self.asked_at(UNTESTED_S, p, d)).hopeless
 
     def test_the_impossible_is_refused(self) -> None:
         impossible = demand(prompt_tokens=100, ttft_s=0.9 / BELIEVED)
-        assert refusal_of(judge(Predictive(), *pair(), asked=impossible, now_s=99)).hopeless
+        assert refusal_of(judge(Predictive(), *pair(), asked=impossible, now_s=UNTESTED_S)).hopeless
