@@ -17,10 +17,6 @@ _UNEVEN_SHARE = 0.01
 _MOST_SURPRISE = log(4)
 """One step that was held up says no more than this."""
 _MOST = log(32)
-_RESTED_S = 60.0
-"""While a worker is idle, its factor becomes its square root in so many seconds."""
-_NOTICED = 1.25
-"""Slowness below this is noise, and not forgotten."""
 
 
 class CorrectedTimes(NamedTuple):
@@ -70,20 +66,6 @@ class Correction:
         self._log_level = max(-_MOST, min(_MOST, learnt))
         self._mean += _UNEVEN_SHARE * (exp(bounded) - self._mean)
         self._mean_log += _UNEVEN_SHARE * (bounded - self._mean_log)
-        self._conclude()
-
-    def rest(self, seconds: float) -> None:
-        """A worker that says that it is slow gets no requests, so it could never show that it is
-        fast again. So slowness fades while it is idle, towards the profile; speed does not."""
-        if self.factor <= _NOTICED:
-            return
-        kept = 0.5 ** (seconds / _RESTED_S)
-        if self._log_level > 0:
-            self._log_level *= kept
-        self._mean, self._mean_log = 1 + (self._mean - 1) * kept, self._mean_log * kept
-        self._conclude()
-
-    def _conclude(self) -> None:
         self.level = exp(self._log_level)
         uneven = self._mean / exp(self._mean_log) if self.by_sum else 1.0
         self.factor = min(exp(_MOST), self.level * uneven)
@@ -100,7 +82,6 @@ class StepPace:
     _work: StepWork | None = None
     _begun_s: float = 0.0
     _free_s: float | None = None
-    _idle_s: float | None = None  # as of when idleness has counted
 
     @property
     def corrected(self) -> CorrectedTimes:
@@ -111,9 +92,6 @@ class StepPace:
         return self.corrected.step_s(work)
 
     def begun(self, work: StepWork, now_s: float) -> None:
-        if self._idle_s is not None:
-            self.idle(now_s)
-            self._idle_s = None
         self._work = work
         self._begun_s = now_s if self._free_s is None else self._free_s
 
@@ -123,12 +101,9 @@ class StepPace:
         self._learn(self._work, (now_s - self._begun_s) / steps)
         self._work, self._free_s = None, now_s
 
-    def idle(self, now_s: float) -> None:
+    def idle(self) -> None:
         """There is no step to run now."""
-        if self._idle_s is not None:
-            self.prefill.rest(now_s - self._idle_s)
-            self.decode.rest(now_s - self._idle_s)
-        self._free_s, self._idle_s = None, now_s
+        self._free_s = None
 
     def _learn(self, work: StepWork, seconds: float) -> None:
         level = CorrectedTimes(self.times, self.prefill.level, self.decode.level)

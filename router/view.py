@@ -8,6 +8,7 @@ from math import inf
 from engine.latency import NotCovered, StepWork
 from kvrelay.messages import Counters, LinkState, WorkerHello
 from kvrelay.types import Incarnation, RequestKey, Role
+from router.doubt import Doubt
 from router.forecast.decode_outlook import DecodeOutlook
 from router.forecast.prefill_queue import PrefillQueue
 from router.forecast.step_peaks import StepPeaks
@@ -43,7 +44,7 @@ class WorkerView:
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
     peaks: StepPeaks = field(default_factory=StepPeaks)
-    given_s: float = 0.0  # when this router last placed a request here
+    doubt: Doubt = field(default_factory=Doubt)
     reserving: Delay = field(default_factory=Delay)  # from asking it to its answer
     dispatching: Delay = field(default_factory=Delay)  # what prompts take beside their computing
     own_usually: float = 0.0  # sequences here, lately: from this router

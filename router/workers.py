@@ -169,7 +169,6 @@ class Workers(dict[Incarnation, WorkerView]):
             gaps=max(1, demand.output_tokens - 1),
             tier=demand.tier.name,
         )
-        candidate.decode.given_s = now_s
         candidate.decode.outlook.add(key, expected)
         candidate.decode.peaks.add(step_s, now_s)
         if prediction.prompt.pause_s:
@@ -185,7 +184,6 @@ class Workers(dict[Incarnation, WorkerView]):
             priority=demand.priority,
             cached=demand.held.tokens(worker),
         )
-        worker.given_s = now_s
         worker.queue.add(demand.spec.key, ahead, now_s)
 
     def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:

@@ -152,7 +152,7 @@ class WorkerLoop:
             self._turns.start()
         self._turns.start_behind()
         if self._turns.stepping is None:
-            self._pace.idle(self._now())
+            self._pace.idle()
         self._outlet.execute(self._pulls.take_commands())
         self._streams.flush()
 

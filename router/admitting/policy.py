@@ -19,11 +19,12 @@ ANY_NUMBER = 2**32 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """`counted`: the number of sequences of its decode worker that the pace was judged with. The
-    worker refuses the request if it runs more by then. None: the worker judges the pace itself."""
+    """`doubted`: against what its workers say of their speed. `counted`: its pace was judged
+    beside so many sequences of its decode worker; None: the worker judges it."""
 
     candidate: Candidate
     prediction: Prediction
+    doubted: bool = False
     counted: int | None = None
 
 

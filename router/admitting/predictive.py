@@ -4,8 +4,7 @@ breaks nobody's, at the time when it gets to each worker. Pure.
 A worker that nobody uses takes what is predicted to keep its objectives there, whatever the margins
 of predictions say: else nothing more would be learnt of them, and all be refused for ever.
 
-Workers may have measured their speed on a busy machine. So idle workers that have got nothing for
-half a minute take a request that they are up to four times too slow for, as far as is known.
+So does one that says it is too slow, once in a while (`router.doubt`).
 
 Otherwise it is refused at once, with the reason and the time when the same would be taken: when the
 queue has become short enough, or enough sequences have ended, what is promised to others included.
@@ -26,6 +25,7 @@ from kvrelay.types import Incarnation
 from router.admitting.policy import Admitted, Verdict, no_place
 from router.candidate import Candidate, Prediction
 from router.demand import Demand
+from router.doubt import BELIEVED
 from router.forecast.decode_outlook import BatchThen
 from router.forecast.forecast import Forecast, blocks_of, step_with
 from router.refusal import Refusal
@@ -34,10 +34,6 @@ from router.view import WorkerView
 
 MOST_ROOM = 0.75
 """Of the pace of a worker that nobody uses: what a long prompt is to leave free at most."""
-UNTESTED_S = 30.0
-"""Idle workers that have got nothing for so long are tried with a request that seems too fast."""
-BELIEVED = 4.0
-"""The most that a worker may be faster than it says."""
 LOOKED_AT = 16
 """Ways to serve a request; the first ones are the best."""
 DECODE_REASONS = frozenset({"slots_exhausted", "tpot_unreachable", "kv_exhausted"})
@@ -69,9 +65,13 @@ class Predictive:
             prediction = forecast.predict(demand, candidate, now_s)
             look = _Look(demand, candidate, candidate.decode, prediction, forecast, now_s)
             objection = look.objection()
-            if objection is None or look.is_trial():
+            doubted = objection is not None and look.is_doubtful()
+            if objection is None or doubted:
                 return Admitted(
-                    candidate=candidate, prediction=look.prediction, counted=look.counted
+                    candidate=candidate,
+                    prediction=look.prediction,
+                    doubted=doubted,
+                    counted=look.counted,
                 )
             objections.append(objection)
             known.add(candidate, objection.reason)
@@ -131,16 +131,13 @@ class _Look:
             return None
         return max(self.worker.outlook.sequences, self.worker.counters.running)
 
-    def is_trial(self) -> bool:
-        """The only objection is the speed of idle workers, or of messages to them, and no request
-        has tested that for long."""
-        if not all(self._is_untested(worker) for worker in self.candidate.workers):
+    def is_doubtful(self) -> bool:
+        """Nothing speaks against it but what idle workers say of their speed, and how long messages
+        to them took lately."""
+        if not all(w.is_idle and w.doubt.is_due(self.now_s) for w in self.candidate.workers):
             return False
         messages_s = self.prediction.prompt.messages_s
         return self._slowest() > 1 and self._slowest(less_s=messages_s) <= BELIEVED
-
-    def _is_untested(self, worker: WorkerView) -> bool:
-        return worker.is_idle and self.now_s - worker.given_s >= UNTESTED_S
 
     def _slowest(self, less_s: float = 0.0) -> float:
         """By what it allows: the largest of its predicted times, each `less_s` shorter."""

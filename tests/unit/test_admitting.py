@@ -11,11 +11,12 @@ from router.admitting import predictive
 from router.admitting.capacity import Capacity
 from router.admitting.early_rejection import EarlyRejection
 from router.admitting.policy import ANY_NUMBER, AdmissionPolicy, Admitted, Deferred, Verdict
-from router.admitting.predictive import BELIEVED, UNTESTED_S, Predictive, fewest
+from router.admitting.predictive import Predictive, fewest
 from router.admitting.queue_limit import QueueLimit
 from router.admitting.unlimited import Unlimited
 from router.candidate import Candidate
 from router.demand import Demand
+from router.doubt import BELIEVED
 from router.forecast.decode_outlook import BatchThen, Expected
 from router.forecast.forecast import Forecast, step_with
 from router.forecast.prefill_queue import Ahead
@@ -340,15 +341,15 @@ def test_the_first_retry_time_is_a_guess_then_the_gap_bounded() -> None:
     assert quick.retry_after_s() == 0.05
 
 
-class TestTrials:
-    """Idle workers may be faster than they say: they measured themselves on a busy machine."""
+class TestDoubt:
+    """Workers that measured themselves too slow are tried now and then."""
 
     SLOW = demand(prompt_tokens=100, ttft_s=0.5)  # 1 s, they say
 
     def asked_at(self, now_s: float, p: WorkerView, d: WorkerView) -> Verdict:
         return judge(Predictive(), p, d, asked=self.SLOW, now_s=now_s)
 
-    def test_idle_workers_are_tried_again_and_again(self) -> None:
+    def test_idle_workers_are_tried_ever_more_seldom(self) -> None:
         p, d = pair()
         workers, tried_s = workers_of(p, d), []
         for now_s in range(100):
@@ -356,17 +357,19 @@ class TestTrials:
             if isinstance(verdict, Admitted):
                 tried_s.append(now_s)
                 workers.book(self.SLOW, verdict, now_s)
+                for worker in verdict.candidate.workers:
+                    worker.doubt.tried(now_s)
                 workers.forget(self.SLOW.spec.key, workers, now_s)
-        assert tried_s == [30, 60, 90]
+        assert tried_s == [5, 10, 20, 40, 80]
 
     def test_nobody_else_is_disturbed(self) -> None:
         p, d = pair()
         fill(d, 100.0)
-        assert refusal_of(self.asked_at(UNTESTED_S, p, d)).hopeless
+        assert refusal_of(self.asked_at(6, p, d)).hopeless
         p, d = pair()
         d.said(Counters(running=1))  # another router's
-        assert refusal_of(self.asked_at(UNTESTED_S, p, d)).hopeless
+        assert refusal_of(self.asked_at(6, p, d)).hopeless
 
     def test_the_impossible_is_refused(self) -> None:
         impossible = demand(prompt_tokens=100, ttft_s=0.9 / BELIEVED)
-        assert refusal_of(judge(Predictive(), *pair(), asked=impossible, now_s=UNTESTED_S)).hopeless
+        assert refusal_of(judge(Predictive(), *pair(), asked=impossible, now_s=6)).hopeless

@@ -92,46 +92,8 @@ def test_time_without_work_is_not_counted() -> None:
     for begun_s in range(50):
         pace.begun(DECODE, begun_s)
         pace.ended(begun_s + step_s)
-        pace.idle(begun_s + step_s)
+        pace.idle()
     assert pace.decode.factor == pytest.approx(1.0)
-
-
-def slow_one(factor: float) -> StepPace:
-    pace = StepPace(TIMES)
-    run(pace, DECODE, factor, steps=200, spread=0.2)
-    run(pace, PREFILL, factor, steps=200, spread=0.2)
-    return pace
-
-
-def test_a_worker_that_was_slow_is_taken_for_usual_again_while_it_is_idle() -> None:
-    pace = slow_one(8.0)
-    assert min(pace.decode.factor, pace.prefill.factor) > 7
-    pace.idle(100.0)
-    assert min(pace.decode.factor, pace.prefill.factor) > 7
-    pace.idle(160.0)
-    assert pace.decode.factor == pytest.approx(8**0.5, rel=0.1)
-    for now_s in range(160, 500):  # it says so twice a second
-        pace.idle(float(now_s))
-    assert max(pace.decode.factor, pace.prefill.factor) <= 1.25
-
-
-def test_a_worker_that_never_said_that_it_was_idle_rests_as_long() -> None:
-    pace, told = slow_one(8.0), slow_one(8.0)
-    for one in (pace, told):
-        one.idle(100.0)
-    for now_s in range(101, 160):
-        told.idle(float(now_s))
-    for one in (pace, told):
-        one.begun(DECODE, 160.0)
-    assert pace.decode.factor == pytest.approx(told.decode.factor)
-
-
-def test_that_it_was_faster_is_not_forgotten() -> None:
-    pace = slow_one(0.5)
-    before = pace.corrected
-    pace.idle(100.0)
-    pace.idle(1000.0)
-    assert pace.corrected == before
 
 
 def test_what_the_profile_does_not_cover_teaches_nothing() -> None:

@@ -7,30 +7,16 @@ from random import Random
 
 import pytest
 
-from engine.correction import StepPace
 from engine.latency import decode_work, prefill_work
-from engine.latency_fit import LinearTimes
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core import RouterCore
-from router.events import Submitted, WorkerSaid
+from router.events import Submitted
 from router.latency.output_lengths import OutputLengths
 from router.latency.worker_times import WorkerTimes
 from router.learning import TOO_LATE
 from router.request import Request
-from tests.unit.router_kit import (
-    STEP_TIMES,
-    core_with,
-    hello,
-    request,
-    reserved,
-    says,
-    split,
-    submit,
-    tokens,
-)
-
-TOLD = LinearTimes.of(STEP_TIMES)
+from tests.unit.router_kit import hello, request, reserved, says, split, submit, tokens
 
 
 def times(prefill: float = 1.0, decode: float = 1.0) -> WorkerTimes:
@@ -45,34 +31,6 @@ def test_times_are_the_hellos_multiplied_by_the_latest_corrections() -> None:
     assert slow.step_s(decode) == pytest.approx(3 * plain.step_s(decode))
     extra_s = plain.step_s(prompt + decode) - plain.step_s(prompt)
     assert slow.step_s(prompt + decode) == pytest.approx(2 * plain.step_s(prompt) + 3 * extra_s)
-
-
-def first_prefill(core: RouterCore, name: str) -> str:
-    """Where a new request's prompt goes."""
-    submit(core, name)
-    placement = core.requests[name].placement
-    assert placement is not None and placement.prefill is not None
-    return placement.prefill
-
-
-def test_a_worker_that_was_once_slow_is_used_again() -> None:
-    """It was eight times as slow as measured, then idle: "p" has a queue, and it has none."""
-    core, pace = core_with(slow=Role.PREFILL, p=Role.PREFILL, d=Role.DECODE), StepPace(TOLD)
-    for now_s in range(100):
-        pace.begun(prefill_work(8), now_s)
-        pace.ended(now_s + 8 * TOLD.step_s(prefill_work(8)))
-        pace.idle(now_s + 1)
-    tell(core, pace)
-    assert [first_prefill(core, str(n)) for n in range(3)] == ["p"] * 3
-    for now_s in range(100, 400):
-        pace.idle(now_s)
-    tell(core, pace)
-    assert first_prefill(core, "again") == "slow"
-
-
-def tell(core: RouterCore, pace: StepPace) -> None:
-    counters = Counters(prefill_correction=pace.prefill.factor)
-    core.handle(WorkerSaid(incarnation=Incarnation("slow"), events=(), counters=counters), 1.0)
 
 
 # --- output lengths ------------------------------------------------------------------------------
