@@ -81,13 +81,6 @@ class DropPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpoilPrefix:
-    """What was fetched is wrong, though its checksums were right: the node may serve it no more."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PinPrefix:
     """Keep the chain in host memory while this worker lives. Answered by PrefixPinned."""
 
@@ -141,7 +134,6 @@ ClientEvent = (
     | SeekPrefix
     | WantPrefix
     | DropPrefix
-    | SpoilPrefix
     | PinPrefix
     | UnpinPrefix
     | BlocksStored
