@@ -57,11 +57,6 @@ class Reservation:
         """With those emitted by earlier attempts."""
         return self.message.spec.context_tokens
 
-    @property
-    def next_position(self) -> int:
-        """What the query there sees is handed over."""
-        return self.prompt_tokens
-
     def is_from(self, peer: Incarnation) -> bool:
         """Whether its KV comes from there: from the first that says so, if it may be anyone."""
         self.source = self.source or peer
