@@ -52,8 +52,7 @@ class Batch:
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
         sequence = self.roster.sequence(spec, self.tables.names_of(spec))
-        ahead_tokens = self.chunk_tokens + self.tables.layout.block_size - 1
-        if not self.roster.try_open(sequence, sequence.length + 1, ahead_tokens, now_s):
+        if not self.roster.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
@@ -158,15 +157,11 @@ class Batch:
         full_before = sequence.computed // size
         sequence.computed += tokens
         if sequence.computed // size > full_before:
-            self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
+            self.tables.fill(sequence.holder, sequence.filled)
         self.tables.trim(sequence.holder, sequence.computed)
 
     def end(self, sequence: Sequence) -> None:
-        """It has drawn its last token: what goes on from here finds all that was computed of it,
-        also behind its last full block, unless that is shared with other choices."""
-        full = sequence.computed // self.tables.layout.block_size
-        if sequence.spec.sampling.n == 1 and len(sequence.filled) == full:
-            self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
-            rest = sequence[full * self.tables.layout.block_size : sequence.computed]
-            self.tables.fill_partly(sequence.holder, sequence.names, rest)
+        """It has drawn its last token. All its full blocks get names, also those that came from a
+        pool."""
+        self.tables.fill(sequence.holder, sequence.filled)
         self.roster.drop(sequence)

@@ -162,7 +162,6 @@ class Roster:
         step behind, too."""
         ran, self.on_device, self.behind = self.on_device, self.behind, ()
         for sequence, _ in ran:
-            self.tables.copied(sequence.holder)
             if sequence.dropped and not self.is_on_device(sequence):
                 self.tables.release(sequence.holder)
         return ran

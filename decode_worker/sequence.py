@@ -88,14 +88,6 @@ class Sequence:
             joined=self.joined,
         )
 
-    def begins_like_another(self, tokens: int) -> None:
-        """So many more of its first tokens need not be computed."""
-        self.computed += tokens
-        if not self.joined:
-            self.cached += tokens
-            if self.origin is PrefixOrigin.COMPUTED:
-                self.origin = PrefixOrigin.DEVICE
-
     def __getitem__(self, positions: slice) -> tuple[int, ...]:
         """Token ids at `[start, stop)`, of the prompt and emitted ones."""
         prompt = self.spec.prompt_ids
@@ -106,14 +98,10 @@ class Sequence:
 
     @property
     def reusable(self) -> abc.Sequence[BlockHash]:
-        """What may be found in the cache."""
+        """What may be found in the cache: at least the last token is run, for its logits; all are
+        where all are scored."""
         self.names.extend(self, self.length)
-        return self.names.full(self.reusable_tokens)
-
-    @property
-    def reusable_tokens(self) -> int:
-        """At least the last token is run, for its logits; all are where all are scored."""
-        return 0 if self.is_scored else self.end - 1
+        return self.names.full(0 if self.is_scored else self.end - 1)
 
     @property
     def is_scored(self) -> bool:

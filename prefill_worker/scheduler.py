@@ -102,8 +102,7 @@ class PrefillScheduler:
         ahead = [*self._announce_cached(fresh), *self._announce(chosen)]
         slices = tuple(job.slice(take, self.tables.tables(job.holder)) for job, take in chosen)
         marks = {m for job, take in chosen for m in job.sender.layer_marks(job.end(take))}
-        copies, batch = self.queue.copies, StepBatch(slices=slices)
-        step = RunStep(batch=batch, copies=copies, layer_marks=frozenset(marks))
+        step = RunStep(batch=StepBatch(slices=slices), layer_marks=frozenset(marks))
         return [*self._started(fresh, now_s), *ahead, step]
 
     def _restored(self, event: Restored, now_s: float) -> list[Command]:
@@ -132,7 +131,7 @@ class PrefillScheduler:
         return [Emit(events=tuple(job.started_event(now_s) for job in fresh))] if fresh else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
-        ran = self.queue.take_ran(self.tables, done.seconds, now_s)
+        ran = self.queue.take_ran(done.seconds, now_s)
         self.openings.computed(sum(take for _, take in ran), done.seconds)
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
@@ -140,18 +139,13 @@ class PrefillScheduler:
             events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
             if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
                 events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
-            self._name(job)
+            self.tables.fill(job.holder, job.filled)
             self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None:
                 events += job.take_first(sampled, now_s)
                 self.queue.remove(job)
         after = [command for job, _ in ran for command in self.handoffs.after_chunk(job, now_s)]
         return [Emit(events=tuple(events)), *after]
-
-    def _name(self, job: Job) -> None:
-        self.tables.fill(job.holder, job.filled, names=job.names)
-        if not job.remaining:
-            self.tables.fill_partly(job.holder, job.names, job.rest)
 
     def validate(self) -> None:
         self.jobs.validate()

@@ -42,7 +42,7 @@ class Queued:
         return self.spec.qos_tier
 
     @property
-    def begun(self) -> int:
+    def computed(self) -> int:
         return 0
 
     @property

@@ -39,7 +39,7 @@ class BlockReports:
         """For a router that attaches, after `take`."""
         changes: list[BlockChanges] = []
         if self._cache.changes is not None:
-            here = tuple(block.hash for block in self._cache.full)
+            here = tuple(block.hash for block in self._cache.index)
             changes += _stored(ITSELF, Tier.DEVICE, here)
         if self._node is not None:
             for tier, hashes in self._in_node.items():

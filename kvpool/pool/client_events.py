@@ -80,18 +80,6 @@ class DropPrefix:
     key: RequestKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinPrefix:
-    """Keep the chain in host memory while this worker lives. Answered by PrefixPinned."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnpinPrefix:
-    hashes: tuple[BlockHash, ...]
-
-
 # --- from the executor --------------------------------------------------------------------------
 
 
@@ -134,8 +122,6 @@ ClientEvent = (
     | SeekPrefix
     | WantPrefix
     | DropPrefix
-    | PinPrefix
-    | UnpinPrefix
     | BlocksStored
     | BlocksFetched
     | ClientTick
@@ -194,14 +180,4 @@ class PrefixFetched:
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixPinned:
-    """`pinned` False: the chain isn't there whole, or no pool node is."""
-
-    hashes: tuple[BlockHash, ...]
-    pinned: bool
-
-
-ClientCommand = (
-    SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
-)
+ClientCommand = SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched

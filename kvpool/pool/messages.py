@@ -155,27 +155,6 @@ class LookedUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PinWanted:
-    """Keep the chain in host memory until Unpin, or until the worker is gone."""
-
-    request_no: int
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
-    """`pinned` False: the chain isn't in host memory whole."""
-
-    request_no: int
-    pinned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unpin:
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BlocksChanged:
     """For the directory: what the node's tier holds since now, and what it holds no more."""
 
@@ -184,16 +163,6 @@ class BlocksChanged:
     removed: tuple[BlockHash, ...] = ()
 
 
-ToPool = (
-    PoolHello
-    | StoreWanted
-    | Stored
-    | StoreAbandoned
-    | FetchWanted
-    | FetchDone
-    | LookupWanted
-    | PinWanted
-    | Unpin
-)
-FromPool = PoolWelcome | PoolRefused | StoreGranted | Fetched | LookedUp | Pinned | BlocksChanged
+ToPool = PoolHello | StoreWanted | Stored | StoreAbandoned | FetchWanted | FetchDone | LookupWanted
+FromPool = PoolWelcome | PoolRefused | StoreGranted | Fetched | LookedUp | BlocksChanged
 PoolMessage = ToPool | FromPool

@@ -67,7 +67,6 @@ class Fabric(Simulation):
         self.sent_bytes = 0
         self.writes = 0
         self.early_writes = 0
-        self.prefill_copies = 0
         self.fetches = 0
         self._regions = count(slabs)
         ours = Shape(
@@ -208,7 +207,6 @@ class Fabric(Simulation):
     def _run_step(self, worker: Worker, step: RunStep) -> None:
         assert worker.stepping is None
         worker.stepping = self.p.prefill if worker is self.p else self.d.decode
-        self.prefill_copies += len(step.copies) if worker is self.p else 0
         running = worker.memory.begin(step)
         device = f"{worker.incarnation}.device"
         tell = self.to_prefill if worker is self.p else self.to_decode

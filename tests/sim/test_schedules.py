@@ -130,7 +130,6 @@ def test_pieces_of_any_size_through_slabs_and_directly(
         assert_right(fabric, spec)
     assert_clean(fabric)
     assert fabric.fetches > 0
-    assert fabric.prefill_copies > 0
     assert fabric.d.decode.receiver.canaries_passed > 0
     assert fabric.d.decode.receiver.canaries_mismatched == 0
     assert fabric.sent_bytes == sum(

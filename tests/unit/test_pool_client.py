@@ -18,12 +18,10 @@ from kvpool.pool.client_events import (
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
-    PinPrefix,
     PoolJoined,
     PoolLost,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SeekPrefix,
     SendPool,
     StoreBlocks,
@@ -211,13 +209,11 @@ def test_no_one_waits_for_a_node_that_hangs() -> None:
     worker.tell(WANT)
     worker.tell(offer(1, 0))
     worker.tell(SeekPrefix(key=KEY, hashes=tuple(CHAIN)))
-    worker.tell(PinPrefix(hashes=tuple(CHAIN)))
     worker.now_s = PATIENCE_S
     assert worker.tell(ClientTick()) == [
         OfferSettled(offer=1),
         PrefixFetched(key=KEY, blocks=0),
         PrefixFound(key=KEY, host_blocks=0, disk_blocks=0),
-        PrefixPinned(hashes=tuple(CHAIN), pinned=False),
     ]
     assert worker.client.idle
     late = Fetched(request_no=1, places=PLACES, checksums=(8, 9))
@@ -234,7 +230,6 @@ def test_without_a_node_every_question_is_answered_at_once() -> None:
     assert worker.tell(SeekPrefix(key=KEY, hashes=())) == [
         PrefixFound(key=KEY, host_blocks=0, disk_blocks=0)
     ]
-    assert worker.tell(PinPrefix(hashes=())) == [PrefixPinned(hashes=(), pinned=False)]
 
 
 def test_how_much_is_there() -> None:

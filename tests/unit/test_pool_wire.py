@@ -13,8 +13,6 @@ from kvpool.pool.messages import (
     FetchWanted,
     LookedUp,
     LookupWanted,
-    Pinned,
-    PinWanted,
     PoolFormat,
     PoolHello,
     PoolMessage,
@@ -25,7 +23,6 @@ from kvpool.pool.messages import (
     Stored,
     StoreGranted,
     StoreWanted,
-    Unpin,
 )
 from kvpool.pool.wire import MAX_PART_BYTES, Assembler, encode
 from kvpool.tiers.tier_blocks import PoolPlace
@@ -63,9 +60,6 @@ MESSAGES: list[PoolMessage] = [
     FetchDone(request_no=7, damaged=(_B,)),
     LookupWanted(request_no=8, hashes=_hashes(10_000)),
     LookedUp(request_no=9, host_blocks=3, disk_blocks=4),
-    PinWanted(request_no=10, hashes=(_A,)),
-    Pinned(request_no=11, pinned=True),
-    Unpin(hashes=(_A, _B)),
     BlocksChanged(tier=PoolTier.HOST, stored=(_A,)),
     BlocksChanged(tier=PoolTier.DISK, removed=_hashes(2048)),
 ]

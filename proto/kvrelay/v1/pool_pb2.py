@@ -24,47 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/pool.proto\x12\nkvrelay.v1\"\xe9\x05\n\x0bPoolMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.PoolHelloH\x00\x12*\n\x07welcome\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.PoolWelcomeH\x00\x12*\n\x07refused\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.PoolRefusedH\x00\x12/\n\x0cstore_wanted\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.StoreWantedH\x00\x12\x31\n\rstore_granted\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.StoreGrantedH\x00\x12$\n\x06stored\x18\x06 \x01(\x0b\x32\x12.kvrelay.v1.StoredH\x00\x12\x35\n\x0fstore_abandoned\x18\x07 \x01(\x0b\x32\x1a.kvrelay.v1.StoreAbandonedH\x00\x12/\n\x0c\x66\x65tch_wanted\x18\x08 \x01(\x0b\x32\x17.kvrelay.v1.FetchWantedH\x00\x12&\n\x07\x66\x65tched\x18\t \x01(\x0b\x32\x13.kvrelay.v1.FetchedH\x00\x12+\n\nfetch_done\x18\n \x01(\x0b\x32\x15.kvrelay.v1.FetchDoneH\x00\x12\x31\n\rlookup_wanted\x18\x0b \x01(\x0b\x32\x18.kvrelay.v1.LookupWantedH\x00\x12)\n\tlooked_up\x18\x0c \x01(\x0b\x32\x14.kvrelay.v1.LookedUpH\x00\x12+\n\npin_wanted\x18\r \x01(\x0b\x32\x15.kvrelay.v1.PinWantedH\x00\x12$\n\x06pinned\x18\x0e \x01(\x0b\x32\x12.kvrelay.v1.PinnedH\x00\x12\"\n\x05unpin\x18\x0f \x01(\x0b\x32\x11.kvrelay.v1.UnpinH\x00\x12\x33\n\x0e\x62locks_changed\x18\x10 \x01(\x0b\x32\x19.kvrelay.v1.BlocksChangedH\x00\x42\t\n\x07message\"\x90\x01\n\tPoolHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x17\n\x0fphysical_format\x18\x04 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x15\n\rwants_changes\x18\x06 \x01(\x08\"p\n\x0bPoolWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x04 \x01(\x01\x12\x11\n\taddresses\x18\x05 \x03(\t\"\x1d\n\x0bPoolRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"S\n\x0bStoreWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\x0f\n\x07tenants\x18\x04 \x03(\t\"C\n\x0cStoreGranted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\x04\"/\n\x06Stored\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"$\n\x0eStoreAbandoned\x12\x12\n\nrequest_no\x18\x01 \x01(\r\"?\n\x0b\x46\x65tchWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0c\n\x04skip\x18\x03 \x01(\r\"@\n\x07\x46\x65tched\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06places\x18\x02 \x03(\x04\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"0\n\tFetchDone\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x02 \x01(\x0c\"2\n\x0cLookupWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"H\n\x08LookedUp\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x03 \x01(\r\"/\n\tPinWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\",\n\x06Pinned\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06pinned\x18\x02 \x01(\x08\"\x17\n\x05Unpin\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\"T\n\rBlocksChanged\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.kvrelay.v1.PoolTier\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c*M\n\x08PoolTier\x12\x19\n\x15POOL_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0ePOOL_TIER_HOST\x10\x01\x12\x12\n\x0ePOOL_TIER_DISK\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvrelay/v1/pool.proto\x12\nkvrelay.v1\"\xf2\x04\n\x0bPoolMessage\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.PoolHelloH\x00\x12*\n\x07welcome\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.PoolWelcomeH\x00\x12*\n\x07refused\x18\x03 \x01(\x0b\x32\x17.kvrelay.v1.PoolRefusedH\x00\x12/\n\x0cstore_wanted\x18\x04 \x01(\x0b\x32\x17.kvrelay.v1.StoreWantedH\x00\x12\x31\n\rstore_granted\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.StoreGrantedH\x00\x12$\n\x06stored\x18\x06 \x01(\x0b\x32\x12.kvrelay.v1.StoredH\x00\x12\x35\n\x0fstore_abandoned\x18\x07 \x01(\x0b\x32\x1a.kvrelay.v1.StoreAbandonedH\x00\x12/\n\x0c\x66\x65tch_wanted\x18\x08 \x01(\x0b\x32\x17.kvrelay.v1.FetchWantedH\x00\x12&\n\x07\x66\x65tched\x18\t \x01(\x0b\x32\x13.kvrelay.v1.FetchedH\x00\x12+\n\nfetch_done\x18\n \x01(\x0b\x32\x15.kvrelay.v1.FetchDoneH\x00\x12\x31\n\rlookup_wanted\x18\x0b \x01(\x0b\x32\x18.kvrelay.v1.LookupWantedH\x00\x12)\n\tlooked_up\x18\x0c \x01(\x0b\x32\x14.kvrelay.v1.LookedUpH\x00\x12\x33\n\x0e\x62locks_changed\x18\r \x01(\x0b\x32\x19.kvrelay.v1.BlocksChangedH\x00\x42\t\n\x07message\"\x90\x01\n\tPoolHello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x17\n\x0fphysical_format\x18\x04 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x15\n\rwants_changes\x18\x06 \x01(\x08\"p\n\x0bPoolWelcome\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0e\n\x06region\x18\x03 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x04 \x01(\x01\x12\x11\n\taddresses\x18\x05 \x03(\t\"\x1d\n\x0bPoolRefused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"S\n\x0bStoreWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0f\n\x07parents\x18\x03 \x01(\x0c\x12\x0f\n\x07tenants\x18\x04 \x03(\t\"C\n\x0cStoreGranted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\x04\"/\n\x06Stored\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"$\n\x0eStoreAbandoned\x12\x12\n\nrequest_no\x18\x01 \x01(\r\"?\n\x0b\x46\x65tchWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x0c\n\x04skip\x18\x03 \x01(\r\"@\n\x07\x46\x65tched\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06places\x18\x02 \x03(\x04\x12\x11\n\tchecksums\x18\x03 \x03(\x06\"0\n\tFetchDone\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x02 \x01(\x0c\"2\n\x0cLookupWanted\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\"H\n\x08LookedUp\x12\x12\n\nrequest_no\x18\x01 \x01(\r\x12\x13\n\x0bhost_blocks\x18\x02 \x01(\r\x12\x13\n\x0b\x64isk_blocks\x18\x03 \x01(\r\"T\n\rBlocksChanged\x12\"\n\x04tier\x18\x01 \x01(\x0e\x32\x14.kvrelay.v1.PoolTier\x12\x0e\n\x06stored\x18\x02 \x01(\x0c\x12\x0f\n\x07removed\x18\x03 \x01(\x0c*M\n\x08PoolTier\x12\x19\n\x15POOL_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0ePOOL_TIER_HOST\x10\x01\x12\x12\n\x0ePOOL_TIER_DISK\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POOLTIER']._serialized_start=1831
-  _globals['_POOLTIER']._serialized_end=1908
+  _globals['_POOLTIER']._serialized_start=1592
+  _globals['_POOLTIER']._serialized_end=1669
   _globals['_POOLMESSAGE']._serialized_start=38
-  _globals['_POOLMESSAGE']._serialized_end=783
-  _globals['_POOLHELLO']._serialized_start=786
-  _globals['_POOLHELLO']._serialized_end=930
-  _globals['_POOLWELCOME']._serialized_start=932
-  _globals['_POOLWELCOME']._serialized_end=1044
-  _globals['_POOLREFUSED']._serialized_start=1046
-  _globals['_POOLREFUSED']._serialized_end=1075
-  _globals['_STOREWANTED']._serialized_start=1077
-  _globals['_STOREWANTED']._serialized_end=1160
-  _globals['_STOREGRANTED']._serialized_start=1162
-  _globals['_STOREGRANTED']._serialized_end=1229
-  _globals['_STORED']._serialized_start=1231
-  _globals['_STORED']._serialized_end=1278
-  _globals['_STOREABANDONED']._serialized_start=1280
-  _globals['_STOREABANDONED']._serialized_end=1316
-  _globals['_FETCHWANTED']._serialized_start=1318
-  _globals['_FETCHWANTED']._serialized_end=1381
-  _globals['_FETCHED']._serialized_start=1383
-  _globals['_FETCHED']._serialized_end=1447
-  _globals['_FETCHDONE']._serialized_start=1449
-  _globals['_FETCHDONE']._serialized_end=1497
-  _globals['_LOOKUPWANTED']._serialized_start=1499
-  _globals['_LOOKUPWANTED']._serialized_end=1549
-  _globals['_LOOKEDUP']._serialized_start=1551
-  _globals['_LOOKEDUP']._serialized_end=1623
-  _globals['_PINWANTED']._serialized_start=1625
-  _globals['_PINWANTED']._serialized_end=1672
-  _globals['_PINNED']._serialized_start=1674
-  _globals['_PINNED']._serialized_end=1718
-  _globals['_UNPIN']._serialized_start=1720
-  _globals['_UNPIN']._serialized_end=1743
-  _globals['_BLOCKSCHANGED']._serialized_start=1745
-  _globals['_BLOCKSCHANGED']._serialized_end=1829
+  _globals['_POOLMESSAGE']._serialized_end=664
+  _globals['_POOLHELLO']._serialized_start=667
+  _globals['_POOLHELLO']._serialized_end=811
+  _globals['_POOLWELCOME']._serialized_start=813
+  _globals['_POOLWELCOME']._serialized_end=925
+  _globals['_POOLREFUSED']._serialized_start=927
+  _globals['_POOLREFUSED']._serialized_end=956
+  _globals['_STOREWANTED']._serialized_start=958
+  _globals['_STOREWANTED']._serialized_end=1041
+  _globals['_STOREGRANTED']._serialized_start=1043
+  _globals['_STOREGRANTED']._serialized_end=1110
+  _globals['_STORED']._serialized_start=1112
+  _globals['_STORED']._serialized_end=1159
+  _globals['_STOREABANDONED']._serialized_start=1161
+  _globals['_STOREABANDONED']._serialized_end=1197
+  _globals['_FETCHWANTED']._serialized_start=1199
+  _globals['_FETCHWANTED']._serialized_end=1262
+  _globals['_FETCHED']._serialized_start=1264
+  _globals['_FETCHED']._serialized_end=1328
+  _globals['_FETCHDONE']._serialized_start=1330
+  _globals['_FETCHDONE']._serialized_end=1378
+  _globals['_LOOKUPWANTED']._serialized_start=1380
+  _globals['_LOOKUPWANTED']._serialized_end=1430
+  _globals['_LOOKEDUP']._serialized_start=1432
+  _globals['_LOOKEDUP']._serialized_end=1504
+  _globals['_BLOCKSCHANGED']._serialized_start=1506
+  _globals['_BLOCKSCHANGED']._serialized_end=1590
 # @@protoc_insertion_point(module_scope)
