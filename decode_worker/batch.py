@@ -7,7 +7,7 @@ join    --------------------------/
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from decode_worker.packing import Packing
 from decode_worker.reservation import Arrived
@@ -18,7 +18,6 @@ from decode_worker.standing import Standing
 from decode_worker.step_behind import followers
 from engine.latency import StepTimes
 from engine.step import RunStep, SequenceSlice, StepBatch
-from kvpool.canary import LogitSketch
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
 from kvrelay.types import PrefixOrigin, RequestSpec
@@ -61,9 +60,9 @@ class Batch:
         self.roster.wait(sequence)
         return True
 
-    def join(self, arrived: Arrived, now_s: float, sketch: LogitSketch | None = None) -> None:
+    def join(self, arrived: Arrived, now_s: float) -> None:
         """Its prompt's KV is in the holder's blocks; if it has none, it is got as after a
-        preemption, and then compared with `sketch`."""
+        preemption."""
         spec = arrived.message.spec
         whole = self.roster.sequence(spec, arrived.names)
         ids = [
@@ -77,7 +76,7 @@ class Batch:
             return
         for choice, begun in zip(whole.choices, ids, strict=True):
             if choice not in arrived.finished:
-                self.roster.wait(replace(whole.part(choice, begun), sketch=sketch))
+                self.roster.wait(whole.part(choice, begun))
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
@@ -149,17 +148,15 @@ class Batch:
             tables=self.tables.tables(sequence.holder),
             samples=sequence.samples() if take == sequence.needed else (),
             prompt_tokens=sequence.whole_tokens,
-            sketch_ids=sequence.sketch_ids if take == sequence.needed else None,
             scoring=sequence.scoring(take),
         )
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
-        """The KV of `tokens` more tokens is in its blocks. What may rest on wrong KV gets no name
-        yet."""
+        """The KV of `tokens` more tokens is in its blocks."""
         size = self.tables.layout.block_size
         full_before = sequence.computed // size
         sequence.computed += tokens
-        if sequence.computed // size > full_before and sequence.sketch is None:
+        if sequence.computed // size > full_before:
             self.tables.fill(sequence.holder, sequence.filled)
         self.tables.trim(sequence.holder, sequence.computed)
 
@@ -168,8 +165,3 @@ class Batch:
         pool."""
         self.tables.fill(sequence.holder, sequence.filled)
         self.roster.drop(sequence)
-
-    def checked(self, sequence: Sequence) -> None:
-        """Its prompt's KV is right: it decodes from now on."""
-        sequence.sketch = None
-        self.tables.fill(sequence.holder, sequence.filled)

@@ -183,11 +183,6 @@ class DeviceCache:
         assert evicted is not None, "nothing is idle"
         self._free(evicted[0])
 
-    def drop(self, chain: Sequence[CachedBlock]) -> None:
-        """Nobody finds it any more, as far as nobody else needs it."""
-        for block in self.index.drop(chain):
-            self._free(block)
-
     def _free(self, block: CachedBlock) -> None:
         if self.changes is not None:
             self.changes.removed(block.hash)

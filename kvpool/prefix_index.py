@@ -109,17 +109,6 @@ class PrefixIndex:
             return None
         return [self._drop(self._policy.victim()) for _ in range(count)]
 
-    def drop(self, chain: Sequence[CachedBlock]) -> list[CachedBlock]:
-        """Drop the end of a chain that nobody holds and nothing cached continues; its places are
-        the caller's again."""
-        dropped: list[CachedBlock] = []
-        for block in reversed(chain):
-            if block.holders or block.children:
-                break
-            self._policy.reused(block)
-            dropped.append(self._drop(block))
-        return dropped
-
     def _drop(self, block: CachedBlock) -> CachedBlock:
         assert not block.children and not block.holders, "only idle leaves are evicted"
         del self._blocks[block.hash]

@@ -218,15 +218,12 @@ class BlockTables:
             self.cache.release(group, real(table[kept:]))
             del table[kept:]
 
-    def release(self, holder: Holder, *, distrusted: bool = False) -> None:
-        """Give everything back; releasing what isn't held is fine. If `distrusted`, its named
-        blocks aren't found again, but for those that others need."""
+    def release(self, holder: Holder) -> None:
+        """Give everything back; releasing what isn't held is fine."""
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
         self._room.release(entry)
-        if distrusted:
-            self.cache.drop(entry.chain)
 
     # --- looking --------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from engine.finish import finish_reason, needs_history
 from engine.scoring import scoring_of
 from engine.step import Sampled, SampleRequest, SequenceSlice
 from kvpool.block_names import HashChain
-from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
 from kvpool.layout import Tables
@@ -41,7 +40,6 @@ class Job:
     started: bool = False
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
-    sketch: LogitSketch | None = None
     committing: bool = False
 
     @property
@@ -150,7 +148,6 @@ class Job:
             tables=tables,
             samples=self._samples() if take == self.remaining else (),
             prompt_tokens=len(self.prompt),
-            sketch_ids=() if self.sender.checked else None,
             scoring=scoring_of(self.message.spec, start, start + take),
         )
 

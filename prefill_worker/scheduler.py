@@ -13,7 +13,6 @@ from dataclasses import InitVar, dataclass, field
 from engine.prompts.order import Order
 from engine.scoring import scored_event
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted
-from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
 from kvpool.holder import Holder
 from kvpool.openings import Openings
@@ -32,21 +31,21 @@ Event = Prefill | Abort | StepWanted | StepDone | Restored | handoffs.Event
 
 @dataclass(slots=True, kw_only=True)
 class PrefillScheduler:
-    """`chunk_tokens` bounds one step's tokens. The KV of one request in `canary_every` is checked
-    by the decode worker (0: of none). `order` says who goes first."""
+    """`chunk_tokens` bounds one step's tokens. `canary_every` is that of Handoffs. `order` says who
+    goes first."""
 
     openings: Openings
     chunk_tokens: int
     mode: InitVar[HandoffMode] = HandoffMode.PUSH
-    canary_every: int = 0
+    canary_every: InitVar[int] = 0
     order: InitVar[Order[Job] | None] = None
     prompt_tokens: int = 0
     jobs: Jobs = field(init=False)
     handoffs: Handoffs = field(init=False)
 
-    def __post_init__(self, mode: HandoffMode, order: Order[Job] | None) -> None:
+    def __post_init__(self, mode: HandoffMode, canary_every: int, order: Order[Job] | None) -> None:
         self.jobs = Jobs(openings=self.openings, queue=PromptQueue(order or Order()))
-        self.handoffs = Handoffs(jobs=self.jobs, mode=mode)
+        self.handoffs = Handoffs(jobs=self.jobs, mode=mode, canary_every=canary_every)
 
     @property
     def tables(self) -> BlockTables:
@@ -85,7 +84,6 @@ class PrefillScheduler:
             layout=self.tables.layout,
             mode=self.handoffs.mode,
             peer=None if target is None else self.handoffs.peers.get(target),
-            checked=target is not None and is_chosen(key.request_id, self.canary_every),
         )
         names = self.tables.names_of(message.spec)
         job = Job(sender=sender, holder=Holder("prefill", key), names=names)
@@ -145,7 +143,6 @@ class PrefillScheduler:
             self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None:
                 events += job.take_first(sampled, now_s)
-                job.sketch = done.outcome.sketches.get(i)
                 self.queue.remove(job)
         after = [command for job, _ in ran for command in self.handoffs.after_chunk(job, now_s)]
         return [Emit(events=tuple(events)), *after]

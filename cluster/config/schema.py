@@ -148,8 +148,8 @@ class Transfer(Section):
     staging_bytes: AutoBytes = None
     """All these buffers together; auto: the KV of a prefill chunk for each."""
     canary_every: Annotated[int, Field(ge=0)] = 0
-    """For one request in so many the decode worker checks that the KV it got yields the logits of
-    the prefill worker; 0: for none."""
+    """For one request in so many the decode worker compares the KV it got with a digest of the
+    prefill worker's; 0: for none. Not with `handoff: pool`."""
     lease_ttl: Seconds = 30.0
     """How long blocks and slabs stay held for a peer that makes no progress."""
 

@@ -24,14 +24,12 @@ from kvpool.pool.client_events import (
     PrefixFound,
     SeekPrefix,
     SendPool,
-    SpoilPrefix,
     WantPrefix,
 )
 from kvpool.pool.client_fetches import ClientFetches
 from kvpool.pool.client_stores import ClientStores
 from kvpool.pool.messages import (
     BlocksChanged,
-    FetchDone,
     Fetched,
     FromPool,
     LookedUp,
@@ -102,9 +100,6 @@ class PoolClient:
                 self._want(event, now_s)
             case DropPrefix(key=key):
                 self.fetches.drop(key)
-            case SpoilPrefix(hashes=hashes):
-                if self.connected:
-                    self._send(FetchDone(request_no=self._next_request(), damaged=hashes))
             case BlocksStored():
                 self.stores.gathered(event, tell=self._is_at(event.region))
             case BlocksFetched():

@@ -80,13 +80,6 @@ class DropPrefix:
     key: RequestKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpoilPrefix:
-    """What was fetched is wrong, though its checksums were right: the node may serve it no more."""
-
-    hashes: tuple[BlockHash, ...]
-
-
 # --- from the executor --------------------------------------------------------------------------
 
 
@@ -129,7 +122,6 @@ ClientEvent = (
     | SeekPrefix
     | WantPrefix
     | DropPrefix
-    | SpoilPrefix
     | BlocksStored
     | BlocksFetched
     | ClientTick

@@ -12,6 +12,7 @@ from itertools import count
 from random import Random
 
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
+from kvpool.canary import DigestBlocks
 from kvpool.handoff import TO_PREFILL, HandoffMode, PeerHello, PeerMessage
 from kvpool.handoff_events import (
     FetchPiece,
@@ -163,6 +164,10 @@ class Fabric(Simulation):
                 self.after("d.mover", lambda: self.to_decode(self.d.scatter(command)))
             case FetchPiece():
                 self._fetch(command)
+            case DigestBlocks():
+                tell = self.to_prefill if worker is self.p else self.to_decode
+                mover = "p.mover" if worker is self.p else "d.mover"
+                self.after(mover, lambda: tell(worker.digest(command)))
             case ReplaceSlab(slab_id=slab_id):
                 region = f"region-{next(self._regions)}"
                 self.after("d.mover", lambda: self.to_decode(self.d.replace(slab_id, region)))
@@ -213,7 +218,7 @@ class Fabric(Simulation):
             self.early_writes += self.writes - before
 
         def done() -> None:
-            outcome = StepOutcome(sampled=running.finish(), sketches=running.sketches())
+            outcome = StepOutcome(sampled=running.finish())
             worker.stepping = None
             tell(StepDone(outcome=outcome, seconds=0.0))
 

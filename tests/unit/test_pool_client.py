@@ -24,7 +24,6 @@ from kvpool.pool.client_events import (
     PrefixFound,
     SeekPrefix,
     SendPool,
-    SpoilPrefix,
     StoreBlocks,
     WantPrefix,
 )
@@ -159,14 +158,6 @@ def test_fetched() -> None:
         SendPool(message=FetchDone(request_no=1)),
         PrefixFetched(key=KEY, blocks=2),
     ]
-
-
-def test_what_proved_wrong_is_told_to_the_node_that_is_there() -> None:
-    worker, spoil = Worker(), SpoilPrefix(hashes=tuple(CHAIN[:2]))
-    assert worker.tell(spoil) == []
-    worker.join()
-    told = FetchDone(request_no=1, damaged=tuple(CHAIN[:2]))
-    assert worker.tell(spoil) == [SendPool(message=told)]
 
 
 def test_a_damaged_block_is_named_and_ends_the_prefix() -> None:
