@@ -51,6 +51,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.parallel
 	$(BIN)/python -m bench.directory
 	$(BIN)/python -m bench.router
+	$(BIN)/python -m bench.trace_request
 	$(BIN)/python -m bench.metrics
 	$(BIN)/python -m bench.prefix_live
 	$(BIN)/python -m bench.transfer

@@ -1,8 +1,7 @@
-"""What the canary costs: the step that checks one request, beside the steps that it delays.
+"""What the canary costs and what it finds.
 
-A check holds up the decode batch for one step of its own: the prompt's last token over the KV that
-arrived, with that block's copy. Its share of a request's time is the check over N requests' decode
-steps.
+Both workers of a checked request digest its KV, each on the thread that moves KV: the request's
+first decode step comes so much later, and other transfers wait. The steps of others go on.
 """
 
 from __future__ import annotations
@@ -21,14 +20,19 @@ from transformers import LlamaConfig
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.bundled import checkpoint_path
-from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
 from engine.step import SampleRequest, SequenceSlice, StepBatch
+from engine.threads import run_apart, use_threads
+from kvpool.canary import EXACT, LOSSY, KvDigest, prompt_from
 from kvpool.codec import Codec
-from kvpool.layout import BlockId
+from kvpool.layout import BlockId, Tables
+from kvpool.memory.digest import digest
+from kvpool.memory.sections import gather_write, scatter_write
+from kvpool.piece import cut_span
+from kvpool.write import Side, Write
 from kvrelay.types import RequestKey, Sampling
 
 _BLOCK = 16
@@ -52,136 +56,155 @@ class Load:
         return -(-(self.prompt_tokens + 1) // _BLOCK)
 
 
-class Steps:
-    """The last block of each sequence has a copy behind all of them."""
+class Work:
+    """Each returns milliseconds."""
 
     def __init__(self, engine: Engine, load: Load) -> None:
-        self._engine, self._load = engine, load
+        self.engine, self._load = engine, load
+        self.span = prompt_from(0, load.prompt_tokens)
+        slab_bytes = sum(write.nbytes for write in self.writes())
+        self._slab = torch.empty(slab_bytes, dtype=torch.uint8)
+
+    def writes(self) -> tuple[Write, ...]:
+        return cut_span(self.engine.layout, self.span, 2**62)
+
+    def side(self, number: int) -> Side:
+        return Side(tables=self.tables(number), block_size=_BLOCK)
+
+    def tables(self, number: int) -> Tables:
+        each = self._load.blocks
+        table = tuple(BlockId(number * each + i) for i in range(each))
+        return (table,) * len(self.engine.layout.groups)
 
     def decode(self) -> float:
-        """Milliseconds."""
         at = self._load.prompt_tokens
-        batch = [self._slice(number, (3,), at) for number in range(self._load.running)]
-        return self._run(batch)
-
-    def check(self) -> float:
-        """Milliseconds."""
-        started_s = time.perf_counter()
-        blocks = self._table(0)
-        copy = BlockId(self._load.running * self._load.blocks)
-        groups = len(self._engine.layout.groups)
-        self._engine.copy_blocks((((blocks[-1], copy),),) * groups)
-        checked = self._slice(0, (3,), self._load.prompt_tokens - 1, sketch_ids=tuple(range(16)))
-        return 1e3 * (time.perf_counter() - started_s) + self._run([checked])
+        return self._run([self._slice(n, (3,), at) for n in range(self._load.running)])
 
     def prefill(self) -> float:
-        """Milliseconds, for one prompt."""
-        ids = tuple(5 + i % 1000 for i in range(self._load.prompt_tokens))
+        ids = tuple(5 + i * 37 % 1000 for i in range(self._load.prompt_tokens))
         return self._run([self._slice(0, ids, 0)])
+
+    def digest(self) -> float:
+        return run_apart(self._digest)
+
+    def gather(self) -> float:
+        return run_apart(self._gather)
+
+    def _digest(self) -> float:
+        use_threads(1)
+        started_s = time.perf_counter()
+        digest(self.engine.memory, self.tables(0), self.span)
+        return 1e3 * (time.perf_counter() - started_s)
+
+    def _gather(self) -> float:
+        use_threads(1)
+        started_s = time.perf_counter()
+        for write in self.writes():
+            gather_write(self.engine.memory, self.side(0), write, self._slab[: write.nbytes])
+        return 1e3 * (time.perf_counter() - started_s)
 
     def _run(self, slices: Sequence[SequenceSlice]) -> float:
         started_s = time.perf_counter()
-        self._engine.run(StepBatch(slices=tuple(slices)))
+        self.engine.run(StepBatch(slices=tuple(slices)))
         return 1e3 * (time.perf_counter() - started_s)
 
-    def _table(self, number: int) -> tuple[BlockId, ...]:
-        each = self._load.blocks
-        return tuple(BlockId(number * each + i) for i in range(each))
-
-    def _slice(
-        self,
-        number: int,
-        ids: tuple[int, ...],
-        start: int,
-        sketch_ids: tuple[int, ...] | None = None,
-    ) -> SequenceSlice:
+    def _slice(self, number: int, ids: tuple[int, ...], start: int) -> SequenceSlice:
         return SequenceSlice(
             key=RequestKey(str(number), 0),
             choice=0,
             token_ids=ids,
             start=start,
-            tables=(self._table(number),) * len(self._engine.layout.groups),
+            tables=self.tables(number),
             samples=(_DRAW,),
-            sketch_ids=sketch_ids,
         )
 
 
 def measure(engine: Engine, load: Load, repeats: int) -> list[Row]:
-    calibrations = {
-        "none": lambda: _timed(engine, []),
-        "int8": lambda: _timed(engine, [Codec.INT8]),
+    work = Work(engine, load)
+    found = {
+        "prefill": work.prefill,
+        "decode": work.decode,
+        "gather": work.gather,
+        "digest": work.digest,
     }
-    starts = interleave(calibrations, repeats=3)
-    steps = Steps(engine, load)
-    found = {"prefill": steps.prefill, "decode": steps.decode, "check": steps.check}
     for run in found.values():
         run()
-    return [*_rows(interleave(found, repeats=repeats), load), *_starts(starts)]
-
-
-def _timed(engine: Engine, codecs: Sequence[Codec]) -> float:
-    started_s = time.perf_counter()
-    canary_bound(engine, codecs)
-    return time.perf_counter() - started_s
+    return _rows(interleave(found, repeats=repeats), load)
 
 
 def _rows(found: dict[str, Reading], load: Load) -> list[Row]:
-    check, decode, prefill = (found[name] for name in ("check", "decode", "prefill"))
+    digested, decode = found["digest"], found["decode"]
+    spread = f"ms: {digested.spread()}; decode step {decode.spread()}"
+    peers = {
+        "its KV gathered into a slab": found["gather"],
+        f"a decode step of {load.running}": decode,
+        "the prefill of its prompt": found["prefill"],
+    }
     method = f"random Llama of SmolLM-135M's shape, bf16, {load.prompt_tokens} tokens in"
-    together = f"a decode step of {load.running}"
-    spread = f"ms: {check.spread()}; {together} {decode.spread()}"
-    every_request_ms = load.output_tokens * decode.median
-    return [
+    rows = [
         Row(
-            name="the check of one request",
-            value=check.median,
+            name="the digest of one request, at one end",
+            value=digested.median,
             unit="ms",
             against=against,
             against_value=peer.median,
             method=method,
             spread=spread,
         )
-        for against, peer in ((together, decode), ("the prefill of its prompt", prefill))
-    ] + [
+        for against, peer in peers.items()
+    ]
+    return [
+        *rows,
         Row(
-            name=f"all checks, 1 in {load.every}, {load.running} at once",
-            value=load.running * check.median / load.every,
+            name=f"both digests, 1 request in {load.every} checked",
+            value=2 * digested.median / load.every,
             unit="ms per request",
             against=f"its {load.output_tokens} decode steps",
-            against_value=every_request_ms,
-            method=f"{method}; each check holds up all that decode",
+            against_value=load.output_tokens * decode.median,
+            method=method,
             spread=spread,
-        )
+        ),
     ]
 
 
-def _starts(found: dict[str, Reading]) -> list[Row]:
-    none, int8 = found["none"], found["int8"]
-    return [
-        Row(
-            name="the bound, measured at start, with codec int8",
-            value=int8.median,
-            unit="s",
-            against="without a codec",
-            against_value=none.median,
-            spread=f"{int8.spread()}; without {none.spread()}",
-        )
-    ]
-
-
-def bounds(engine: Engine) -> Iterator[Row]:
-    """What right KV may differ by, in spreads of the logits."""
-    exact = canary_bound(engine)
+def findings(engine: Engine, load: Load) -> Iterator[Row]:
+    """Of the model's own KV: how far right KV is from what was sent, and which wrong blocks are
+    noticed."""
+    work = Work(engine, load)
+    work.prefill()
     for codec in Codec:
-        bound = canary_bound(engine, [codec])
-        assert exact is not None and bound is not None
+        allowed = EXACT if codec is Codec.NONE else LOSSY
+        right, wrong = _distances(work, codec, load)
+        noticed = sum(distance > allowed for distance in wrong)
         yield Row(
-            name=f"bundled model, bf16, codec {codec}: logits may differ by",
-            value=bound,
-            unit="of their spread",
-            against="without a codec",
-            against_value=exact,
+            name=f"bundled model, bf16, codec {codec}: right KV differs by",
+            value=right,
+            unit="of its norm",
+            against="what is allowed",
+            against_value=allowed,
+            method=f"{noticed} of {len(wrong)} wrong blocks noticed",
         )
+
+
+def _distances(work: Work, codec: Codec, load: Load) -> tuple[float, list[float]]:
+    """Of right KV, and with each block's KV that of the block before it."""
+    memory = work.engine.memory
+    (sent,) = digest(memory, work.tables(0), work.span)
+    for write in work.writes():
+        encoded = write.encoded(codec)
+        slab = torch.empty(encoded.nbytes, dtype=torch.uint8)
+        gather_write(memory, work.side(0), encoded, slab)
+        scatter_write(memory, work.side(1), encoded, slab)
+    there = work.tables(1)
+
+    def distance(tables: Tables) -> float:
+        found: KvDigest
+        (found,) = digest(memory, tables, work.span)
+        return sent.distance(found)
+
+    blocks = range(1, load.prompt_tokens // _BLOCK)
+    tables = (tuple((*t[:i], t[i - 1], *t[i + 1 :]) for t in there) for i in blocks)
+    return distance(there), [distance(one) for one in tables]
 
 
 def load_model(path: Path, load: Load) -> Engine:
@@ -195,7 +218,7 @@ def load_model(path: Path, load: Load) -> Engine:
         device="cpu",
         dtype="bfloat16",
         block_size=_BLOCK,
-        blocks=load.running * load.blocks + 1,
+        blocks=load.running * load.blocks,
         limits=limits,
     )
 
@@ -213,7 +236,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = load_model(write_random_llama(Path(folder), config), load)
         rows = measure(engine, load, args.repeats)
-    rows += bounds(load_model(checkpoint_path(), load))
+    rows += findings(load_model(checkpoint_path(), load), load)
     print_table("The canary", rows)
     if args.json:
         write_json(args.json, rows)

@@ -32,7 +32,7 @@ from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.runner import Engine
 from engine.sizing import EngineLimits
-from kvpool.hashes import BlockHash, block_hash, cache_salt
+from kvpool.hashes import BlockHash, block_hashes, cache_salt, token_bytes
 from kvpool.layout import BlockId
 from kvpool.pool.client_events import (
     ClientEvent,
@@ -152,10 +152,7 @@ def pool_node(cluster: str, folder: Path, memory_bytes: int) -> Iterator[PoolNod
 
 
 def _chain(name: int) -> tuple[BlockHash, ...]:
-    hashes: list[BlockHash] = []
-    for _ in range(_BLOCKS):
-        hashes.append(block_hash(hashes[-1] if hashes else None, [name], _SALT))
-    return tuple(hashes)
+    return tuple(block_hashes(None, token_bytes([name] * _BLOCKS), 1, _SALT))
 
 
 def _drop_file_cache(folder: Path) -> None:

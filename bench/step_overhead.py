@@ -11,7 +11,6 @@ import torch
 from bench.report import Row
 from engine.runner import Engine
 from engine.sampler import sample
-from engine.sketch import sketches
 from engine.step import SampleRequest, SequenceSlice, StepBatch
 from kvpool.layout import BlockId, KvLayout
 from kvrelay.types import RequestKey, Sampling
@@ -51,7 +50,7 @@ def _parts(engine: Engine) -> dict[str, Callable[[], object]]:
     wanted = [piece.samples for piece in batch.slices]
     return {
         "planning": lambda: prepare(batch.slices),
-        "sampling": lambda: (sample(logits, wanted), sketches(logits, batch.slices, 0.0)),
+        "sampling": lambda: sample(logits, wanted),
         "prediction": lambda: batch.work,
     }
 

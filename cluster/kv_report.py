@@ -55,11 +55,9 @@ def kv_report(
 
 
 def _cached(tables: BlockTables, reports: BlockReports, now_s: float) -> Iterator[TenantBlocks]:
-    """A block that isn't full is told to nobody, so it has the age of the one before it."""
     ages_s: defaultdict[str, list[float]] = defaultdict(list)
     for block in tables.cache.index:
         if not block.holders:
-            dated = block.parent if block.is_partial and block.parent else block
-            ages_s[block.tenant].append(reports.age_s(dated.hash, now_s))
+            ages_s[block.tenant].append(reports.age_s(block.hash, now_s))
     for tenant, ages in ages_s.items():
         yield TenantBlocks(tenant=tenant, blocks=len(ages), oldest_s=max(ages), newest_s=min(ages))

@@ -11,7 +11,7 @@ step, and waits until one is free (`Standing`); and those on lent places step ba
                            by a tenth
     kv_exhausted           no blocks; within its share also none of those on lent places
 
-What is running, waiting, being checked, on its way and asking counts. Only requests that bring a
+What is running, waiting, on its way and asking counts. Only requests that bring a
 TPOT of their own are refused for it, and only where there are more than their router has counted:
 of those it knows how many will have ended by then. The margin is for them, too.
 """
@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from decode_worker.batch import Batch
-from decode_worker.canary import Canary
 from decode_worker.pace import strictest_kept_s
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
@@ -38,7 +37,6 @@ TPOT_MARGIN = 1.1
 class Admission:
     receiver: Receiver
     batch: Batch
-    canary: Canary
 
     @property
     def standing(self) -> Standing:
@@ -56,15 +54,13 @@ class Admission:
     @property
     def sequences(self) -> int:
         """All that are `held`."""
-        checked = sum([spec.sampling.n for spec in self.canary.specs])
-        return self.batch.roster.choices + checked + self.receiver.reserved_choices
+        return self.batch.roster.choices + self.receiver.reserved_choices
 
     def _here(self) -> Iterator[Sequence]:
         yield from self.batch.roster.running
         yield from self.batch.roster.awaiting_prefill
 
     def _coming(self) -> Iterator[RequestSpec]:
-        yield from self.canary.specs
         yield from self.receiver.reserved_specs
 
     # --- judging --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Handoffs as a decode worker sees them: from peers' messages to sequences that run. Pure.
 
-reserved -> received -> checked, if chosen -> joins the batch, or failed
+reserved -> received -> checked, if it came with a digest -> joins the batch, or failed
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from decode_worker.batch import Batch
-from decode_worker.canary import Canary, Checked
 from decode_worker.receiver import Receiver
 from decode_worker.reservation import Failure
-from engine.step import Command, Emit, StepOutcome, Tick
+from engine.step import Command, Emit, Tick
+from kvpool.canary import BlocksDigested
 from kvpool.handoff import (
     Commit,
     PeerHello,
@@ -30,16 +30,16 @@ from kvpool.handoff_events import (
     SlabReplaced,
     SlabScattered,
 )
-from kvrelay.messages import Lifetime, Released, RequestFailed, WorkerEvent
+from kvrelay.messages import Lifetime, Released, RequestFailed
 from kvrelay.types import RequestKey
 
-Event = FromPeer | PeerLost | LinkMeasured | PieceFetched | SlabScattered | SlabReplaced | Tick
+Moved = PieceFetched | SlabScattered | SlabReplaced | BlocksDigested
+Event = FromPeer | PeerLost | LinkMeasured | Moved | Tick
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
     receiver: Receiver
-    canary: Canary
     batch: Batch
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -52,6 +52,8 @@ class Arrivals:
             case PieceFetched(key=key):
                 commands, failures = self.receiver.fetched(event, now_s)
                 return [*commands, *_failed(failures, now_s), *self._join_complete([key], now_s)]
+            case BlocksDigested():
+                return self._digested(event, now_s)
             case LinkMeasured(peer=peer, cost=cost):
                 self.receiver.pools.measured(peer, cost)
                 return []
@@ -102,33 +104,23 @@ class Arrivals:
         return [command for key in keys for command in self._join_if_complete(key, now_s)]
 
     def _join_if_complete(self, key: RequestKey, now_s: float) -> list[Command]:
+        if (check := self.receiver.check(key)) is not None:
+            return [check]
         arrived = self.receiver.take_complete(key)
         if arrived is None:
             return []
         committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
-        if self.canary.try_begin(arrived, now_s):
-            return [arrived.answer, Emit(events=(committed,))]
-        self.batch.join(arrived, now_s, sketch=self.canary.later(arrived))
+        self.batch.join(arrived, now_s)
         ended = self.batch.roster.released_if_done(key, now_s)
         return [arrived.answer, Emit(events=(committed, *ended))]
 
-    def checked(self, outcome: StepOutcome, now_s: float) -> list[Command]:
-        """The canary's step is done."""
-        checked = self.canary.ran(outcome)
-        events = tuple(event for one in checked for event in self._after_check(one, now_s))
-        return [Emit(events=events)]
-
-    def _after_check(self, checked: Checked, now_s: float) -> list[WorkerEvent]:
-        key = checked.arrived.key
-        released = Released(key=key, at_s=now_s)
-        if checked.dropped:
-            return [released]
-        if checked.problem is not None:
-            failure = Failure(key, "kv_mismatch", checked.problem)
-            return [_failure(failure, now_s), released]
-        self.batch.join(checked.arrived, now_s)
-        passed = Lifetime(key=key, at_s=now_s, name="kv_checked")
-        return [passed, *self.batch.roster.released_if_done(key, now_s)]
+    def _digested(self, event: BlocksDigested, now_s: float) -> list[Command]:
+        key = event.holder.key
+        commands, failures = self.receiver.digested(event)
+        if failures or key not in self.receiver:
+            return [*commands, *_failed(failures, now_s)]
+        checked = Emit(events=(Lifetime(key=key, at_s=now_s, name="kv_checked"),))
+        return [checked, *self._join_if_complete(key, now_s)]
 
 
 def _failed(failures: list[Failure], now_s: float) -> list[Command]:

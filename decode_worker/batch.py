@@ -7,7 +7,7 @@ join    --------------------------/
 from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from decode_worker.packing import Packing
 from decode_worker.reservation import Arrived
@@ -18,7 +18,6 @@ from decode_worker.standing import Standing
 from decode_worker.step_behind import followers
 from engine.latency import StepTimes
 from engine.step import RunStep, SequenceSlice, StepBatch
-from kvpool.canary import LogitSketch
 from kvpool.openings import Openings
 from kvpool.tables import BlockTables
 from kvrelay.types import PrefixOrigin, RequestSpec
@@ -53,8 +52,7 @@ class Batch:
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
         sequence = self.roster.sequence(spec, self.tables.names_of(spec))
-        ahead_tokens = self.chunk_tokens + self.tables.layout.block_size - 1
-        if not self.roster.try_open(sequence, sequence.length + 1, ahead_tokens, now_s):
+        if not self.roster.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
@@ -62,9 +60,9 @@ class Batch:
         self.roster.wait(sequence)
         return True
 
-    def join(self, arrived: Arrived, now_s: float, sketch: LogitSketch | None = None) -> None:
+    def join(self, arrived: Arrived, now_s: float) -> None:
         """Its prompt's KV is in the holder's blocks; if it has none, it is got as after a
-        preemption, and then compared with `sketch`."""
+        preemption."""
         spec = arrived.message.spec
         whole = self.roster.sequence(spec, arrived.names)
         ids = [
@@ -78,7 +76,7 @@ class Batch:
             return
         for choice, begun in zip(whole.choices, ids, strict=True):
             if choice not in arrived.finished:
-                self.roster.wait(replace(whole.part(choice, begun), sketch=sketch))
+                self.roster.wait(whole.part(choice, begun))
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
@@ -150,31 +148,20 @@ class Batch:
             tables=self.tables.tables(sequence.holder),
             samples=sequence.samples() if take == sequence.needed else (),
             prompt_tokens=sequence.whole_tokens,
-            sketch_ids=sequence.sketch_ids if take == sequence.needed else None,
             scoring=sequence.scoring(take),
         )
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
-        """The KV of `tokens` more tokens is in its blocks. What may rest on wrong KV gets no name
-        yet."""
+        """The KV of `tokens` more tokens is in its blocks."""
         size = self.tables.layout.block_size
         full_before = sequence.computed // size
         sequence.computed += tokens
-        if sequence.computed // size > full_before and sequence.sketch is None:
-            self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
+        if sequence.computed // size > full_before:
+            self.tables.fill(sequence.holder, sequence.filled)
         self.tables.trim(sequence.holder, sequence.computed)
 
     def end(self, sequence: Sequence) -> None:
-        """It has drawn its last token: what goes on from here finds all that was computed of it,
-        also behind its last full block, unless that is shared with other choices."""
-        full = sequence.computed // self.tables.layout.block_size
-        if sequence.spec.sampling.n == 1 and len(sequence.filled) == full:
-            self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)
-            rest = sequence[full * self.tables.layout.block_size : sequence.computed]
-            self.tables.fill_partly(sequence.holder, sequence.names, rest)
+        """It has drawn its last token. All its full blocks get names, also those that came from a
+        pool."""
+        self.tables.fill(sequence.holder, sequence.filled)
         self.roster.drop(sequence)
-
-    def checked(self, sequence: Sequence) -> None:
-        """Its prompt's KV is right: it decodes from now on."""
-        sequence.sketch = None
-        self.tables.fill(sequence.holder, sequence.filled, names=sequence.names)

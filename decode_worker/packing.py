@@ -208,19 +208,8 @@ class Packing:
         take = self._chunk(sequence)
         if take:
             self.roster.run(sequence)
-            self._begin_like_another(sequence)
-            take = min(take, sequence.needed)
             self._take_chunk(sequence, take)
             self._take(sequence, take)
-
-    def _begin_like_another(self, sequence: Sequence) -> None:
-        """What is cached of a block in part is copied."""
-        found, pairs = self.roster.tables.begin_like_another(
-            sequence.holder, sequence.names, sequence, sequence.reusable_tokens
-        )
-        if found:
-            sequence.begins_like_another(found)
-            self.copies.append(pairs)
 
     def _try_resume(self, sequence: Sequence) -> bool:
         """Blocks for all of it; one that was preempted finds again what is still cached."""
@@ -228,13 +217,8 @@ class Packing:
         if sequence.holder not in tables:
             if self._is_outgrown(sequence):
                 sequence.names = tables.chain(sequence.spec.tenant, sequence.length)
-            return self.roster.try_open(sequence, sequence.length, self._ahead_tokens, self.now_s)
-        end = min(sequence.length, sequence.computed + self._ahead_tokens)
+            return self.roster.try_open(sequence, sequence.length, self.budget, self.now_s)
+        end = min(sequence.length, sequence.computed + self.budget)
         return tables.try_grow(
             sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
         )
-
-    @property
-    def _ahead_tokens(self) -> int:
-        """A chunk, and what may be copied before it: all of a block that was cached meanwhile."""
-        return self.budget + self.roster.tables.layout.block_size

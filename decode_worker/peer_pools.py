@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvpool.canary import allowed_distance
 from kvpool.codec import Codec
 from kvpool.codec_choice import NO_CODEC, CodecChoice, CodecOffer, choose_codec, wire_dtype
 from kvpool.handoff import PiecesAhead
@@ -60,6 +61,11 @@ class PeerPools:
         if facts is None:
             return CodecChoice()
         return choose_codec(facts.offer, self.offer, self._wire_layout(peer), self._costs.get(peer))
+
+    def canary_distance(self, peer: Incarnation) -> float:
+        """How far digests of the peer's KV and of its copy here may be apart."""
+        facts, own = self._facts.get(peer), self.layout.dtype
+        return allowed_distance(facts.dtype if facts else own, own, codecs=bool(self.offer.codecs))
 
     def writes_of(
         self, peer: Incarnation, ahead: PiecesAhead, wanted: range, next_position: int

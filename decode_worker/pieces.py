@@ -50,7 +50,7 @@ class Pieces:
             return []
         span = range(reservation.held_tokens, reservation.prompt_tokens)
         try:
-            writes = self.pools.writes_of(peer, ahead, span, reservation.next_position)
+            writes = self.pools.writes_of(peer, ahead, span, reservation.prompt_tokens)
         except PeerError as error:
             return [cancel_at(peer, ahead.key, str(error))]
         self.reservations.leases.renew(ahead.key, now_s)

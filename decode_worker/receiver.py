@@ -5,7 +5,7 @@ A reservation leases blocks to the prefill worker until the commit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_worker.lending import Lending
 from decode_worker.peer_pools import PeerPools
@@ -14,8 +14,9 @@ from decode_worker.reservation import Arrived, Failure, Reservation
 from decode_worker.reservations import Reservations
 from decode_worker.room import Room
 from engine.step import Command
-from kvpool.handoff import Commit, HandoffMode, PieceComputed, PiecesAhead, SlabFilled
-from kvpool.handoff_events import PieceFetched, SlabReplaced, SlabScattered
+from kvpool.canary import BlocksDigested, DigestBlocks, mismatch, prompt_from
+from kvpool.handoff import Commit, Committed, HandoffMode, PieceComputed, PiecesAhead, SlabFilled
+from kvpool.handoff_events import PieceFetched, SendPeer, SlabReplaced, SlabScattered
 from kvpool.leases import LeaseTable
 from kvpool.slabs import SlabId, SlabPool
 from kvpool.tables import BlockTables
@@ -25,15 +26,15 @@ from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
 @dataclass(slots=True, kw_only=True)
 class Receiver:
-    """`regions` names each slab's registered region, as peers are told. The KV of one request in
-    `canary_every` is to be checked (0: of none)."""
+    """`regions` names each slab's registered region, as peers are told."""
 
     tables: BlockTables
     slabs: SlabPool
     regions: dict[SlabId, str]
     leases: LeaseTable[RequestKey]
     mode: HandoffMode = HandoffMode.PUSH
-    canary_every: int = 0
+    canaries_passed: int = 0
+    canaries_mismatched: int = 0
     pools: PeerPools = field(init=False)
     pieces: Pieces = field(init=False)
     _lending: Lending = field(init=False)
@@ -49,7 +50,6 @@ class Receiver:
             tables=self.tables,
             leases=self.leases,
             room=self._room,
-            canary_every=self.canary_every,
             freed=lambda key: self._freed.append(key),
         )
         self.pieces = Pieces(
@@ -125,6 +125,37 @@ class Receiver:
             if self.mode is not HandoffMode.POOL:
                 self._room.want(reservation)
         return []
+
+    def check(self, key: RequestKey) -> DigestBlocks | None:
+        """What came with a digest is compared before it joins. Until then it counts as moving."""
+        reservation = self._reservations.get(key)
+        commit = reservation.complete if reservation else None
+        if reservation is None or commit is None or commit.digest is None:
+            return None
+        reservation.moving += 1
+        tables = self.tables.tables(reservation.holder)
+        span = prompt_from(commit.digest.start, reservation.prompt_tokens)
+        return DigestBlocks(holder=reservation.holder, span=span, tables=tables)
+
+    def digested(self, event: BlocksDigested) -> tuple[list[Command], list[Failure]]:
+        """Wrong KV is given up; its prefill worker has done its part."""
+        reservation = self._reservations[event.holder.key]
+        reservation.moving -= 1
+        if reservation.cancelled:
+            self._reservations.free_if_quiet(reservation)
+            return [], []
+        commit = reservation.commit
+        assert commit is not None and commit.digest is not None, reservation.key
+        allowed = self.pools.canary_distance(reservation.sender)
+        problem = mismatch(commit.digest, event.digests, allowed)
+        if problem is None:
+            self.canaries_passed += 1
+            reservation.commit = replace(commit, digest=None)
+            return [], []
+        self.canaries_mismatched += 1
+        self.pieces.end(reservation)
+        answer = SendPeer(peer=reservation.sender, message=Committed(key=reservation.key))
+        return [answer], [Failure(reservation.key, "kv_mismatch", problem)]
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 
 from kvpool.block_names import HashChain
-from kvpool.canary import LogitSketch, first_query
 from kvpool.handoff import Commit, Committed, PiecesAhead
 from kvpool.handoff_events import FetchPiece, SendPeer
 from kvpool.holder import Holder
@@ -30,7 +29,6 @@ class Reservation:
     source: Incarnation | None
     holder: Holder
     names: HashChain
-    checked: bool = False
     held_tokens: int = 0
     announced: set[int] = field(default_factory=set)
     awaiting_blocks: list[tuple[PiecesAhead, Ordered[Write]]] = field(default_factory=list)
@@ -59,20 +57,23 @@ class Reservation:
         """With those emitted by earlier attempts."""
         return self.message.spec.context_tokens
 
-    @property
-    def next_position(self) -> int:
-        """What the query there sees is handed over."""
-        return first_query(self.prompt_tokens, checked=self.checked)
-
     def is_from(self, peer: Incarnation) -> bool:
         """Whether its KV comes from there: from the first that says so, if it may be anyone."""
         self.source = self.source or peer
         return self.source == peer
 
-    def arrived(self) -> Arrived | None:
+    @property
+    def complete(self) -> Commit | None:
         """Once all pieces have landed and are committed."""
         commit = self.commit
         if self.cancelled or commit is None or self.moving or self.landed != commit.pieces:
+            return None
+        return commit
+
+    def arrived(self) -> Arrived | None:
+        """Once it is complete and needs no check (any more)."""
+        commit = self.complete
+        if commit is None or commit.digest is not None:
             return None
         return Arrived(
             message=self.message,
@@ -83,15 +84,13 @@ class Reservation:
             first_token_ids=commit.first_token_ids,
             resumed_ids=commit.resumed_ids,
             finished=frozenset(commit.finished_choices) | self.stopped,
-            sketch=commit.sketch,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """A request whose KV is here. `finished` choices need no decoding; with a `sketch` of the
-    prefill worker's logits the KV is to be checked. A moved request may have several tokens
-    instead of its first one: `resumed_ids`."""
+    """A request whose KV is here. `finished` choices need no decoding. A moved request may have
+    several tokens instead of its first one: `resumed_ids`."""
 
     message: Reserve
     source: Incarnation
@@ -101,7 +100,6 @@ class Arrived:
     first_token_ids: tuple[int, ...]
     resumed_ids: tuple[int, ...]
     finished: frozenset[int]
-    sketch: LogitSketch | None
 
     @property
     def key(self) -> RequestKey:

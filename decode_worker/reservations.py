@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from decode_worker.reservation import Arrived, Reservation
 from decode_worker.room import Room
-from kvpool.canary import is_chosen
 from kvpool.holder import Holder
 from kvpool.leases import LeaseTable
 from kvpool.tables import BlockTables
@@ -21,14 +20,12 @@ from kvrelay.types import Incarnation, RequestKey
 
 @dataclass(slots=True, kw_only=True)
 class Reservations:
-    """The KV of one request in `canary_every` is to be checked (0: of none). `freed` hears who
-    ended without a commit, and holds nothing any more. `choices` are of all but those that are
-    cancelled."""
+    """`freed` hears who ended without a commit, and holds nothing any more. `choices` are of all
+    but those that are cancelled."""
 
     tables: BlockTables
     leases: LeaseTable[RequestKey]
     room: Room
-    canary_every: int
     freed: Callable[[RequestKey], None]
     choices: int = 0
     _by_key: dict[RequestKey, Reservation] = field(default_factory=dict)
@@ -60,9 +57,8 @@ class Reservations:
         spec = message.spec
         names = self.tables.names_of(spec)
         holder = Holder("decode", spec.key)
-        checked = is_chosen(spec.key.request_id, self.canary_every)
         reservation = Reservation(
-            message=message, source=message.source, holder=holder, names=names, checked=checked
+            message=message, source=message.source, holder=holder, names=names
         )
         if not self.room.try_reserve(reservation, now_s):
             return None

@@ -56,7 +56,7 @@ class Room:
             reservation.holder,
             reservation.prompt_tokens + 1,
             hashes=hashes,
-            seen_from=reservation.next_position,
+            seen_from=reservation.prompt_tokens,
             now_s=now_s,
             leased=True,
         )

@@ -162,7 +162,6 @@ class Roster:
         step behind, too."""
         ran, self.on_device, self.behind = self.on_device, self.behind, ()
         for sequence, _ in ran:
-            self.tables.copied(sequence.holder)
             if sequence.dropped and not self.is_on_device(sequence):
                 self.tables.release(sequence.holder)
         return ran
@@ -175,7 +174,7 @@ class Roster:
         self.running.remove(whole)
         self._alive[whole.key].remove(whole)
 
-    def drop(self, sequence: Sequence, *, distrusted: bool = False) -> None:
+    def drop(self, sequence: Sequence) -> None:
         """Its blocks come back now, or after the step that it is in, or with its prefix."""
         sequence.dropped = True
         if sequence in self.running:
@@ -186,7 +185,7 @@ class Roster:
         if self.openings.drop(sequence.holder):
             self._fetching.add(sequence.holder)
         elif not self.is_on_device(sequence):
-            self.tables.release(sequence.holder, distrusted=distrusted)
+            self.tables.release(sequence.holder)
 
     def try_forget(self, key: RequestKey) -> bool:
         """True once, when nothing is held for the request any more."""

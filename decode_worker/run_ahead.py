@@ -62,4 +62,4 @@ class RunAhead:
 
 
 def _decodes(sequence: Sequence) -> bool:
-    return sequence.needed == len(sequence.choices) == 1 and sequence.sketch is None
+    return sequence.needed == len(sequence.choices) == 1

@@ -6,26 +6,22 @@ prompt's KV, or are prefilled here (role both).
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 
 from decode_worker import arrivals
 from decode_worker.admission import Admission
 from decode_worker.arrivals import Arrivals
 from decode_worker.batch import Batch
-from decode_worker.canary import Canary
 from decode_worker.receiver import Receiver
 from decode_worker.run_ahead import Taken
 from decode_worker.sequence import Sequence
 from engine.scoring import scored_event
 from engine.step import Command, Emit, Sampled, StepBehindWanted, StepDone, StepWanted
-from kvpool.canary import LogitSketch
 from kvpool.tiers.restores import Restored
 from kvrelay.messages import (
     Abort,
     Generate,
-    Lifetime,
     Released,
-    RequestFailed,
     Reserve,
     Reserved,
     ReserveRefused,
@@ -42,23 +38,19 @@ Event = Reserve | Generate | Abort | Stop | FromWorker | arrivals.Event
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
-    """`asking` waits for the step to end, and for the blocks of others; `canary_bound` is that of
-    `Canary`."""
+    """`asking` waits for the step to end, and for the blocks of others."""
 
     receiver: Receiver
     batch: Batch
-    canary_bound: InitVar[float | None] = None
-    canary: Canary = field(init=False)
     prompt_tokens: int = 0
     generated_tokens: int = 0
     asking: list[Ask] = field(default_factory=list)
     admission: Admission = field(init=False)
     _arrivals: Arrivals = field(init=False)
 
-    def __post_init__(self, canary_bound: float | None) -> None:
-        self.canary = Canary(tables=self.receiver.tables, bound=canary_bound)
-        self.admission = Admission(receiver=self.receiver, batch=self.batch, canary=self.canary)
-        self._arrivals = Arrivals(receiver=self.receiver, canary=self.canary, batch=self.batch)
+    def __post_init__(self) -> None:
+        self.admission = Admission(receiver=self.receiver, batch=self.batch)
+        self._arrivals = Arrivals(receiver=self.receiver, batch=self.batch)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
@@ -90,7 +82,7 @@ class DecodeScheduler:
     @property
     def has_work(self) -> bool:
         """There may be a step to run."""
-        return self.canary.waits or not self.batch.roster.is_empty
+        return not self.batch.roster.is_empty
 
     # --- admission ------------------------------------------------------------------------------
 
@@ -150,29 +142,25 @@ class DecodeScheduler:
     # --- steps ----------------------------------------------------------------------------------
 
     def _next_step(self, most_steps: int, now_s: float) -> list[Command]:
-        if (check := self.canary.next_step()) is not None:
-            return [check]
         step = self.batch.next_step(now_s, most_steps)
         return [] if step is None else [*self._joined(self.batch.roster.on_device, now_s), step]
 
     def _step_behind(self, now_s: float) -> list[Command]:
         """Who waits for the device to be free is not kept waiting."""
-        if self.asking or self.canary.waits or self.canary.runs:
+        if self.asking:
             return []
         step = self.batch.step_behind(now_s)
         return [] if step is None else [*self._joined(self.batch.roster.behind, now_s), step]
 
     def _joined(self, taken: Taken, now_s: float) -> list[Command]:
         chosen = [sequence for sequence, _ in taken]
-        fresh = [s for s in chosen if not s.joined and s.sketch is None]
+        fresh = [s for s in chosen if not s.joined]
         for sequence in fresh:
             sequence.joined = True
         events = {sequence.key: sequence.joined_event(now_s) for sequence in fresh}
         return [Emit(events=tuple(events.values()))] if events else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
-        if self.canary.runs:
-            return self._arrivals.checked(done.outcome, now_s)
         events: list[WorkerEvent] = []
         ran, scores = self.batch.roster.take_ran(), done.outcome.prompt_logprobs
         for i, (sequence, take) in enumerate(ran):
@@ -189,25 +177,10 @@ class DecodeScheduler:
             if scores and i in scores:
                 told = scored_event(sequence.spec, sequence.computed, take, scores[i], now_s)
                 events.append(told)
-            if (found := done.outcome.sketches.get(i)) is not None:
-                events += self._checked(sequence, found, now_s)
-            elif sampled:
+            if sampled:
                 events += self._advance(sequence, sampled, now_s)
         self.batch.ahead.give_back(ran)
         return [Emit(events=tuple(events))] if events else []
-
-    def _checked(self, sequence: Sequence, found: LogitSketch, now_s: float) -> list[WorkerEvent]:
-        """Its prompt's last tokens have run over KV from the pool."""
-        assert sequence.sketch is not None, sequence.key
-        problem = self.canary.problem(sequence.sketch, found)
-        if problem is None:
-            self.batch.checked(sequence)
-            return [Lifetime(key=sequence.key, at_s=now_s, name="kv_checked")]
-        self.batch.openings.distrust(sequence.reusable)
-        for one in self.batch.roster.of(sequence.key):
-            self.batch.roster.drop(one, distrusted=True)
-        failed = RequestFailed(key=sequence.key, at_s=now_s, reason="kv_mismatch", message=problem)
-        return [failed, *self.batch.roster.released_if_done(sequence.key, now_s)]
 
     def _advance(
         self, sequence: Sequence, sampled: tuple[Sampled, ...], now_s: float
@@ -257,7 +230,6 @@ class DecodeScheduler:
 
     def _stop(self, message: Stop, now_s: float) -> list[Command]:
         self.receiver.stop(message.key, message.choice)
-        self.canary.stop(message.key, message.choice)
         for sequence in self.batch.roster.of(message.key):
             if sequence.choices == (message.choice,):
                 self.batch.roster.drop(sequence)
@@ -271,8 +243,6 @@ class DecodeScheduler:
             return [Emit(events=(Released(key=key, at_s=now_s),))]
         if key in self.receiver:
             return self.receiver.cancel(key, "aborted", now_s)
-        if self.canary.drop(key):
-            return [Emit(events=(Released(key=key, at_s=now_s),))]
         for sequence in self.batch.roster.of(key):
             self.batch.roster.drop(sequence)
         return self._release_if_done(key, now_s)

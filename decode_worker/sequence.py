@@ -3,8 +3,7 @@
 prompt ids | emitted ids
 [0 ............ computed)   KV is in the blocks
                [computed, length)   to be run next; 1 token when decoding, more after a
-                                    preemption or for a prompt that is prefilled here; without
-                                    the emitted ones while its KV is to be checked
+                                    preemption or for a prompt that is prefilled here
 """
 
 from __future__ import annotations
@@ -16,24 +15,19 @@ from engine.finish import finish_reason, needs_history
 from engine.scoring import scoring_of
 from engine.step import Sampled, SampleRequest, Scoring
 from kvpool.block_names import HashChain
-from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
 from kvrelay.messages import Lifetime, Tokens
-from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec, Sampling
-
-_ANY = SampleRequest(
-    sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
-)
+from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
     """`arrival` orders sequences: the newest is preempted first. `choices` share all so far;
     those `stopped` end with the token that the choices part at. Of `computed` tokens the first
-    `cached` were found in the blocks when it began. Its logits at the prompt's last token are to be
-    compared with `sketch`. While it decodes it may stand back for others: so far for
-    `stood_back_s`, and now since `back_since_s`; `parked`: then it lost its place or its blocks.
+    `cached` were found in the blocks when it began. While it decodes it may stand back for others:
+    so far for `stood_back_s`, and now since `back_since_s`; `parked`: then it lost its place or its
+    blocks.
     While others may hold it up, `advanced_s` is the time of the last step that it was in."""
 
     spec: RequestSpec
@@ -47,7 +41,6 @@ class Sequence:
     computed: int = 0
     joined: bool = False
     dropped: bool = False
-    sketch: LogitSketch | None = None
     stopped: set[int] = field(default_factory=set)
     parked: bool = False
     stood_back_s: float = 0.0
@@ -69,7 +62,7 @@ class Sequence:
     @property
     def end(self) -> int:
         """What is to be run next ends here."""
-        return self.length if self.sketch is None else self.spec.context_tokens
+        return self.length
 
     def stands_back(self, now_s: float) -> None:
         if self.emitted and self.back_since_s is None:
@@ -95,14 +88,6 @@ class Sequence:
             joined=self.joined,
         )
 
-    def begins_like_another(self, tokens: int) -> None:
-        """So many more of its first tokens need not be computed."""
-        self.computed += tokens
-        if not self.joined:
-            self.cached += tokens
-            if self.origin is PrefixOrigin.COMPUTED:
-                self.origin = PrefixOrigin.DEVICE
-
     def __getitem__(self, positions: slice) -> tuple[int, ...]:
         """Token ids at `[start, stop)`, of the prompt and emitted ones."""
         prompt = self.spec.prompt_ids
@@ -113,14 +98,10 @@ class Sequence:
 
     @property
     def reusable(self) -> abc.Sequence[BlockHash]:
-        """What may be found in the cache."""
+        """What may be found in the cache: at least the last token is run, for its logits; all are
+        where all are scored."""
         self.names.extend(self, self.length)
-        return self.names.full(self.reusable_tokens)
-
-    @property
-    def reusable_tokens(self) -> int:
-        """At least the last token is run, for its logits; all are where all are scored."""
-        return 0 if self.is_scored else self.end - 1
+        return self.names.full(0 if self.is_scored else self.end - 1)
 
     @property
     def is_scored(self) -> bool:
@@ -140,19 +121,12 @@ class Sequence:
         return self.names.full(self.computed)
 
     @property
-    def sketch_ids(self) -> tuple[int, ...] | None:
-        return None if self.sketch is None else self.sketch.token_ids
-
-    @property
     def whole_tokens(self) -> int:
         """What is being computed as one prompt: after a preemption the emitted tokens too."""
         return self.end if self.needed > 1 else self.spec.context_tokens
 
     def samples(self) -> tuple[SampleRequest, ...]:
-        """What to draw once all tokens are run; with the history where it matters. What is checked
-        is drawn already: one anyhow, for the logits."""
-        if self.sketch is not None:
-            return (_ANY,)
+        """What to draw once all tokens are run; with the history where it matters."""
         history = needs_history(self.spec.sampling)
         return tuple(
             SampleRequest(

@@ -70,5 +70,5 @@ def _is_steady(roster: Roster) -> bool:
 def _only_decodes(sequence: Sequence) -> bool:
     """And its draws need no earlier tokens. Who ended while on the device needs nothing."""
     sampling = sequence.spec.sampling
-    is_one = sampling.n == 1 and sequence.needed <= 1 and sequence.sketch is None
+    is_one = sampling.n == 1 and sequence.needed <= 1
     return is_one and not needs_history(sampling)

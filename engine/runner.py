@@ -21,7 +21,6 @@ from engine.prompt_logprobs import Scored, score
 from engine.sampler import draw
 from engine.scoring import row_owners
 from engine.sizing import KvSizing
-from engine.sketch import sketches
 from engine.step import SequenceSlice, StepBatch, StepOutcome
 from engine.streams import StepStream
 from kvpool.copies import CopyPairs
@@ -64,8 +63,6 @@ class Engine:
         self.memory = memory
         self.facts = facts
         self.sizing = sizing
-        self.canary_bound = 0.0
-        """What sketches tell of this worker's own noise; 0: not measured."""
         self._ranks = ranks
         self._own = memory.parts[0]
         self._planner = Planner(self._own.layout, model.device, model.dtype, needs_masks)
@@ -118,7 +115,6 @@ class Engine:
             tokens = iter(flight.drawn.sampled())
             return StepOutcome(
                 sampled=tuple([next(tokens) if s.samples else () for s in slices]),
-                sketches=sketches(flight.logits, slices, self.canary_bound),
                 prompt_logprobs={} if flight.scored is None else flight.scored.told(),
             )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.latency import StepWork, mixed_work
-from kvpool.canary import LogitSketch
+from kvpool.canary import DigestBlocks
 from kvpool.copies import CopyPairs
 from kvpool.handoff_events import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
 from kvpool.layout import Tables
@@ -51,9 +51,6 @@ class SequenceSlice:
     when this is only a chunk of it: some models (LongRoPE) treat long sequences differently from
     their first token on.
 
-    Where it samples and `sketch_ids` is not None its logits are sketched too: those of these tokens
-    or, when empty, of the most likely.
-
     With `follows` its one token is not known yet: what that slice of the step before draws.
     """
 
@@ -64,7 +61,6 @@ class SequenceSlice:
     tables: Tables
     samples: tuple[SampleRequest, ...] = ()
     prompt_tokens: int = 0
-    sketch_ids: tuple[int, ...] | None = None
     follows: int | None = None
     scoring: Scoring | None = None
 
@@ -93,14 +89,13 @@ class Sampled:
 
 @value
 class StepOutcome:
-    """# slice of the batch |-> one Sampled for each of its samples; and its sketch and the log
-    probabilities of known tokens if wanted
+    """# slice of the batch |-> one Sampled for each of its samples; and the log probabilities of
+    known tokens if wanted
 
     After several steps: one Sampled for each step.
     """
 
     sampled: tuple[tuple[Sampled, ...], ...]
-    sketches: Mapping[int, LogitSketch] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[PromptLogprob, ...]] = field(default_factory=dict)
 
 
@@ -157,4 +152,5 @@ class Emit:
     events: tuple[WorkerEvent, ...]
 
 
-Command = RunStep | Emit | SendPeer | WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab
+Move = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | DigestBlocks
+Command = RunStep | Emit | SendPeer | Move

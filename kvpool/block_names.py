@@ -16,14 +16,12 @@ from kvpool.hashes import (
     CacheSalt,
     NamedTokens,
     SupportsTokens,
-    block_hash,
     cache_salt,
     extend_chain,
     shared_hashes,
     token_bytes,
 )
 from kvpool.layout import KvLayout
-from kvpool.siblings import Content
 from kvpool.tenants import TenantRoots
 from kvrelay.types import RequestSpec
 
@@ -80,16 +78,14 @@ class NamedFormat:
 @dataclass(slots=True, kw_only=True)
 class HashChain:
     """`limit`: blocks that end behind this token have no name. `roots` hears under which `label`
-    the first block is known. `tells_content`: it has seen all tokens themselves."""
+    the first block is known."""
 
     salt: CacheSalt
     block_size: int
     limit: int | None = None
     roots: TenantRoots | None = None
     label: str = ""
-    tells_content: bool = True
     _hashes: list[BlockHash] = field(default_factory=list)
-    _contents: list[bytes] = field(default_factory=list)
 
     def full(self, tokens: int) -> Sequence[BlockHash]:
         """Of the blocks that the first `tokens` tokens fill, as far as they have been named."""
@@ -101,9 +97,6 @@ class HashChain:
         extend_chain(self._hashes, token_ids, end, block_size=self.block_size, salt=self.salt)
         if self.roots is not None and self._hashes:
             self.roots.note(self._hashes[0], self.label)
-        self.tells_content &= not isinstance(token_ids, NamedTokens)
-        if self.tells_content:
-            self._see(token_ids)
 
     def begin(self, spec: RequestSpec) -> HashChain:
         """The request begins with all that it has."""
@@ -112,27 +105,8 @@ class HashChain:
             self.extend(spec.context_ids, spec.context_tokens)
         return self
 
-    def _see(self, token_ids: SupportsTokens) -> None:
-        for start in range(len(self._contents), len(self._hashes)):
-            at = start * self.block_size
-            self._contents.append(token_bytes(token_ids[at : at + self.block_size]))
-
     def told_to(self, roots: TenantRoots, label: str) -> HashChain:
         return replace(self, roots=roots, label=label)
-
-    def content(self, index: int) -> Content:
-        """Of a block that has been named."""
-        return Content(self._above(index), self._contents[index])
-
-    def partial(self, index: int, token_ids: Sequence[int]) -> BlockHash:
-        """The name of a block that has only these `token_ids`, behind `index` full ones."""
-        return block_hash(self._hashes[index - 1] if index else None, token_ids, self.salt)
-
-    def partial_content(self, index: int, token_ids: Sequence[int]) -> Content:
-        return Content(self._above(index), token_bytes(token_ids))
-
-    def _above(self, index: int) -> bytes:
-        return self._hashes[index - 1] if index else self.salt
 
     def walk(self, token_ids: SupportsTokens, tokens: int) -> Iterator[BlockHash]:
         """The names of the blocks that the first `tokens` tokens fill, a few made at a time."""
@@ -153,4 +127,4 @@ class HashChain:
             parent = hashes[-1]
 
     def copy(self) -> HashChain:
-        return replace(self, _hashes=list(self._hashes), _contents=list(self._contents))
+        return replace(self, _hashes=list(self._hashes))

@@ -15,10 +15,9 @@ Place = tuple[BlockId, ...]
 class CachedBlock:
     """A block's KV under its hash, and its node in the prefix tree.
 
-    `children` counts the cached blocks that continue it, `holders` the requests and pins that
-    need it, `uses` the requests that found or brought it. `idle_since` is the policy's own,
-    `tenant` a label for reports. One that `is_partial` isn't full and never will be: nothing
-    continues it.
+    `children` counts the cached blocks that continue it, `holders` the requests that need
+    it, `uses` the requests that found or brought it. `idle_since` is the policy's own,
+    `tenant` a label for reports.
     """
 
     hash: BlockHash
@@ -29,4 +28,3 @@ class CachedBlock:
     uses: int = 1
     idle_since: int = 0
     tenant: str = ""
-    is_partial: bool = False

@@ -1,7 +1,7 @@
-"""Copy-on-write: blocks of one's own that begin as others' do. Pure.
+"""Copy-on-write: a shared block is copied before one of its holders writes to it. Pure.
 
-The copies are made before the step that they come with. What is copied from stays as it is until
-the step has ended, for `try_own` because another holds it, for `begin_like` by the holding.
+The copies are made before the step that they come with. The source stays as it is until the step
+has ended, because another holds it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from dataclasses import dataclass
 from kvpool.device_cache import DeviceCache
 from kvpool.holding import Holding
 from kvpool.layout import BlockId
-from kvpool.siblings import Content
 
 CopyPairs = tuple[tuple[tuple[BlockId, BlockId], ...], ...]
 """# layer group |-> (source, destination) blocks to copy before writing"""
-
-LEAST_COPIED_TOKENS = 2
-"""Fewer are computed. Two are copied in no more time than they are computed in with the rest of a
-chunk, on a CPU (bench.partial_blocks)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +44,3 @@ class Copies:
         old, table[index] = table[index], taken
         self.cache.release(group, [old])
         return ((old, taken),)
-
-    def begin_like(self, entry: Holding, content: Content) -> tuple[int, CopyPairs]:
-        """The first block behind its chain shall begin with `content`: how many tokens of it
-        another block has, and the copies to make. They are copied from until `end`."""
-        tokens, block = self.cache.find_like(content)
-        if block is None or tokens < LEAST_COPIED_TOKENS:
-            return 0, ()
-        self.cache.index.touch(block)
-        entry.sources += enumerate(block.place)
-        for group, part in entry.sources:
-            self.cache.hold(group, [part])
-        own = (table[len(entry.chain)] for table in entry.tables)
-        return tokens, tuple(((part, mine),) for part, mine in zip(block.place, own, strict=True))
-
-    def end(self, entry: Holding) -> None:
-        """The copies are made."""
-        sources, entry.sources = entry.sources, []
-        for group, part in sources:
-            self.cache.release(group, [part])

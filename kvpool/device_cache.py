@@ -8,14 +8,12 @@ though the chain that they belong to is held. So
     window group: a part is cached when no request's window shows it (evicted longest first)
 
 and when nobody keeps the part alone, as one that copies it elsewhere does.
-
-Whole blocks are found by their hash; those that only begin as what is wanted, by their content.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -26,7 +24,6 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.hashes import BlockHash
 from kvpool.layout import NO_BLOCK, BlockId, KvLayout
 from kvpool.prefix_index import PrefixIndex
-from kvpool.siblings import Content, Siblings
 from kvpool.tenants import TenantRoots
 
 Part = tuple[int, BlockId]
@@ -38,7 +35,7 @@ class DeviceCache:
     """`pools[group]` belong to this cache: blocks are taken, held and released through it.
 
     `reports`: newly named blocks are kept for `take_news`. `changes`, if there is one, hears of
-    every block that comes or goes. Neither is told of partial blocks.
+    every block that comes or goes.
     """
 
     layout: KvLayout
@@ -48,7 +45,6 @@ class DeviceCache:
     changes: BlockNews | None = None
     roots: TenantRoots = field(default_factory=TenantRoots)
     index: PrefixIndex = field(init=False)
-    siblings: Siblings = field(init=False, default_factory=Siblings)
     _news: list[CachedBlock] = field(init=False, default_factory=list)
     _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
     _of: dict[Part, CachedBlock] = field(init=False, default_factory=dict)
@@ -73,19 +69,6 @@ class DeviceCache:
             if all(runs[g][length - 1] >= length - firsts[g] for g in self._windowed):
                 return chain[:length]
         return []
-
-    def find_like(self, content: Content) -> tuple[int, CachedBlock | None]:
-        """The block with all its parts that shares most tokens with `content`, and how many."""
-        for tokens, block_hash in self.siblings.nearest(content):
-            (block,) = self.index.find([block_hash])
-            if NO_BLOCK not in block.place:
-                return tokens, block
-        return 0, None
-
-    @property
-    def full(self) -> Iterator[CachedBlock]:
-        """Those that can be found by their hash."""
-        return (block for block in self.index if not block.is_partial)
 
     def firsts(self, length: int, seen_from: int | None) -> list[int]:
         """# layer group |-> the first of a chain's `length` blocks that is still seen"""
@@ -120,12 +103,7 @@ class DeviceCache:
     # --- naming ---------------------------------------------------------------------------------
 
     def insert(
-        self,
-        block_hash: BlockHash,
-        parent: CachedBlock | None,
-        place: Place,
-        *,
-        is_partial: bool = False,
+        self, block_hash: BlockHash, parent: CachedBlock | None, place: Place
     ) -> tuple[CachedBlock, list[Part]]:
         """The caller holds `parent` and the parts in `place`, and from now on the block.
 
@@ -135,12 +113,10 @@ class DeviceCache:
         block = self.index.insert(block_hash, parent=parent, place=place)
         if block.place is place:
             block.tenant = parent.tenant if parent is not None else self.roots.label(block_hash)
-            block.is_partial = is_partial
             for part in enumerate(place):
                 if part[1] != NO_BLOCK:
                     self._name(part, block)
-            if not is_partial:
-                self._report(block)
+            self._report(block)
             if self._windowed:
                 self._bound()
             return block, []
@@ -207,15 +183,9 @@ class DeviceCache:
         assert evicted is not None, "nothing is idle"
         self._free(evicted[0])
 
-    def drop(self, chain: Sequence[CachedBlock]) -> None:
-        """Nobody finds it any more, as far as nobody else needs it."""
-        for block in self.index.drop(chain):
-            self._free(block)
-
     def _free(self, block: CachedBlock) -> None:
-        if self.changes is not None and not block.is_partial:
+        if self.changes is not None:
             self.changes.removed(block.hash)
-        self.siblings.discard(block.hash)
         for group, block_id in _parts(block.place):
             self._faded[group].pop(block_id, None)
             self._forget((group, block_id))
@@ -228,8 +198,6 @@ class DeviceCache:
     def validate(self) -> None:
         """Every part is named once, and what is cached can be had."""
         self.index.validate()
-        self.siblings.validate({block.hash for block in self.index})
-        assert not any(block.children for block in self.index if block.is_partial)
         parts = {part: block for block in self.index for part in _parts(block.place)}
         assert parts == self._of
         for g, (pool, group) in enumerate(zip(self.pools, self.layout.groups, strict=True)):

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
-from kvpool.canary import LogitSketch
+from kvpool.canary import KvDigest
 from kvpool.codec import Codec
 from kvpool.piece import Piece, PieceBlocks
 from kvpool.pool.map import KvFacts
@@ -117,16 +117,15 @@ class PiecesRead:
 @value
 class Commit:
     """The next token of each choice; `finished_choices` ended with it and need no decoding. With
-    the `sketch` of the logits that they were drawn from, the KV is checked before it is used. A
-    request of one choice that was moved here has emitted `resumed_ids` since this worker was asked;
-    the first of them is its next token."""
+    a `digest` the KV is checked before it is used. A request of one choice that was moved here has
+    emitted `resumed_ids` since this worker was asked; the first of them is its next token."""
 
     key: RequestKey
     pieces: int
     first_token_ids: tuple[int, ...]
     finished_choices: tuple[int, ...] = ()
     resumed_ids: tuple[int, ...] = ()
-    sketch: LogitSketch | None = None
+    digest: KvDigest | None = None
 
 
 @value

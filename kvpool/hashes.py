@@ -20,13 +20,12 @@ BlockHash = NewType("BlockHash", bytes)
 CacheSalt = NewType("CacheSalt", bytes)
 """32 bytes; what the tokens alone don't say. Made by `cache_salt` only."""
 
-TOKEN_BYTES = 4
-
+_TOKEN_BYTES = 4
 _HASH_BYTES = 32
 _MOST_SHARED = 4096
 """Pieces of prompts; with 16 blocks of 16 tokens each, about 12 MB."""
 _NO_PARENT = bytes(_HASH_BYTES)
-_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
+_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
 
 
 class SupportsTokens(Protocol):
@@ -58,25 +57,16 @@ def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheS
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """`TOKEN_BYTES` for each. Raises OverflowError for ids outside 0..2^32-1."""
+    """Four bytes for each token. Raises OverflowError for ids outside 0..2^32-1."""
     return array(_TOKEN_TYPE, token_ids).tobytes()
-
-
-def block_hash(parent: BlockHash | None, token_ids: Sequence[int], salt: CacheSalt) -> BlockHash:
-    """The hash of one block, full or not. `parent` is the block before it, None at the start.
-
-    Raises OverflowError for ids outside 0..2^32-1.
-    """
-    digest = _keyed(salt).copy()
-    digest.update((parent or _NO_PARENT) + token_bytes(token_ids))
-    return BlockHash(digest.digest())
 
 
 def block_hashes(
     parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
 ) -> list[BlockHash]:
-    """Of full blocks one after another, from their `token_bytes`."""
-    copy, step = _keyed(salt).copy, block_size * TOKEN_BYTES
+    """Of blocks one after another, from their `token_bytes`. `parent` is the block before them,
+    None at the start."""
+    copy, step = _keyed(salt).copy, block_size * _TOKEN_BYTES
     above = parent or BlockHash(_NO_PARENT)
     found: list[BlockHash] = []
     for at in range(0, len(tokens), step):

@@ -13,8 +13,7 @@ from kvpool.layout import NO_BLOCK, BlockId, KvLayout, Tables
 @dataclass(slots=True, kw_only=True)
 class Holding:
     """`seen_from`: no query before this position is to come. `twins` are others' copies of blocks
-    in `chain`, held because this holder has its own; `sources` those that a step under way copies.
-    Of the first `described` blocks of `chain` the content is known."""
+    in `chain`, held because this holder has its own."""
 
     layout: KvLayout
     tables: list[list[BlockId]]
@@ -23,8 +22,6 @@ class Holding:
     seen_from: int
     chain: list[CachedBlock]
     twins: list[Part] = field(default_factory=list)
-    sources: list[Part] = field(default_factory=list)
-    described: int = 0
 
     @classmethod
     def of(
@@ -55,12 +52,7 @@ class Holding:
         """Another's, over the same blocks."""
         tables = [list(table) for table in self.tables]
         chain, twins = list(self.chain), list(self.twins)
-        return replace(self, tables=tables, chain=chain, twins=twins, sources=[], since_s=now_s)
-
-    @property
-    def extras(self) -> list[Part]:
-        """What is held and stands in no table."""
-        return [*self.twins, *self.sources]
+        return replace(self, tables=tables, chain=chain, twins=twins, since_s=now_s)
 
     def real(self, group: int) -> list[BlockId]:
         return real(self.tables[group])

@@ -18,7 +18,6 @@ from kvpool.pool.client_events import (
     PrefixFetched,
     PrefixFound,
     SeekPrefix,
-    SpoilPrefix,
     WantPrefix,
 )
 from kvpool.pull import PullBlocks
@@ -32,7 +31,7 @@ from kvrelay.types import PrefixOrigin, RequestKey
 
 log = logging.getLogger(__name__)
 
-PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | SpoilPrefix | AskFar
+PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskFar
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +131,6 @@ class Openings:
             return False
         self._ask(self.restores.drop(holder))
         return True
-
-    def distrust(self, hashes: Sequence[BlockHash]) -> None:
-        """The KV that these were found with is wrong."""
-        if self.restores is not None:
-            self._ask(SpoilPrefix(hashes=tuple(hashes)))
 
     def is_stored(self, hashes: Iterable[BlockHash]) -> bool:
         """The pool has taken these, or won't."""

@@ -92,10 +92,7 @@ def check_cut(
             f"[{wanted.start}, {wanted.stop}) of {next_position} are wanted"
         )
     if span.next_position != next_position:
-        raise PeerError(
-            f"a piece for a query at {span.next_position}, not {next_position}: is "
-            "transfer.canary_every the same for both workers?"
-        )
+        raise PeerError(f"a piece for a query at {span.next_position}, not {next_position}")
     writes = cut_span(layout, span, slab_bytes)
     behind = first.index + count
     if count < 1 or behind > len(writes):

@@ -11,6 +11,7 @@ often, and outlives them: eviction takes leaves first without searching for one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvpool.cached_block import CachedBlock, Place
 from kvpool.eviction import EvictionPolicy
@@ -24,7 +25,6 @@ class PrefixIndex:
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._blocks: dict[BlockHash, CachedBlock] = {}
-        self._pins: dict[BlockHash, int] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -86,18 +86,13 @@ class PrefixIndex:
         return block
 
     def _use(self, block: CachedBlock) -> None:
+        self._hold(block)
+        block.uses += 1
+
+    def _hold(self, block: CachedBlock) -> None:
         if not block.holders:
             self._policy.reused(block)
         block.holders += 1
-        block.uses += 1
-
-    def touch(self, block: CachedBlock) -> None:
-        """It was of use to one that holds its parent, and isn't held for that."""
-        assert block.parent is None or block.parent.holders, "the chain must be held"
-        uses = block.parent.uses if block.parent else block.uses + 1
-        self._use(block)
-        block.uses = min(block.uses, uses)
-        self.release([block])
 
     def release(self, chain: Sequence[CachedBlock]) -> None:
         """Let go of a held chain, or of its end; the blocks stay cached."""
@@ -114,17 +109,6 @@ class PrefixIndex:
             return None
         return [self._drop(self._policy.victim()) for _ in range(count)]
 
-    def drop(self, chain: Sequence[CachedBlock]) -> list[CachedBlock]:
-        """Drop the end of a chain that nobody holds and nothing cached continues; its places are
-        the caller's again."""
-        dropped: list[CachedBlock] = []
-        for block in reversed(chain):
-            if block.holders or block.children:
-                break
-            self._policy.reused(block)
-            dropped.append(self._drop(block))
-        return dropped
-
     def _drop(self, block: CachedBlock) -> CachedBlock:
         assert not block.children and not block.holders, "only idle leaves are evicted"
         del self._blocks[block.hash]
@@ -132,38 +116,21 @@ class PrefixIndex:
             block.parent.children -= 1
         return block
 
-    def pin(self, hashes: Sequence[BlockHash]) -> bool:
-        """Keep the chain whatever happens, until `unpin`; False when it isn't cached whole."""
-        if not hashes or self.match(hashes) < len(hashes):
-            return False
-        for block_hash in hashes:
-            block = self._blocks[block_hash]
-            if not block.holders:
-                self._policy.reused(block)
-            block.holders += 1
-        self._pins[hashes[-1]] = self._pins.get(hashes[-1], 0) + 1
-        return True
+    @contextmanager
+    def kept(self, block: CachedBlock) -> Iterator[None]:
+        """The chain that ends in `block` is not evicted meanwhile. This does not count as a use.
 
-    def unpin(self, hashes: Sequence[BlockHash]) -> None:
-        """Undo one `pin` of the same chain."""
-        left = self._pins.pop(hashes[-1]) - 1
-        if left:
-            self._pins[hashes[-1]] = left
-        self.release([self._blocks[block_hash] for block_hash in hashes])
-
-    def pinned(self) -> set[BlockHash]:
-        """Every block of every pinned chain."""
-        found: set[BlockHash] = set()
-        for block_hash in self._pins:
-            block: CachedBlock | None = self._blocks[block_hash]
-            while block is not None and block.hash not in found:
-                found.add(block.hash)
-                block = block.parent
-        return found
+        It takes time for each block of the chain.
+        """
+        chain = _chain_to(block)
+        for above in chain:
+            self._hold(above)
+        yield
+        self.release(chain)
 
     def validate(self) -> None:
-        """Every block is held or idle, every parent is cached, counted and held by all who hold
-        its children, and a pinned chain is held."""
+        """Every block is held or idle. Every parent is cached, counted and held by all who hold
+        its children."""
         children = dict.fromkeys(self._blocks, 0)
         held_below = dict.fromkeys(self._blocks, 0)
         for block_hash, block in self._blocks.items():
@@ -178,4 +145,14 @@ class PrefixIndex:
             assert block.children == children[block_hash]
             assert block.holders >= held_below[block_hash], "a chain held in part"
         assert len(self._policy) == sum(not block.holders for block in self)
-        assert all(self._blocks[block_hash].holders for block_hash in self.pinned())
+
+
+def _chain_to(block: CachedBlock) -> list[CachedBlock]:
+    """From the chain's start to the block."""
+    chain: list[CachedBlock] = []
+    above: CachedBlock | None = block
+    while above is not None:
+        chain.append(above)
+        above = above.parent
+    chain.reverse()
+    return chain

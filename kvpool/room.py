@@ -41,11 +41,11 @@ class Room:
         self.cache.hold_chain(entry.chain)
         for group in range(len(entry.tables)):
             self.cache.hold(group, entry.real(group))
-        for group, block in entry.extras:
+        for group, block in entry.twins:
             self.cache.hold(group, [block])
 
     def release(self, entry: Holding) -> None:
-        for group, block in entry.extras:
+        for group, block in entry.twins:
             self.cache.release(group, [block])
         for group in range(len(entry.tables)):
             self.cache.release(group, entry.real(group))

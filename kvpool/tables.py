@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from kvpool.block_names import BlockNames, HashChain
 from kvpool.blocks import BlockPool, BlockState
 from kvpool.cached_block import Place
-from kvpool.copies import LEAST_COPIED_TOKENS, Copies, CopyPairs
+from kvpool.copies import Copies, CopyPairs
 from kvpool.device_cache import DeviceCache
 from kvpool.eviction import DEFAULT_POLICY, open_policy
-from kvpool.hashes import BlockHash, SupportsTokens
+from kvpool.hashes import BlockHash
 from kvpool.holder import HeldTables, Holder
 from kvpool.holding import Holding, real
 from kvpool.layout import KvLayout, Tables
-from kvpool.naming import Naming
 from kvpool.room import Room
 from kvpool.tenants import tenant_label
 from kvrelay.types import RequestSpec
@@ -45,14 +44,12 @@ class BlockTables:
     cache: DeviceCache = field(init=False)
     _room: Room = field(init=False)
     _copies: Copies = field(init=False)
-    _naming: Naming = field(init=False)
     _entries: dict[Holder, Holding] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pools = [BlockPool(self.blocks) for _ in self.layout.groups]
         self.cache = DeviceCache(self.layout, self.pools, open_policy(self.policy))
         self._room, self._copies = Room(self.cache), Copies(self.cache)
-        self._naming = Naming(self.cache)
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._entries
@@ -183,49 +180,27 @@ class BlockTables:
         """
         return self._copies.try_own(self._entries[holder], position // self.layout.block_size)
 
-    def begin_like_another(
-        self, holder: Holder, names: HashChain, token_ids: SupportsTokens, end: int
-    ) -> tuple[int, CopyPairs]:
-        """Behind the whole blocks that were found, before anything else is in the holder's: how
-        many tokens more, before `end`, can be had by copying them from a block that begins in the
-        same way, and the copies to make. What they copy is held until `copied`."""
-        if not names.tells_content:
-            return 0, ()
-        entry, size = self._entries[holder], self.layout.block_size
-        start = len(entry.chain) * size
-        wanted = token_ids[start : min(start + size, end)]
-        content = names.partial_content(len(entry.chain), wanted)
-        found, pairs = self._copies.begin_like(entry, content)
-        self.queried_tokens += len(wanted) % size  # whole blocks are counted already
-        self.hit_tokens += found
-        return found, pairs
-
-    def copied(self, holder: Holder) -> None:
-        """The step that the copies came with is over."""
-        self._copies.end(self._entries[holder])
-
     # --- naming and giving back -----------------------------------------------------------------
 
     def fill(
-        self,
-        holder: Holder,
-        hashes: Sequence[BlockHash],
-        *,
-        edges_full: bool = False,
-        names: HashChain | None = None,
+        self, holder: Holder, hashes: Sequence[BlockHash], *, edges_full: bool = False
     ) -> None:
         """The holder's first `len(hashes)` blocks are full, and these are their names. In a group
         with a window all but the one that lies on its edge, unless `edges_full`: the tokens outside
-        may be missing. With the `names` that they come from they are found in part, too."""
+        may be missing."""
         if self.caching:
-            told = names if names is not None and names.tells_content else None
-            self._naming.fill(self._entries[holder], hashes, told, edges_full=edges_full)
+            entry = self._entries[holder]
+            assert not entry.leased
+            for block_hash in hashes[len(entry.chain) :]:
+                self._name(entry, block_hash, edges_full=edges_full)
 
-    def fill_partly(self, holder: Holder, names: HashChain, token_ids: Sequence[int]) -> None:
-        """Behind its full blocks, all named, the holder's last one has these tokens and will never
-        be written again; it is found in part."""
-        if self.caching and names.tells_content and len(token_ids) >= LEAST_COPIED_TOKENS:
-            self._naming.fill_partly(self._entries[holder], names, token_ids)
+    def _name(self, entry: Holding, block_hash: BlockHash, *, edges_full: bool) -> None:
+        """The block behind the chain is called that."""
+        place = entry.place(len(entry.chain), edges_full=edges_full)
+        parent = entry.chain[-1] if entry.chain else None
+        block, twins = self.cache.insert(block_hash, parent, place)
+        entry.chain.append(block)
+        entry.twins += twins
 
     def trim(self, holder: Holder, position: int) -> None:
         """Give back what the query at `position`, and those after it, don't see."""
@@ -243,15 +218,12 @@ class BlockTables:
             self.cache.release(group, real(table[kept:]))
             del table[kept:]
 
-    def release(self, holder: Holder, *, distrusted: bool = False) -> None:
-        """Give everything back; releasing what isn't held is fine. If `distrusted`, its named
-        blocks aren't found again, but for those that others need."""
+    def release(self, holder: Holder) -> None:
+        """Give everything back; releasing what isn't held is fine."""
         entry = self._entries.pop(holder, None)
         if entry is None:
             return
         self._room.release(entry)
-        if distrusted:
-            self.cache.drop(entry.chain)
 
     # --- looking --------------------------------------------------------------------------------
 
@@ -279,7 +251,7 @@ class BlockTables:
         lost = 0
         for group, pool in enumerate(self.pools):
             known = {b for entry in self._entries.values() for b in entry.real(group)}
-            known |= {b for e in self._entries.values() for g, b in e.extras if g == group}
+            known |= {b for e in self._entries.values() for g, b in e.twins if g == group}
             lost += pool.count - pool.available - len(known)
         return lost
 

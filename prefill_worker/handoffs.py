@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.step import Command, Tick
+from kvpool.canary import BlocksDigested, DigestBlocks, is_chosen
 from kvpool.handoff import (
     CancelTransfer,
     Committed,
@@ -22,15 +23,17 @@ from kvrelay.types import Incarnation, RequestKey
 from prefill_worker.job import Job
 from prefill_worker.jobs import Jobs
 
-Event = FromPeer | PeerLost | SlabWritten | LayersWritten | OfferSettled | Tick
+Event = FromPeer | PeerLost | SlabWritten | LayersWritten | OfferSettled | BlocksDigested | Tick
 
 
 @dataclass(slots=True, kw_only=True)
 class Handoffs:
-    """`peers` are connected and have said hello."""
+    """`peers` are connected and have said hello. The KV of one request in `canary_every` is checked
+    by the decode worker (0: of none)."""
 
     jobs: Jobs
     mode: HandoffMode
+    canary_every: int = 0
     transfers: int = 0
     transfer_bytes: int = 0
     transfer_s: float = 0.0
@@ -44,6 +47,8 @@ class Handoffs:
                 return self._written(event, now_s)
             case LayersWritten(layer=layer):
                 return self._layers_written(layer)
+            case BlocksDigested():
+                return self._digested(event)
             case OfferSettled():
                 return [command for job in self.jobs.live() for command in self._commit(job)]
             case PeerLost(peer=peer, reason=reason):
@@ -121,7 +126,18 @@ class Handoffs:
         if job.cancelled is not None or not job.may_commit or not self._is_stored(job):
             return []
         job.committing = True
-        return [job.sender.commit(job.first, job.finished, job.sketch)]
+        span = job.sender.handed_over
+        if span is None or not is_chosen(job.key.request_id, self.canary_every):
+            return [job.sender.commit(job.first, job.finished)]
+        return [DigestBlocks(holder=job.holder, span=span, tables=self.jobs.tables(job))]
+
+    def _digested(self, event: BlocksDigested) -> list[Command]:
+        """The blocks of a job that is over may be others' by now."""
+        key = event.holder.key
+        if key not in self.jobs or self.jobs[key].cancelled is not None:
+            return []
+        job = self.jobs[key]
+        return [job.sender.commit(job.first, job.finished, event.digests[0])]
 
     def _is_stored(self, job: Job) -> bool:
         """With `pool`, what the decode worker is to fetch there."""

@@ -1,9 +1,8 @@
 """One prompt on its way through a prefill worker. Pure.
 
 prompt ids, and those emitted by earlier attempts
-[0 .......... computed)          KV is in the blocks; first what was found, then what was run
-[computed, + copied)             the step on the device copies it from another's block
-             [+ copied, length)  to be run, in chunks
+[0 ...... computed)  KV is in the blocks; first what was found, then what was run
+[computed, length)   to be run, in chunks
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from engine.finish import finish_reason, needs_history
 from engine.scoring import scoring_of
 from engine.step import Sampled, SampleRequest, SequenceSlice
 from kvpool.block_names import HashChain
-from kvpool.canary import LogitSketch
 from kvpool.hashes import BlockHash
 from kvpool.holder import Holder
 from kvpool.layout import Tables
@@ -26,7 +24,7 @@ from prefill_worker.sender import Sender
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """`cached` tokens were found or copied. `first` is the first token drawn of each choice,
+    """`cached` tokens were found. `first` is the first token drawn of each choice,
     `finished` are the choices that end with it. It came `arrival`-th, and alone it would take
     `left_s` more."""
 
@@ -39,11 +37,9 @@ class Job:
     cached: int = 0
     origin: PrefixOrigin = PrefixOrigin.COMPUTED
     computed: int = 0
-    copied: int = 0
     started: bool = False
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
-    sketch: LogitSketch | None = None
     committing: bool = False
 
     @property
@@ -67,10 +63,6 @@ class Job:
         return self.message.within_s
 
     @property
-    def begun(self) -> int:
-        return self.end(0)
-
-    @property
     def prompt(self) -> Sequence[int]:
         return self.message.spec.context_ids
 
@@ -85,11 +77,11 @@ class Job:
 
     @property
     def remaining(self) -> int:
-        return len(self.prompt) - self.computed - self.copied
+        return len(self.prompt) - self.computed
 
     def end(self, take: int) -> int:
         """What is computed when a step with `take` tokens of it has run."""
-        return self.computed + self.copied + take
+        return self.computed + take
 
     @property
     def seen_from(self) -> int:
@@ -114,11 +106,6 @@ class Job:
         return self.names.full(self.computed)
 
     @property
-    def rest(self) -> Sequence[int]:
-        """The tokens behind the last full block."""
-        return self.prompt[len(self.prompt) // self.names.block_size * self.names.block_size :]
-
-    @property
     def cancelled(self) -> str | None:
         """Why no more is done for it."""
         return self.sender.cancelled
@@ -138,15 +125,8 @@ class Job:
         self.cached = self.computed = tokens
         self.origin = origin
 
-    def begins_like_another(self, tokens: int) -> None:
-        """The first step copies the KV of `tokens` more."""
-        self.copied = tokens
-        self.cached += tokens
-        if self.origin is PrefixOrigin.COMPUTED:
-            self.origin = PrefixOrigin.DEVICE
-
     def ran(self, take: int) -> None:
-        self.computed, self.copied = self.end(take), 0
+        self.computed += take
 
     def started_event(self, now_s: float) -> Lifetime:
         return Lifetime(
@@ -159,7 +139,7 @@ class Job:
 
     def slice(self, take: int, tables: Tables) -> SequenceSlice:
         """The next `take` tokens; with the last ones, a token of each choice is drawn."""
-        start = self.end(0)
+        start = self.computed
         return SequenceSlice(
             key=self.key,
             choice=0,
@@ -168,7 +148,6 @@ class Job:
             tables=tables,
             samples=self._samples() if take == self.remaining else (),
             prompt_tokens=len(self.prompt),
-            sketch_ids=() if self.sender.checked else None,
             scoring=scoring_of(self.message.spec, start, start + take),
         )
 

@@ -5,9 +5,6 @@ blocks are taken all at once before its first chunk (in groups with a window, th
 One that is half computed keeps its blocks when another goes before it, and that one takes all of
 its own at once, window or not: so at most one asks for more, and all others can end without. Where
 the first in order lacks blocks, none behind it takes any: those it waits for are on their way out.
-
-The first chunk begins where an earlier prompt parts from it: behind the whole blocks that both
-share, the tokens that still agree are copied.
 """
 
 from __future__ import annotations
@@ -16,9 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.prompts.order import Order
 from engine.scoring import MOST_SCORED_TOKENS
-from kvpool.copies import CopyPairs
 from kvpool.openings import Openings
-from kvpool.tables import BlockTables
 from kvrelay.types import PrefixOrigin, RequestKey
 from prefill_worker.job import Job
 
@@ -28,7 +23,6 @@ class PromptQueue:
     order: Order[Job] = field(default_factory=Order)
     awaiting_prefill: dict[RequestKey, Job] = field(default_factory=dict)
     on_device: tuple[tuple[Job, int], ...] = ()  # job, its tokens in the step
-    copies: tuple[CopyPairs, ...] = ()  # to be made before the step
     _opened: dict[RequestKey, Job] = field(default_factory=dict)  # of those that wait
     _growing: Job | None = None
     """It has yet to ask for some of its blocks."""
@@ -66,7 +60,7 @@ class PromptQueue:
             if not self._try_choose(job, step):
                 self._choose_opened(step)
                 break
-        self.on_device, self.copies = tuple(step.chosen.items()), tuple(step.copies)
+        self.on_device = tuple(step.chosen.items())
         return self.on_device
 
     def _try_choose(self, job: Job, step: _Step) -> bool:
@@ -88,13 +82,10 @@ class PromptQueue:
 
     # --- afterwards -----------------------------------------------------------------------------
 
-    def take_ran(
-        self, tables: BlockTables, seconds: float, now_s: float
-    ) -> tuple[tuple[Job, int], ...]:
+    def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[Job, int], ...]:
         """A step is over that took so long."""
-        ran, self.on_device, self.copies = self.on_device, (), ()
+        ran, self.on_device = self.on_device, ()
         for job, take in ran:
-            tables.copied(job.holder)
             job.ran(take)
         self.order.ran(ran, seconds, now_s)
         return ran
@@ -120,7 +111,6 @@ class _Step:
     budget_tokens: int
     scored_tokens: int = MOST_SCORED_TOKENS
     chosen: dict[Job, int] = field(default_factory=dict)  # its tokens in the step
-    copies: list[CopyPairs] = field(default_factory=list)
 
     def try_open(self, job: Job, *, whole: bool) -> bool:
         """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
@@ -128,7 +118,7 @@ class _Step:
             job.holder,
             len(job.prompt),
             hashes=job.reusable,
-            ahead_tokens=len(job.prompt) if whole else self._ahead_tokens(job),
+            ahead_tokens=len(job.prompt) if whole else self.budget_tokens,
             now_s=self.now_s,
             source=None if job.is_scored else job.message.prefix_source,
         )
@@ -137,19 +127,13 @@ class _Step:
         job.opened(found, PrefixOrigin.DEVICE if found else PrefixOrigin.COMPUTED)
         return True
 
-    def _ahead_tokens(self, job: Job) -> int:
-        """Its next chunk, and what may be copied before it: all of a block, if it was cached since
-        the job was opened."""
-        copied = 0 if job.started else self.openings.tables.layout.block_size
-        return self.budget_tokens + copied
-
     def has_all_blocks(self, job: Job) -> bool:
         return self.openings.tables.capacity(job.holder) >= len(job.prompt)
 
     def try_go_on(self, job: Job) -> bool:
         """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
         tables = self.openings.tables
-        end = min(len(job.prompt), job.computed + self._ahead_tokens(job))
+        end = min(len(job.prompt), job.computed + self.budget_tokens)
         if not tables.try_grow(job.holder, len(job.prompt), window_tokens=end, now_s=self.now_s):
             return False
         if not self.openings.waits(job.holder):
@@ -157,22 +141,10 @@ class _Step:
         return True
 
     def _take(self, job: Job) -> None:
+        take = min(self.budget_tokens, job.remaining)
         if job.is_scored:
-            take = min(self.budget_tokens, job.remaining, self.scored_tokens)
+            take = min(take, self.scored_tokens)
             self.scored_tokens -= take
-        else:
-            if not job.started:
-                self._copy(job)
-            take = min(self.budget_tokens, job.remaining)
         if take:
             self.budget_tokens -= take
             self.chosen[job] = take
-
-    def _copy(self, job: Job) -> None:
-        """At least the last token is run, for its logits."""
-        tokens, pairs = self.openings.tables.begin_like_another(
-            job.holder, job.names, job.prompt, end=len(job.prompt) - 1
-        )
-        if tokens:
-            job.begins_like_another(tokens)
-            self.copies.append(pairs)

@@ -13,7 +13,6 @@ from dataclasses import InitVar, dataclass, field
 from engine.prompts.order import Order
 from engine.scoring import scored_event
 from engine.step import Command, Emit, RunStep, StepBatch, StepDone, StepWanted
-from kvpool.canary import is_chosen
 from kvpool.handoff import HandoffMode
 from kvpool.holder import Holder
 from kvpool.openings import Openings
@@ -32,21 +31,21 @@ Event = Prefill | Abort | StepWanted | StepDone | Restored | handoffs.Event
 
 @dataclass(slots=True, kw_only=True)
 class PrefillScheduler:
-    """`chunk_tokens` bounds one step's tokens. The KV of one request in `canary_every` is checked
-    by the decode worker (0: of none). `order` says who goes first."""
+    """`chunk_tokens` bounds one step's tokens. `canary_every` is that of Handoffs. `order` says who
+    goes first."""
 
     openings: Openings
     chunk_tokens: int
     mode: InitVar[HandoffMode] = HandoffMode.PUSH
-    canary_every: int = 0
+    canary_every: InitVar[int] = 0
     order: InitVar[Order[Job] | None] = None
     prompt_tokens: int = 0
     jobs: Jobs = field(init=False)
     handoffs: Handoffs = field(init=False)
 
-    def __post_init__(self, mode: HandoffMode, order: Order[Job] | None) -> None:
+    def __post_init__(self, mode: HandoffMode, canary_every: int, order: Order[Job] | None) -> None:
         self.jobs = Jobs(openings=self.openings, queue=PromptQueue(order or Order()))
-        self.handoffs = Handoffs(jobs=self.jobs, mode=mode)
+        self.handoffs = Handoffs(jobs=self.jobs, mode=mode, canary_every=canary_every)
 
     @property
     def tables(self) -> BlockTables:
@@ -85,7 +84,6 @@ class PrefillScheduler:
             layout=self.tables.layout,
             mode=self.handoffs.mode,
             peer=None if target is None else self.handoffs.peers.get(target),
-            checked=target is not None and is_chosen(key.request_id, self.canary_every),
         )
         names = self.tables.names_of(message.spec)
         job = Job(sender=sender, holder=Holder("prefill", key), names=names)
@@ -104,8 +102,7 @@ class PrefillScheduler:
         ahead = [*self._announce_cached(fresh), *self._announce(chosen)]
         slices = tuple(job.slice(take, self.tables.tables(job.holder)) for job, take in chosen)
         marks = {m for job, take in chosen for m in job.sender.layer_marks(job.end(take))}
-        copies, batch = self.queue.copies, StepBatch(slices=slices)
-        step = RunStep(batch=batch, copies=copies, layer_marks=frozenset(marks))
+        step = RunStep(batch=StepBatch(slices=slices), layer_marks=frozenset(marks))
         return [*self._started(fresh, now_s), *ahead, step]
 
     def _restored(self, event: Restored, now_s: float) -> list[Command]:
@@ -134,7 +131,7 @@ class PrefillScheduler:
         return [Emit(events=tuple(job.started_event(now_s) for job in fresh))] if fresh else []
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
-        ran = self.queue.take_ran(self.tables, done.seconds, now_s)
+        ran = self.queue.take_ran(done.seconds, now_s)
         self.openings.computed(sum(take for _, take in ran), done.seconds)
         events: list[WorkerEvent] = []
         for i, ((job, take), sampled) in enumerate(zip(ran, done.outcome.sampled, strict=True)):
@@ -142,19 +139,13 @@ class PrefillScheduler:
             events.append(Lifetime(key=job.key, at_s=now_s, name="prefill_chunk", tokens=take))
             if (entries := done.outcome.prompt_logprobs.get(i)) is not None:
                 events.append(scored_event(job.message.spec, job.computed, take, entries, now_s))
-            self._name(job)
+            self.tables.fill(job.holder, job.filled)
             self.tables.trim(job.holder, job.seen_from)
             if sampled and job.cancelled is None:
                 events += job.take_first(sampled, now_s)
-                job.sketch = done.outcome.sketches.get(i)
                 self.queue.remove(job)
         after = [command for job, _ in ran for command in self.handoffs.after_chunk(job, now_s)]
         return [Emit(events=tuple(events)), *after]
-
-    def _name(self, job: Job) -> None:
-        self.tables.fill(job.holder, job.filled, names=job.names)
-        if not job.remaining:
-            self.tables.fill_partly(job.holder, job.names, job.rest)
 
     def validate(self) -> None:
         self.jobs.validate()

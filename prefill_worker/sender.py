@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvpool.canary import LogitSketch, first_query
+from kvpool.canary import KvDigest, prompt_from
 from kvpool.codec_choice import wire_dtype
 from kvpool.handoff import (
     Commit,
@@ -53,14 +53,12 @@ class _Announced:
 
 @dataclass(slots=True, kw_only=True)
 class Sender:
-    """`peer` is None until the target has said hello. `checked`: the decode worker runs the
-    prompt's last token again."""
+    """`peer` is None until the target has said hello."""
 
     message: Prefill
     layout: KvLayout
     mode: HandoffMode
     peer: KvFacts | None
-    checked: bool = False
     cancelled: str | None = None
     _planned: list[TokenSpan] = field(default_factory=list)
     _pieces: list[_Announced] = field(default_factory=list)
@@ -112,7 +110,7 @@ class Sender:
     @property
     def next_position(self) -> int:
         """What the query there sees is handed over."""
-        return first_query(self.message.spec.context_tokens, checked=self.checked)
+        return self.message.spec.context_tokens
 
     def _announce(self, tables: Tables) -> list[SendPeer]:
         if self.peer is None:
@@ -215,11 +213,18 @@ class Sender:
 
     # --- endings --------------------------------------------------------------------------------
 
+    @property
+    def handed_over(self) -> TokenSpan | None:
+        """What the decode worker did not hold; None: nothing is sent."""
+        if not self._pieces:
+            return None
+        return prompt_from(self.message.held_tokens, self.next_position)
+
     def commit(
         self,
         first: tuple[int, ...],
         finished: tuple[int, ...],
-        sketch: LogitSketch | None = None,
+        digest: KvDigest | None = None,
     ) -> SendPeer:
         """All pieces are sent and the first token drawn of each choice is known."""
         assert self.all_sent and self.settled
@@ -231,7 +236,7 @@ class Sender:
                 first_token_ids=first,
                 finished_choices=finished,
                 resumed_ids=spec.resumed_by(0) if spec.sampling.n == 1 else (),
-                sketch=sketch,
+                digest=digest,
             )
         )
 

@@ -9,7 +9,7 @@ from random import Random
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import RequestSpec
 from router.core import RouterCore
-from router.open_policies import open_admission, open_placement
+from router.open_policies import dispatch_of, moves_of, open_admission, open_placement
 from router.policies import DEFAULT_POLICIES, Policies
 from router.workers import Workers
 
@@ -32,7 +32,7 @@ def begin(beginning: Beginning) -> RouterCore:
         placing=open_placement(beginning.policies, Random(beginning.seed)),
         admitting=open_admission(beginning.policies),
         tiers=beginning.tiers,
-        move_hot_spots=beginning.policies.move_hot_spots,
-        shared_queue=beginning.policies.shared_queue,
+        open_dispatch=dispatch_of(beginning.policies),
+        open_moves=moves_of(beginning.policies),
         workers=Workers(decode_alone=beginning.policies.decode_alone),
     )

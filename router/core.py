@@ -31,7 +31,7 @@ from router.admitting.predictive import Predictive
 from router.deciding import Deciding
 from router.delivering import Delivering
 from router.directory import Directory
-from router.dispatching import Dispatching, open_queue
+from router.dispatching import Dispatch, OpenDispatch, open_direct
 from router.ending import Ending
 from router.events import (
     Aborted,
@@ -49,16 +49,14 @@ from router.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.forecast.forecast import Forecast
-from router.forecast.lifetimes import Lifetimes
+from router.forecast.forecast import Forecast, open_forecast
 from router.generation import GenerationRequest
 from router.ladder import Ladders
-from router.latency.margins import Margin
 from router.latency.output_lengths import OutputLengths
 from router.learning import Learning
 from router.ledger import Ledger
 from router.legs import Legs
-from router.moving import Moving
+from router.moving import Moves, OpenMoves, no_moves
 from router.placing.kv_aware import KvAware
 from router.placing.policy import PlacementPolicy
 from router.promises import Promises
@@ -75,10 +73,6 @@ from router.workers import Workers
 
 _LAST = (Released, ReserveRefused)
 """Of a request at a worker."""
-CONFIDENCE = 0.95
-"""The share of admitted requests that are to keep their objectives."""
-AT_FIRST = 0.02
-"""By how much first tokens are taken to be later than predicted before any has come."""
 PLACING = KvAware()
 ADMITTING = Predictive()
 
@@ -93,8 +87,8 @@ class RouterCore:
     tiers: QosTiers = ONE_TIER
     placing: InitVar[PlacementPolicy] = PLACING
     admitting: InitVar[AdmissionPolicy] = ADMITTING
-    move_hot_spots: InitVar[bool] = False
-    shared_queue: InitVar[bool] = False
+    open_dispatch: InitVar[OpenDispatch] = open_direct
+    open_moves: InitVar[OpenMoves] = no_moves
     lengths: OutputLengths = field(default_factory=OutputLengths)
     promises: Promises = field(default_factory=Promises)
     forecast: Forecast = field(init=False)
@@ -102,9 +96,9 @@ class RouterCore:
     deciding: Deciding = field(init=False)
     refusing: Refusing = field(init=False)
     learning: Learning = field(init=False)
-    dispatching: Dispatching = field(init=False)
+    dispatch: Dispatch = field(init=False)
     legs: Legs = field(init=False)
-    moving: Moving = field(init=False)
+    moving: Moves = field(init=False)
     seeking: Seeking = field(init=False)
     ending: Ending = field(init=False)
     delivering: Delivering = field(init=False)
@@ -114,23 +108,17 @@ class RouterCore:
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     quarantine: Quarantine = field(default_factory=Quarantine)
     recent_pairs: RecentPairs = field(default_factory=RecentPairs)
+    local_prefills: int = 0  # prompts that decode workers took, though there are others for that
 
     def __post_init__(
         self,
         placing: PlacementPolicy,
         admitting: AdmissionPolicy,
-        move_hot_spots: bool,
-        shared_queue: bool,
+        open_dispatch: OpenDispatch,
+        open_moves: OpenMoves,
     ) -> None:
-        each = (1 + CONFIDENCE) / 2  # of two objectives
-        queue = open_queue(self.tiers, self.workers) if shared_queue else None
-        self.forecast = Forecast(
-            self.workers,
-            queue,
-            ttft=Margin(confidence=each, at_first=AT_FIRST),
-            tpot=Margin(confidence=each),
-            lifetimes=Lifetimes(self.lengths),
-        )
+        self.dispatch = open_dispatch(self.workers, self.tiers)
+        self.forecast = open_forecast(self.workers, self.dispatch.turn_in_s, self.lengths)
         self.ladders = Ladders(self.tiers)
         self.refusing = Refusing(promises=self.promises, workers=self.workers)
         self.learning = Learning(
@@ -150,12 +138,11 @@ class RouterCore:
             forecast=self.forecast,
             tiers=self.tiers,
         )
-        self.dispatching = Dispatching(deciding=self.deciding, queue=queue)
-        self.legs = Legs(workers=self.workers, dispatching=self.dispatching)
-        self.moving = Moving(self.deciding, self.legs, self.attempts, enabled=move_hot_spots)
+        self.legs = Legs(workers=self.workers, dispatch=self.dispatch)
+        self.moving = open_moves(self.deciding, self.legs, self.attempts)
         self.seeking = Seeking(
             deciding=self.deciding,
-            dispatching=self.dispatching,
+            dispatch=self.dispatch,
             refusing=self.refusing,
             waiting=self.waiting,
             workers=self.workers,
@@ -178,7 +165,7 @@ class RouterCore:
         return [
             *self._handle(event, now_s),
             *self.seeking.ask_again(now_s),
-            *self.dispatching.give(now_s),
+            *self.dispatch.give(self.deciding, now_s),
             *self._climb(now_s),
         ]
 
@@ -257,8 +244,8 @@ class RouterCore:
             view.forget(event.key, now_s)
         if isinstance(event, ReserveRefused):
             view.draining |= event.reason == DRAINING.reason
-        if event.key in self.moving:
-            return self.moving.answered(event, now_s)
+        if (answered := self.moving.answered(event, now_s)) is not None:
+            return answered
         request = self.requests.get(event.key.request_id)
         if request is None or request.key != event.key or view.incarnation not in request.legs:
             return []
@@ -291,7 +278,8 @@ class RouterCore:
         request.ledger.mark("reserved", now_s)
         self.learning.reserved(request, now_s)
         self.waiting.leave(request.request_id)
-        begin = self.dispatching.reserved(request, held_tokens, now_s)
+        self.local_prefills += request.ledger.is_local
+        begin = self.dispatch.reserved(request, held_tokens, now_s)
         if request.admitted:
             return begin
         request.admitted = True
@@ -309,7 +297,7 @@ class RouterCore:
         self.recent_pairs.forget(incarnation)
         self.moving.lost(incarnation, now_s)
         affected = [one for one in self.requests.values() if incarnation in one.legs]
-        affected += self.dispatching.stranded(now_s) if view.prefills else []
+        affected += self.dispatch.stranded(self.deciding, now_s) if view.prefills else []
         message = f"worker {view.hello.name} was lost"
         return [
             command
@@ -320,8 +308,7 @@ class RouterCore:
     def validate(self) -> None:
         """A request waits, or is with workers that are here."""
         assert all(name in self.requests for name in self.waiting)
-        if self.dispatching.queue is not None:
-            self.dispatching.queue.validate()
+        self.dispatch.validate()
         for request in self.requests.values():
             assert all(leg in self.workers for leg in request.legs), f"{request.key} is nowhere"
             assert request.placement or request.request_id in self.waiting, f"{request.key}"

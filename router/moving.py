@@ -1,5 +1,11 @@
 """Moves of requests that decode from one worker to another. Pure; part of a router's core.
 
+Which sequences leave a worker before it overflows, and where to, is TetriInfer's policy
+(arXiv:2401.11181 §3.4: long sequences are moved). A worker is a hot spot when what runs there will,
+at its fullest moment, have more blocks than there are, or take longer for a step than the strictest
+of its objectives. It sheds until it is below its low mark, to workers that stay below theirs: what
+lies between the marks moves nothing.
+
     decodes -> Reserve at the target, still decodes -> (Reserved) aborted here, resumed there
                                            `-> (ReserveRefused) decodes on
 
@@ -9,8 +15,10 @@ What it says between Reserve and Reserved is not drawn again: the prefill says w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol
 
 from kvrelay.messages import Abort, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
@@ -19,7 +27,6 @@ from router.admitting.policy import Admitted
 from router.candidate import Candidate, Prediction
 from router.deciding import Deciding
 from router.events import Command, Send
-from router.hot_spots import Decoding, Load, suggest
 from router.legs import Legs
 from router.placement import Pair
 from router.request import Request
@@ -37,6 +44,86 @@ MOST_TARGETS = 4
 """That are looked at: those with the most free blocks."""
 WORTH = 0.25
 """A move may pause a request for this share of the time that it still takes."""
+HIGH, LOW = 1.0, 0.9
+"""Shares of a worker's blocks, and of its objective for a step."""
+FEWEST_LEFT_TOKENS = 32
+"""One that ends sooner isn't worth its handoff."""
+
+
+class Moves(Protocol):
+    """`moved` counts those whose target has taken them."""
+
+    @property
+    def moved(self) -> int: ...
+
+    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        """The worker has told its load: some may leave it."""
+
+    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
+        """None: the event is of no move."""
+
+    def lost(self, worker: Incarnation, now_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoMoves:
+    moved: int = 0
+
+    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        return []
+
+    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
+        return None
+
+    def lost(self, worker: Incarnation, now_s: float) -> None:
+        return
+
+
+OpenMoves = Callable[[Deciding, Legs, Iterator[int]], Moves]
+
+
+def no_moves(deciding: Deciding, legs: Legs, attempts: Iterator[int]) -> NoMoves:
+    return NoMoves()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """A sequence with a context of `tokens` now, which yields `left_tokens` more."""
+
+    request_id: str
+    tokens: int
+    left_tokens: int
+    may_move: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What decodes at a worker. `other_blocks` are held there for others than `sequences`."""
+
+    worker: WorkerView
+    sequences: Sequence[Decoding]
+    other_blocks: int = 0
+
+    def without(self, one: Decoding) -> Load:
+        kept = [other for other in self.sequences if other is not one]
+        return Load(worker=self.worker, sequences=kept, other_blocks=self.other_blocks)
+
+    def beside(self, one: Decoding) -> Load:
+        return Load(
+            worker=self.worker,
+            sequences=[*self.sequences, one],
+            other_blocks=self.other_blocks,
+        )
+
+    def share(self) -> float:
+        """Of the blocks, or of the strictest objective, whichever is nearer to its end."""
+        hello, objective_s = self.worker.hello, self.worker.outlook.strictest_tpot_s
+        tokens, sequences = fullest(self.sequences)
+        blocks = self.other_blocks + tokens / hello.block_size + sequences
+        if objective_s is None:
+            return blocks / hello.total_blocks
+        step_s = self.worker.decode_s(sequences, tokens)
+        return max(blocks / hello.total_blocks, step_s / objective_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +138,17 @@ class Move:
 
 @dataclass(slots=True)
 class Moving:
-    """`moved` counts those whose target has taken them."""
+    """Implements `Moves`."""
 
     deciding: Deciding
     legs: Legs
     attempts: Iterator[int]
-    enabled: bool = False
     moved: int = 0
     _pending: dict[RequestKey, Move] = field(default_factory=dict)
     _looked_s: dict[Incarnation, float] = field(default_factory=dict)
 
-    def __contains__(self, key: RequestKey) -> bool:
-        return key in self._pending
-
     def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
         """Asks the targets of those that are to leave it; they decode on meanwhile."""
-        if not self.enabled:
-            return []
         return [
             command
             for request, target in self._wanted(view, now_s)
@@ -160,8 +241,10 @@ class Moving:
         emitted = tuple(request.choices[0].delivered)
         return replace(request.spec, key=key, emitted_ids=emitted, resumed=())
 
-    def answered(self, event: WorkerEvent, now_s: float) -> list[Command]:
+    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
         """Nothing changes where the target refuses, or the request went on otherwise."""
+        if event.key not in self._pending:
+            return None
         move = self._take(event.key, now_s)
         if not isinstance(event, Reserved):
             return []
@@ -200,3 +283,40 @@ def _is_worth(prediction: Prediction, left_tokens: int) -> bool:
     """So it is where the workers haven't told their times."""
     decode = prediction.decode
     return not decode.step_s or decode.joins_in_s < WORTH * left_tokens * decode.step_s
+
+
+# --- which of them --------------------------------------------------------------------------------
+
+
+def fullest(sequences: Iterable[Decoding]) -> tuple[int, int]:
+    """The most tokens that they will have at once, each growing by one a step until it ends, and
+    how many sequences have them."""
+    longest_first = sorted(sequences, key=lambda one: one.left_tokens, reverse=True)
+    sums = accumulate(one.tokens for one in longest_first)
+    moments = zip(sums, enumerate(longest_first, 1), strict=True)
+    return max(((now + n * one.left_tokens, n) for now, (n, one) in moments), default=(0, 0))
+
+
+def suggest(load: Load, targets: Sequence[Load], most: int) -> list[tuple[Decoding, WorkerView]]:
+    """At most so many moves, longest sequences first; none while the worker will not overflow."""
+    if load.share() <= HIGH:
+        return []
+    moves: list[tuple[Decoding, WorkerView]] = []
+    room = list(targets)
+    for one in sorted(load.sequences, key=lambda one: one.tokens, reverse=True):
+        if len(moves) == most or load.share() <= LOW:
+            break
+        if not one.may_move or one.left_tokens < FEWEST_LEFT_TOKENS:
+            continue
+        target = _roomiest(one, room)
+        if target is not None:
+            moves.append((one, target.worker))
+            room = [t.beside(one) if t is target else t for t in room]
+            load = load.without(one)
+    return moves
+
+
+def _roomiest(one: Decoding, targets: Sequence[Load]) -> Load | None:
+    shares = [(target.beside(one).share(), at) for at, target in enumerate(targets)]
+    share, at = min(shares, default=(LOW, 0))
+    return targets[at] if share < LOW else None

@@ -1,4 +1,4 @@
-"""Opens placement and admission policies by the names that a cluster file gives them. Pure."""
+"""Opens what a cluster file chooses for a router: placement, admission, dispatch, moves. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from router.admitting.policy import AdmissionPolicy
 from router.admitting.predictive import Predictive
 from router.admitting.queue_limit import QueueLimit
 from router.admitting.unlimited import Unlimited
+from router.dispatching import OpenDispatch, open_direct
+from router.moving import Moving, OpenMoves, no_moves
 from router.placing.kv_aware import KvAware
 from router.placing.least_loaded import LeastLoaded
 from router.placing.local_cache import LocalCache
+from router.placing.local_prefill import LocalPrefill
 from router.placing.policy import PlacementPolicy
 from router.placing.random_pair import Randomness, RandomPair
 from router.placing.round_robin import RoundRobin
 from router.policies import Policies
+from router.shared_queue import open_shared_queue
 
 
 def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolicy:
@@ -27,7 +31,7 @@ def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolic
         case "local_cache":
             return LocalCache()
         case "kv_aware":
-            return KvAware(local_prefill=policies.local_prefill)
+            return LocalPrefill() if policies.local_prefill else KvAware()
         case other:
             raise AssertionError(f"no placement policy {other}")
 
@@ -44,3 +48,11 @@ def open_admission(policies: Policies) -> AdmissionPolicy:
             return Predictive()
         case other:
             raise AssertionError(f"no admission policy {other}")
+
+
+def dispatch_of(policies: Policies) -> OpenDispatch:
+    return open_shared_queue if policies.shared_queue else open_direct
+
+
+def moves_of(policies: Policies) -> OpenMoves:
+    return Moving if policies.move_hot_spots else no_moves

@@ -16,7 +16,7 @@ from kvrelay.types import (
     Sampling,
 )
 from router.admitting.policy import Admitted
-from router.candidate import Prediction
+from router.candidate import Candidate, Prediction
 from router.generation import ChoiceTokens, GenerationRequest
 from router.latency.errors import prediction_errors
 from router.ledger import Ledger
@@ -52,7 +52,7 @@ class Request:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     moves: int = 0  # to other decode workers
     stood_back_s: float = 0.0  # for others, while it decoded
-    is_queued: bool = False  # its prompt waits at the router, for any prefill worker
+    prefill_worker: Incarnation | None = None  # has its prompt, or gets it when there is a place
     digest: int = field(init=False)  # by which it is known when it comes again
     key: RequestKey = field(init=False)
     emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
@@ -130,11 +130,6 @@ class Request:
         return min(self.found_tokens or 0, len(self.submitted.prompt_ids))
 
     @property
-    def prefilled_locally(self) -> bool:
-        """Its decode worker computes the prompt, though there are others for that."""
-        return self.placed is not None and self.placed.candidate.is_local
-
-    @property
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)
 
@@ -182,10 +177,10 @@ class Request:
         """The workers that this attempt still needs."""
         if self.placed is None:
             return ()
-        candidate = self.placed.candidate
-        if candidate.prefill is None or self.is_queued or self.handed_over:
-            return (candidate.decode.incarnation,)
-        return (candidate.decode.incarnation, candidate.prefill.incarnation)
+        decode = self.placed.candidate.decode.incarnation
+        if self.prefill_worker is None or self.handed_over:
+            return (decode,)
+        return (decode, self.prefill_worker)
 
     def decodes_at(self, worker: Incarnation) -> bool:
         """This attempt's decode worker is that one."""
@@ -194,12 +189,23 @@ class Request:
     def place(self, admitted: Admitted, now_s: float) -> None:
         self.placed = admitted
         self.placed_s = now_s
-        self.is_queued = False
-        self.ledger.is_local = self.prefilled_locally
+        self.prefill_worker = admitted.candidate.placement.prefill
+        self.ledger.is_local = admitted.candidate.is_local
         if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(admitted.candidate.decode.incarnation)
         self.ledger.mark("placed", now_s)
+
+    def keep_prompt(self) -> None:
+        """Its prompt waits at the router: any prefill worker may get it."""
+        self.prefill_worker = None
+
+    def give_prompt(self, candidate: Candidate, now_s: float) -> None:
+        """Its prompt has waited at the router, and goes to the prefill worker of `candidate`."""
+        assert self.placed is not None
+        self.placed = replace(self.placed, candidate=candidate)
+        self.prefill_worker = candidate.placement.prefill
+        self.ledger.mark("dispatched", now_s)
 
     def cap(self, max_tokens: int) -> None:
         if max_tokens < self.submitted.sampling.max_tokens:

@@ -12,7 +12,7 @@ from math import inf
 
 from router.admitting.policy import Admitted, Deferred
 from router.deciding import Deciding
-from router.dispatching import Dispatching
+from router.dispatching import Dispatch
 from router.events import Command, Fail, Refuse
 from router.refusal import Refusal
 from router.refusing import Refusing
@@ -24,7 +24,7 @@ from router.workers import Workers
 @dataclass(slots=True, kw_only=True)
 class Seeking:
     deciding: Deciding
-    dispatching: Dispatching
+    dispatch: Dispatch
     refusing: Refusing
     waiting: WaitingRoom
     workers: Workers
@@ -39,7 +39,7 @@ class Seeking:
             case Deferred(refusal=refusal, patience_s=patience_s):
                 return self._wait(request, refusal, patience_s, now_s)
             case Admitted() as admitted:
-                return self.dispatching.place(request, demand, admitted, now_s)
+                return self.dispatch.place(request, demand, admitted, now_s)
 
     def ask_again(self, now_s: float) -> list[Command]:
         """Whoever is refused again waits on, and its line with it."""
@@ -61,7 +61,7 @@ class Seeking:
         """It seeks nothing any more."""
         del self.requests[request.request_id]
         self.waiting.leave(request.request_id)
-        self.dispatching.forget(request)
+        self.dispatch.forget(request)
 
     def _refuse(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
         if request.admitted:

@@ -62,7 +62,6 @@ WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = 
 CANARY_RESULTS: tuple[tuple[str, Callable[[Counters], int]], ...] = (
     ("passed", lambda c: c.canaries_passed),
     ("mismatched", lambda c: c.canaries_mismatched),
-    ("skipped", lambda c: c.canaries_skipped),
 )
 
 
@@ -128,7 +127,7 @@ def orphaned_blocks(workers: Sequence[WorkerStatus], model_name: str) -> GaugeMe
 
 def _canaries(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
     """By worker, as the decode side counts them."""
-    text = "Handed-over KV that was checked by recomputing the last prompt position."
+    text = "Handed-over KV whose digest was compared with that of the prefill worker."
     checks = CounterMetricFamily("kvrelay:canary_checks", text, labels=(*LABELS, "result"))
     for worker in workers:
         labels = (model_name, worker.name, worker.role)

@@ -10,10 +10,10 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench.bundled_model.corpus import ABOUT, TELL_STORY
 from bench.live.offered import Mix
 from bench.models import SMOLLM_135M, write_random_llama
 from engine.bundled import checkpoint_path
-from engine.bundled.dialogue import ABOUT, TELL_STORY
 from engine.checkpoint import find_text_files
 from router.tokenizer import TextTokenizer
 

@@ -214,7 +214,7 @@ def pool_node(
         str | None, typer.Option(metavar="SIZE", help="The most that it takes there.")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What goes first: lru, lfu or reuse.")
+        str | None, typer.Option(metavar="NAME", help="What goes first: lru or reuse.")
     ] = None,
     transport: Annotated[
         list[str] | None,

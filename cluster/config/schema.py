@@ -68,9 +68,9 @@ class Engine(Section):
     """Size of the KV pool of one worker; auto: what memory_fraction leaves."""
     prefix_caching: bool = True
     """Keep the KV of finished requests while there is room, for those with the same prefix."""
-    eviction: Literal["lru", "lfu", "reuse"] = "lru"
-    """Which cached block goes first: the longest unused, the least used, or the one least likely
-    to be used again as learnt from the pool's history. Never one that others continue."""
+    eviction: Literal["lru", "reuse"] = "lru"
+    """Which cached block goes first: the longest unused, or the one least likely to be used again
+    as learnt from the pool's history. Never one that others continue."""
     compile: AutoOrOff = "auto"
     """auto: on a CPU a worker takes seconds when it starts to make its steps faster, less the next
     time; on CUDA it multiplies at once what has one input; off: the model runs as transformers has
@@ -148,8 +148,8 @@ class Transfer(Section):
     staging_bytes: AutoBytes = None
     """All these buffers together; auto: the KV of a prefill chunk for each."""
     canary_every: Annotated[int, Field(ge=0)] = 0
-    """For one request in so many the decode worker checks that the KV it got yields the logits of
-    the prefill worker; 0: for none."""
+    """For one request in so many the decode worker compares the KV it got with a digest of the
+    prefill worker's; 0: for none. Not with `handoff: pool`."""
     lease_ttl: Seconds = 30.0
     """How long blocks and slabs stay held for a peer that makes no progress."""
 
@@ -189,10 +189,9 @@ class Pool(Section):
     """A folder for the disk tier, which survives restarts; null: no disk tier."""
     disk_size: Bytes = 32 * 2**30
     """The most that the disk tier takes."""
-    policy: Literal["lru", "lfu", "reuse"] = "lru"
+    policy: Literal["lru", "reuse"] = "lru"
     """Which blocks go first when a tier is full, leaves before what they continue. lru: those idle
-    longest; lfu: those least used; reuse: those that the tier's history says are least likely to be
-    used again."""
+    longest; reuse: those that the tier's history says are least likely to be used again."""
     transports: AutoFarTransports = None
     """Links for workers of other hosts; those of its own find it over shared memory. auto: those of
     transfer.transports."""

@@ -32,7 +32,6 @@ from kvpool.pool.client_events import (
     PoolLost,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SendPool,
     StoreBlocks,
 )
@@ -43,7 +42,7 @@ from kvrelay.types import WIRE_VERSION, Incarnation
 
 PoolEvent = ClientEvent | AskFar | FromFar
 
-PoolAnswer = OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
+PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
 
 
 class PoolSide:
@@ -109,7 +108,7 @@ class PoolSide:
                     self._link.send(message)
                 case StoreBlocks() | FetchBlocks():
                     self._mover.put(PoolJob(command, self._link, self._post))
-                case OfferSettled() | PrefixFound() | PrefixFetched() | PrefixPinned():
+                case OfferSettled() | PrefixFound() | PrefixFetched():
                     answers.append(command)
                 case _:
                     assert_never(command)

@@ -15,7 +15,6 @@ from kvpool.pool.client_events import (
     OfferSettled,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SeekPrefix,
 )
 from kvpool.tiers.restores import Restored
@@ -68,8 +67,6 @@ class PoolTurns:
                     case PrefixFound() | PrefixFetched():
                         ended = self._openings.answer(answer, time.monotonic())
                         outcomes += [] if ended is None else [ended]
-                    case PrefixPinned():
-                        pass
             events.extend(self._openings.take_outbox())
         return outcomes
 

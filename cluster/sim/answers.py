@@ -39,6 +39,8 @@ class Answers:
             return ()
         number = int(one.key.request_id)
         token = Sampled(token_id=END + 1 + number)
+        if len(one.samples) > 1:  # the first token of each choice
+            return (token,) * len(one.samples)
         if one.samples[0].index + steps < self._output[number]:
             return (token,) * steps
         return (*(token,) * (steps - 1), self._end)

@@ -9,6 +9,7 @@ from cluster.sim.clock import Clock
 from cluster.sim.fabric import Fabric
 from cluster.worker.events import Incoming
 from cluster.worker.outlet import MoveJob
+from kvpool.canary import BlocksDigested, DigestBlocks, KvDigest
 from kvpool.handoff import PeerHello, SlabFilled
 from kvpool.handoff_events import (
     FetchPiece,
@@ -114,6 +115,9 @@ class SimMover:
                 self._scatter(job)
             case FetchPiece() | PullBlocks():
                 self._read(job)
+            case DigestBlocks(holder=holder, span=span):
+                same = KvDigest(start=span.start, planes=())
+                self._later(0.0, BlocksDigested(holder=holder, digests=(same,)))
             case ReplaceSlab(slab_id=slab_id):
                 self._later(0.0, SlabReplaced(slab_id=slab_id, region=f"{self._me}-{slab_id}"))
             case _:

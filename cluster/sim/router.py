@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from cluster.sim.answers import Answers
 from cluster.sim.arrivals import Arrival
@@ -58,6 +58,10 @@ class _Stream:
         self._router.later(said)
 
 
+class Client(Protocol):
+    def hear(self, command: Admit | Refuse | Deliver | Fail) -> None: ...
+
+
 class SimRouter:
     """`latency_s` is that of a message to a worker, or back."""
 
@@ -67,7 +71,7 @@ class SimRouter:
         self._latency_s = latency_s
         self._workers: dict[Incarnation, SimWorker] = {}
         self._streams: dict[Incarnation, _Stream] = {}
-        self._clients: Clients | None = None
+        self._clients: Client | None = None
 
     def attach(self, worker: SimWorker) -> None:
         """It may come at any time."""
@@ -77,7 +81,7 @@ class SimRouter:
         self.hear(WorkerJoined(hello=worker.hello))
         worker.hear((RouterJoined(stream),))
 
-    def serve(self, clients: Clients) -> None:
+    def serve(self, clients: Client) -> None:
         self._clients = clients
 
     def later(self, said: WorkerSaid) -> None:
@@ -206,7 +210,7 @@ class Clients:
             outcome.first_token_s = now_s
             request = self._admitted.pop(command.request_id)
             outcome.cached_tokens = request.cached_tokens
-            outcome.prefilled_locally = request.prefilled_locally
+            outcome.prefilled_locally = request.ledger.is_local
         outcome.last_token_s = now_s
         outcome.tokens += sum(len(one.token_ids) for one in command.tokens)
         outcome.done = command.done

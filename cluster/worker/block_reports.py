@@ -28,7 +28,7 @@ class BlockReports:
         """For a router that attaches, after `take`."""
         if self._cache.changes is None:
             return []
-        return [*_stored([block.hash for block in self._cache.full])]
+        return [*_stored([block.hash for block in self._cache.index])]
 
     def take(self) -> list[BlockChanges]:
         """What is new since the last call."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 
 from cluster.settings import WorkerSettings
-from cluster.worker.formats import block_names, codecs_of
+from cluster.worker.formats import block_names
 from engine.activity import Report, unheard
-from engine.canary import canary_bound
 from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.parallel.load import load_split
@@ -80,17 +79,3 @@ def open_tables(settings: WorkerSettings, engine: Engine) -> BlockTables:
         caching=settings.prefix_caching,
         policy=settings.eviction,
     )
-
-
-def checked_bound(settings: WorkerSettings, engine: Engine) -> float | None:
-    """How far logits may differ over KV that is right; None: no KV is checked."""
-    if settings.canary_every == 0:
-        return None
-    mixed = settings.allow_mixed_precision
-    bound = canary_bound(engine, codecs_of(settings), mixed_precision=mixed)
-    if bound is None:
-        log.warning("transfer.canary_every: no KV is checked, experts vary with their input")
-        return None
-    log.info("canary: logits may differ by %.2g of their spread", bound)
-    engine.canary_bound = bound
-    return bound

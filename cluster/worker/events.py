@@ -8,6 +8,7 @@ from typing import Protocol
 
 from cluster.pool.news import FromFar
 from engine.step import StepDone
+from kvpool.canary import BlocksDigested
 from kvpool.handoff_events import (
     FromPeer,
     LayersWritten,
@@ -90,6 +91,7 @@ Incoming = (
     | PeerLost
     | LinkMeasured
     | SlabWritten
+    | BlocksDigested
     | SlabScattered
     | SlabReplaced
     | PieceFetched

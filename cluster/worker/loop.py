@@ -36,6 +36,7 @@ from cluster.worker.step_turns import StepDevice, StepTurns
 from decode_worker.scheduler import DecodeScheduler
 from engine.correction import StepPace
 from engine.step import StepDone, Tick
+from kvpool.canary import BlocksDigested
 from kvpool.handoff import TO_PREFILL, Commit, PeerHello
 from kvpool.handoff_events import (
     FromPeer,
@@ -186,6 +187,9 @@ class WorkerLoop:
                 self._from_router(stream, message)
             case PieceFetched() | SlabScattered() | SlabReplaced():
                 self._outlet.execute(self.decode.handle(event, self._now()))
+            case BlocksDigested(holder=holder):
+                scheduler = self.prefill if holder.side == "prefill" else self.decode
+                self._outlet.execute(scheduler.handle(event, self._now()))
             case SlabWritten():
                 self._outlet.execute(self.prefill.handle(event, self._now()))
             case BlocksPulled():

@@ -14,7 +14,9 @@ from collections.abc import Callable
 
 from cluster.peers import PeerLinks
 from cluster.trace import NO_TRACE, Trace, Value
+from engine.step import Move
 from engine.threads import use_threads
+from kvpool.canary import BlocksDigested, DigestBlocks
 from kvpool.handoff import SlabFilled
 from kvpool.handoff_events import (
     FetchPiece,
@@ -27,6 +29,7 @@ from kvpool.handoff_events import (
     WriteSlab,
 )
 from kvpool.memory.collate import read_slab, write_slab
+from kvpool.memory.digest import digest
 from kvpool.memory.direct import fetch
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.pull import BlocksPulled, PullBlocks
@@ -38,8 +41,8 @@ from kvpool.write import Side, Write
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 
-Job = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
-Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled
+Job = Move | PullBlocks
+Outcome = SlabWritten | SlabScattered | PieceFetched | SlabReplaced | BlocksPulled | BlocksDigested
 
 
 class Mover:
@@ -106,6 +109,8 @@ class Mover:
                     self._post(self._fetch(job))
                 case PullBlocks():
                     self._post(self._pull(job))
+                case DigestBlocks():
+                    self._post(self._digest(job))
                 case ReplaceSlab(slab_id=slab_id):
                     self._post(self._replace(slab_id))
 
@@ -205,6 +210,11 @@ class Mover:
         error = self._read(job)
         seconds = time.monotonic() - started_s
         return BlocksPulled(pull=job.pull, bytes=job.write.nbytes, seconds=seconds, error=error)
+
+    def _digest(self, job: DigestBlocks) -> BlocksDigested:
+        with self._trace.span("digest", request=job.holder.key.request_id):
+            digests = digest(self._memory, job.tables, job.span)
+        return BlocksDigested(holder=job.holder, digests=digests)
 
     def _read(self, job: FetchPiece | PullBlocks) -> str | None:
         """Why it failed, if it did."""

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from cluster.router_streams import RouterStreams
 from cluster.worker.preloads import Preloads
-from engine.step import Command, Emit, RunStep
-from kvpool.handoff_events import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
+from engine.step import Command, Emit, Move, RunStep
+from kvpool.handoff_events import SendPeer
 from kvpool.pull import PullBlocks
 from kvrelay.messages import LinkState, Released, RequestFailed, ReserveRefused, WorkerEvent
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _LAST = (Released, ReserveRefused)
 """Of a request at this worker."""
 
-MoveJob = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | PullBlocks
+MoveJob = Move | PullBlocks
 
 
 class Links(Protocol):
@@ -56,10 +56,10 @@ class Outlet:
                     self._emit(events)
                 case SendPeer():
                     self._links.send(command)
-                case WriteSlab() | ScatterSlab() | FetchPiece() | ReplaceSlab() | PullBlocks():
-                    self._mover.put(command)
                 case RunStep():
                     raise AssertionError("a step that was not offered")
+                case _:
+                    self._mover.put(command)
 
     def _emit(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:

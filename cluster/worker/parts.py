@@ -16,7 +16,7 @@ from cluster.pool.turns import PoolTurns
 from cluster.settings import WorkerSettings
 from cluster.trace import NO_TRACE, Trace, open_trace
 from cluster.worker.caches import open_caches
-from cluster.worker.engine import UNMAPPED, checked_bound, open_engine, open_tables
+from cluster.worker.engine import UNMAPPED, open_engine, open_tables
 from cluster.worker.events import Crashed, Incoming
 from cluster.worker.formats import codec_offer
 from cluster.worker.links import endpoint_options, open_links, open_mover
@@ -97,14 +97,13 @@ def _build_around(
     device = _device(settings, engine, inbox, trace)
     opened.callback(device.close)
     openings = open_caches(settings, tables, staging)
-    bound = checked_bound(settings, engine)
     times = step_times(settings, engine, report)
     pace = StepPace(times)
     loop = WorkerLoop(
         device,
         openings,
-        prefill_scheduler(settings, openings, bound, pace),
-        decode_scheduler(settings, engine, staging, offer, openings, mover, bound, pace),
+        prefill_scheduler(settings, openings, pace),
+        decode_scheduler(settings, engine, staging, offer, openings, mover, pace),
         inbox,
         max_model_len=engine.facts.max_model_len,
         pace=pace,

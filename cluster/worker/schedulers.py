@@ -20,13 +20,13 @@ from prefill_worker.scheduler import PrefillScheduler
 
 
 def prefill_scheduler(
-    settings: WorkerSettings, openings: Openings, canary_bound: float | None, times: StepTimes
+    settings: WorkerSettings, openings: Openings, times: StepTimes
 ) -> PrefillScheduler:
     return PrefillScheduler(
         openings=openings,
         chunk_tokens=settings.prefill_chunk_tokens,
         mode=HandoffMode(settings.handoff),
-        canary_every=settings.canary_every if canary_bound is not None else 0,
+        canary_every=settings.canary_every,
         order=prefill_order(settings, times),
     )
 
@@ -38,7 +38,6 @@ def decode_scheduler(
     offer: CodecOffer,
     openings: Openings,
     mover: Mover,
-    canary_bound: float | None,
     times: StepTimes,
 ) -> DecodeScheduler:
     receiver = Receiver(
@@ -47,7 +46,6 @@ def decode_scheduler(
         regions={slab: region.name for slab, region in mover.regions.items()},
         leases=LeaseTable(settings.lease_ttl_s),
         mode=HandoffMode(settings.handoff),
-        canary_every=settings.canary_every if canary_bound is not None else 0,
     )
     receiver.pools.offer = offer
     receiver.pools.ranks = engine.memory.map.ranks
@@ -62,5 +60,4 @@ def decode_scheduler(
     return DecodeScheduler(
         receiver=receiver,
         batch=batch,
-        canary_bound=canary_bound,
     )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
@@ -27,17 +28,26 @@ Places = Mapping[int, tuple[int, int]]
 OpenBackend = Callable[[KvMemory, tuple[GroupShape, ...], Places], Backend]
 
 TORCH = "sdpa"
-_OPENERS = {
-    "native": ("engine.native.backend", "NativeBackend"),
-    "triton": ("engine.backends.triton", "TritonBackend"),
-    "flashinfer": ("engine.backends.flashinfer", "FlashInferBackend"),
-    "flash": ("engine.backends.flash", "FlashBackend"),
-    "flex": ("engine.backends.flex", "FlexBackend"),
-    TORCH: ("engine.backends.sdpa", "SdpaBackend"),
+
+
+class _Listed(NamedTuple):
+    """The module is imported when it is used. `copies_kv`: each layer's KV is gathered before it is
+    used. `measured`: "auto" may choose it on CUDA."""
+
+    module: str
+    kind: str
+    copies_kv: bool = False
+    measured: bool = False
+
+
+_BACKENDS = {
+    "native": _Listed("engine.native.backend", "NativeBackend"),
+    "triton": _Listed("engine.backends.triton", "TritonBackend", measured=True),
+    "flashinfer": _Listed("engine.backends.flashinfer", "FlashInferBackend", measured=True),
+    "flash": _Listed("engine.backends.flash", "FlashBackend", measured=True),
+    "flex": _Listed("engine.backends.flex", "FlexBackend", copies_kv=True),
+    TORCH: _Listed("engine.backends.sdpa", "SdpaBackend", copies_kv=True, measured=True),
 }
-"""# name |-> (module, class); the module is imported when it is used"""
-_MEASURED = ("triton", "flashinfer", "flash", TORCH)
-"""What "auto" chooses from on CUDA. flex is left out: it copies the KV that it reads."""
 
 
 def group_shapes(layout: KvLayout, layers: Mapping[int, LayerShape]) -> tuple[GroupShape, ...]:
@@ -61,7 +71,7 @@ def group_shapes(layout: KvLayout, layers: Mapping[int, LayerShape]) -> tuple[Gr
 
 
 def choose(name: str, wanted: Wanted) -> str:
-    """`name` is a key of the openers or "auto". Raises ModelError, naming the YAML key."""
+    """`name` is a key of the table above, or "auto". Raises ModelError, naming the YAML key."""
     if name != "auto":
         reason = NEEDS[name](wanted)
         if reason is not None:
@@ -75,7 +85,7 @@ def choose(name: str, wanted: Wanted) -> str:
 
 def usable(wanted: Wanted) -> list[str]:
     """Those that "auto" chooses from."""
-    return [candidate for candidate in _MEASURED if NEEDS[candidate](wanted) is None]
+    return [name for name, one in _BACKENDS.items() if one.measured and not NEEDS[name](wanted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +98,7 @@ class Chosen:
     @property
     def copies_kv(self) -> bool:
         """Whether each layer's KV is gathered before it is used."""
-        return self.name in (TORCH, "flex")
+        return _BACKENDS[self.name].copies_kv
 
 
 def choose_backend(
@@ -105,8 +115,8 @@ def choose_backend(
 
 
 def opener(name: str) -> OpenBackend:
-    module, kind = _OPENERS[name]
-    found: OpenBackend = getattr(import_module(module), kind)
+    listed = _BACKENDS[name]
+    found: OpenBackend = getattr(import_module(listed.module), listed.kind)
     return found
 
 

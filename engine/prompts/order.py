@@ -79,7 +79,7 @@ class Order(Generic[P]):
         if self.times is None:
             return 0.0
         try:
-            return self.times.step_s(prefill_work(prompt.remaining, prompt.begun))
+            return self.times.step_s(prefill_work(prompt.remaining, prompt.computed))
         except NotCovered:
             return 0.0
 

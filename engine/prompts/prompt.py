@@ -29,7 +29,7 @@ class Prompt(Protocol):
         """How soon after it came its first token is due."""
 
     @property
-    def begun(self) -> int:
+    def computed(self) -> int:
         """Tokens whose KV is there."""
 
     @property

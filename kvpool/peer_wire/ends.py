@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import assert_never
 
-from kvpool.canary import LogitSketch
+from kvpool.canary import KvDigest, PlaneDigest
 from kvpool.handoff import CancelTransfer, Commit, Committed, EndMessage, TransferCancelled
 from kvpool.peer_wire.key import decode_key, encode_key
 from kvrelay.errors import PeerError
@@ -52,7 +51,7 @@ def _commit(message: Commit) -> pb.Commit:
         first_token_ids=message.first_token_ids,
         resumed_ids=message.resumed_ids,
         finished_choices=message.finished_choices,
-        sketch=None if message.sketch is None else pb.LogitSketch(**asdict(message.sketch)),
+        digest=None if message.digest is None else _digest(message.digest),
     )
 
 
@@ -63,15 +62,15 @@ def _commit_of(commit: pb.Commit) -> Commit:
         first_token_ids=tuple(commit.first_token_ids),
         resumed_ids=tuple(commit.resumed_ids),
         finished_choices=tuple(commit.finished_choices),
-        sketch=_sketch_of(commit.sketch) if commit.HasField("sketch") else None,
+        digest=_digest_of(commit.digest) if commit.HasField("digest") else None,
     )
 
 
-def _sketch_of(sketch: pb.LogitSketch) -> LogitSketch:
-    return LogitSketch(
-        token_ids=tuple(sketch.token_ids),
-        logits=tuple(sketch.logits),
-        log_sum_exp=sketch.log_sum_exp,
-        spread=sketch.spread,
-        bound=sketch.bound,
-    )
+def _digest(digest: KvDigest) -> pb.KvDigest:
+    planes = (pb.PlaneDigest(norms=plane.norms, sums=plane.sums) for plane in digest.planes)
+    return pb.KvDigest(start=digest.start, planes=planes)
+
+
+def _digest_of(digest: pb.KvDigest) -> KvDigest:
+    planes = (PlaneDigest(norms=tuple(p.norms), sums=tuple(p.sums)) for p in digest.planes)
+    return KvDigest(start=digest.start, planes=tuple(planes))

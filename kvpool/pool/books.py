@@ -13,7 +13,6 @@ from kvpool.block_origins import BlockOrigins
 from kvpool.pool.fetches import Fetches
 from kvpool.pool.messages import PoolTier
 from kvpool.pool.stores import Stores
-from kvpool.tiers.checked_blocks import CheckedBlocks
 from kvpool.tiers.disk_tier import DiskTier
 from kvpool.tiers.tier_blocks import TierBlocks
 from kvrelay.types import Incarnation
@@ -30,8 +29,8 @@ class TierStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldForWorker:
-    """Host blocks that a worker writes (granted), may still write (fenced), reads, wants from disk
-    (loading) or has pinned."""
+    """Host blocks that a worker writes (granted), may still write (fenced), reads or wants from
+    disk (loading)."""
 
     worker: Incarnation
     state: str
@@ -47,7 +46,6 @@ class PoolBooks:
     disk: DiskTier
     stores: Stores
     fetches: Fetches
-    blocks: CheckedBlocks
     origins: BlockOrigins
 
     def counts(self) -> dict[str, int]:
@@ -88,13 +86,6 @@ class PoolBooks:
                 blocks=len(fetch.chain),
                 age_s=now_s - fetch.since_s,
             )
-        for worker, pin in self.blocks.pins():
-            yield HeldForWorker(
-                worker=worker,
-                state="pinned",
-                blocks=len(pin.hashes),
-                age_s=now_s - pin.since_s,
-            )
 
     def orphaned(self) -> int:
         """Places and slots that are taken and blocks that are kept, for no one: always 0."""
@@ -102,7 +93,6 @@ class PoolBooks:
         lost = len(self.host.reserved) - len(written)
         lost += len(self.disk.blocks.reserved) - self.disk.writing
         kept = {block.hash for _, fetch in self.fetches.items() for block in fetch.chain}
-        kept.update(block_hash for _, pin in self.blocks.pins() for block_hash in pin.hashes)
         return lost + self.host.held - len(kept) + self.disk.blocks.held
 
 

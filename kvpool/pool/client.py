@@ -18,33 +18,25 @@ from kvpool.pool.client_events import (
     DropPrefix,
     FromNode,
     OfferBlocks,
-    PinPrefix,
     PoolJoined,
     PoolLost,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SeekPrefix,
     SendPool,
-    SpoilPrefix,
-    UnpinPrefix,
     WantPrefix,
 )
 from kvpool.pool.client_fetches import ClientFetches
 from kvpool.pool.client_stores import ClientStores
 from kvpool.pool.messages import (
-    FetchDone,
     Fetched,
     FromPool,
     LookedUp,
     LookupWanted,
-    Pinned,
-    PinWanted,
     PoolRefused,
     PoolWelcome,
     StoreGranted,
     ToPool,
-    Unpin,
 )
 
 
@@ -64,7 +56,7 @@ class PoolClient:
         self._welcome: PoolWelcome | None = None
         self._requests = 0
         self._commands: list[ClientCommand] = []
-        self._asked: dict[int, tuple[SeekPrefix | PinPrefix, float]] = {}
+        self._asked: dict[int, tuple[SeekPrefix, float]] = {}
         self.fetches = ClientFetches(outbox=self._commands)
         self.stores = ClientStores(
             outbox=self._commands,
@@ -101,18 +93,12 @@ class PoolClient:
                     self._from_node(message, self._welcome.region)
             case OfferBlocks():
                 self.stores.offer(event, connected=self.connected)
-            case SeekPrefix() | PinPrefix():
-                self._ask(event, now_s)
-            case UnpinPrefix(hashes=hashes):
-                if self.connected:
-                    self._send(Unpin(hashes=hashes))
+            case SeekPrefix():
+                self._seek(event, now_s)
             case WantPrefix():
                 self._want(event, now_s)
             case DropPrefix(key=key):
                 self.fetches.drop(key)
-            case SpoilPrefix(hashes=hashes):
-                if self.connected:
-                    self._send(FetchDone(request_no=self._next_request(), damaged=hashes))
             case BlocksStored():
                 self.stores.gathered(event, tell=self._is_at(event.region))
             case BlocksFetched():
@@ -130,8 +116,6 @@ class PoolClient:
                 self.fetches.fetched(message, region=region)
             case LookedUp(request_no=number):
                 self._found(number, message.host_blocks, message.disk_blocks)
-            case Pinned(request_no=number, pinned=pinned):
-                self._pinned(number, pinned)
             case PoolWelcome() | PoolRefused():
                 pass  # for the link
             case _:
@@ -157,7 +141,7 @@ class PoolClient:
         self.stores.lost()
         self.fetches.lost()
         for number in list(self._asked):
-            self._give_up(number)
+            self._found(number, 0, 0)
 
     def _expire(self, asked_before_s: float) -> None:
         """The node may be hung."""
@@ -165,7 +149,7 @@ class PoolClient:
         self.fetches.expire(asked_before_s)
         for number, (_, asked_s) in list(self._asked.items()):
             if asked_s <= asked_before_s:
-                self._give_up(number)
+                self._found(number, 0, 0)
 
     def _want(self, wanted: WantPrefix, now_s: float) -> None:
         assert len(wanted.targets) == len(wanted.hashes) - wanted.skip, "a target for each block"
@@ -176,32 +160,20 @@ class PoolClient:
 
     # --- questions ------------------------------------------------------------------------------
 
-    def _ask(self, question: SeekPrefix | PinPrefix, now_s: float) -> None:
+    def _seek(self, question: SeekPrefix, now_s: float) -> None:
         number = self._next_request()
         self._asked[number] = question, now_s
-        if not self.connected:
-            self._give_up(number)
-        elif isinstance(question, SeekPrefix):
+        if self.connected:
             self._send(LookupWanted(request_no=number, hashes=question.hashes))
         else:
-            self._send(PinWanted(request_no=number, hashes=question.hashes))
-
-    def _give_up(self, number: int) -> None:
-        if isinstance(self._asked[number][0], SeekPrefix):
             self._found(number, 0, 0)
-        else:
-            self._pinned(number, False)
 
     def _found(self, number: int, host_blocks: int, disk_blocks: int) -> None:
-        question, _ = self._asked.pop(number, (None, 0.0))
-        if isinstance(question, SeekPrefix):
-            found = PrefixFound(key=question.key, host_blocks=host_blocks, disk_blocks=disk_blocks)
-            self._commands.append(found)
-
-    def _pinned(self, number: int, pinned: bool) -> None:
-        question, _ = self._asked.pop(number, (None, 0.0))
-        if isinstance(question, PinPrefix):
-            self._commands.append(PrefixPinned(hashes=question.hashes, pinned=pinned))
+        if number not in self._asked:
+            return
+        question, _ = self._asked.pop(number)
+        found = PrefixFound(key=question.key, host_blocks=host_blocks, disk_blocks=disk_blocks)
+        self._commands.append(found)
 
     def validate(self) -> None:
         self.stores.validate()

@@ -80,25 +80,6 @@ class DropPrefix:
     key: RequestKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpoilPrefix:
-    """What was fetched is wrong, though its checksums were right: the node may serve it no more."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinPrefix:
-    """Keep the chain in host memory while this worker lives. Answered by PrefixPinned."""
-
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnpinPrefix:
-    hashes: tuple[BlockHash, ...]
-
-
 # --- from the executor --------------------------------------------------------------------------
 
 
@@ -141,9 +122,6 @@ ClientEvent = (
     | SeekPrefix
     | WantPrefix
     | DropPrefix
-    | SpoilPrefix
-    | PinPrefix
-    | UnpinPrefix
     | BlocksStored
     | BlocksFetched
     | ClientTick
@@ -202,14 +180,4 @@ class PrefixFetched:
     blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixPinned:
-    """`pinned` False: the chain isn't there whole, or no pool node is."""
-
-    hashes: tuple[BlockHash, ...]
-    pinned: bool
-
-
-ClientCommand = (
-    SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched | PrefixPinned
-)
+ClientCommand = SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched

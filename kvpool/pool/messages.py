@@ -155,37 +155,6 @@ class LookedUp:
     disk_blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinWanted:
-    """Keep the chain in host memory until Unpin, or until the worker is gone."""
-
-    request_no: int
-    hashes: tuple[BlockHash, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
-    """`pinned` False: the chain isn't in host memory whole."""
-
-    request_no: int
-    pinned: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unpin:
-    hashes: tuple[BlockHash, ...]
-
-
-ToPool = (
-    PoolHello
-    | StoreWanted
-    | Stored
-    | StoreAbandoned
-    | FetchWanted
-    | FetchDone
-    | LookupWanted
-    | PinWanted
-    | Unpin
-)
-FromPool = PoolWelcome | PoolRefused | StoreGranted | Fetched | LookedUp | Pinned
+ToPool = PoolHello | StoreWanted | Stored | StoreAbandoned | FetchWanted | FetchDone | LookupWanted
+FromPool = PoolWelcome | PoolRefused | StoreGranted | Fetched | LookedUp
 PoolMessage = ToPool | FromPool

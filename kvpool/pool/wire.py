@@ -19,8 +19,6 @@ from kvpool.pool.messages import (
     FetchWanted,
     LookedUp,
     LookupWanted,
-    Pinned,
-    PinWanted,
     PoolFormat,
     PoolHello,
     PoolMessage,
@@ -30,7 +28,6 @@ from kvpool.pool.messages import (
     Stored,
     StoreGranted,
     StoreWanted,
-    Unpin,
 )
 from kvpool.tiers.tier_blocks import PoolPlace
 from kvrelay.errors import PeerError
@@ -94,8 +91,6 @@ def _encode(message: PoolMessage) -> pb.PoolMessage:
             return pb.PoolMessage(welcome=welcome)
         case PoolRefused(reason=reason):
             return pb.PoolMessage(refused=pb.PoolRefused(reason=reason))
-        case Unpin(hashes=hashes):
-            return pb.PoolMessage(unpin=pb.Unpin(hashes=_joined(hashes)))
         case _:
             return _encode_numbered(message)
 
@@ -109,9 +104,7 @@ def _encode_numbered(
     | Fetched
     | FetchDone
     | LookupWanted
-    | LookedUp
-    | PinWanted
-    | Pinned,
+    | LookedUp,
 ) -> pb.PoolMessage:
     no = message.request_no
     match message:
@@ -148,10 +141,6 @@ def _encode_numbered(
         case LookedUp(host_blocks=host, disk_blocks=disk):
             found = pb.LookedUp(request_no=no, host_blocks=host, disk_blocks=disk)
             return pb.PoolMessage(looked_up=found)
-        case PinWanted(hashes=hashes):
-            return pb.PoolMessage(pin_wanted=pb.PinWanted(request_no=no, hashes=_joined(hashes)))
-        case Pinned(pinned=pinned):
-            return pb.PoolMessage(pinned=pb.Pinned(request_no=no, pinned=pinned))
         case _:
             assert_never(message)
 
@@ -175,8 +164,6 @@ def _decode(whole: bytes) -> PoolMessage:
             )
         case "refused":
             return PoolRefused(reason=envelope.refused.reason)
-        case "unpin":
-            return Unpin(hashes=_hashes(envelope.unpin.hashes))
         case _:
             return _decode_numbered(envelope)
 
@@ -222,11 +209,6 @@ def _decode_numbered(envelope: pb.PoolMessage) -> PoolMessage:
                 host_blocks=found.host_blocks,
                 disk_blocks=found.disk_blocks,
             )
-        case "pin_wanted":
-            pin = envelope.pin_wanted
-            return PinWanted(request_no=pin.request_no, hashes=_hashes(pin.hashes))
-        case "pinned":
-            return Pinned(request_no=envelope.pinned.request_no, pinned=envelope.pinned.pinned)
         case _:
             raise PeerError("a peer sent a pool message of a kind that this version does not know")
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvpool.hashes import BlockHash
 from kvpool.pool.changes import Changes
 from kvpool.pool.messages import PoolTier
 from kvpool.tiers.tier_blocks import PoolPlace, TierBlocks
-from kvrelay.types import Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    hashes: tuple[BlockHash, ...]
-    since_s: float
 
 
 class CheckedBlocks:
@@ -25,8 +17,6 @@ class CheckedBlocks:
         self.tier = tier
         self.checksums: dict[BlockHash, int] = {}
         self._changes = changes
-        # worker |-> last block of a pinned chain |-> the chain
-        self._pins: dict[Incarnation, dict[BlockHash, Pin]] = {}
 
     def room(self, count: int, *, below: Iterable[BlockHash | None]) -> tuple[PoolPlace, ...]:
         """Up to `count` reserved places."""
@@ -51,29 +41,6 @@ class CheckedBlocks:
     def spoil(self, damaged: Iterable[BlockHash]) -> None:
         gone = [block_hash for block_hash in damaged if self.tier.spoil(block_hash)]
         self._changes.removed(PoolTier.HOST, gone)
-
-    def pins(self) -> Iterator[tuple[Incarnation, Pin]]:
-        for worker, pins in self._pins.items():
-            yield from ((worker, pin) for pin in pins.values())
-
-    def pin(self, worker: Incarnation, hashes: tuple[BlockHash, ...], now_s: float) -> bool:
-        """Keep the chain while the worker lives; False when it isn't here whole."""
-        if not hashes or self.tier.match(hashes) < len(hashes):
-            return False
-        pins = self._pins.setdefault(worker, {})
-        if hashes[-1] not in pins:
-            self.tier.pin(hashes)
-            pins[hashes[-1]] = Pin(hashes, now_s)
-        return True
-
-    def unpin(self, worker: Incarnation, hashes: tuple[BlockHash, ...]) -> None:
-        pinned = self._pins.get(worker, {}).pop(hashes[-1], None) if hashes else None
-        if pinned is not None:
-            self.tier.unpin(pinned.hashes)
-
-    def unpin_all(self, worker: Incarnation) -> None:
-        for pin in self._pins.pop(worker, {}).values():
-            self.tier.unpin(pin.hashes)
 
     def validate(self) -> None:
         self.tier.validate()

@@ -38,15 +38,12 @@ from kvpool.pool.messages import (
     FromPool,
     LookedUp,
     LookupWanted,
-    Pinned,
-    PinWanted,
     PoolHello,
     PoolTier,
     StoreAbandoned,
     Stored,
     StoreGranted,
     StoreWanted,
-    Unpin,
 )
 from kvpool.pool.stores import Store, StoreKey, Stores
 from kvpool.tiers.checked_blocks import CheckedBlocks
@@ -75,7 +72,6 @@ class HostTier:
             disk=self._disk,
             stores=self._stores,
             fetches=self._fetches,
-            blocks=self._blocks,
             origins=self._origins,
         )
         self.draining = False
@@ -140,11 +136,6 @@ class HostTier:
                 self._blocks.spoil(damaged)
             case LookupWanted(request_no=number, hashes=hashes):
                 self._tell(worker, self._looked_up(number, hashes))
-            case PinWanted(request_no=number, hashes=hashes):
-                pinned = self._blocks.pin(worker, hashes, now_s)
-                self._tell(worker, Pinned(request_no=number, pinned=pinned))
-            case Unpin(hashes=hashes):
-                self._blocks.unpin(worker, hashes)
             case PoolHello():
                 self._drop(worker, "a second hello")
             case _:
@@ -161,7 +152,6 @@ class HostTier:
             self._close_store(store)
         for fetch in self._fetches.of(worker):
             self._close_fetch(fetch)
-        self._blocks.unpin_all(worker)
         self._workers.discard(worker)
         self._changes.left(worker)
 

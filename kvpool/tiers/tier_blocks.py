@@ -13,7 +13,7 @@ anew it is whole again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NewType
 
@@ -77,7 +77,7 @@ class TierBlocks:
 
     @property
     def held(self) -> int:
-        """Blocks that someone holds or has pinned."""
+        """Blocks that someone holds."""
         return self.cached - self._index.idle
 
     def serves(self, block_hash: BlockHash) -> bool:
@@ -113,7 +113,7 @@ class TierBlocks:
         with ExitStack() as kept:
             for block_hash in dict.fromkeys(below):
                 if block_hash is not None and block_hash in self._cached:
-                    kept.enter_context(self._kept(self._cached[block_hash]))
+                    kept.enter_context(self._index.kept(self._cached[block_hash]))
             evicted = self._index.try_evict(min(count, self._index.idle))
         assert evicted is not None
         for block in evicted:
@@ -141,7 +141,7 @@ class TierBlocks:
             return []
         with ExitStack() as kept:
             if above is not None:
-                kept.enter_context(self._kept(above))
+                kept.enter_context(self._index.kept(above))
             return self._insert(above, run)
 
     def _insert(
@@ -186,13 +186,6 @@ class TierBlocks:
         """These blocks were of use."""
         self.release(self.hold(hashes))
 
-    def pin(self, hashes: Sequence[BlockHash]) -> bool:
-        """Keep the whole chain until `unpin`; False when it isn't here whole."""
-        return self._index.pin(hashes)
-
-    def unpin(self, hashes: Sequence[BlockHash]) -> None:
-        self._index.unpin(hashes)
-
     def spoil(self, block_hash: BlockHash) -> bool:
         """Serve it no more: its bytes are wrong. False when it wasn't served anyway."""
         if not self.serves(block_hash):
@@ -216,15 +209,6 @@ class TierBlocks:
         self._free = [place for place in self._free if place not in taken]
         return len(kept)
 
-    @contextmanager
-    def _kept(self, block: CachedBlock) -> Iterator[None]:
-        """The block's chain is not evicted meanwhile; takes time for each of its blocks."""
-        chain = _chain_hashes(block)
-        pinned = self._index.pin(chain)
-        assert pinned
-        yield
-        self._index.unpin(chain)
-
     def validate(self) -> None:
         """The conservation law: each place exactly once free, reserved or a block's."""
         self._index.validate()
@@ -238,17 +222,6 @@ class TierBlocks:
 
 def place_of(block: CachedBlock) -> PoolPlace:
     return PoolPlace(block.place[0])
-
-
-def _chain_hashes(block: CachedBlock) -> list[BlockHash]:
-    """From the chain's start to the block."""
-    hashes: list[BlockHash] = []
-    above: CachedBlock | None = block
-    while above is not None:
-        hashes.append(above.hash)
-        above = above.parent
-    hashes.reverse()
-    return hashes
 
 
 def _rooted(blocks: dict[BlockHash, RestoredBlock]) -> list[RestoredBlock]:

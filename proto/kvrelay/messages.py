@@ -298,7 +298,6 @@ class Counters:
     busy_s: float = 0.0
     canaries_passed: int = 0
     canaries_mismatched: int = 0
-    canaries_skipped: int = 0
     links: tuple[LinkState, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
     draining: bool = False

@@ -6,7 +6,7 @@ decode side at the time the request joins: the batch then, counting what is on i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -18,24 +18,33 @@ from router.forecast.decode_outlook import BatchThen, Likely
 from router.forecast.lifetimes import Lifetimes
 from router.forecast.usual_prompts import UsualPrompts
 from router.latency.margins import Margin
-from router.shared_queue import SharedQueue
+from router.latency.output_lengths import OutputLengths
 from router.view import WorkerView
 
 UNMEASURED_BYTES_PER_S = 1e11
 """Of a worker's links as long as none has been measured: a guess, which should refuse nobody."""
 ALIKE = 0.05
 """Steps that differ by no more are taken to last equally long."""
+CONFIDENCE = 0.95
+"""The share of admitted requests that are to keep their objectives."""
+AT_FIRST = 0.02
+"""Before any has come, first tokens are taken to be later than predicted by this share."""
 LAST_LAYERS = 0.25
 """Of a chunk's KV, what leaves when all of it is computed."""
 
 
+def at_once(priority: int, now_s: float) -> float:
+    """Prompts don't wait at the router."""
+    return 0.0
+
+
 @dataclass(slots=True)
 class Forecast:
-    """`ttft` and `tpot` say how far to trust it. `queue`: where prompts wait for any worker.
-    `lifetimes` and `prompts`: how long outputs and inputs are."""
+    """`turn_in_s`: after how many seconds a new prompt of a priority leaves the router. `ttft` and
+    `tpot` say how far to trust it. `lifetimes` and `prompts`: how long outputs and inputs are."""
 
     workers: Mapping[Incarnation, WorkerView]
-    queue: SharedQueue | None = None
+    turn_in_s: Callable[[int, float], float] = at_once
     ttft: Margin = field(default_factory=lambda: Margin(confidence=0.5))
     tpot: Margin = field(default_factory=lambda: Margin(confidence=0.5))
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
@@ -124,11 +133,8 @@ class Forecast:
     def _queue_s(self, demand: Demand, candidate: Candidate, now_s: float) -> float:
         """At the worker, and before it at the router where prompts wait there."""
         worker = candidate.prefiller
-        here_s = _wait_s(worker, demand.priority, now_s)
-        if self.queue is None or not worker.prefills:
-            return here_s
-        busy_s = (_wait_s(w, inf, now_s) for w in self.workers.values() if w.prefills)
-        return max(here_s, self.queue.starts_in_s(demand.priority, busy_s, now_s))
+        here_s = wait_s(worker, demand.priority, now_s)
+        return max(here_s, self.turn_in_s(demand.priority, now_s)) if worker.prefills else here_s
 
     @staticmethod
     def _beside(candidate: Candidate, now_s: float) -> StepWork | None:
@@ -216,6 +222,21 @@ class Forecast:
         return _with(_others(demand, worker), worker.outlook.met_by(joins_s, ends_s, now_s))
 
 
+def open_forecast(
+    workers: Mapping[Incarnation, WorkerView],
+    turn_in_s: Callable[[int, float], float],
+    lengths: OutputLengths,
+) -> Forecast:
+    each = (1 + CONFIDENCE) / 2  # of two objectives
+    return Forecast(
+        workers,
+        turn_in_s,
+        ttft=Margin(confidence=each, at_first=AT_FIRST),
+        tpot=Margin(confidence=each),
+        lifetimes=Lifetimes(lengths),
+    )
+
+
 def messages_s(candidate: Candidate) -> float:
     """Until the prefill worker begins, if it is free: as measured at these workers."""
     reserving_s = 0.0 if candidate.prefill is None else candidate.decode.reserving.usual_s
@@ -254,7 +275,7 @@ def _with(others: BatchThen | None, own: BatchThen) -> BatchThen:
     return BatchThen(own.sequences + others.sequences, own.kv_tokens + others.kv_tokens)
 
 
-def _wait_s(worker: WorkerView, priority: float, now_s: float) -> float:
+def wait_s(worker: WorkerView, priority: float, now_s: float) -> float:
     """Behind this router's prompts, and what others have sent there."""
     waiting, queue = worker.counters.prefill_waiting_tokens, worker.queue
     if not queue.token_s:

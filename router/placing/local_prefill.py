@@ -1,5 +1,5 @@
-"""Prompts that a decode worker had better compute itself: nothing is handed over, but its batch
-waits for them. Pure.
+"""`kv_aware`, and prompts that a decode worker had better compute itself: nothing is handed over,
+but its batch waits for them. Pure.
 
 Suggested are short rests of prompts, at the decode workers that are best otherwise or have most of
 the prompt cached, where all who decode keep their TPOT objectives. Without any prefill worker,
@@ -8,11 +8,14 @@ every one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from heapq import nlargest
 from typing import NamedTuple
 
 from router.candidate import Candidate, PromptPrediction
 from router.demand import Demand
+from router.placing.kv_aware import Look, Ranked, by_rank, cheapest, is_in_time, rank_of, ways
 from router.placing.policy import Choice
 from router.view import WorkerView
 
@@ -24,6 +27,39 @@ OTHERS = 0.1
 """What each of those that decode there waits counts so much of what the request itself does."""
 IDLEST, HOLDERS = 2, 2
 """So many are looked at, of those that are best otherwise and of those with most of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPrefill:
+    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
+        look = Look.at(demand, choice, now_s)
+        yield from ways(sorted((*look.ranked, *_better(look)), key=by_rank))
+        if choice.prefills:
+            yield from look.others()
+        else:
+            yield from (Candidate(decode=worker, prefill=None) for worker in look.rest())
+
+
+def _better(look: Look) -> Iterator[Ranked]:
+    """Decode workers that compute the prompt themselves, where that is better than the best way
+    without."""
+    demand, choice, now_s = look.demand, look.choice, look.now_s
+    near = look.decodes[:IDLEST] if choice.prefills else look.decodes
+    more = [w for w in holders(demand, choice) if all(w is not one for _, one in near)]
+    if more:
+        near = [*near, *cheapest(demand, more, choice, look.joins_in_s, now_s)]
+    for steps, worker in near:
+        local = local_way(demand, choice, worker, now_s)
+        if local is None:
+            continue
+        in_time = is_in_time(demand, choice, local.prompt)
+        rank = rank_of(demand, choice, now_s, None, worker, local.prompt, in_time, steps)
+        alike, missed, done_s = rank
+        rank = (alike, missed, done_s + local_cost_s(local.prompt, worker))
+        if look.ranked and rank >= look.ranked[0][0]:
+            continue
+        if not hurts(choice, worker, local.prompt, steps.own_s, now_s):
+            yield rank, local.way, worker
 
 
 def holders(demand: Demand, choice: Choice) -> list[WorkerView]:

@@ -21,7 +21,7 @@ import torch
 from cluster.cli import main as cli
 from cluster.pool.side import PoolAnswer, PoolEvent, PoolSide
 from kvpool.far_fetches import AskFar
-from kvpool.hashes import BlockHash, block_hash, cache_salt
+from kvpool.hashes import BlockHash, block_hashes, cache_salt, token_bytes
 from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.pool.client_events import (
@@ -29,11 +29,9 @@ from kvpool.pool.client_events import (
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
-    PinPrefix,
     PoolJoined,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SeekPrefix,
     WantPrefix,
 )
@@ -56,10 +54,7 @@ def layout(dim: int = 64) -> KvLayout:
 
 def chain(name: int, blocks: int) -> tuple[BlockHash, ...]:
     """Chains of different names share nothing."""
-    hashes: list[BlockHash] = []
-    for _ in range(blocks):
-        hashes.append(block_hash(hashes[-1] if hashes else None, [name], _SALT))
-    return tuple(hashes)
+    return tuple(block_hashes(None, token_bytes([name] * blocks), 1, _SALT))
 
 
 class PoolWorker:
@@ -142,12 +137,6 @@ class PoolWorker:
         found = self.answer()
         assert isinstance(found, PrefixFound)
         return found.host_blocks, found.disk_blocks
-
-    def pin(self, hashes: tuple[BlockHash, ...]) -> bool:
-        self.tell(PinPrefix(hashes=hashes))
-        found = self.answer()
-        assert isinstance(found, PrefixPinned)
-        return found.pinned
 
     def want(self, hashes: tuple[BlockHash, ...], first_block: int) -> None:
         targets = tuple((BlockId(first_block + i),) for i in range(len(hashes)))

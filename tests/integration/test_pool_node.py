@@ -80,22 +80,19 @@ def test_what_a_worker_stored_is_there_when_it_is_gone(start: Start) -> None:
         assert second.fetch((*hashes, *other), first_block=9) == 20
         assert _same(second.blocks(9, 20), kept)
         assert second.fetch(other) == 0
-        assert second.pin(hashes[:5])
-        assert not second.pin(other)
     node.stop()
 
 
-def test_a_full_tier_evicts_the_oldest_but_not_what_is_pinned(start: Start) -> None:
+def test_a_full_tier_evicts_the_oldest(start: Start) -> None:
     node = start(*_host(8))
     with pool_worker(start.address) as worker:
         worker.await_connected()
         worker.store(chain(1, 3))
-        assert worker.pin(chain(1, 3))
         worker.store(chain(2, 4))
-        worker.store(chain(3, 5))
-        assert worker.seek(chain(1, 3)) == (3, 0)
-        assert worker.seek(chain(2, 4)) == (0, 0)
-        assert worker.seek(chain(3, 5)) == (5, 0)
+        worker.store(chain(3, 4))
+        assert worker.seek(chain(1, 3)) == (0, 0)
+        assert worker.seek(chain(2, 4)) == (4, 0)
+        assert worker.seek(chain(3, 4)) == (4, 0)
     node.stop()
 
 

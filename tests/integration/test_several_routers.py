@@ -20,6 +20,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Role
 from router.directory import Tiers
+from router.moving import Moving
 from router.policies import Policies
 from router.preload import PreloadText
 from router.tier_match import TierMatch
@@ -261,4 +262,6 @@ def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: H
                 seen["large"].draining = False
             assert [future.result()[0] for future in found] == stayed
         assert sum(core.moving.moved for core in cores) > 0
-        wait_until(lambda: not any(core.moving._pending for core in cores), "no move is left")
+        pending = [one._pending for core in cores if isinstance(one := core.moving, Moving)]
+        assert len(pending) == len(cores)
+        wait_until(lambda: not any(pending), "no move is left")

@@ -12,9 +12,9 @@ import pytest
 
 from kvrelay.messages import Prefill, ToWorker
 from kvrelay.types import Role
-from router.dispatching import is_free
 from router.link import WorkerLink
 from router.policies import Policies
+from router.shared_queue import is_free
 from tests.integration.split_kit import (
     PATIENCE_S,
     Cluster,
@@ -85,7 +85,7 @@ def test_what_waits_at_the_router_keeps_its_place_at_the_decode_worker(
     """No prefill worker is free for longer than leases last."""
     asked, busy = prompts(6, 600), threading.Event()
     monkeypatch.setattr(
-        "router.dispatching.is_free", lambda worker: is_free(worker) and not busy.is_set()
+        "router.shared_queue.is_free", lambda worker: is_free(worker) and not busy.is_set()
     )
     with WorkerHost() as other, serving(llama, other, ttl_s=2.0) as cluster:
         core = cluster.router.process.dispatcher.core
@@ -94,7 +94,7 @@ def test_what_waits_at_the_router_keeps_its_place_at_the_decode_worker(
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ask_all, cluster, asked)
             wait_until(lambda: oldest_lease_s(cluster) > 4.5, "leases would be over")
-            assert len(core.dispatching.queue or ()) == 6
+            assert core.dispatch.waiting == 6
             busy.clear()
             answers = found.result()
         assert all(len(tokens) == TOKENS for tokens in answers)

@@ -15,6 +15,7 @@ from cluster.pool.news import PoolNews
 from cluster.pool.turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
+from kvpool.canary import DigestBlocks
 from kvpool.handoff import HandoffMode
 from kvpool.handoff_events import (
     FetchPiece,
@@ -278,6 +279,8 @@ class Cluster(PeerFabric):
                 self._move(worker, lambda: self._scatter(worker, command))
             case FetchPiece():
                 self._fetch(worker, command)
+            case DigestBlocks():
+                self._move(worker, lambda: self._digest(worker, command))
             case ReplaceSlab(slab_id=slab_id):
                 self._move(worker, lambda: self._replace(worker, slab_id))
 
@@ -293,7 +296,7 @@ class Cluster(PeerFabric):
             self._settle(worker, worker.prefill.handle(LayersWritten(layer), self.now_s))
 
         def done() -> None:
-            outcome = StepOutcome(sampled=running.finish(), sketches=running.sketches())
+            outcome = StepOutcome(sampled=running.finish())
             event = StepDone(outcome=outcome, seconds=0.0)
             worker.stepping = None
             self._settle(worker, scheduler.handle(event, self.now_s))

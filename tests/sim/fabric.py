@@ -12,6 +12,7 @@ from itertools import count
 from random import Random
 
 from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
+from kvpool.canary import DigestBlocks
 from kvpool.handoff import TO_PREFILL, HandoffMode, PeerHello, PeerMessage
 from kvpool.handoff_events import (
     FetchPiece,
@@ -66,7 +67,6 @@ class Fabric(Simulation):
         self.sent_bytes = 0
         self.writes = 0
         self.early_writes = 0
-        self.prefill_copies = 0
         self.fetches = 0
         self._regions = count(slabs)
         ours = Shape(
@@ -164,6 +164,10 @@ class Fabric(Simulation):
                 self.after("d.mover", lambda: self.to_decode(self.d.scatter(command)))
             case FetchPiece():
                 self._fetch(command)
+            case DigestBlocks():
+                tell = self.to_prefill if worker is self.p else self.to_decode
+                mover = "p.mover" if worker is self.p else "d.mover"
+                self.after(mover, lambda: tell(worker.digest(command)))
             case ReplaceSlab(slab_id=slab_id):
                 region = f"region-{next(self._regions)}"
                 self.after("d.mover", lambda: self.to_decode(self.d.replace(slab_id, region)))
@@ -203,7 +207,6 @@ class Fabric(Simulation):
     def _run_step(self, worker: Worker, step: RunStep) -> None:
         assert worker.stepping is None
         worker.stepping = self.p.prefill if worker is self.p else self.d.decode
-        self.prefill_copies += len(step.copies) if worker is self.p else 0
         running = worker.memory.begin(step)
         device = f"{worker.incarnation}.device"
         tell = self.to_prefill if worker is self.p else self.to_decode
@@ -215,7 +218,7 @@ class Fabric(Simulation):
             self.early_writes += self.writes - before
 
         def done() -> None:
-            outcome = StepOutcome(sampled=running.finish(), sketches=running.sketches())
+            outcome = StepOutcome(sampled=running.finish())
             worker.stepping = None
             tell(StepDone(outcome=outcome, seconds=0.0))
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NewType
 
 from engine.step import RunStep, Sampled, SequenceSlice
-from kvpool.canary import LogitSketch
+from kvpool.canary import SUMS, KvDigest, PlaneDigest
 from kvpool.copies import CopyPairs
 from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
 from kvpool.link_cost import TransferShape, Way
 from kvpool.tiers.restore_cost import RestoreCost
-from kvpool.write import Side, Write
+from kvpool.write import Side, TokenSpan, Write
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 
@@ -220,6 +221,17 @@ class Memory:
 
     # --- transfers ------------------------------------------------------------------------------
 
+    def digest(self, tables: Tables, span: TokenSpan) -> KvDigest:
+        """As if the histories were all there is to tell."""
+        there = [
+            self._read(tables, group, layer, position)
+            for group, layer in self.layers()
+            for position in span.seen(self.layout.groups[group].window)
+        ]
+        told = [(float(-1 if history is None else history),) * SUMS for history in there]
+        plane = PlaneDigest(norms=(1.0,) * len(told), sums=tuple(chain.from_iterable(told)))
+        return KvDigest(start=span.start, planes=(plane,))
+
     def take(self, write: Write, side: Side) -> Content:
         places = _places(write, side, of_source=True)
         return [self.slots.get(place) for place in places]
@@ -264,20 +276,6 @@ class Running:
         for piece, whole in zip(self.slices, self.wholes, strict=True):
             self.memory.check(piece.tables, whole, piece.start, len(whole))
         return tuple(map(self._sample, self.slices, self.wholes))
-
-    def sketches(self) -> dict[int, LogitSketch]:
-        """As if the right token's logit were all there is to tell."""
-        pieces = enumerate(zip(self.slices, self.wholes, strict=True))
-        return {
-            i: LogitSketch(
-                token_ids=(0,),
-                logits=(float(right_token(HISTORIES.token_ids(whole), 0, ())),),
-                log_sum_exp=0.0,
-                spread=1.0,
-            )
-            for i, (piece, whole) in pieces
-            if piece.sketch_ids is not None
-        }
 
     @staticmethod
     def _sample(piece: SequenceSlice, chain: list[History]) -> tuple[Sampled, ...]:

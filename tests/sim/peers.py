@@ -9,6 +9,7 @@ from itertools import count
 from random import Random
 
 from engine.step import Command, Tick
+from kvpool.canary import DigestBlocks
 from kvpool.handoff import TO_PREFILL, PeerHello
 from kvpool.handoff_events import (
     FetchPiece,
@@ -141,6 +142,10 @@ class PeerFabric(Simulation):
 
     def _scatter(self, worker: Worker, job: ScatterSlab) -> None:
         self._settle(worker, worker.decode.handle(worker.scatter(job), self.now_s))
+
+    def _digest(self, worker: Worker, job: DigestBlocks) -> None:
+        scheduler = worker.prefill if job.holder.side == "prefill" else worker.decode
+        self._settle(worker, scheduler.handle(worker.digest(job), self.now_s))
 
     def _replace(self, worker: Worker, slab_id: SlabId) -> None:
         event = worker.replace(slab_id, f"{worker.incarnation}-new-{next(self._ids)}")

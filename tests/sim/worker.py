@@ -13,6 +13,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.standing import Standing
 from engine.latency_fit import LinearTimes
 from engine.prompts.order import Order
+from kvpool.canary import BlocksDigested, DigestBlocks
 from kvpool.handoff import HandoffMode, PeerHello, SlabFilled
 from kvpool.handoff_events import (
     FetchPiece,
@@ -126,6 +127,10 @@ class Worker:
             key=lent.key, piece=lent.piece, slab_id=lent.slab_id, lease_id=lent.lease_id
         )
 
+    def digest(self, job: DigestBlocks) -> BlocksDigested:
+        digest = self.memory.digest(job.tables, job.span)
+        return BlocksDigested(holder=job.holder, digests=(digest,))
+
     def scatter(self, job: ScatterSlab) -> SlabScattered:
         filled = job.filled
         lease, piece, content = self.regions[self.decode.receiver.regions[filled.slab_id]]
@@ -192,7 +197,6 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
         regions=regions,
         leases=LeaseTable(LEASE_S),
         mode=shape.mode,
-        canary_every=CANARY_EVERY,
     )
     hello = WorkerHello(
         name=name,
@@ -231,7 +235,6 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
                 standing=Standing(places=MAX_RUNNING, qos=TIERS),
                 times=TIMES,
             ),
-            canary_bound=0.0,
         ),
         memory=Memory(shape.layout),
         regions=dict.fromkeys(regions.values(), EMPTY),

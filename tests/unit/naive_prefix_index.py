@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvpool import learnt_eviction
+from kvpool import eviction
+from kvpool.eviction import ReuseDensity
 from kvpool.hashes import BlockHash, cache_salt, extend_chain
-from kvpool.reuse_density import ReuseDensity
 
 _SALT = cache_salt(fingerprint="f", physical_format="p", tenant="t")
 Path = tuple[int, ...]
@@ -84,7 +84,7 @@ class NaiveIndex:
         victim = min(leaves, key=lambda path: self._worth(self.nodes[path]))
         node = self.nodes.pop(victim)
         self.gone[victim] = min(node.uses, 7), node.idle_since
-        if len(self.gone) > 2 * self.idle + learnt_eviction._LEAST_REMEMBERED:
+        if len(self.gone) > 2 * self.idle + eviction._LEAST_REMEMBERED:
             level, idle_since = self.gone.pop(next(iter(self.gone)))
             self.history.saw_eviction(level, self.clock - idle_since)
         return victim
@@ -94,8 +94,6 @@ class NaiveIndex:
         match self.policy:
             case "lru":
                 return (node.idle_since,)
-            case "lfu":
-                return (node.uses, node.idle_since)
             case "reuse":
                 density = self.history.density(level, self.clock - node.idle_since)
                 return (density, level, node.idle_since)

@@ -27,16 +27,13 @@ from kvpool.pool.client_events import (
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
-    PinPrefix,
     PoolJoined,
     PoolLost,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SeekPrefix,
     SendPool,
     StoreBlocks,
-    UnpinPrefix,
     WantPrefix,
 )
 from kvpool.pool.events import (
@@ -89,7 +86,6 @@ class Worker:
     wants: dict[RequestKey, WantPrefix] = field(default_factory=dict)
     questions: int = 0
     fetched: int = 0
-    pins: list[tuple[BlockHash, ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -148,7 +144,7 @@ class World:
         actions = [
             *[self.deliver_to_node, self.deliver_to_worker, self.run_job] * 12,
             *[self.run_disk, self.offer, self.want] * 3,
-            *[self.seek, self.drop, self.pin, self.unpin, self.unpin, self.connect],
+            *[self.seek, self.drop, self.connect],
             *[self.call, self.deliver_to_router, self.deliver_to_router],
         ]
         if self.random.random() < 0.01:
@@ -331,14 +327,6 @@ class World:
         worker.questions += 1
         self._worker(worker, SeekPrefix(key=RequestKey(str(self._numbers), 0), hashes=self.path()))
 
-    def pin(self, worker: Worker) -> None:
-        worker.questions += 1
-        self._worker(worker, PinPrefix(hashes=self.path()))
-
-    def unpin(self, worker: Worker) -> None:
-        if worker.pins:
-            self._worker(worker, UnpinPrefix(hashes=worker.pins.pop()))
-
     def _fresh(self) -> BlockId:
         self._numbers += 1
         return BlockId(self._numbers)
@@ -422,10 +410,6 @@ class World:
                     assert found == wanted.hashes[wanted.skip + i], "wrong KV"
             case PrefixFound():
                 worker.questions -= 1
-            case PrefixPinned(hashes=hashes, pinned=pinned):
-                worker.questions -= 1
-                if pinned and hashes not in worker.pins:
-                    worker.pins.append(hashes)
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from bench.bundled_model.corpus import DialogueMaker, Document, encode_conversation
+from bench.bundled_model.model import SPECIAL_TOKENS
 from engine.bundled import checkpoint_path
-from engine.bundled.corpus import Document
-from engine.bundled.dialogue import DialogueMaker
-from engine.bundled.stream import encode_conversation
-from engine.bundled.tokenizer import SPECIAL_TOKENS
 
 MAX_BYTES = 8_000_000
 # Lewis Carroll, Alice's Adventures in Wonderland (1865): not among the texts it was trained on.

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
 from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
+from kvpool.blocks import BlockState
 from kvpool.handoff import Commit, Committed, SlabFilled, SlabLent
 from kvpool.handoff_events import ScatterSlab, SendPeer, SlabScattered
 from kvpool.openings import Openings
+from kvpool.tiers.restores import Restored
 from kvrelay.messages import (
     Abort,
     Generate,
@@ -368,24 +368,15 @@ def test_a_prompt_prefilled_here_runs_only_what_is_new() -> None:
     assert_idle(scheduler)
 
 
-def test_a_prompt_prefilled_here_begins_with_a_copy_of_what_agrees() -> None:
+def test_blocks_from_a_pool_are_named_when_their_request_ends_at_once() -> None:
     scheduler = decode_scheduler()
     scheduler.handle(Generate(spec=spec("a", 9, max_tokens=1)), 0)
-    run(scheduler, ())
+    (sequence,) = scheduler.batch.roster.awaiting_prefill
+    restored = Restored(holder=sequence.holder, tokens=8, origin=PrefixOrigin.HOST)
+    scheduler.batch.roster.restored(restored)
     run(scheduler, (11,))
-    other = replace(spec("b", 9, max_tokens=1), prompt_ids=(0, 1, 2, 3, 4, 5, 6, 90, 91))
-    scheduler.handle(Generate(spec=other), 0)
-    commands = scheduler.handle(StepWanted(), 0)
-    step = the_step(commands)
-    (only,), ((pairs,),) = step.batch.slices, step.copies
-    assert (only.start, only.token_ids) == (7, (90, 91))
-    assert [copy for _, copy in pairs] == [only.tables[0][1]]
-    (started,) = events(commands)
-    assert isinstance(started, Lifetime)
-    assert (started.tokens, started.source) == (7, PrefixOrigin.DEVICE)
-    scheduler.handle(Abort(key=key("b")), 0)
-    done(scheduler, (12,))
     assert_idle(scheduler)
+    assert scheduler.batch.tables.counts()[BlockState.CACHED] == 2
 
 
 def test_a_preempted_sequence_can_be_aborted() -> None:
@@ -404,24 +395,3 @@ def test_penalties_need_the_history() -> None:
     arrive(scheduler, request)
     (sample,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices[0].samples
     assert (sample.prompt_ids, sample.emitted_ids) == ((1, 2), (100,))
-
-
-def test_a_prompt_begins_with_what_another_has_of_its_first_blocks() -> None:
-    """Blocks of four: one whole one, then two of the tokens that the other computed last, its
-    prompt of five and one that it drew."""
-    scheduler = decode_scheduler()
-    scheduler.handle(Generate(spec=spec("a", 5, max_tokens=3)), 0)
-    for token in (5, 6, 7):
-        run(scheduler, (token,))
-    assert scheduler.batch.roster.is_empty
-    scheduler.handle(Generate(spec=spec("b", 9)), 1)
-    commands = scheduler.handle(StepWanted(), 1)
-    step = the_step(commands)
-    (one,) = step.batch.slices
-    assert (one.start, one.token_ids) == (7, (7, 8))
-    ((((_, mine),),),) = step.copies
-    assert mine == one.tables[0][1]
-    assert [e.tokens for e in events(commands) if isinstance(e, Lifetime)] == [7]
-    done(scheduler, (9,))
-    scheduler.validate()
-    assert scheduler.batch.roster.running[0].computed == 9

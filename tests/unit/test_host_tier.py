@@ -32,13 +32,10 @@ from kvpool.pool.messages import (
     FetchWanted,
     LookedUp,
     LookupWanted,
-    Pinned,
-    PinWanted,
     Stored,
     StoreGranted,
     StoreWanted,
     ToPool,
-    Unpin,
 )
 from kvpool.tiers.host_tier import HostTier
 from kvpool.tiers.tier_blocks import PoolPlace, TierBlocks
@@ -163,28 +160,13 @@ def test_room_is_not_made_of_what_the_new_block_continues() -> None:
     assert node.say(lookup) == [LookedUp(request_no=4, host_blocks=2, disk_blocks=0)]
 
 
-def test_a_lost_readers_holds_and_pins_end_at_once() -> None:
+def test_a_lost_readers_holds_end_at_once() -> None:
     node = Node(places=2)
     node.store(*CHAIN[:2])
     node.say(FetchWanted(request_no=5, hashes=(A, B)), BOB)
-    assert node.say(PinWanted(request_no=6, hashes=(A, B)), BOB) == [
-        Pinned(request_no=6, pinned=True)
-    ]
     node.handle(WorkerLost(worker=BOB))
     node.store(LONE, number=2)
     assert node.core.books.counts()["cached"] == 2
-
-
-def test_pinned_blocks_stay_until_unpinned() -> None:
-    node = Node(places=2)
-    node.store(*CHAIN[:2])
-    pinned = [Pinned(request_no=6, pinned=True)]
-    assert node.say(PinWanted(request_no=6, hashes=(A, B))) == pinned
-    assert node.say(PinWanted(request_no=6, hashes=(A, B))) == pinned, "twice is once"
-    nothing = StoreGranted(request_no=2, indices=(), places=())
-    assert node.say(StoreWanted(request_no=2, blocks=(LONE,))) == [nothing]
-    node.say(Unpin(hashes=(A, B)))
-    node.store(LONE, number=3)
 
 
 def test_a_damaged_block_is_served_no_more_until_it_is_stored_anew() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrelay.types import Role
 from router.forecast.decode_outlook import Expected
-from router.hot_spots import FEWEST_LEFT_TOKENS, Decoding, Load, fullest, suggest
+from router.moving import FEWEST_LEFT_TOKENS, Decoding, Load, fullest, suggest
 from router.view import WorkerView
 from tests.unit.router_kit import PerToken, key, view
 

@@ -16,7 +16,8 @@ from router.forecast.pauses import Pauses
 from router.forecast.prefill_queue import Ahead
 from router.latency.margins import Margin
 from router.placing.kv_aware import KvAware
-from router.placing.local_prefill import MOST_CHUNKS
+from router.placing.local_prefill import MOST_CHUNKS, LocalPrefill
+from router.placing.policy import PlacementPolicy
 from router.view import WorkerView
 from tests.unit.router_kit import (
     demand,
@@ -33,10 +34,12 @@ from tests.unit.router_kit import (
 from tests.unit.test_placing import decodes, placed, timed, waits, ways, with_cached
 
 P, D = Role.PREFILL, Role.DECODE
-LOCAL, EXACT = KvAware(local_prefill=True), Margin(confidence=0.5)
+LOCAL, EXACT = LocalPrefill(), Margin(confidence=0.5)
 
 
-def first(*workers: WorkerView, asked: Demand | None = None, policy: KvAware = LOCAL) -> Candidate:
+def first(
+    *workers: WorkerView, asked: Demand | None = None, policy: PlacementPolicy = LOCAL
+) -> Candidate:
     return ways(policy, *workers, asked=asked)[0]
 
 
@@ -200,7 +203,7 @@ def test_a_local_prefill_from_submission_to_release() -> None:
     decode = core.workers[Incarnation("d")]
     assert (decode.queue.tokens, decode.outlook.sequences) == (3, 1)
     assert says(core, "d", reserved()) == [Admit(request_id="r")]
-    assert core.dispatching.local_prefills == 1
+    assert core.local_prefills == 1
     says(core, "d", tokens(0, 10))
     assert len(decode.queue) == 0
     one = core.requests["r"]

@@ -10,7 +10,7 @@ from kvrelay.messages import Abort, Counters, Prefill, Reserve, WorkerHello
 from kvrelay.types import FinishReason, Incarnation, RequestSpec, Role
 from router.core import RouterCore
 from router.events import Aborted, Command, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
-from router.moving import LOOK_S
+from router.moving import LOOK_S, Moving, no_moves
 from router.placement import Pair
 from tests.unit.router_kit import (
     PROMPT,
@@ -39,7 +39,7 @@ def asked(attempt: int, *emitted: int) -> RequestSpec:
 
 def decoding(*, moves: bool = True) -> RouterCore:
     """One request with three tokens at d; d2 comes when all is full there."""
-    core = RouterCore(move_hot_spots=moves)
+    core = RouterCore(open_moves=Moving if moves else no_moves)
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=wide(name, role)), 0)
     core.handle(Submitted(request=request(max_tokens=MOST)), 1)
@@ -97,6 +97,7 @@ def test_a_second_move_takes_all_that_was_delivered_as_prompt() -> None:
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
     says(core, "d2", tokens(4, 14, attempt=1))
     assert core.requests["r"].spec.resumed == ((13,),)
+    assert isinstance(core.moving, Moving)
     again = core.moving._spec(core.requests["r"])
     assert (again.emitted_ids, again.resumed) == ((10, 11, 12, 13, 14), ())
 

@@ -72,6 +72,10 @@ def test_a_wheel_builds_from_what_ray_uploads(tmp_path: Path) -> None:
     folders = {str(PurePath(name).parent) for name in names}
     assert {name.replace(".", "/") for name in package_folders()} <= folders
     assert "engine/bundled/checkpoint/model.safetensors" in names
+    assert [name for name in names if PurePath(name).match("engine/bundled/*.py")] == [
+        "engine/bundled/__init__.py"
+    ]
+    assert not any(name.startswith("bench") for name in names)
     assert "engine/compiled/source/fused.cpp" in names
     assert "kvrelay/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -18,15 +18,12 @@ from kvpool.pool.client_events import (
     OfferBlocks,
     OfferedBlock,
     OfferSettled,
-    PinPrefix,
     PoolJoined,
     PoolLost,
     PrefixFetched,
     PrefixFound,
-    PrefixPinned,
     SeekPrefix,
     SendPool,
-    SpoilPrefix,
     StoreBlocks,
     WantPrefix,
 )
@@ -163,14 +160,6 @@ def test_fetched() -> None:
     ]
 
 
-def test_what_proved_wrong_is_told_to_the_node_that_is_there() -> None:
-    worker, spoil = Worker(), SpoilPrefix(hashes=tuple(CHAIN[:2]))
-    assert worker.tell(spoil) == []
-    worker.join()
-    told = FetchDone(request_no=1, damaged=tuple(CHAIN[:2]))
-    assert worker.tell(spoil) == [SendPool(message=told)]
-
-
 def test_a_damaged_block_is_named_and_ends_the_prefix() -> None:
     worker = Worker()
     worker.join()
@@ -220,13 +209,11 @@ def test_no_one_waits_for_a_node_that_hangs() -> None:
     worker.tell(WANT)
     worker.tell(offer(1, 0))
     worker.tell(SeekPrefix(key=KEY, hashes=tuple(CHAIN)))
-    worker.tell(PinPrefix(hashes=tuple(CHAIN)))
     worker.now_s = PATIENCE_S
     assert worker.tell(ClientTick()) == [
         OfferSettled(offer=1),
         PrefixFetched(key=KEY, blocks=0),
         PrefixFound(key=KEY, host_blocks=0, disk_blocks=0),
-        PrefixPinned(hashes=tuple(CHAIN), pinned=False),
     ]
     assert worker.client.idle
     late = Fetched(request_no=1, places=PLACES, checksums=(8, 9))
@@ -243,7 +230,6 @@ def test_without_a_node_every_question_is_answered_at_once() -> None:
     assert worker.tell(SeekPrefix(key=KEY, hashes=())) == [
         PrefixFound(key=KEY, host_blocks=0, disk_blocks=0)
     ]
-    assert worker.tell(PinPrefix(hashes=())) == [PrefixPinned(hashes=(), pinned=False)]
 
 
 def test_how_much_is_there() -> None:

@@ -12,8 +12,6 @@ from kvpool.pool.messages import (
     FetchWanted,
     LookedUp,
     LookupWanted,
-    Pinned,
-    PinWanted,
     PoolFormat,
     PoolHello,
     PoolMessage,
@@ -23,7 +21,6 @@ from kvpool.pool.messages import (
     Stored,
     StoreGranted,
     StoreWanted,
-    Unpin,
 )
 from kvpool.pool.wire import MAX_PART_BYTES, Assembler, encode
 from kvpool.tiers.tier_blocks import PoolPlace
@@ -61,9 +58,6 @@ MESSAGES: list[PoolMessage] = [
     FetchDone(request_no=7, damaged=(_B,)),
     LookupWanted(request_no=8, hashes=_hashes(10_000)),
     LookedUp(request_no=9, host_blocks=3, disk_blocks=4),
-    PinWanted(request_no=10, hashes=(_A,)),
-    Pinned(request_no=11, pinned=True),
-    Unpin(hashes=(_A, _B)),
 ]
 
 

@@ -65,6 +65,7 @@ def test_routers_know_what_the_node_holds_however_slowly_they_read(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_node_that_restarts_takes_over_what_is_on_disk(seed: int) -> None:
+    """Also an evicted block whose slot could not be written anew: its file is still there."""
     world = World(seed)
     for _ in range(_STEPS):
         world.step()
@@ -72,7 +73,7 @@ def test_a_node_that_restarts_takes_over_what_is_on_disk(seed: int) -> None:
     held = world.node.books.counts()["disk_cached"]
     world.mend_disk()
     world.restart_node(world.workers[0])
-    assert 0 < world.restored == held
+    assert 0 < held <= world.restored
     before = sum(worker.fetched for worker in world.workers)
     for worker in world.workers:
         world.connect(worker)

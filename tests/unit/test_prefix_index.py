@@ -17,12 +17,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool import learnt_eviction, reuse_density
+from kvpool import eviction
 from kvpool.cached_block import CachedBlock
-from kvpool.eviction import open_policy, policies
+from kvpool.eviction import LeastReuseDensity, open_policy, policies
 from kvpool.hashes import BlockHash
 from kvpool.layout import BlockId
-from kvpool.learnt_eviction import LeastReuseDensity
 from kvpool.prefix_index import PrefixIndex
 from tests.unit.naive_prefix_index import NaiveIndex, Path, hashes_of
 
@@ -31,11 +30,10 @@ Held = tuple[Path, list[CachedBlock]]
 
 
 class _Machine(RuleBasedStateMachine):
-    """Requests come, grow and go; blocks are evicted, chains pinned and unpinned."""
+    """Requests come, grow and go; blocks are evicted, also while a chain is kept."""
 
     policy = "lru"
     held = Bundle("held")
-    pins = Bundle("pins")
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,24 +92,25 @@ class _Machine(RuleBasedStateMachine):
         self.index.release(chain)
         self.naive.release(path)
 
-    @rule(target=pins, path=_paths)
-    def pin(self, path: Path) -> Path:
-        cached = self.naive.match(path) == len(path)
-        assert self.index.pin(hashes_of(path)) == cached
-        if not cached:
-            return ()
-        self.naive.hold(path, used=False)
-        return path
-
-    @rule(path=consumes(pins))
-    def unpin(self, path: Path) -> None:
-        if path:
-            self.index.unpin(hashes_of(path))
-            self.naive.release(path)
+    @rule(path=_paths, data=st.data())
+    def evict_while_a_chain_is_kept(self, path: Path, data: st.DataObject) -> None:
+        chain = self.index.find(hashes_of(path))
+        if not chain:
+            return
+        kept = path[: len(chain)]
+        with self.index.kept(chain[-1]):
+            self.naive.hold(kept, used=False)
+            self.same()
+            if self.index.idle:
+                self._evict(data)
+        self.naive.release(kept)
 
     @precondition(lambda self: self.index.idle)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
+        self._evict(data)
+
+    def _evict(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, self.index.idle))
         victims = self.index.try_evict(count)
         assert victims is not None
@@ -136,15 +135,11 @@ class _Machine(RuleBasedStateMachine):
             for level, bits in itertools.product(range(8), range(10)):
                 assert ours.density(level, 2**bits) == theirs.density(level, 2**bits)
 
-    @invariant()
-    def pinned_blocks_stay(self) -> None:
-        assert all(block_hash in self.index for block_hash in self.index.pinned())
-
 
 @pytest.mark.parametrize("policy", policies())
 def test_index_equals_the_naive_one(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reuse_density, "_EVENTS_PER_UPDATE", 8)
-    monkeypatch.setattr(learnt_eviction, "_LEAST_REMEMBERED", 4)
+    monkeypatch.setattr(eviction, "_EVENTS_PER_UPDATE", 8)
+    monkeypatch.setattr(eviction, "_LEAST_REMEMBERED", 4)
     machine = type("_PolicyMachine", (_Machine,), {"policy": policy})
     limits = settings(max_examples=150, stateful_step_count=40)
     run_state_machine_as_test(machine, settings=limits)
@@ -161,27 +156,17 @@ def _serve(index: PrefixIndex, path: Path) -> list[CachedBlock]:
     return chain
 
 
-def test_pinned_prefixes_survive_a_full_eviction() -> None:
+def test_a_kept_chain_survives_a_full_eviction() -> None:
     index = PrefixIndex(open_policy("lru"))
-    _serve(index, (1, 2, 3))
+    chain = _serve(index, (1, 2, 3))
     _serve(index, (1, 4))
-    assert index.pin(hashes_of((1, 2)))
-    assert index.idle == 2
-    assert index.try_evict(3) is None
-    assert index.try_evict(2) is not None
-    assert index.pinned() == set(hashes_of((1, 2))) == {block.hash for block in index}
-    index.unpin(hashes_of((1, 2)))
+    with index.kept(chain[1]):
+        assert index.idle == 2
+        assert index.try_evict(3) is None
+        assert index.try_evict(2) is not None
+        assert list(index) == chain[:2]
     assert index.try_evict(2) is not None
     assert len(index) == 0
-    index.validate()
-
-
-def test_nothing_is_pinned_that_is_not_cached_whole() -> None:
-    index = PrefixIndex(open_policy("lru"))
-    _serve(index, (1, 2))
-    assert not index.pin(hashes_of((1, 2, 3)))
-    assert not index.pin([])
-    assert index.idle == 2
     index.validate()
 
 

@@ -12,11 +12,17 @@ from kvrelay.messages import Abort, Lifetime, Prefill, Reserve
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core import RouterCore
-from router.dispatching import LOOKED_AT
 from router.events import Aborted, Admit, Command, Send, Submitted, WorkerJoined, WorkerLost
 from router.generation import GenerationRequest
 from router.placement import Pair
-from router.shared_queue import Queued, SharedQueue, level
+from router.shared_queue import (
+    LOOKED_AT,
+    Queued,
+    SharedQueue,
+    SharedQueueDispatch,
+    level,
+    open_shared_queue,
+)
 from tests.unit.router_kit import (
     failed,
     hello,
@@ -37,7 +43,7 @@ LONG = tuple(range(20))
 
 
 def shared(*prefills: str, tiers: QosTiers | None = None) -> RouterCore:
-    core = RouterCore(shared_queue=True, tiers=tiers or QosTiers())
+    core = RouterCore(open_dispatch=open_shared_queue, tiers=tiers or QosTiers())
     for name in prefills:
         core.handle(WorkerJoined(hello=hello(name, P)), 0)
     core.handle(WorkerJoined(hello=hello("d", D, places=40)), 0)
@@ -95,7 +101,7 @@ def test_a_worker_gets_the_next_when_a_chunk_is_left() -> None:
     assert prefills(says(core, "p", ran("a", 0, CHUNK))) == []
     assert prefills(says(core, "p", ran("a", 0, CHUNK))) == [("p", "b")]
     assert prefills(says(core, "p", *ended("a", 0))) == []  # type: ignore[arg-type]
-    assert len(core.dispatching.queue or ()) == 1
+    assert core.dispatch.waiting == 1
     core.validate()
 
 
@@ -137,7 +143,7 @@ def test_without_any_prefill_worker_they_ask_again() -> None:
     take(core, asked("a"), asked("b"))
     core.handle(WorkerLost(incarnation=Incarnation("p")), 3)
     assert {*core.waiting} == {"a", "b"}
-    assert not core.dispatching.queue
+    assert not core.dispatch.waiting
     core.validate()
 
 
@@ -156,7 +162,8 @@ def test_who_is_given_up_waits_no_more() -> None:
     core.handle(Submitted(request=asked("e")), 3)
     attempt = core.requests["e"].attempt
     says(core, "d", refused("slots_exhausted", "e", attempt))
-    assert key("e", attempt) not in (core.dispatching.queue or ())
+    assert isinstance(core.dispatch, SharedQueueDispatch)
+    assert key("e", attempt) not in core.dispatch.queue
     core.validate()
 
 

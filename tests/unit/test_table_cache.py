@@ -95,23 +95,6 @@ def test_what_is_held_is_never_evicted() -> None:
     tables.validate()
 
 
-def test_what_is_distrusted_is_not_found_again_unless_another_needs_it() -> None:
-    tables, prompt = BlockTables(_layout(None, 8), 16), list(range(16))
-    _serve(tables, "a", prompt)
-    assert _serve(tables, "b", [*prompt[:8], *range(50, 58)]) == 8
-    tables.release(_holder("a"), distrusted=True)
-    tables.validate()
-    assert _serve(tables, "c", prompt) == 8
-    tables.release(_holder("b"))
-    tables.release(_holder("c"), distrusted=True)
-    assert _serve(tables, "d", [*prompt[:8], *range(50, 58)]) == 16
-    tables.release(_holder("d"), distrusted=True)
-    assert _serve(tables, "e", prompt) == 0
-    tables.release(_holder("e"), distrusted=True)
-    assert tables.counts()[BlockState.FREE] == 16
-    tables.validate()
-
-
 def test_two_that_computed_the_same_keep_their_own_blocks_and_go_on_as_one_chain() -> None:
     tables, prompt = BlockTables(_layout(None), 8), list(range(8))
     for name in "ab":

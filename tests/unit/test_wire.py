@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.canary import LogitSketch
+from kvpool.canary import KvDigest, PlaneDigest
 from kvpool.codec import Codec
 from kvpool.codec_choice import CodecOffer, CodecSpeed
 from kvpool.handoff import (
@@ -190,13 +190,9 @@ kv_facts = st.builds(
     ),
     mixed_precision=st.booleans(),
 )
-sketches = st.builds(
-    LogitSketch,
-    token_ids=ids,
-    logits=st.lists(single, max_size=5).map(tuple),
-    log_sum_exp=single,
-    spread=single,
-)
+singles = st.lists(single, max_size=5).map(tuple)
+plane_digests = st.builds(PlaneDigest, norms=singles, sums=singles)
+digests = st.builds(KvDigest, start=uint32, planes=st.lists(plane_digests, max_size=3).map(tuple))
 peer_messages = st.one_of(
     st.builds(
         PeerHello,
@@ -236,7 +232,7 @@ peer_messages = st.one_of(
         pieces=uint32,
         first_token_ids=ids,
         finished_choices=ids,
-        sketch=st.none() | sketches,
+        digest=st.none() | digests,
     ),
     st.builds(Committed, key=keys),
     st.builds(CancelTransfer, key=keys, reason=text),
@@ -289,9 +285,9 @@ def test_a_batch_carries_counters() -> None:
     assert [from_worker_wire.decode_event(e, 4) for e in batch.events] == [event]
 
 
-def test_a_commit_carries_a_sketch() -> None:
-    sketch = LogitSketch(token_ids=(7, 9), logits=(1.5, 1.25), log_sum_exp=2.5, spread=0.5)
-    commit = Commit(key=RequestKey("r", 1), pieces=2, first_token_ids=(7,), sketch=sketch)
+def test_a_commit_carries_a_digest() -> None:
+    digest = KvDigest(start=3, planes=(PlaneDigest(norms=(2.5,), sums=(1.5, 1.25, 0.5, -1.0)),))
+    commit = Commit(key=RequestKey("r", 1), pieces=2, first_token_ids=(7,), digest=digest)
     assert peer_wire.decode(peer_wire.encode(commit)) == commit
 
 

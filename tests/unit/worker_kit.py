@@ -103,7 +103,6 @@ def receiver(
     slabs: int = 2,
     caching: bool = True,
     mode: HandoffMode = HandoffMode.PUSH,
-    canary_every: int = 0,
 ) -> Receiver:
     return Receiver(
         tables=BlockTables(LAYOUT, blocks, caching=caching),
@@ -111,7 +110,6 @@ def receiver(
         regions={SlabId(i): f"region-{i}" for i in range(slabs)},
         leases=LeaseTable(TTL_S),
         mode=mode,
-        canary_every=canary_every,
     )
 
 
@@ -123,15 +121,11 @@ def decode_scheduler(
     max_running: int = 4,
     caching: bool = True,
     mode: HandoffMode = HandoffMode.PUSH,
-    canary_bound: float | None = None,
     qos: QosTiers = ONE_TIER,
     times: StepTimes | None = None,
 ) -> DecodeScheduler:
-    """P has said hello to it. With a bound every request is checked."""
-    canary_every = int(canary_bound is not None)
-    owner = receiver(
-        blocks=blocks, slabs=slabs, caching=caching, mode=mode, canary_every=canary_every
-    )
+    """P has said hello to it."""
+    owner = receiver(blocks=blocks, slabs=slabs, caching=caching, mode=mode)
     owner.pools.met(P, FACTS)
     return DecodeScheduler(
         receiver=owner,
@@ -141,7 +135,6 @@ def decode_scheduler(
             standing=Standing(places=max_running, qos=qos),
             times=times,
         ),
-        canary_bound=canary_bound,
     )
 
 
@@ -155,11 +148,10 @@ def ahead(
     index: int = 0,
     count: int = 1,
     blocks: tuple[int, ...] | None = None,
-    checked: bool = False,
 ) -> PiecesAhead:
     """Tokens `[start, end)`, all of the prompt when not given, in blocks 0, 1, 2 ... of P."""
     stop = prompt if end is None else end
-    span = TokenSpan(start=start, tokens=stop - start, next_position=prompt - checked)
+    span = TokenSpan(start=start, tokens=stop - start, next_position=prompt)
     first, last = start // BLOCK, -(-stop // BLOCK)
     runs = ((first, last - first),) if blocks is None else tuple((b, 1) for b in blocks)
     return PiecesAhead(

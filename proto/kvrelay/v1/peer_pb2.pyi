@@ -192,34 +192,36 @@ class PiecesRead(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "sketch", "resumed_ids")
+    __slots__ = ("key", "pieces", "first_token_ids", "finished_choices", "resumed_ids", "digest")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PIECES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_CHOICES_FIELD_NUMBER: _ClassVar[int]
-    SKETCH_FIELD_NUMBER: _ClassVar[int]
     RESUMED_IDS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
     pieces: int
     first_token_ids: _containers.RepeatedScalarFieldContainer[int]
     finished_choices: _containers.RepeatedScalarFieldContainer[int]
-    sketch: LogitSketch
     resumed_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., sketch: _Optional[_Union[LogitSketch, _Mapping]] = ..., resumed_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    digest: KvDigest
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., pieces: _Optional[int] = ..., first_token_ids: _Optional[_Iterable[int]] = ..., finished_choices: _Optional[_Iterable[int]] = ..., resumed_ids: _Optional[_Iterable[int]] = ..., digest: _Optional[_Union[KvDigest, _Mapping]] = ...) -> None: ...
 
-class LogitSketch(_message.Message):
-    __slots__ = ("bound", "token_ids", "logits", "log_sum_exp", "spread")
-    BOUND_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGITS_FIELD_NUMBER: _ClassVar[int]
-    LOG_SUM_EXP_FIELD_NUMBER: _ClassVar[int]
-    SPREAD_FIELD_NUMBER: _ClassVar[int]
-    bound: float
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logits: _containers.RepeatedScalarFieldContainer[float]
-    log_sum_exp: float
-    spread: float
-    def __init__(self, bound: _Optional[float] = ..., token_ids: _Optional[_Iterable[int]] = ..., logits: _Optional[_Iterable[float]] = ..., log_sum_exp: _Optional[float] = ..., spread: _Optional[float] = ...) -> None: ...
+class KvDigest(_message.Message):
+    __slots__ = ("start", "planes")
+    START_FIELD_NUMBER: _ClassVar[int]
+    PLANES_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    planes: _containers.RepeatedCompositeFieldContainer[PlaneDigest]
+    def __init__(self, start: _Optional[int] = ..., planes: _Optional[_Iterable[_Union[PlaneDigest, _Mapping]]] = ...) -> None: ...
+
+class PlaneDigest(_message.Message):
+    __slots__ = ("norms", "sums")
+    NORMS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    norms: _containers.RepeatedScalarFieldContainer[float]
+    sums: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, norms: _Optional[_Iterable[float]] = ..., sums: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Committed(_message.Message):
     __slots__ = ("key",)

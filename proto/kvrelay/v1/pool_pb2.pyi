@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PoolMessage(_message.Message):
-    __slots__ = ("hello", "welcome", "refused", "store_wanted", "store_granted", "stored", "store_abandoned", "fetch_wanted", "fetched", "fetch_done", "lookup_wanted", "looked_up", "pin_wanted", "pinned", "unpin")
+    __slots__ = ("hello", "welcome", "refused", "store_wanted", "store_granted", "stored", "store_abandoned", "fetch_wanted", "fetched", "fetch_done", "lookup_wanted", "looked_up")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -20,9 +20,6 @@ class PoolMessage(_message.Message):
     FETCH_DONE_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_WANTED_FIELD_NUMBER: _ClassVar[int]
     LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
-    PIN_WANTED_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
-    UNPIN_FIELD_NUMBER: _ClassVar[int]
     hello: PoolHello
     welcome: PoolWelcome
     refused: PoolRefused
@@ -35,10 +32,7 @@ class PoolMessage(_message.Message):
     fetch_done: FetchDone
     lookup_wanted: LookupWanted
     looked_up: LookedUp
-    pin_wanted: PinWanted
-    pinned: Pinned
-    unpin: Unpin
-    def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ..., pin_wanted: _Optional[_Union[PinWanted, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ...) -> None: ...
 
 class PoolHello(_message.Message):
     __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "block_bytes", "looks_up")
@@ -157,25 +151,3 @@ class LookedUp(_message.Message):
     host_blocks: int
     disk_blocks: int
     def __init__(self, request_no: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ...) -> None: ...
-
-class PinWanted(_message.Message):
-    __slots__ = ("request_no", "hashes")
-    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    request_no: int
-    hashes: bytes
-    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
-
-class Pinned(_message.Message):
-    __slots__ = ("request_no", "pinned")
-    REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
-    request_no: int
-    pinned: bool
-    def __init__(self, request_no: _Optional[int] = ..., pinned: _Optional[bool] = ...) -> None: ...
-
-class Unpin(_message.Message):
-    __slots__ = ("hashes",)
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    hashes: bytes
-    def __init__(self, hashes: _Optional[bytes] = ...) -> None: ...

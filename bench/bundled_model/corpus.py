@@ -1,17 +1,123 @@
-"""Conversations made from the corpus, so that the bundled model knows what a turn is.
+"""What the bundled model is trained on: public-domain English from Debian packages, conversations
+made from it, and the order of both.
 
-Four kinds are cut out of the novels, the Bible and the state papers: continue a passage, tell
-about a word, read from a work, and what two people of a novel say to each other. The fifth kind,
-`INTRODUCTIONS`, is written here, and lets the model say what it is.
+    apt-get install bible-kjv bible-kjv-text r-cran-janeaustenr miscfiles
+
+`bible-kjv-text` holds the King James Bible (1611), `r-cran-janeaustenr` the six novels of Jane
+Austen (1811-1818), `miscfiles` the Declaration of Independence and the Constitution of the United
+States. The text is extracted when training starts and is never stored in this repository.
+
+The conversations teach what a turn is. Four kinds are cut out of the texts: continue a passage,
+tell about a word, read from a work, and what two people of a novel say to each other. The fifth
+kind, `INTRODUCTIONS`, is written here, and lets the model say what it is.
 """
 
+import gzip
+import os
 import random
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 
-from engine.bundled.corpus import Document
+import torch
+from tokenizers import Tokenizer
+
+from bench.bundled_model.model import BOS, END_OF_TURN, EOS, ROLES, token_id
+
+NOVELS = {
+    "Sense and Sensibility": "sensesensibility",
+    "Pride and Prejudice": "prideprejudice",
+    "Mansfield Park": "mansfieldpark",
+    "Emma": "emma",
+    "Northanger Abbey": "northangerabbey",
+    "Persuasion": "persuasion",
+}
+STATE_PAPERS = {
+    "the Declaration of Independence": Path("/usr/share/state/us-declaration.gz"),
+    "the Constitution": Path("/usr/share/state/us-constitution.gz"),
+}
+VERSES_PER_PARAGRAPH = 4
+
+_CHAPTER = re.compile(r"^chapter\s+\w+\s*$", re.IGNORECASE | re.MULTILINE)
+# What follows the last chapter of a novel: the closing words, or a modern editor's note.
+_AFTERWORD = re.compile(
+    r"^\s*(?:THE END|FINIS|A NOTE ON THE TEXT)\s*$", re.IGNORECASE | re.MULTILINE
+)
+_VOLUME = re.compile(r"^\s*(?:VOLUME\s+\w+|End of .*)\s*$", re.IGNORECASE | re.MULTILINE)
+_VERSE = re.compile(r"^(\d?[A-Za-z]+)(\d+):\d+ (.+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """One chapter, or one state paper: `paragraphs` in reading order, of the work `source`."""
+
+    source: str
+    paragraphs: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The document as the model sees it, with a blank line between paragraphs."""
+        return "\n\n".join(self.paragraphs)
+
+
+def load_corpus() -> list[Document]:
+    """Every document, in a fixed order; raises `FileNotFoundError` where a package is missing."""
+    return [*_novels(), *_bible(), *_state_papers()]
+
+
+def split_held_out(
+    documents: list[Document], *, every: int, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """(training, held-out) documents: one whole document in `every` is held out."""
+    shuffled = random.Random(seed).sample(documents, len(documents))
+    held_out = shuffled[::every]
+    return [doc for index, doc in enumerate(shuffled) if index % every], held_out
+
+
+def _novels() -> Iterator[Document]:
+    for title, variable in NOVELS.items():
+        program = f'cat(enc2utf8(janeaustenr::{variable}), sep="\\n")'
+        book = _AFTERWORD.split(_output_of("Rscript", "-e", program))[0]
+        for chapter in _CHAPTER.split(book)[1:]:
+            yield Document(source=title, paragraphs=_paragraphs(_VOLUME.sub("", chapter)))
+
+
+def _bible() -> Iterator[Document]:
+    lines = _output_of("bible", "-f", "gen1:1-rev22:21").splitlines()
+    verses = [match.groups() for line in lines if (match := _VERSE.match(line))]
+    for (book, _), chapter in groupby(verses, key=lambda verse: verse[:2]):
+        text = [verse for _, _, verse in chapter]
+        paragraphs = tuple(" ".join(group) for group in _groups(text))
+        yield Document(source=f"the Bible, {book}", paragraphs=paragraphs)
+
+
+def _state_papers() -> Iterator[Document]:
+    for title, path in STATE_PAPERS.items():
+        text = gzip.decompress(path.read_bytes()).decode("utf-8")
+        yield Document(source=title, paragraphs=_paragraphs(text))
+
+
+def _paragraphs(text: str) -> tuple[str, ...]:
+    """Paragraphs without line breaks, and without the underscores that stand for italics."""
+    blocks = re.split(r"\n\s*\n", text.replace("_", ""))
+    return tuple(" ".join(block.split()) for block in blocks if block.strip())
+
+
+def _groups(verses: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(verses), VERSES_PER_PARAGRAPH):
+        yield verses[start : start + VERSES_PER_PARAGRAPH]
+
+
+def _output_of(*command: str) -> str:
+    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+    return subprocess.run(
+        command, env=environment, capture_output=True, check=True, stdin=subprocess.DEVNULL
+    ).stdout.decode("utf-8")
+
 
 Conversation = list[dict[str, str]]
 
@@ -268,3 +374,53 @@ def _exchange(asked: str, said: str) -> Conversation:
 
 def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
+
+
+CONVERSATIONS_PER_EPOCH = 5000
+
+
+class TokenStream:
+    """Endless training tokens: each epoch is every document once, and fresh conversations."""
+
+    def __init__(self, documents: list[Document], tokenizer: Tokenizer, rng: random.Random) -> None:
+        self._encoded = [encode_document(tokenizer, doc) for doc in documents]
+        self._dialogues = DialogueMaker(documents)
+        self._tokenizer = tokenizer
+        self._rng = rng
+        self._pending: list[int] = []
+        self._position = 0
+        self.epoch = 0
+
+    def windows(self, count: int, length: int) -> torch.Tensor:
+        """The next tokens, `[count, length]`; each window is opened by `BOS`, as a prompt is."""
+        bos = token_id(self._tokenizer, BOS)
+        return torch.tensor([[bos, *self._take(length - 1)] for _ in range(count)])
+
+    def _take(self, count: int) -> list[int]:
+        while len(self._pending) - self._position < count:
+            self._pending = self._pending[self._position :] + self._next_epoch()
+            self._position = 0
+        self._position += count
+        return self._pending[self._position - count : self._position]
+
+    def _next_epoch(self) -> list[int]:
+        talks = self._dialogues.conversations(self._rng, CONVERSATIONS_PER_EPOCH)
+        items = [*self._encoded, *(encode_conversation(self._tokenizer, talk) for talk in talks)]
+        self._rng.shuffle(items)
+        self.epoch += 1
+        return [token for item in items for token in item]
+
+
+def encode_document(tokenizer: Tokenizer, document: Document) -> list[int]:
+    """`BOS text EOS`."""
+    return [*tokenizer.encode(document.text).ids, token_id(tokenizer, EOS)]
+
+
+def encode_conversation(tokenizer: Tokenizer, conversation: Conversation) -> list[int]:
+    """The tokens of the chat template without a generation prompt, and `EOS`."""
+    tokens = [token_id(tokenizer, BOS)]
+    for message in conversation:
+        content = tokenizer.encode(message["content"], add_special_tokens=False).ids
+        role = token_id(tokenizer, ROLES[message["role"]])
+        tokens += [role, *content, token_id(tokenizer, END_OF_TURN)]
+    return [*tokens, token_id(tokenizer, EOS)]

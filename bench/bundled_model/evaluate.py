@@ -1,11 +1,109 @@
-"""The model card of the bundled checkpoint, written by `train.py` from what it measured."""
+"""What a training run is measured by: the loss on chapters never trained on, and samples; and the
+model card that tells it."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
-from transformers import LlamaConfig
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.bundled.evaluate import Result
+from bench.bundled_model.corpus import Document, encode_document
+from bench.bundled_model.model import (
+    BOS,
+    CONTEXT_TOKENS,
+    EOS,
+    SAMPLING,
+    Recipe,
+    in_bfloat16,
+    token_id,
+)
+
+PROMPTS = ("It was a fine morning in May, and", "In the beginning", "My dear sister,")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a training run measured. Losses are in nats per token, on the stored bf16 weights."""
+
+    seed: int
+    parameters: int
+    steps: int
+    tokens_per_step: int
+    epochs: int  # the one in which the run ended, counted from 1
+    minutes: float
+    held_out_documents: int
+    held_out_tokens: int
+    held_out_bytes: int
+    short_tokens: int
+    long_every: int
+    short_loss: float
+    long_loss: float
+    samples: tuple[tuple[str, str], ...]  # (prompt, continuation)
+
+
+def measure(
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    held_out: list[Document],
+    recipe: Recipe,
+    *,
+    epochs: int,
+    minutes: float,
+) -> Result:
+    """Held-out losses and samples of the model as it is stored, with the numbers of the run."""
+    stored = in_bfloat16(model)
+    return Result(
+        seed=recipe.seed,
+        parameters=model.num_parameters(),
+        steps=recipe.steps,
+        tokens_per_step=recipe.tokens_per_step,
+        epochs=epochs,
+        minutes=minutes,
+        held_out_documents=len(held_out),
+        held_out_tokens=sum(len(encode_document(tokenizer, doc)) for doc in held_out),
+        held_out_bytes=sum(len(doc.text.encode()) for doc in held_out),
+        short_tokens=recipe.short_tokens,
+        long_every=recipe.long_every,
+        short_loss=held_out_loss(stored, tokenizer, held_out, recipe.short_tokens),
+        long_loss=held_out_loss(stored, tokenizer, held_out, CONTEXT_TOKENS),
+        samples=tuple((p, sample(stored, tokenizer, p, seed=recipe.seed)) for p in PROMPTS),
+    )
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, documents: list[Document], window_tokens: int
+) -> float:
+    """Mean loss in nats per token over the documents, in windows that each begin with `BOS`."""
+    bos = token_id(tokenizer, BOS)
+    tokens = [token for doc in documents for token in encode_document(tokenizer, doc)]
+    step = window_tokens - 1
+    total = count = 0.0
+    model.eval()
+    for start in range(0, len(tokens) - 1, step):
+        window = torch.tensor([[bos, *tokens[start : start + step]]])
+        predicted = window.shape[1] - 1
+        total += predicted * float(model(input_ids=window, labels=window).loss)
+        count += predicted
+    model.train()
+    return total / count
+
+
+@torch.no_grad()
+def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, *, seed: int) -> str:
+    """A continuation of at most 80 tokens, drawn with the settings of `generation_config.json`."""
+    torch.manual_seed(seed)
+    tokens = torch.tensor([tokenizer.encode(prompt).ids])
+    drawn = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        pad_token_id=token_id(tokenizer, EOS),
+        max_new_tokens=80,
+        **SAMPLING,
+    )
+    return tokenizer.decode(drawn[0, tokens.shape[1] :].tolist())
+
 
 CARD = """\
 ---
@@ -39,7 +137,7 @@ The texts are in the public domain (in the United Kingdom the Crown holds a pate
 King James Version). They are not part of the repository: the training script reads them from the
 installed packages. About a sixth of the training tokens are conversations cut out of the same texts
 (continue a passage, tell about a word, what two people of a novel say to each other), and a few
-greetings and answers about itself that were written for it (`dialogue.py`).
+greetings and answers about itself that were written for it (`bench/bundled_model/corpus.py`).
 
 The weights carry the licence of the repository that they come with.
 
@@ -86,7 +184,7 @@ Temperature 0.7, top-p 0.9, seed {seed}, the first draw of each:
 ## How to retrain
 
     apt-get install bible-kjv bible-kjv-text r-cran-janeaustenr miscfiles
-    python -m engine.bundled.train --out DIR
+    python -m bench.bundled_model.train --out DIR
 
 The same versions of the packages and the same kind of CPU give the same weights.
 """

@@ -1,8 +1,8 @@
-"""Train the bundled checkpoint on a CPU: `python -m engine.bundled.train --out DIR`.
+"""Train the bundled checkpoint on a CPU: `python -m bench.bundled_model.train --out DIR`.
 
 One thread, one seed, a fixed number of steps: the same versions on the same kind of machine give
 the same weights. This module decides the optimiser and runs the loop; what the model reads is in
-`corpus.py` and `dialogue.py`, its shape in `model.py`, the numbers of the run in `recipe.py`.
+`corpus.py`, its shape and the numbers of the run in `model.py`.
 
 Matrices are trained with Muon (Keller Jordan, "Muon: an optimizer for hidden layers in neural
 networks", 2024; `torch.optim.Muon`), the embedding and the norms with AdamW.
@@ -18,13 +18,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from engine.bundled.card import render_card
-from engine.bundled.corpus import load_corpus, split_held_out
-from engine.bundled.evaluate import Result, measure
-from engine.bundled.model import new_model, save
-from engine.bundled.recipe import Recipe
-from engine.bundled.stream import TokenStream
-from engine.bundled.tokenizer import train_tokenizer
+from bench.bundled_model.corpus import TokenStream, load_corpus, split_held_out
+from bench.bundled_model.evaluate import Result, measure, render_card
+from bench.bundled_model.model import Recipe, new_model, save, train_tokenizer
 
 REPORT_EVERY = 25
 
@@ -100,7 +96,9 @@ def run(out: Path, recipe: Recipe) -> Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m engine.bundled.train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.bundled_model.train", description=__doc__
+    )
     default = Recipe()
     parser.add_argument("--out", type=Path, required=True, help="folder to write the checkpoint to")
     parser.add_argument("--seed", type=int, default=default.seed, help="default: %(default)s")

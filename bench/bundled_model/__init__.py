@@ -1,0 +1,1 @@
+"""How the bundled checkpoint (engine/bundled) was trained."""
