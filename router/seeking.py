@@ -39,6 +39,7 @@ class Seeking:
             case Deferred(refusal=refusal, patience_s=patience_s):
                 return self._wait(request, refusal, patience_s, now_s)
             case Admitted() as admitted:
+                admitted.note_trial(now_s)
                 return self.dispatch.place(request, demand, admitted, now_s)
 
     def ask_again(self, now_s: float) -> list[Command]:

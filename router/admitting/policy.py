@@ -27,6 +27,10 @@ class Admitted:
     doubted: bool = False
     counted: int | None = None
 
+    def note_trial(self, now_s: float) -> None:
+        for worker in self.candidate.workers if self.doubted else ():
+            worker.doubt.tried(now_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
