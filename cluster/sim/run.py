@@ -22,11 +22,8 @@ from kvrelay.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """`wall_s`: how long the simulation took."""
-
     report: Report
     outcomes: Sequence[Outcome]
-    wall_s: float
 
 
 def simulate_rates(
@@ -46,7 +43,7 @@ def simulate(config: Config, requests: Sequence[TraceRequest], scale: Scale) -> 
             simulated = simulation.run()
     except NotCovered as error:
         raise ConfigError(f"simulation.profile: {error}") from None
-    return Result(report=report(simulated), outcomes=simulated.outcomes, wall_s=simulated.wall_s)
+    return Result(report=report(simulated), outcomes=simulated.outcomes)
 
 
 @contextmanager

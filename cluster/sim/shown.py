@@ -12,13 +12,15 @@ from cluster.sim.comparison import lines
 from cluster.sim.report import Report, Spread
 
 
-def show(reports: Sequence[Report], walls_s: Sequence[float]) -> None:
-    """`walls_s`: how long each simulation took."""
+def show(reports: Sequence[Report], wall_s: float) -> None:
+    """`wall_s`: how long the simulations took."""
     console = Console(soft_wrap=True, highlight=False)
-    for one, wall_s in zip(reports, walls_s, strict=True):
-        _show_one(console, one, wall_s)
+    for one in reports:
+        _show_one(console, one)
     if len(reports) > 1:
         console.print(_by_rate(reports))
+    duration_s = sum(one.duration_s for one in reports)
+    console.print(f"simulated {duration_s:.0f} s in {wall_s:.1f} s", markup=False)
 
 
 def show_comparison(key: str, values: Sequence[str], by_rate: Sequence[Sequence[Report]]) -> None:
@@ -39,11 +41,10 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
 
 
-def _show_one(console: Console, one: Report, wall_s: float) -> None:
+def _show_one(console: Console, one: Report) -> None:
     console.print(f"[bold]{one.name}[/bold] at {one.rate_scale:g} x the trace's rate")
     for table in (_requests(one), _latencies(one), _pools(one)):
         console.print(table)
-    console.print(f"simulated {one.duration_s:.0f} s in {wall_s:.1f} s", markup=False)
     console.print()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -55,7 +54,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What happened, to be reported. `wall_s` is real time."""
+    """What happened, to be reported."""
 
     config: Config
     scale: Scale
@@ -65,7 +64,6 @@ class Simulated:
     ended_s: float
     events: int
     moved_bytes: int
-    wall_s: float
 
 
 class ClusterSimulation:
@@ -168,7 +166,6 @@ class ClusterSimulation:
 
     def run(self) -> Simulated:
         """Until every request has ended and nothing is held."""
-        began_s = time.perf_counter()
         self._failures().begin(self._config.simulation.failures)
         self.clients.begin()
         self._timeline.begin()
@@ -183,7 +180,6 @@ class ClusterSimulation:
             ended_s=self.clock.now_s,
             events=events,
             moved_bytes=self._fabric.moved_bytes,
-            wall_s=time.perf_counter() - began_s,
         )
 
     def _check_end(self) -> None:
