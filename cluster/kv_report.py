@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 
-from cluster.pool.report import cached_blocks
 from cluster.worker.block_reports import BlockReports
 from decode_worker.receiver import Receiver
 from kvpool.blocks import BlockState
+from kvpool.pool.wire import cached_blocks
 from kvpool.tables import BlockTables
 from kvpool.tenants import TenantBlocks, most_of
 from kvrelay.messages import WorkerHello

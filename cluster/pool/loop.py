@@ -19,7 +19,6 @@ from cluster.pool.service import LineOpened, ReportAsked, RouterLine, ServiceEve
 from cluster.pool.workers import Gone, Heard, PoolWorkers
 from cluster.quantities import format_size
 from cluster.settings import PoolNodeSettings
-from cluster.worker.events import Crashed
 from kvpool.eviction import open_policy
 from kvpool.pool.events import (
     DropRouter,
@@ -70,7 +69,14 @@ class LifeAsked:
     answer: Future[None]
 
 
-Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | LifeAsked | Crashed
+@dataclass(frozen=True, slots=True)
+class DiskCrashed:
+    """The disk's thread has died of a bug: so does the pool node."""
+
+    error: BaseException
+
+
+Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | LifeAsked | DiskCrashed
 PoolInbox = queue.SimpleQueue[Incoming]
 
 
@@ -166,7 +172,7 @@ class PoolLoop:
                     answer.set_result(self._report())
             case LifeAsked(answer=life):
                 life.set_result(None)
-            case Crashed(error=error):
+            case DiskCrashed(error=error):
                 raise error
             case _:
                 assert_never(event)
@@ -271,7 +277,7 @@ class PoolLoop:
             self._workers.memory,
             format_.block_bytes,
             post=self._inbox.put,
-            crashed=lambda error: self._inbox.put(Crashed(error)),
+            crashed=lambda error: self._inbox.put(DiskCrashed(error)),
         )
         log.info("room for %d blocks on disk in %s", self._on_disk.count, self._settings.disk)
         return self._on_disk

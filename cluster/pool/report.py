@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from kvpool.pool.books import HeldForWorker, TierStates, disk_states
 from kvpool.pool.messages import PoolFormat
-from kvpool.tenants import TenantBlocks
+from kvpool.pool.wire import cached_blocks
 from kvpool.tiers.host_tier import HostTier
 from kvpool.tiers.tier_blocks import TierBlocks
 from kvrelay.gc_pauses import PAUSES
@@ -48,10 +46,6 @@ def pool_report(
 def _tier(tier: TierStates) -> pb.TierBlocks:
     states = (pb.StateBlocks(state=state, blocks=blocks) for state, blocks in tier.states)
     return pb.TierBlocks(tier=tier.tier, total_blocks=tier.total, states=states)
-
-
-def cached_blocks(of: TenantBlocks) -> pb.CachedBlocks:
-    return pb.CachedBlocks(**asdict(of))
 
 
 def _held(held: HeldForWorker) -> pb.HeldForWorker:

@@ -21,8 +21,9 @@ from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
 from engine.options import CudaOptions
 from engine.parallel.channel import Channel
-from engine.parallel.group import Group, open_group
+from engine.parallel.group import Group
 from engine.parallel.message import StepHearer
+from engine.parallel.opening import open_group
 from engine.parallel.rank_kv import offer_part
 from engine.runner import Engine
 from engine.sizing import EngineLimits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -44,15 +43,3 @@ class Group(Protocol):
 
     def close(self) -> None:
         """When none of these is called any more."""
-
-
-def open_group(device: str, rank: int, size: int, meeting: Path) -> Group:
-    """What the ranks' devices need: NCCL between GPUs, shared memory and gloo between processes
-    that compute on CPUs. `meeting` is a file that all ranks see, and none exists there yet."""
-    if torch.device(device).type == "cuda":
-        from engine.parallel.nccl_group import NcclGroup
-
-        return NcclGroup(torch.device(device), rank, size, meeting)
-    from engine.parallel.host_group import HostGroup
-
-    return HostGroup(rank, size, meeting)

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from engine.parallel.channel import Channel
-from engine.parallel.group import open_group
 from engine.parallel.message import StepTeller
+from engine.parallel.opening import open_group
 from engine.parallel.rank_kv import map_parts
 from engine.step import SequenceSlice
 from kvpool.layout import KvLayout

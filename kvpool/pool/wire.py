@@ -7,6 +7,7 @@ that tells whether more follow.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import assert_never
 
 from google.protobuf.message import DecodeError
@@ -29,9 +30,11 @@ from kvpool.pool.messages import (
     StoreGranted,
     StoreWanted,
 )
+from kvpool.tenants import TenantBlocks
 from kvpool.tiers.tier_blocks import PoolPlace
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
+from kvrelay.v1 import pool_node_pb2 as node_pb
 from kvrelay.v1 import pool_pb2 as pb
 
 MAX_PART_BYTES = 64 * 1024
@@ -250,3 +253,7 @@ def _hashes(joined: bytes) -> tuple[BlockHash, ...]:
     return tuple(
         BlockHash(joined[at : at + _HASH_BYTES]) for at in range(0, len(joined), _HASH_BYTES)
     )
+
+
+def cached_blocks(of: TenantBlocks) -> node_pb.CachedBlocks:
+    return node_pb.CachedBlocks(**asdict(of))

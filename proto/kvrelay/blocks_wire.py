@@ -10,25 +10,25 @@ from collections.abc import Iterable
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, PoolUpdate
 from kvrelay.types import Incarnation, Tier
-from kvrelay.v1 import pool_node_pb2 as pb
+from kvrelay.v1 import pool_node_pb2 as node_pb
 
 _HASH_BYTES = 32
 
 
-def encode_changes(changes: BlockChanges) -> pb.BlockChanges:
-    return pb.BlockChanges(
+def encode_changes(changes: BlockChanges) -> node_pb.BlockChanges:
+    return node_pb.BlockChanges(
         tier=changes.tier,
         stored=b"".join(changes.stored),
         removed=b"".join(changes.removed),
     )
 
 
-def decode_changes(messages: Iterable[pb.BlockChanges]) -> tuple[BlockChanges, ...]:
+def decode_changes(messages: Iterable[node_pb.BlockChanges]) -> tuple[BlockChanges, ...]:
     return tuple(map(_decode, messages))
 
 
-def encode_update(update: PoolUpdate) -> pb.PoolUpdate:
-    return pb.PoolUpdate(
+def encode_update(update: PoolUpdate) -> node_pb.PoolUpdate:
+    return node_pb.PoolUpdate(
         sequence=update.sequence,
         incarnation=update.node,
         addresses=update.addresses,
@@ -37,7 +37,7 @@ def encode_update(update: PoolUpdate) -> pb.PoolUpdate:
     )
 
 
-def decode_update(message: pb.PoolUpdate) -> PoolUpdate:
+def decode_update(message: node_pb.PoolUpdate) -> PoolUpdate:
     return PoolUpdate(
         sequence=message.sequence,
         node=Incarnation(message.incarnation),
@@ -47,7 +47,7 @@ def decode_update(message: pb.PoolUpdate) -> PoolUpdate:
     )
 
 
-def _decode(message: pb.BlockChanges) -> BlockChanges:
+def _decode(message: node_pb.BlockChanges) -> BlockChanges:
     if message.tier not in tuple(Tier):
         raise PeerError(f"blocks in the unknown tier {message.tier!r}")
     return BlockChanges(

@@ -21,9 +21,10 @@ from engine.parallel.board import PLACE_BYTES
 from engine.parallel.channel import Channel
 from engine.parallel.degree import check_degree
 from engine.parallel.devices import check_gpus, rank_devices
-from engine.parallel.group import Group, open_group
+from engine.parallel.group import Group
 from engine.parallel.message import StepHearer, StepTeller
 from engine.parallel.nccl_group import NcclGroup, side_by_side
+from engine.parallel.opening import open_group
 from engine.parallel.share import profile_of_all
 from engine.sizing import MemoryProfile
 from engine.step import SampleRequest, SequenceSlice
