@@ -1,6 +1,6 @@
 """Which tiles suit a CUDA device: one layer's attention with Llama-3.1-8B's heads, by tiling.
 
-What `engine.backends.tilings` holds should be the best of these on the devices that matter.
+What `engine.attention.triton.work` holds should be the best of these on the devices that matter.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from itertools import product
 
 import torch
 
-from engine.backends.backend import GroupShape
-from engine.backends.measure import measure_work
-from engine.backends.needs import Wanted
-from engine.backends.tilings import CHUNK, DECODE, Tiling
-from engine.backends.triton import TritonBackend
-from kvpool.layout import KvLayout, LayerGroup, Plane
+from engine.attention.backend import GroupShape
+from engine.attention.choosing.measure import measure_work
+from engine.attention.choosing.needs import Wanted
+from engine.attention.triton.backend import TritonBackend
+from engine.attention.triton.work import CHUNK, DECODE, Tiling
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 
 _DECODES = {"64 x 8192": (64, 1, 8191), "64 x 2048": (64, 1, 2047), "1 x 2048": (1, 1, 2047)}
 _CHUNKS = {"8192 alone": (1, 8192, 0), "512 after 7680": (1, 512, 7680)}

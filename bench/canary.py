@@ -20,19 +20,19 @@ from transformers import LlamaConfig
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
 from engine.bundled import checkpoint_path
-from engine.checkpoint import open_checkpoint
+from engine.core.sizing import EngineLimits
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
+from engine.device.threads import run_apart, use_threads
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from engine.threads import run_apart, use_threads
-from kvpool.canary import EXACT, LOSSY, KvDigest, prompt_from
-from kvpool.codec import Codec
-from kvpool.layout import BlockId, Tables
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import BlockId, Tables
+from kvpool.core.transfer.messages import EXACT, LOSSY, KvDigest, prompt_from
+from kvpool.core.transfer.piece import cut_span
+from kvpool.core.transfer.write import Side, Write
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.digest import digest
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.piece import cut_span
-from kvpool.write import Side, Write
 from kvrelay.types import RequestKey, Sampling
 
 _BLOCK = 16

@@ -19,16 +19,16 @@ from tokenizers import Tokenizer
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
-from engine.checkpoint import open_checkpoint
+from engine.core.sizing import EngineLimits
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.codec import Codec
-from kvpool.layout import BlockId, Tables
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import BlockId, Tables
+from kvpool.core.transfer.piece import Piece, cut_span
+from kvpool.core.transfer.write import TokenSpan
 from kvpool.memory.collate import read_slab, slab_bytes, write_slab
-from kvpool.piece import Piece, cut_span
-from kvpool.write import TokenSpan
 from kvrelay.types import RequestKey, Sampling
 
 _TEXT = Path(__file__).parents[1] / "README.md"

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 
 from bench.report import Reading, Row, interleave, print_table, write_json
-from kvpool.codec import Codec
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Side, TokenSpan, Write
 
 _BLOCK_SIZE = 16
 _KV = (Plane(name="k", heads=8, dim=128), Plane(name="v", heads=8, dim=128))

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from kvrelay.messages import BlockChanges
 from kvrelay.types import Incarnation, Tier
-from router.directory import Directory
+from router.core.state.directory import Directory
 
 _BATCH_BLOCKS = 64
 _PROMPT_BLOCKS = 512

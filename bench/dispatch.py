@@ -21,13 +21,13 @@ from random import Random
 import yaml
 
 from cluster.config.load import Override, load_config
-from cluster.sim.profile import BUILT_IN, read_profile
+from cluster.sim.output import simulate
+from cluster.sim.profiles.load import BUILT_IN, read_profile
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report, Spread
-from cluster.sim.run import simulate
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import TraceRequest
-from engine.latency import prefill_work
+from engine.core.step_times import prefill_work
 
 DISPATCHES = ("direct", "shared_queue")
 PLACEMENTS = ("kv_aware", "round_robin")

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from bench import step_overhead
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
-from engine.checkpoint import open_checkpoint
+from engine.core.sizing import EngineLimits
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId, Tables
+from kvpool.core.layout.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 _BLOCK_SIZE = 32

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bench.report import Row
+from engine.core.step import StepBatch
 from engine.flight import Flight
 from engine.runner import Engine
-from engine.step import StepBatch
 
 _STEPS, _WARM = 50, 5
 

@@ -10,10 +10,10 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from bench.report import Reading, Row, interleave
-from engine.attention import NAME
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
+from engine.model.interface import NAME
 from engine.runner import Engine
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId, Tables
+from kvpool.core.layout.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 _REQUESTS, _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 512, 64

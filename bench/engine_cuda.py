@@ -18,12 +18,12 @@ from bench.engine_batch import batch_row
 from bench.engine_shared import shared_rows
 from bench.random_engine import LLAMA_8B, decode_batch, random_engine, whole_slice
 from bench.report import Reading, Row
-from engine.backends.choice import group_shapes, opener, usable
-from engine.backends.measure import GRID, measure, time_device, time_layer
-from engine.backends.needs import Wanted
-from engine.probe import probe
+from engine.attention.choosing.choice import group_shapes, opener, usable
+from engine.attention.choosing.measure import GRID, measure, time_device, time_layer
+from engine.attention.choosing.needs import Wanted
+from engine.core.step import StepBatch
+from engine.model.kv_layout import probe
 from engine.runner import Engine
-from engine.step import StepBatch
 from kvpool.memory.kv_memory import KvMemory
 
 THUNDER_MLA = (4641, 45118, 1730, 1696)

@@ -13,11 +13,11 @@ import torch
 
 from bench.kernel_times import StreamTimes, kernel_times
 from bench.report import Row
-from engine.backends.triton import TritonBackend
-from engine.layer_places import layer_places
+from engine.attention.triton.backend import TritonBackend
+from engine.core.step import SequenceSlice, StepBatch
+from engine.model.kv_layout import layer_places
 from engine.runner import Engine
-from engine.step import SequenceSlice, StepBatch
-from kvpool.layout import BlockId
+from kvpool.core.layout.layout import BlockId
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey
 

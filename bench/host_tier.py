@@ -26,15 +26,13 @@ from transformers import LlamaConfig
 from bench.engine import EngineRun, Load
 from bench.models import SMOLLM_135M, write_random_llama
 from bench.report import Reading, Row, print_table, write_json
-from cluster.pool.names import host_pool_address
-from cluster.pool.side import PoolSide
-from engine.checkpoint import open_checkpoint
+from cluster.core.plan import host_pool_address
+from cluster.worker.pool.side import PoolSide
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from kvpool.hashes import BlockHash, block_hashes, cache_salt, token_bytes
-from kvpool.layout import BlockId
-from kvpool.pool.client_events import (
+from kvpool.core.fetch.client_events import (
     ClientEvent,
     OfferBlocks,
     OfferedBlock,
@@ -42,6 +40,8 @@ from kvpool.pool.client_events import (
     PrefixFetched,
     WantPrefix,
 )
+from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
+from kvpool.core.layout.layout import BlockId
 from kvrelay.types import Incarnation, RequestKey
 from kvrelay.v1.pool_node_pb2 import PoolReportRequest
 from kvrelay.v1.pool_node_pb2_grpc import PoolNodeStub

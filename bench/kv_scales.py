@@ -16,10 +16,10 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention import Scores, attention_state
 from engine.bundled import checkpoint_path
-from engine.checkpoint import open_checkpoint
-from engine.model import Model, load_model
+from engine.model.checkpoint import open_checkpoint
+from engine.model.interface import Scores, attention_state
+from engine.model.model import Model, load_model
 
 _TEXT = Path(__file__).parents[1] / "README.md"
 _TOKENS = 1024

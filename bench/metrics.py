@@ -21,13 +21,13 @@ from bench.router import STEP_TIMES
 from engine.bundled import checkpoint_path
 from kvrelay.messages import Counters, LinkState, WorkerHello
 from kvrelay.types import Incarnation, Role
-from router.dispatcher import WorkerDispatcher
-from router.events import WorkerJoined, WorkerSaid
-from router.generation import ClusterSnapshot
-from router.metrics import RouterMetrics
-from router.placement import Pair
+from router.core.events import WorkerJoined, WorkerSaid
+from router.core.state.generation import ClusterSnapshot
+from router.core.state.quarantine import Pair
+from router.live.dispatcher import WorkerDispatcher
+from router.live.metrics import RouterMetrics
 from router.server import FaceOptions, Faces
-from router.tokenizer import TextTokenizer
+from router.text.tokenizer import TextTokenizer
 
 GOAL_MS = 5.0
 

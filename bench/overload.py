@@ -27,8 +27,8 @@ from bench.live.stack import Policy
 from bench.live.subject import SUBJECTS, Subject
 from bench.report import Row, print_table, write_json
 from engine.bundled import checkpoint_path
-from engine.checkpoint import find_text_files
-from router.tokenizer import TextTokenizer
+from engine.model.checkpoint import find_text_files
+from router.text.tokenizer import TextTokenizer
 
 POLICIES = ("none", "queue_limit", "early_rejection", "predictive")
 FACTORS = (0.5, 1.0, 2.0, 4.0)

@@ -16,13 +16,13 @@ from pathlib import Path
 from bench import telling
 from bench.models import KV_OF_8B, write_random_llama
 from bench.report import Reading, Row, interleave, print_table, write_json
-from engine.checkpoint import open_checkpoint
+from engine.core.fitting import Shape
+from engine.core.sizing import EngineLimits
+from engine.device.threads import use_threads
 from engine.load import load_engine
-from engine.parallel.load import load_split
+from engine.load_ranks import load_split
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.threads import use_threads
-from engine.time_design import Shape
 from engine.time_profile import time_shape
 
 _CONTEXT = 512

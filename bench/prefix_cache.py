@@ -15,11 +15,10 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from bench.report import Row, interleave, print_table, write_json
-from kvpool.blocks import BlockPool
-from kvpool.cached_block import CachedBlock
-from kvpool.eviction import DEFAULT_POLICY, open_policy, policies
-from kvpool.hashes import BlockHash, cache_salt, extend_chain
-from kvpool.prefix_index import PrefixIndex
+from kvpool.core.blocks.eviction import DEFAULT_POLICY, CachedBlock, open_policy, policies
+from kvpool.core.blocks.pool import BlockPool
+from kvpool.core.blocks.prefix_index import PrefixIndex
+from kvpool.core.layout.hashes import BlockHash, cache_salt, extend_chain
 
 SIZES_BLOCKS = (1_000, 10_000, 30_000, 50_000, 100_000)
 SPEED_SIZE_BLOCKS = 30_000

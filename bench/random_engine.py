@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine import attention
-from engine.backends.choice import choose_backend
-from engine.backends.recording import record_decode
+from engine.attention.choosing.choice import choose_backend
 from engine.compiled.build import compile_model
-from engine.model import Model
-from engine.probe import derive_layout, probe
+from engine.core.sizing import KvSizing
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
+from engine.load import record_decode
+from engine.model import interface
+from engine.model.kv_layout import derive_layout, probe
+from engine.model.model import Model
 from engine.runner import Engine, EngineFacts
-from engine.sizing import KvSizing
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId, KvLayout
+from kvpool.core.layout.layout import BlockId, KvLayout
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import RequestKey, Sampling
 
@@ -41,11 +41,11 @@ def random_engine(
 ) -> tuple[Engine, str]:
     """Room for `tokens` tokens of KV together; decode steps of up to `batch` are recorded. And the
     attention backend's name."""
-    attention.register()
+    interface.register()
     torch.manual_seed(0)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(
-            LLAMA_8B, dtype=torch.bfloat16, attn_implementation=attention.NAME
+            LLAMA_8B, dtype=torch.bfloat16, attn_implementation=interface.NAME
         )
     module = module.eval().requires_grad_(False)
     model = compile_model(Model(module, LLAMA_8B, torch.device(device), torch.bfloat16))

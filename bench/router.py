@@ -17,7 +17,7 @@ from random import Random
 from typing import NamedTuple
 
 from bench.report import Row, print_table
-from kvpool.block_names import BlockNames
+from kvpool.core.layout.block_names import BlockNames
 from kvrelay.messages import (
     BlockChanges,
     Counters,
@@ -30,7 +30,6 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.qos import QosTier, QosTiers
-from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     NO_OBJECTIVES,
     FinishReason,
@@ -39,14 +38,15 @@ from kvrelay.types import (
     RequestKey,
     Role,
     Sampling,
+    StepCoefficients,
     Tier,
 )
-from router.core import RouterCore
-from router.events import Refuse, Send, Submitted, WorkerJoined, WorkerSaid
-from router.generation import GenerationRequest
-from router.open_policies import open_admission, open_placement
-from router.policies import Policies
-from router.promises import Promised
+from router.core.core import RouterCore
+from router.core.events import Refuse, Send, Submitted, WorkerJoined, WorkerSaid
+from router.core.opening import open_admission, open_placement
+from router.core.policy.choice import Policies
+from router.core.state.generation import GenerationRequest
+from router.core.state.promises import Promised
 
 BLOCK_TOKENS = 16
 SLOTS = 256

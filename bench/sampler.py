@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from bench.agreement import OTHER, reordered
 from bench.codec_loss import Load, bundled_prompts
 from bench.report import Row, print_table, write_json
-from engine import gumbel
 from engine.bundled import checkpoint_path
-from engine.sampler import sample
-from engine.step import SampleRequest
+from engine.core.step import SampleRequest
+from engine.sampling import gumbel
+from engine.sampling.sampler import sample
 from kvrelay.types import Sampling
 
 LIMIT_BF16 = 0.015

@@ -9,10 +9,10 @@ from statistics import median
 import torch
 
 from bench.report import Row
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
 from engine.runner import Engine
-from engine.sampler import sample
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId, KvLayout
+from engine.sampling.sampler import sample
+from kvpool.core.layout.layout import BlockId, KvLayout
 from kvrelay.types import RequestKey, Sampling
 
 SEQUENCES, CONTEXT = 256, 512

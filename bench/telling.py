@@ -10,10 +10,10 @@ from statistics import median
 from typing import TypeVar
 
 from bench.report import Row
-from engine.backends.step_arrays import TableCache, step_arrays
+from engine.attention.inputs import TableCache, step_arrays
+from engine.core.step import SampleRequest, SequenceSlice
 from engine.parallel.message import StepHearer, StepTeller
-from engine.step import SampleRequest, SequenceSlice
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvrelay.types import RequestKey, Sampling
 
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from cluster.sim.simulation import ClusterSimulation, Scale
 from cluster.sim.trace import TracePrompt, TraceRequest
 from kvrelay.messages import Counters
 from kvrelay.types import Sampling
-from router.events import Admit, Deliver, Fail, Refuse, Submitted
-from router.generation import GenerationRequest
+from router.core.events import Admit, Deliver, Fail, Refuse, Submitted
+from router.core.state.generation import GenerationRequest
 
 REPOSITORY = Path(__file__).parents[1]
 PRODUCT = ("proto", "kvpool", "engine", "prefill_worker", "decode_worker", "router", "cluster")

@@ -1,0 +1,1 @@
+"""Puts the parts together: processes, configuration, commands, simulation."""

@@ -1,0 +1,1 @@
+"""Schedules sequences on a worker and takes their KV in. Pure."""

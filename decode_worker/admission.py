@@ -23,11 +23,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from decode_worker.batch import Batch
-from decode_worker.pace import strictest_kept_s
 from decode_worker.receiver import Receiver
 from decode_worker.sequence import Sequence
-from decode_worker.standing import Standing
-from engine.latency import NotCovered, decode_work
+from decode_worker.shares import Standing, strictest_kept_s
+from engine.core.step_times import NotCovered, decode_work
 from kvrelay.types import RequestSpec
 
 TPOT_MARGIN = 1.1

@@ -2,6 +2,13 @@
 
 try_enqueue -> awaiting_prefill -> running -> drop
 join    --------------------------/
+
+One step being put together: which sequences run, and how many tokens of each. Pure.
+
+The next token of each decoding sequence, and chunks of those to be computed yet. When blocks run
+out the last in standing, among equals the newest, is preempted and later recomputed, so the first
+always advances. Those on places that their owners ask back wait, and those on lent places step
+back for the pace of those on their own.
 """
 
 from __future__ import annotations
@@ -9,18 +16,222 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-from decode_worker.packing import Packing
-from decode_worker.reservation import Arrived
+from decode_worker.reservations import Arrived
 from decode_worker.roster import Roster
-from decode_worker.run_ahead import RunAhead
+from decode_worker.run_ahead import RunAhead, followers
 from decode_worker.sequence import Sequence
-from decode_worker.standing import Standing
-from decode_worker.step_behind import followers
-from engine.latency import StepTimes
-from engine.step import RunStep, SequenceSlice, StepBatch
-from kvpool.openings import Openings
-from kvpool.tables import BlockTables
+from decode_worker.shares import Pace, Standing
+from engine.core.step import MOST_SCORED_TOKENS, RunStep, SequenceSlice, StepBatch
+from engine.core.step_times import StepTimes
+from kvpool.core.blocks.holding import CopyPairs
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
 from kvrelay.types import PrefixOrigin, RequestSpec
+
+
+@dataclass(slots=True, kw_only=True)
+class Packing:
+    """`budget` is what prefill chunks may still take, in tokens, and `scored` those of prompts that
+    are scored; `times` None: nothing is known of steps."""
+
+    roster: Roster
+    now_s: float
+    budget: int
+    scored: int = MOST_SCORED_TOKENS
+    times: StepTimes | None = None
+    rope_border_tokens: int | None = None
+    chosen: list[tuple[Sequence, int]] = field(default_factory=list)
+    copies: list[CopyPairs] = field(default_factory=list)
+    _running: list[Sequence] = field(default_factory=list)  # who yields last first
+    _taken: set[Sequence] = field(default_factory=set)
+    _lent: set[Sequence] = field(default_factory=set)
+    _stepped_back: set[Sequence] = field(default_factory=set)
+    _pace: Pace | None = None
+
+    def pack(self) -> None:
+        self._park_outgrown()
+        self._keep_seated()
+        self._keep_pace()
+        preempted_before = self.roster.preemptions
+        for sequence in self._running:
+            if sequence.holder not in self.roster.tables:
+                break  # preempted just now, as are all behind it
+            self._choose(sequence)
+        if self.roster.preemptions == preempted_before or not self.chosen:
+            self._start_waiting(self._seated_waiting())
+        self._note_who_stands_back()
+
+    def _note_who_stands_back(self) -> None:
+        """Who decodes, or did before it was parked, and isn't in the step."""
+        roster = self.roster
+        if len(self.chosen) == len(roster.running) and not roster.awaiting_prefill:
+            return
+        parked = (s for s in roster.awaiting_prefill if s.parked)
+        for sequence in (*roster.running, *parked):
+            if sequence not in self._taken:
+                sequence.stands_back(self.now_s)
+
+    def _park_outgrown(self) -> None:
+        """With the short factors of LongRoPE their KV is of no use any more, but to others."""
+        for sequence in [s for s in self.roster.running if self._is_outgrown(s)]:
+            self.roster.park(sequence)
+
+    def _is_outgrown(self, sequence: Sequence) -> bool:
+        """Its names are those of short sequences."""
+        border = self.rope_border_tokens
+        return border is not None and border < sequence.length and sequence.names.limit is not None
+
+    def _keep_seated(self) -> None:
+        """Those whose places are asked back wait again."""
+        seated = self.roster.seated()
+        if self._all_run(seated):
+            self._running = seated
+            return
+        running, kept = {*self.roster.running}, {*seated}
+        self._running = [s for s in seated if s in running]
+        for sequence in [s for s in reversed(self.roster.running) if s not in kept]:
+            self.roster.park(sequence)
+
+    def _keep_pace(self) -> None:
+        """Those on lent places that can't take their next token in time step back."""
+        roster = self.roster
+        if not roster.standing.any_own:
+            return
+        self._lent = roster.standing.lent((*roster.running, *roster.awaiting_prefill))
+        own = [s for s in self._running if s not in self._lent]
+        self._pace = Pace.of(own, self.times)
+        if self._pace is None:
+            return
+        for sequence in self._lent:
+            sequence.advanced_s = self.now_s if sequence.advanced_s is None else sequence.advanced_s
+        decoding = [s for s in self._running if s.needed == 1]
+        self._pace.take(s for s in decoding if s not in self._lent)
+        self._stepped_back = {*self._who_steps_back([s for s in decoding if s in self._lent])}
+
+    def _who_steps_back(self, lent: list[Sequence]) -> list[Sequence]:
+        """The last of those on lent places, as many as the pace can't bear; but none for so long
+        that it stands still."""
+        pace = self._pace
+        assert pace is not None
+        overdue: set[Sequence] = set()
+        if pace.bears(lent) < len(lent):
+            overdue = {s for s in lent if pace.overdue(s, self.now_s)}
+            pace.take(overdue)
+        others = [s for s in lent if s not in overdue]
+        count = pace.bears(others)
+        pace.take(others[:count])
+        return others[count:]
+
+    def _all_run(self, seated: Ordered[Sequence]) -> bool:
+        return not self.roster.awaiting_prefill and len(seated) == len(self.roster.running)
+
+    def _seated_waiting(self) -> list[Sequence]:
+        if not self.roster.awaiting_prefill:
+            return []
+        running = {*self.roster.running}
+        return [s for s in self.roster.seated() if s not in running]
+
+    # --- those that run -------------------------------------------------------------------------
+
+    def _choose(self, sequence: Sequence) -> None:
+        if sequence in self._stepped_back:
+            return
+        prefills = sequence.needed > 1
+        take = self._chunk(sequence) if prefills else 1
+        if take and self._make_room(sequence, take):
+            if prefills:
+                self._take_chunk(sequence, take)
+            self._take(sequence, take)
+
+    def _take(self, sequence: Sequence, tokens: int) -> None:
+        self.chosen.append((sequence, tokens))
+        self._taken.add(sequence)
+        sequence.advanced_s = self.now_s
+        if sequence.back_since_s is not None and tokens == sequence.needed:
+            sequence.goes_on(self.now_s)
+
+    def _chunk(self, sequence: Sequence) -> int:
+        """Tokens of it that the step may take."""
+        take = min(sequence.needed, self.budget)
+        if sequence.is_scored:
+            take = min(take, self.scored)
+        if self._pace is None or sequence not in self._lent:
+            return take
+        return self._pace.bears_chunk(sequence, take, self.now_s)
+
+    def _take_chunk(self, sequence: Sequence, take: int) -> None:
+        self.budget -= take
+        if sequence.is_scored:
+            self.scored -= take
+        if self._pace is not None:
+            self._pace.chunk(take, sequence.computed)
+
+    def _make_room(self, sequence: Sequence, take: int) -> bool:
+        """Blocks for `take` more tokens, at the cost of those behind it; False if it had to go."""
+        while not self._try_room(sequence, take):
+            last = next(filter(self._may_go, reversed(self._by_standing())))
+            self.roster.preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _by_standing(self) -> list[Sequence]:
+        """Also those that wait with blocks of their own, held back for the pace of others."""
+        roster = self.roster
+        return roster.standing.order((*roster.running, *roster.awaiting_prefill))
+
+    def _may_go(self, sequence: Sequence) -> bool:
+        if sequence.holder not in self.roster.tables or sequence in self._taken:
+            return False
+        return not self.roster.openings.waits(sequence.holder)
+
+    def _try_room(self, sequence: Sequence, take: int) -> bool:
+        tables, end = self.roster.tables, sequence.computed + take
+        if not tables.try_grow(sequence.holder, end, now_s=self.now_s):
+            return False
+        if sequence.spec.sampling.n == 1:
+            return True
+        pairs = tables.try_own(sequence.holder, sequence.computed)
+        if pairs is None:
+            return False
+        if any(pairs):
+            self.copies.append(pairs)
+        return True
+
+    # --- those that wait ------------------------------------------------------------------------
+
+    def _start_waiting(self, waiting: Ordered[Sequence]) -> None:
+        """In order; where the head lacks blocks, those behind it that hold theirs still go on."""
+        starved = False
+        for sequence in waiting:
+            if self.budget == 0:
+                return
+            if starved and sequence.holder not in self.roster.tables:
+                continue
+            found = self._try_resume(sequence)
+            starved |= not found
+            self.roster.starved = starved
+            if found and not self.roster.openings.waits(sequence.holder):
+                self._start(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        take = self._chunk(sequence)
+        if take:
+            self.roster.run(sequence)
+            self._take_chunk(sequence, take)
+            self._take(sequence, take)
+
+    def _try_resume(self, sequence: Sequence) -> bool:
+        """Blocks for all of it; one that was preempted finds again what is still cached."""
+        tables = self.roster.tables
+        if sequence.holder not in tables:
+            if self._is_outgrown(sequence):
+                sequence.names = tables.chain(sequence.spec.tenant, sequence.length)
+            return self.roster.try_open(sequence, sequence.length, self.budget, self.now_s)
+        end = min(sequence.length, sequence.computed + self.budget)
+        return tables.try_grow(
+            sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,27 +1,309 @@
 """The decode worker's side of handoffs: reservations, pieces on their way in, commits. Pure.
 
 A reservation leases blocks to the prefill worker until the commit.
+
+Staging slabs that this decode worker lends to writers, in order of asking. Pure.
+
+A lent slab is the writer's until it is filled, or fenced, or its lease ends and it is retired.
+
+Pieces of KV on their way into a decode worker's reserved blocks. Pure.
+
+Each comes through a lent slab or is read where it lies, as the link's cost says.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from decode_worker.lending import Lending
-from decode_worker.peer_pools import PeerPools
-from decode_worker.pieces import Pieces, cancel_at
-from decode_worker.reservation import Arrived, Failure, Reservation
-from decode_worker.reservations import Reservations
-from decode_worker.room import Room
-from engine.step import Command
-from kvpool.canary import BlocksDigested, DigestBlocks, mismatch, prompt_from
-from kvpool.handoff import Commit, Committed, HandoffMode, PieceComputed, PiecesAhead, SlabFilled
-from kvpool.handoff_events import PieceFetched, SendPeer, SlabReplaced, SlabScattered
-from kvpool.leases import LeaseTable
-from kvpool.slabs import SlabId, SlabPool
-from kvpool.tables import BlockTables
+from decode_worker.peers import PeerPools
+from decode_worker.reservations import Arrived, Failure, Reservation, Reservations, Room
+from engine.core.step import Command
+from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.transfer.commands import (
+    PieceFetched,
+    ReplaceSlab,
+    ScatterSlab,
+    SendPeer,
+    SlabReplaced,
+    SlabScattered,
+)
+from kvpool.core.transfer.messages import (
+    BlocksDigested,
+    CancelTransfer,
+    Commit,
+    Committed,
+    DigestBlocks,
+    HandoffMode,
+    PieceComputed,
+    PiecesAhead,
+    PiecesAwaited,
+    PiecesRead,
+    SlabFilled,
+    SlabLent,
+    mismatch,
+    prompt_from,
+)
+from kvpool.core.transfer.slabs import Expired, LeaseId, SlabId, SlabPool
+from kvpool.core.transfer.write import Write
+from kvrelay.errors import PeerError
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
+
+
+class _Asked(NamedTuple):
+    """For a piece, by its number."""
+
+    peer: Incarnation
+    key: RequestKey
+    number: int
+    write: Write
+
+
+@dataclass(slots=True, kw_only=True)
+class Lending:
+    """`regions` names each slab's registered region, as peers are told."""
+
+    slabs: SlabPool
+    regions: dict[SlabId, str]
+    ttl_s: float
+    _awaiting_slab: deque[_Asked] = field(default_factory=deque)
+    _lent: dict[RequestKey, dict[SlabId, tuple[LeaseId, int]]] = field(default_factory=dict)
+    """# key |-> slab |-> lease, number of the piece"""
+
+    def ask(self, peer: Incarnation, key: RequestKey, number: int, write: Write) -> None:
+        self._awaiting_slab.append(_Asked(peer, key, number, write))
+
+    def forget_asked(self, key: RequestKey) -> None:
+        self._awaiting_slab = deque(asked for asked in self._awaiting_slab if asked.key != key)
+
+    def lend(self, now_s: float) -> list[SendPeer]:
+        """As many of those asked for as are free."""
+        sends = []
+        while self._awaiting_slab:
+            peer, key, number, write = self._awaiting_slab[0]
+            lent = self.slabs.try_lend(peer, write.nbytes, now_s, self.ttl_s)
+            if lent is None:
+                break
+            self._awaiting_slab.popleft()
+            self._lent.setdefault(key, {})[lent.slab_id] = (lent.lease_id, number)
+            answer = SlabLent(
+                key=key,
+                piece=number,
+                slab_id=lent.slab_id,
+                region=self.regions[lent.slab_id],
+                lease_id=lent.lease_id,
+                codec=write.wire.codec,
+            )
+            sends.append(SendPeer(peer=peer, message=answer))
+        return sends
+
+    def try_fill(self, filled: SlabFilled) -> int | None:
+        """The piece that it was lent for. None, and nothing changed, for a late writer: its lease
+        is not current."""
+        lease_id, number = self._lent.get(filled.key, {}).get(filled.slab_id, (None, 0))
+        if lease_id != filled.lease_id:
+            return None
+        if not self.slabs.mark_filled(filled.slab_id, filled.lease_id):
+            return None
+        self._forget(filled.key, filled.slab_id)
+        return number
+
+    def renew(self, key: RequestKey, now_s: float) -> None:
+        for lease_id, _ in self._lent.get(key, {}).values():
+            self.slabs.renew(lease_id, now_s, self.ttl_s)
+
+    def begin_fence(self, key: RequestKey, now_s: float) -> None:
+        for slab_id, (lease_id, _) in self._lent.get(key, {}).items():
+            self.slabs.begin_fence(slab_id, lease_id, now_s, self.ttl_s)
+
+    def fenced(self, key: RequestKey) -> None:
+        """The writer says that it stopped, asked or by itself."""
+        for slab_id, (lease_id, _) in self._lent.pop(key, {}).items():
+            self.slabs.fence_acknowledged(slab_id, lease_id)
+
+    def replaced(self, event: SlabReplaced) -> None:
+        self.regions[event.slab_id] = event.region
+        self.slabs.replaced(event.slab_id)
+
+    def expire(self, now_s: float) -> tuple[list[ReplaceSlab], list[RequestKey]]:
+        """Silent writers' slabs are retired; whose they were: a piece lost so never comes."""
+        return self._retired(self.slabs.expire(now_s))
+
+    def peer_lost(self, peer: Incarnation) -> list[ReplaceSlab]:
+        """Declared dead is not gone: what it may still write to is retired, not reused."""
+        return self._retired(self.slabs.holder_lost(peer))[0]
+
+    def _retired(self, expired: tuple[Expired, ...]) -> tuple[list[ReplaceSlab], list[RequestKey]]:
+        slab_ids = [one.slab_id for one in expired]
+        lost = [(key, s) for key, lent in self._lent.items() for s in slab_ids if s in lent]
+        for key, slab_id in lost:
+            self._forget(key, slab_id)
+        return [ReplaceSlab(slab_id=s) for s in slab_ids], [key for key, _ in lost]
+
+    def _forget(self, key: RequestKey, slab_id: SlabId) -> None:
+        lent = self._lent[key]
+        del lent[slab_id]
+        if not lent:
+            del self._lent[key]
+
+    def validate(self) -> None:
+        self.slabs.validate()
+
+
+def cancel_at(peer: Incarnation, key: RequestKey, reason: str) -> SendPeer:
+    return SendPeer(peer=peer, message=CancelTransfer(key=key, reason=reason))
+
+
+@dataclass(slots=True, kw_only=True)
+class Pieces:
+    """`transfers` are pieces that have landed."""
+
+    reservations: Reservations
+    lending: Lending
+    pools: PeerPools
+    transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
+
+    def ahead(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
+        reservation = self.reservations.of_peer(ahead.key, peer)
+        if reservation is None:
+            return [cancel_at(peer, ahead.key, "no such reservation")]
+        if ahead.number in reservation.announced:
+            return []
+        span = range(reservation.held_tokens, reservation.prompt_tokens)
+        try:
+            writes = self.pools.writes_of(peer, ahead, span, reservation.prompt_tokens)
+        except PeerError as error:
+            return [cancel_at(peer, ahead.key, str(error))]
+        self.reservations.leases.renew(ahead.key, now_s)
+        reservation.announced.update(range(ahead.number, ahead.number + ahead.count))
+        if not self.reservations.room.want(reservation):
+            reservation.awaiting_blocks.append((ahead, writes))
+            return []
+        return self._choose(reservation, ahead, writes, now_s)
+
+    def begin(self, reservation: Reservation, now_s: float) -> list[Command]:
+        """It has got its blocks: those that waited for them."""
+        return [
+            command
+            for ahead, writes in reservation.awaiting_blocks
+            for command in self._choose(reservation, ahead, writes, now_s)
+        ]
+
+    def _choose(
+        self,
+        reservation: Reservation,
+        ahead: PiecesAhead,
+        writes: Sequence[Write],
+        now_s: float,
+    ) -> list[Command]:
+        """Each through a slab, or directly."""
+        peer = reservation.sender
+        tables = self.reservations.tables.tables(reservation.holder)
+        try:
+            ways = self.pools.ways(peer, ahead, writes, tables)
+        except PeerError as error:
+            return [cancel_at(peer, ahead.key, str(error))]
+        awaited: list[int] = []
+        for (number, piece), way in zip(ahead.numbered(), ways, strict=True):
+            if isinstance(way, Write):
+                reservation.collated[number] = (piece, way)
+                self.lending.ask(peer, ahead.key, number, way)
+            else:
+                reservation.direct[number] = way
+                awaited.append(number)
+        reservation.unread += len(awaited)
+        lent: list[Command] = [*self.lending.lend(now_s)]
+        if not awaited:
+            return lent
+        message = PiecesAwaited(key=ahead.key, pieces=tuple(awaited))
+        return [*lent, SendPeer(peer=peer, message=message)]
+
+    def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:
+        """A late writer's slab is ignored: its lease is not current."""
+        number = self.lending.try_fill(filled)
+        if number is None:
+            return []
+        reservation = self.reservations.live(filled.key)
+        if reservation is None:
+            self.lending.slabs.release(filled.slab_id, filled.lease_id)
+            return [*self.lending.lend(now_s)]
+        self.reservations.leases.renew(filled.key, now_s)
+        reservation.moving += 1
+        piece, write = reservation.collated.pop(number)
+        tables, peer = self.reservations.tables.tables(reservation.holder), reservation.sender
+        return [ScatterSlab(peer=peer, filled=filled, piece=piece, write=write, tables=tables)]
+
+    def scattered(self, done: SlabScattered, now_s: float) -> tuple[list[Command], list[Failure]]:
+        """The slab is free again."""
+        self.lending.slabs.release(done.slab_id, done.lease_id)
+        commands: list[Command] = [*self.lending.lend(now_s)]
+        ended, failures = self._landed(done, now_s)
+        return commands + ended, failures
+
+    def computed(self, peer: Incarnation, computed: PieceComputed, now_s: float) -> list[Command]:
+        """A piece that was awaited may be read."""
+        reservation = self.reservations.of_peer(computed.key, peer)
+        fetch = reservation.direct.pop(computed.piece, None) if reservation else None
+        if reservation is None or fetch is None:
+            return []
+        self.reservations.leases.renew(computed.key, now_s)
+        reservation.moving += 1
+        return [fetch]
+
+    def fetched(self, done: PieceFetched, now_s: float) -> tuple[list[Command], list[Failure]]:
+        """The prefill worker is told: only it knows that the blocks were still the request's."""
+        reservation = self.reservations[done.key]
+        peer = reservation.sender
+        ended, failures = self._landed(done, now_s)
+        if failures:
+            self.pools.forget_cost(peer)
+        if reservation.cancelled:
+            return ended, failures
+        reservation.unread -= 1
+        reservation.read.append(done.piece)
+        return ([] if reservation.unread else [self._tell_read(reservation)]), []
+
+    @staticmethod
+    def _tell_read(reservation: Reservation) -> SendPeer:
+        pieces, reservation.read = tuple(reservation.read), []
+        message = PiecesRead(key=reservation.key, pieces=pieces)
+        return SendPeer(peer=reservation.sender, message=message)
+
+    def _landed(
+        self, done: SlabScattered | PieceFetched, now_s: float
+    ) -> tuple[list[Command], list[Failure]]:
+        reservation = self.reservations[done.key]
+        reservation.moving -= 1
+        if reservation.cancelled:
+            self.reservations.free_if_quiet(reservation)
+            return [], []
+        if done.error is not None:
+            cancelled = self.cancel(done.key, done.error, now_s)
+            return cancelled, [Failure(done.key, "transfer_failed", done.error)]
+        reservation.landed += 1
+        self.transfers += 1
+        self.transfer_bytes += done.bytes
+        self.transfer_s += done.seconds
+        return [], []
+
+    def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
+        """The request won't come: free its blocks once quiet, have its writer fenced off."""
+        reservation = self.reservations.live(key)
+        if reservation is None:
+            return []
+        self.end(reservation)
+        self.lending.begin_fence(key, now_s)
+        return [] if reservation.source is None else [cancel_at(reservation.source, key, reason)]
+
+    def end(self, reservation: Reservation) -> None:
+        self.lending.forget_asked(reservation.key)
+        self.reservations.end(reservation)
 
 
 @dataclass(slots=True, kw_only=True)

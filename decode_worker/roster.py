@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from decode_worker.sequence import Sequence
-from decode_worker.standing import Standing
-from kvpool.block_names import HashChain
-from kvpool.holder import Holder
-from kvpool.openings import Openings
-from kvpool.tables import BlockTables
-from kvpool.tiers.restores import Restored
+from decode_worker.shares import Standing
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.layout.block_names import HashChain
 from kvrelay.messages import Released, WorkerEvent
 from kvrelay.types import RequestKey, RequestSpec
 

@@ -2,16 +2,25 @@
 
 The result is that of as many single steps, wherever the run is cut; room for steps that did not
 come is given back.
+
+The step behind the one on the device, decided before that one's tokens are known. Pure.
+
+All decoding sequences take one more token each. Who may end with the step on the device is in it,
+for nothing if so, unless its length says that it will. Whatever else may happen between two steps,
+such as prompts, preemptions or places that are asked back, waits for the device to be free: then
+there is no such step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_worker.roster import Roster
 from decode_worker.sequence import Sequence
+from engine.core.step import SequenceSlice, needs_history
+from kvpool.core.layout.layout import Tables
 
 Taken = Ordered[tuple[Sequence, int]]
 """sequence, its tokens in the step"""
@@ -63,3 +72,60 @@ class RunAhead:
 
 def _decodes(sequence: Sequence) -> bool:
     return sequence.needed == len(sequence.choices) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """`follows` is its slice in the step on the device; None: it is not there."""
+
+    sequence: Sequence
+    follows: int | None
+
+    @property
+    def start(self) -> int:
+        return self.sequence.computed + (self.follows is not None)
+
+    def slice(self, tables: Tables) -> SequenceSlice:
+        sequence, is_known = self.sequence, self.follows is None
+        (request,) = sequence.samples()
+        index = request.index if is_known else request.index + 1
+        return SequenceSlice(
+            key=sequence.key,
+            choice=sequence.choices[0],
+            token_ids=sequence[self.start : self.start + 1] if is_known else (0,),
+            start=self.start,
+            tables=tables,
+            samples=(replace(request, index=index),),
+            prompt_tokens=sequence.whole_tokens,
+            follows=self.follows,
+        )
+
+
+def followers(roster: Roster, now_s: float) -> list[Follower]:
+    """Empty where the device must be free first."""
+    if not _is_steady(roster):
+        return []
+    places = {one: i for i, (one, _) in enumerate(roster.on_device)}
+    found = [Follower(one, places.get(one)) for one in roster.running]
+    found = [one for one in found if one.follows is None or one.sequence.tokens_left > 1]
+    has_room = all(
+        roster.tables.try_grow(one.sequence.holder, one.start + 1, now_s=now_s) for one in found
+    )
+    return found if has_room else []
+
+
+def _is_steady(roster: Roster) -> bool:
+    """Nobody waits, or stands back for others, and all take the next token of one choice."""
+    if not roster.on_device or roster.behind or roster.awaiting_prefill:
+        return False
+    if roster.standing.any_own or roster.choices > roster.standing.places:
+        return False
+    here = (*roster.running, *(sequence for sequence, _ in roster.on_device))
+    return all(_only_decodes(sequence) for sequence in here)
+
+
+def _only_decodes(sequence: Sequence) -> bool:
+    """And its draws need no earlier tokens. Who ended while on the device needs nothing."""
+    sampling = sequence.spec.sampling
+    is_one = sampling.n == 1 and sequence.needed <= 1
+    return is_one and not needs_history(sampling)

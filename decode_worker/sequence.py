@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 
-from engine.finish import finish_reason, needs_history
-from engine.scoring import scoring_of
-from engine.step import Sampled, SampleRequest, Scoring
-from kvpool.block_names import HashChain
-from kvpool.hashes import BlockHash
-from kvpool.holder import Holder
+from engine.core.step import (
+    Sampled,
+    SampleRequest,
+    Scoring,
+    finish_reason,
+    needs_history,
+    scoring_of,
+)
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.layout.block_names import HashChain
+from kvpool.core.layout.hashes import BlockHash
 from kvrelay.messages import Lifetime, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 

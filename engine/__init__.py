@@ -1,0 +1,1 @@
+"""Runs a model's steps: from a checkpoint to tokens."""

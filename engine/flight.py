@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.prompt_logprobs import Scored
-from engine.sampler import Drawn
-from engine.sending import send
-from engine.step import SequenceSlice, StepBatch, StepOutcome
+from engine.core.step import SequenceSlice, StepBatch, StepOutcome
+from engine.device.streams import send
+from engine.sampling.sampler import Drawn, Scored
 
 
 @dataclass(frozen=True, slots=True)

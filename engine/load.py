@@ -1,31 +1,155 @@
-"""Puts an engine together: load, probe, check, profile, size, allocate."""
+"""Puts an engine together: load, probe, check, profile, size, allocate.
+
+Makes engines over a loaded model: drafts that check and measure it, and the one that serves.
+
+Records an engine's decode steps as CUDA graphs, where its backend and its model allow it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.activity import Activity, Report, Stage, unheard
-from engine.assembly import Assembly
-from engine.backends.choice import choose_backend
-from engine.backends.recording import record_decode
-from engine.checkpoint import Checkpoint
+from engine.attention.choosing.choice import Chosen, choose_backend
 from engine.compiled.build import compile_model
-from engine.compiled.padding import sizes
-from engine.model import Model, load_model
-from engine.options import DEFAULT_OPTIONS, CudaOptions
-from engine.parallel.group import Group
-from engine.parallel.ranks import ALONE, Ranks, own_layout
-from engine.parallel.share import Loaded, check_shares, share_out
-from engine.probe import derive_layout
+from engine.core.activity import Activity, Report, Stage, unheard
+from engine.core.options import DEFAULT_OPTIONS, CudaOptions
+from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
+from engine.core.step import StepBatch
+from engine.device.group import Group
+from engine.memory_profile import profile_memory
+from engine.model.checkpoint import Checkpoint
+from engine.model.kv_layout import derive_layout
+from engine.model.model import Model, load_model
+from engine.model.packed_linear import sizes
+from engine.parallel.ranks import ALONE, Ranks, block_bytes, own_layout
 from engine.runner import Engine, EngineFacts
-from engine.sampler import prepare_draws
-from engine.sizing import EngineLimits
-from kvpool.layout import KvLayout
-from kvpool.memory.kv_memory import Allocate
+from engine.sampling.sampler import prepare_draws
+from engine.self_check import Reference, check_against_eager
+from engine.share import Loaded, check_shares, profile_of_all, share_out
+from kvpool.core.layout.layout import KvLayout
+from kvpool.memory.kv_memory import Allocate, KvMemory
 from kvrelay.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+
+_NOTHING = MemoryProfile(total_bytes=0, weight_bytes=0, activation_bytes=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """`layout` is the whole model's, `own` this rank's."""
+
+    model: Model
+    facts: EngineFacts
+    layout: KvLayout
+    own: KvLayout
+    backend: Chosen
+    limits: EngineLimits
+    needs_masks: bool
+    goes_first: bool
+    ranks: Ranks
+
+    def check(self, reference: Reference) -> None:
+        """Raises ModelError where paged steps give other logits than `reference`."""
+        check_against_eager(self.model, self.own, reference, self._draft_logits)
+
+    def sizing(self, blocks: int | None) -> KvSizing:
+        """`blocks` None: as many as the memory holds beside what a step needs, which is measured.
+        Rank 0 decides for all."""
+        profile = _NOTHING if blocks is not None else self._profile()
+        if self.ranks.group is not None and self.ranks.group.rank != 0:
+            return self._no_blocks()
+        return size_kv(
+            self.layout,
+            self.limits,
+            profile,
+            max_model_len=self.facts.max_model_len,
+            blocks=blocks,
+            block_bytes=block_bytes(self.layout, self.ranks.group),
+        )
+
+    def serving(self, sizing: KvSizing, allocate: Allocate | None) -> Engine:
+        memory = self.ranks.memory(self.layout, sizing.blocks, self.model.device, allocate)
+        return self._engine(memory, sizing, self.ranks)
+
+    def _profile(self) -> MemoryProfile:
+        alone = profile_memory(
+            self.model,
+            self.own,
+            self.limits,
+            self.facts.max_model_len,
+            self._run_draft,
+            copies_kv=self.backend.copies_kv,
+        )
+        return profile_of_all(alone, self.ranks.group, on_cpu=self.model.on_cpu)
+
+    def _draft_logits(self, memory: KvMemory, batch: StepBatch) -> torch.Tensor:
+        return self._engine(memory, self._no_blocks()).logits(batch)
+
+    def _run_draft(self, memory: KvMemory, batch: StepBatch) -> object:
+        return self._engine(memory, self._no_blocks()).run(batch)
+
+    def _no_blocks(self) -> KvSizing:
+        longest = self.facts.max_model_len
+        return KvSizing(blocks=0, tokens=0, max_model_len=longest, kv_bytes=0, reason="")
+
+    def _engine(self, memory: KvMemory, sizing: KvSizing, ranks: Ranks = ALONE) -> Engine:
+        return Engine(
+            self.model,
+            memory,
+            replace(self.facts, max_model_len=sizing.max_model_len),
+            sizing,
+            needs_masks=self.needs_masks,
+            backend=self.backend.open(memory.parts[0]),
+            goes_first=self.goes_first,
+            ranks=ranks,
+        )
+
+
+def record_decode(engine: Engine, most: int) -> None:
+    """Steps of up to `most` sequences are replayed from now on. What can't be recorded is said in
+    the log and runs as before."""
+    if engine.model.device.type != "cuda":
+        return
+    reason = _unfit(engine)
+    if reason is None:
+        reason = _record(engine, most)
+    if reason is not None:
+        log.warning("engine.cuda_graphs: decode steps are not recorded: %s", reason)
+
+
+def _unfit(engine: Engine) -> str | None:
+    if engine.model.longrope is not None:
+        return "the model treats short and long sequences differently"
+    if engine.model.group is not None:
+        return "parallel.tensor: NCCL's sums would have to be recorded on all ranks alike"
+    from engine.attention.triton.backend import TritonBackend
+
+    if not isinstance(engine.backend, TritonBackend):
+        return "only attention.backend triton reads its work from fixed memory"
+    return None
+
+
+def _record(engine: Engine, most: int) -> str | None:
+    from engine.attention.cuda.graphs import CudaRecorder, DecodeGraphs, StaticDecode
+    from engine.attention.triton.backend import TritonBackend
+
+    assert isinstance(engine.backend, TritonBackend)
+    inputs = StaticDecode(engine.backend, most, engine.facts.max_model_len)
+    try:
+        engine.graphs = DecodeGraphs(engine.model, inputs, most, CudaRecorder(engine.model.device))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        torch.cuda.synchronize(engine.model.device)
+        return " ".join(str(error).split())[:300]
+    return None
 
 
 def load_engine(

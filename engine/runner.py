@@ -8,23 +8,21 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.backends.backend import Backend, Prepared, Replays
+from engine.attention.backend import Backend, Prepared, Replays
+from engine.attention.torch_paged import PagedAttention
+from engine.attention.torch_plan import Planner
+from engine.core.sizing import KvSizing
+from engine.core.step import SequenceSlice, StepBatch, StepOutcome, row_owners
+from engine.device.layer_marks import LayerLag, LayerMarks, LayerWatch
+from engine.device.streams import StepStream
 from engine.flight import Flight, next_tokens
-from engine.layer_marks import LayerLag, LayerMarks, LayerWatch
-from engine.layer_places import layer_places
-from engine.longrope import LongRope
-from engine.model import Model
-from engine.paged import PagedAttention
+from engine.model.families import LongRope
+from engine.model.kv_layout import layer_places
+from engine.model.model import Model
 from engine.parallel.ranks import ALONE, Ranks
-from engine.plan import Planner
-from engine.prompt_logprobs import Scored, score
-from engine.sampler import draw
-from engine.scoring import row_owners
-from engine.sizing import KvSizing
-from engine.step import SequenceSlice, StepBatch, StepOutcome
-from engine.streams import StepStream
-from kvpool.copies import CopyPairs
-from kvpool.layout import KvLayout
+from engine.sampling.sampler import Scored, draw, score
+from kvpool.core.blocks.holding import CopyPairs
+from kvpool.core.layout.layout import KvLayout
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.errors import PeerError
 
@@ -124,7 +122,7 @@ class Engine:
         marks: LayerMarks | None = None,
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the step; fp32 `[rows, vocab]`, as `engine.scoring` orders them.
+        """Run the step; fp32 `[rows, vocab]`, as `engine.core.step` orders them.
         `token_ids` `[slices]`, on the device, are those that slices of one token each run
         instead."""
         if self.graphs is not None and marks is None:

@@ -11,13 +11,12 @@ from statistics import median_low
 
 import torch
 
-from engine.fit_times import Timed, fit_times
-from engine.latency_fit import LinearTimes
-from engine.roofline import CPU_THREAD, CUDA, ModelSize, guessed_times
+from engine.core.fitting import Shape, Timed, design, fit_times
+from engine.core.roofline import CPU_THREAD, CUDA, ModelSize, guessed_times
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
+from engine.core.step_times import LinearTimes
 from engine.runner import Engine
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from engine.time_design import Shape, design
-from kvpool.layout import BlockId
+from kvpool.core.layout.layout import BlockId
 from kvrelay.types import RequestKey, Sampling
 
 BUDGET_S = 0.5

@@ -1,0 +1,1 @@
+"""KV blocks: who holds them, how they move between workers, where they are kept."""

@@ -1,0 +1,1 @@
+"""Schedules prompts on a worker and sends their KV. Pure."""

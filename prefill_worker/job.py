@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.finish import finish_reason, needs_history
-from engine.scoring import scoring_of
-from engine.step import Sampled, SampleRequest, SequenceSlice
-from kvpool.block_names import HashChain
-from kvpool.hashes import BlockHash
-from kvpool.holder import Holder
-from kvpool.layout import Tables
+from engine.core.step import (
+    Sampled,
+    SampleRequest,
+    SequenceSlice,
+    finish_reason,
+    needs_history,
+    scoring_of,
+)
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.layout.block_names import HashChain
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, Prefill, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, Sampling
 from prefill_worker.sender import Sender

@@ -17,26 +17,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from kvpool.canary import KvDigest, prompt_from
-from kvpool.codec_choice import wire_dtype
-from kvpool.handoff import (
+from kvpool.core.layout.layout import KvLayout, Tables
+from kvpool.core.transfer.codec_choice import wire_dtype
+from kvpool.core.transfer.commands import SendPeer, WriteSlab
+from kvpool.core.transfer.messages import (
     Commit,
     HandoffMode,
+    KvDigest,
     PeerMessage,
     PieceComputed,
     PiecesAhead,
     RenewLeases,
     SlabLent,
     TransferCancelled,
+    prompt_from,
 )
-from kvpool.handoff_events import SendPeer, WriteSlab
-from kvpool.layout import KvLayout, Tables
-from kvpool.piece import Piece, cut_span, piece_blocks, span_tokens_most
-from kvpool.pool.map import KvFacts
-from kvpool.write import TokenSpan, Write
+from kvpool.core.transfer.piece import Piece, cut_span, piece_blocks, span_tokens_most
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.write import TokenSpan, Write
 from kvrelay.messages import Prefill
-from kvrelay.types import Incarnation
-from kvrelay.values import value
+from kvrelay.types import Incarnation, value
 
 Moves = list[SendPeer | WriteSlab]
 

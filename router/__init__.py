@@ -1,0 +1,1 @@
+"""Admits requests, places them on workers, and speaks to clients."""

@@ -11,22 +11,17 @@ from pathlib import Path
 
 import grpc
 
-from router.generation import Dispatcher
-from router.grpc_api.face import (
-    Health,
-    InferenceFace,
-    create_internal_server,
-    create_public_server,
-)
+from router.core.state.generation import Dispatcher
+from router.grpc_api.face import Health, InferenceFace, create_internal_server, create_public_server
 from router.http.app import create_internal_app, create_public_app
 from router.http.event_stream import KEEP_ALIVE_S
 from router.http.face import HttpFace
-from router.listener import ListenAt, Listener, Ports
-from router.metrics import RouterMetrics
-from router.sampling_defaults import GenerationDefaults
-from router.serving import TextService
-from router.tier_rules import ONE_FOR_ALL, TierRules
-from router.tokenizer import TextTokenizer
+from router.live.listener import ListenAt, Listener, Ports
+from router.live.metrics import RouterMetrics
+from router.text.request_fields import ONE_FOR_ALL, TierRules
+from router.text.sampling import GenerationDefaults
+from router.text.service import TextService
+from router.text.tokenizer import TextTokenizer
 
 HEALTH_PERIOD_S = 0.1
 DRAIN_POLL_S = 0.02

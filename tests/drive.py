@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
 from engine.runner import Engine
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId, Tables
+from kvpool.core.layout.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 

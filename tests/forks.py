@@ -7,8 +7,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 _PRELOADED = [
-    "cluster.plain",
-    "cluster.pool.node",
+    "cluster.cli.plain",
+    "cluster.pool_node.node",
     "cluster.worker.process",
     "cluster.config.load",
     "transformers.models.llama.modeling_llama",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention import NAME
-from engine.model import Model
+from engine.model.interface import NAME
+from engine.model.model import Model
 
 TIE = 1e-5
 """The reference's two best logits lie within this share of the range: either token is right."""

@@ -13,7 +13,7 @@ from openai.types import completion_create_params as completions_params
 from openai.types.chat import completion_create_params as chat_params
 from pydantic import BaseModel
 
-from router.http.body_fields import ChatBody, CompletionBody
+from router.http.bodies import ChatBody, CompletionBody
 from router.http.neutral_fields import ANYTHING, CHAT_NEUTRAL, COMPLETION_NEUTRAL, Neutral
 
 VLLM = json.loads((Path(__file__).parent / "data" / "vllm_request_fields.json").read_text())

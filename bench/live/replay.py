@@ -16,11 +16,11 @@ from bench.live.stack import Policy, cluster_file, durations
 from bench.live.told import Told
 from cluster.config.load import load_config
 from cluster.config.schema import Config
-from cluster.sim.ledgers import Outcome
+from cluster.sim.output import simulate
 from cluster.sim.readers import read_trace
-from cluster.sim.run import simulate
 from cluster.sim.simulation import Scale
-from engine.latency_fit import LinearTimes
+from cluster.sim.trace import Outcome
+from engine.core.step_times import LinearTimes
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
 

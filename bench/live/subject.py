@@ -14,8 +14,8 @@ from bench.bundled_model.corpus import ABOUT, TELL_STORY
 from bench.live.offered import Mix
 from bench.models import SMOLLM_135M, write_random_llama
 from engine.bundled import checkpoint_path
-from engine.checkpoint import find_text_files
-from router.tokenizer import TextTokenizer
+from engine.model.checkpoint import find_text_files
+from router.text.tokenizer import TextTokenizer
 
 WORDS = ("love", "the sea", "a king", "war", "London")
 

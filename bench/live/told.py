@@ -14,11 +14,11 @@ from statistics import median
 
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, Role
-from router.beginning import Beginning, begin
-from router.core import RouterCore
-from router.events import Submitted, WorkerJoined, WorkerSaid
-from router.record import Entry, from_line
-from router.request import Request
+from router.core.core import RouterCore
+from router.core.events import Submitted, WorkerJoined, WorkerSaid
+from router.core.record import Entry, from_line
+from router.core.request import Request
+from router.core.start import Beginning, begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
-from cluster.sim import run
+from cluster.sim import output
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report, spread
 from cluster.sim.simulation import Scale
@@ -160,7 +160,7 @@ def measured(report: Report) -> Measured:
 
 def simulated(requests: Sequence[TraceRequest], policy: str, setting: Setting) -> Measured:
     config = Config.model_validate(cluster_of(policy, setting.blocks), strict=False)
-    return measured(run.simulate(config, requests, Scale(rate=setting.rate)).report)
+    return measured(output.simulate(config, requests, Scale(rate=setting.rate)).report)
 
 
 # --- side by side -------------------------------------------------------------------------------

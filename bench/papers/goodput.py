@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from random import Random
 
 from cluster.config.schema import Config
-from cluster.sim import run
-from cluster.sim.ledgers import Outcome
+from cluster.sim import output
 from cluster.sim.simulation import Scale
-from cluster.sim.trace import TraceRequest
+from cluster.sim.trace import Outcome, TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ def poisson(
 
 
 def simulate(config: Mapping[str, object], requests: Sequence[TraceRequest]) -> Sequence[Outcome]:
-    return run.simulate(Config.model_validate(config, strict=False), requests, Scale()).outcomes
+    return output.simulate(Config.model_validate(config, strict=False), requests, Scale()).outcomes
 
 
 def attainment(outcomes: Sequence[Outcome], objectives: Objectives) -> float:

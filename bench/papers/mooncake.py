@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.papers.side_by_side import Claim, print_claims, write_claims
-from cluster.sim.profiles.known_names import known_device
+from cluster.sim.profiles.load import known_device
 
 _PAIR_OPERATIONS = 4
 _TOKEN_OPERATIONS = 22

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 
 from cluster.sim.router import SimRouter
 from cluster.sim.simulation import ClusterSimulation
-from engine.latency import decode_work
+from engine.core.step_times import decode_work
 from kvrelay.messages import Reserve
-from router.admitting.policy import Admitted, Verdict
-from router.candidate import Candidate
-from router.demand import Demand
-from router.events import Aborted, Command, Deliver, Refuse, Send
-from router.forecast.forecast import Forecast
-from router.refusal import Refusal
-from router.request import Request
-from router.view import WorkerView
+from router.core.events import Aborted, Command, Deliver, Refuse, Send
+from router.core.policy.admission import Admitted, Verdict
+from router.core.policy.forecast import Forecast
+from router.core.request import Request
+from router.core.state.candidate import Candidate
+from router.core.state.demand import Demand
+from router.core.state.promises import Refusal
+from router.core.state.worker_view import WorkerView
 
 BASELINE, EARLY, PREDICTION, OURS = "baseline", "early rejection", "prediction", "predictive"
 AFTER_PREFILL = "after_prefill"

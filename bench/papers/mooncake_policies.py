@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
-from cluster.sim import run
+from cluster.sim import output
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report
 from cluster.sim.simulation import Scale
@@ -94,7 +94,7 @@ def main() -> None:
     reports = {}
     for policy in PAPER_S:
         config = Config.model_validate(cluster_of(policy), strict=False)
-        reports[policy] = run.simulate(config, requests, Scale(rate=args.rate)).report
+        reports[policy] = output.simulate(config, requests, Scale(rate=args.rate)).report
     found = list(claims(reports))
     print_claims(f"Mooncake: placement policies, {args.rate:g}x", found)
     if args.json:

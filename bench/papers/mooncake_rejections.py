@@ -17,21 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.papers.mooncake_admission import (
-    AFTER_PREFILL,
-    BASELINE,
-    EARLY,
-    PREDICTION,
-    SIMULATIONS,
-)
+from bench.papers.mooncake_admission import AFTER_PREFILL, BASELINE, EARLY, PREDICTION, SIMULATIONS
 from bench.papers.mooncake_policies import cluster_of
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
-from cluster.sim.ledgers import Outcome
 from cluster.sim.readers import read_trace
 from cluster.sim.report import Report, is_good, report
 from cluster.sim.simulation import Scale
-from cluster.sim.trace import TraceRequest
+from cluster.sim.trace import Outcome, TraceRequest
 
 PAPER = {BASELINE: 4183, EARLY: 3771, PREDICTION: 3589}
 OFFERED = 23_000

@@ -16,11 +16,11 @@ from math import exp, log
 from statistics import fmean
 
 from bench.papers.silicon_rows import SHAPES, Measured
-from cluster.sim.profiles.known_names import known_device, known_shape
+from cluster.sim.profiles.load import known_device, known_shape
 from cluster.sim.profiles.roofline import Parallel, RooflineTimes, roofline_times
 from cluster.sim.profiles.schema import Efficiency
-from engine.latency import decode_work, prefill_work
-from engine.model_shape import ModelShape
+from engine.core.model_shape import ModelShape
+from engine.core.step_times import decode_work, prefill_work
 
 Point = tuple[float, ...]
 """Logarithms of the fitted values, in the order of `Fitted`."""

@@ -15,12 +15,11 @@ from pathlib import Path
 
 from bench.papers.goodput import simulate
 from bench.papers.side_by_side import Claim, print_claims, write_claims
-from cluster.sim.profiles.known_names import known_shape
-from cluster.sim.profiles.load import parse_profile
+from cluster.sim.profiles.load import known_shape, parse_profile
+from cluster.sim.profiles.measured import table_times
 from cluster.sim.profiles.schema import TableProfile
-from cluster.sim.profiles.table import table_times
 from cluster.sim.trace import TraceRequest
-from engine.latency import StepTimes, decode_work, prefill_work
+from engine.core.step_times import StepTimes, decode_work, prefill_work
 
 LINK_BYTES_PER_S = 200 * 2**30
 """Between two machines, one transfer at a time (configs/orchestrator_repo/schedulers)."""

@@ -22,13 +22,12 @@ from pathlib import Path
 from bench.papers.goodput import highest_rate
 from bench.papers.side_by_side import Claim, print_claims, write_claims
 from cluster.config.schema import Config
-from cluster.sim import run
-from cluster.sim.ledgers import Outcome
+from cluster.sim import output
 from cluster.sim.profiles.load import build_profile, parse_profile
 from cluster.sim.readers import read_trace
 from cluster.sim.simulation import Scale
-from cluster.sim.trace import TraceRequest
-from engine.latency import StepTimes, decode_work, prefill_work
+from cluster.sim.trace import Outcome, TraceRequest
+from engine.core.step_times import StepTimes, decode_work, prefill_work
 
 HARDWARE = {"H": "h100-80gb", "A": "a100-80gb", "C": "h100-80gb-pcap"}
 COST = {"H": 1.0, "A": 40 / 86, "C": 1.0}
@@ -120,7 +119,7 @@ def throughput(
     natural = len(requests) / requests[-1].arrival_s
 
     def holds(rate_per_s: float) -> bool:
-        result = run.simulate(config, requests, Scale(rate=rate_per_s / natural))
+        result = output.simulate(config, requests, Scale(rate=rate_per_s / natural))
         return within_limits(result.outcomes, alone)
 
     return highest_rate(holds, start=16.0, within=0.04)

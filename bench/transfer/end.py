@@ -11,13 +11,13 @@ import torch
 import xxhash
 
 from bench.transfer.shape import Shape
+from kvpool.core.transfer.write import Side
+from kvpool.memory.collate import gather_write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write
-from kvpool.transport import memfd
-from kvpool.transport.base import Callbacks, Connection
+from kvpool.transport.mapped import memfd
+from kvpool.transport.peer.base import Callbacks, Connection
 from kvpool.transport.probe import PROBE_BYTES
 from kvpool.transport.registry import open_endpoint
-from kvpool.write import Side
 from kvrelay.types import Incarnation
 
 FINGERPRINT = "0" * 32

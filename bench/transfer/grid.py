@@ -13,7 +13,7 @@ from bench.report import Row
 from bench.transfer.link import link
 from bench.transfer.sender import Sender
 from bench.transfer.shape import Shape
-from kvpool.link_cost import Way
+from kvpool.core.transfer.link_cost import Way
 
 GRID_TOKENS = (64, 256, 512, 1024, 2048, 4096, 7500)
 _RUN_BLOCKS = (1, 4, 32)  # and all

@@ -15,12 +15,12 @@ import torch
 
 from bench.transfer.end import FINGERPRINT, End
 from bench.transfer.shape import SLABS, Shape
+from kvpool.core.transfer.piece import Piece
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.write import Side
 from kvpool.memory.collate import read_slab
 from kvpool.memory.direct import fetch
-from kvpool.piece import Piece
-from kvpool.pool.map import KvFacts
 from kvpool.transport.registry import schemes
-from kvpool.write import Side
 
 
 class Receiver(End):

@@ -11,13 +11,13 @@ import torch
 
 from bench.transfer.end import FINGERPRINT, End, Message
 from bench.transfer.shape import Shape
-from kvpool.link_cost import LinkCost, TransferShape, Way, fit
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, Way, fit
+from kvpool.core.transfer.piece import Piece, transfer_shape
+from kvpool.core.transfer.write import Side, Write
 from kvpool.memory.collate import write_slab
 from kvpool.memory.probe import measure_copies
-from kvpool.piece import Piece, transfer_shape
 from kvpool.transport import probe
-from kvpool.transport.base import RegionName
-from kvpool.write import Side, Write
+from kvpool.transport.peer.base import RegionName
 
 MESSAGE_LINKS = ("nixl", "ucx")
 PATIENCE_S = 120.0
@@ -77,7 +77,8 @@ class Sender(End):
         return self._direct(count, at_once=self.scheme in MESSAGE_LINKS)
 
     def direct_pieces(self, tokens: int) -> float:
-        """As workers do, who tell each other twice more than about slabs: kvpool.handoff."""
+        """As workers do: they exchange two more messages than those about slabs
+        (kvpool.core.transfer.messages)."""
         started_s = time.monotonic()
         self._ping()
         self._direct(tokens, at_once=False)

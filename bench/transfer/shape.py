@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
-from kvpool.shard import Shard, ShardLayout
-from kvpool.staging import Staging, plan_staging
-from kvpool.transfer_plan import cut
-from kvpool.write import TokenSpan, Write
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.slabs import Staging, plan_staging
+from kvpool.core.transfer.write import TokenSpan, Write
 
 SLABS = 4
 

@@ -10,7 +10,7 @@ from bench.report import Reading, Row, interleave
 from bench.transfer.link import link
 from bench.transfer.sender import MESSAGE_LINKS
 from bench.transfer.shape import Shape
-from kvpool.link_cost import Way
+from kvpool.core.transfer.link_cost import Way
 
 COLLATED, DIRECT, WRITE, MEMCPY = "collated", "direct", "one write", "memcpy"
 PASSES = 2

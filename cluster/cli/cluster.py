@@ -64,20 +64,20 @@ def serve(
     overrides += replicas(config, "prefill", prefill) + replicas(config, "decode", decode)
 
     from cluster.config.load import load_config
-    from cluster.site import located
+    from cluster.process.site import located
 
     loaded = located(load_config(config, overrides + parsed(set_)))
-    from cluster.rays import connected
-    from cluster.rays import ray_address as ray_to_join
+    from cluster.on_ray.connect import connected
+    from cluster.on_ray.connect import ray_address as ray_to_join
 
     if ray_to_join(loaded.ray.address) is None:
         if detach:
             raise ConfigError("--detach needs a Ray that keeps running: give --ray-address")
-        from cluster.checks import check_here
+        from cluster.process.checks import check_here
 
         check_here(loaded)
     with connected(loaded, log_to_driver=True) as here:
-        from cluster import launch
+        from cluster.on_ray import launch
 
         say = launch.Stopwatch(began_s)
         say(f"Ray has started at {here.address}" if here.own else f"joined Ray at {here.address}")
@@ -88,11 +88,11 @@ def serve(
 def stop(name: NameOption = None, ray_address: RayAddress = None) -> None:
     """Drain a cluster that runs on Ray and remove it, such as one that was detached."""
     began_s = time.monotonic()
-    from cluster.rays import joined
-    from cluster.rays import ray_address as ray_to_join
+    from cluster.on_ray.connect import joined
+    from cluster.on_ray.connect import ray_address as ray_to_join
 
     with joined(ray_to_join(ray_address) or "auto"):
-        from cluster import launch
+        from cluster.on_ray import launch
 
         say = launch.Stopwatch(began_s)
         launch.stop(name, say=say)
@@ -101,7 +101,7 @@ def stop(name: NameOption = None, ray_address: RayAddress = None) -> None:
 
 def demo() -> None:
     """Start the default cluster, stream three answers, show where their time went, stop."""
-    from cluster.demo import run_demo
+    from cluster.cli.demo import run_demo
 
     run_demo()
 
@@ -122,8 +122,8 @@ def status(
     format_: FormatOption = Format.TABLE,
 ) -> None:
     """Show a running cluster: its processes, their state, their free KV blocks."""
-    from cluster import status as statuses
-    from cluster.rays import ray_address as ray_to_join
+    from cluster.cli import status as statuses
+    from cluster.on_ray.connect import ray_address as ray_to_join
 
     if kv:
         ray = ray_to_join(ray_address) or "auto"
@@ -142,11 +142,11 @@ def status(
 
 
 def _kv_status(routers: list[str], tenant: str | None, format_: Format) -> None:
-    from cluster import kv_status
-    from cluster.status import as_json
+    from cluster.cli import status
+    from cluster.cli.status import as_json
 
-    found = kv_status.of_routers(routers)
+    found = status.of_routers(routers)
     if format_ is Format.JSON:
-        print(as_json(kv_status.as_facts(found)))
+        print(as_json(status.as_facts(found)))
     else:
-        kv_status.print_tables(found, tenant=tenant)
+        status.print_tables(found, tenant=tenant)

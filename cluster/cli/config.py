@@ -25,8 +25,8 @@ def show(config: ConfigFile = None, set_: SetOption = None) -> None:
     import yaml
 
     from cluster.config.load import load_config
-    from cluster.resolve import resolve
-    from cluster.site import site_with_gpus
+    from cluster.core.resolve import resolve
+    from cluster.process.site import site_with_gpus
 
     resolved = resolve(load_config(config, parsed(set_)), site_with_gpus())
     print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")

@@ -11,7 +11,8 @@ import typer
 from cluster.cli.options import Format, FormatOption, Served, SetOption, given, parsed, served
 
 if TYPE_CHECKING:
-    from cluster.doctor import Diagnosis
+    from cluster.process.doctor import Diagnosis
+
 
 EXIT_PROBLEM = 1
 
@@ -26,7 +27,7 @@ def doctor(
     Exits with 1 when the cluster could not run here.
     """
     from cluster.config.load import load_config
-    from cluster.doctor import examine
+    from cluster.process.doctor import examine
 
     config, model = served(source)
     found = examine(load_config(config, given(model__path=model) + parsed(set_)))

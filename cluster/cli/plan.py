@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster.sim.profiles.capacity import Capacity, ModelFacts
     from cluster.sim.profiles.schema import Dtype
 
+
 _DEFAULT_DEVICES = "h200-sxm,h100-sxm,a100-80gb-sxm,l40s"
 _FILE_COLUMNS = 140
 _GB = 1e9
@@ -78,7 +79,7 @@ def plan(
     of devices for the cheapest fleet that holds the SLO, by simulation.
     """
     from cluster.cli.plan_search import Asked, search
-    from cluster.worker.model_facts import find_facts
+    from cluster.sim.planning.model_facts import find_facts
 
     facts = find_facts(model, weights=_dtype(weights), kv=_dtype(kv))
     if trace is None and slo is None:
@@ -106,7 +107,7 @@ def _plan_alone(
     facts: ModelFacts, gpus: str, context: int, memory_fraction: float, format_: Format
 ) -> None:
     from cluster.sim.profiles.capacity import smallest_copy
-    from cluster.sim.profiles.known_names import known_device
+    from cluster.sim.profiles.load import known_device
 
     names = [name.strip() for name in gpus.split(",")]
     copies = {

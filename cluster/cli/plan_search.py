@@ -14,19 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.cli.options import Format
-from cluster.quantities import parse_duration_s
-from cluster.sim.planning.candidates import fastest, fits, kinds, smallest
-from cluster.sim.planning.cluster_file import obstacles, servable_file
-from cluster.sim.planning.copies import copies
-from cluster.sim.planning.estimate import Objectives, Workload, workload
+from cluster.config.types import parse_duration_s
+from cluster.sim.planning.candidates import fastest, fits, kinds, obstacles, servable_file, smallest
+from cluster.sim.planning.estimate import Objectives, Workload, copies, workload
 from cluster.sim.planning.settle import Settled, Task, parallel_enough, parallel_fastest
 from cluster.sim.profiles.capacity import ModelFacts
-from cluster.sim.profiles.known_names import known_device
+from cluster.sim.profiles.load import known_device
 from cluster.sim.profiles.schema import Device
 from cluster.sim.readers import read_trace
 from kvrelay.errors import ConfigError
 
-_FILE_COLUMNS = 160
+_SEARCH_FILE_COLUMNS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +67,12 @@ def search(facts: ModelFacts, asked: Asked, format_: Format) -> None:
         _write(asked.out, found.enough[0], task)
     if format_ is Format.JSON:
         print(
-            json.dumps({name: list(map(_as_json, rows)) for name, rows in _named(found)}, indent=2)
+            json.dumps(
+                {name: list(map(_search_as_json, rows)) for name, rows in _named(found)}, indent=2
+            )
         )
     else:
-        _print(found)
+        _print_search(found)
 
 
 def _named(found: Found) -> Iterable[tuple[str, list[Settled]]]:
@@ -166,14 +166,14 @@ def _write(path: Path, settled: Settled, task: Task) -> None:
     path.write_text(f"# {settled.fleet}\n{notes}{yaml.safe_dump(raw, sort_keys=False)}")
 
 
-def _print(found: Found) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS, highlight=False)
+def _print_search(found: Found) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _SEARCH_FILE_COLUMNS, highlight=False)
     console.print(_table("cheapest that hold the SLO", found.enough))
     if found.fastest:
         console.print(_table("best goodput within the budget", found.fastest))
 
 
-_HEADINGS = (
+_SEARCH_HEADINGS = (
     "fleet",
     "per hour",
     "devices",
@@ -189,14 +189,14 @@ _HEADINGS = (
 
 def _table(title: str, rows: Sequence[Settled]) -> Table:
     table = Table(title=title, title_justify="left", box=None)
-    for heading in _HEADINGS:
+    for heading in _SEARCH_HEADINGS:
         table.add_column(heading, justify="left" if heading == "fleet" else "right")
     for row in rows:
-        table.add_row(*_cells(row))
+        table.add_row(*_search_cells(row))
     return table
 
 
-def _cells(row: Settled) -> tuple[str, ...]:
+def _search_cells(row: Settled) -> tuple[str, ...]:
     report = row.report
     price, energy = report.cost.price_per_million_tokens, report.cost.kwh_per_million_tokens
     return (
@@ -213,7 +213,7 @@ def _cells(row: Settled) -> tuple[str, ...]:
     )
 
 
-def _as_json(row: Settled) -> dict[str, object]:
+def _search_as_json(row: Settled) -> dict[str, object]:
     report = {key: value for key, value in asdict(row.report).items() if key != "timeline"}
     return {
         "fleet": str(row.fleet),

@@ -137,17 +137,17 @@ def router(
     overrides += only(parsed(set_), ROUTER_KEYS)
 
     from cluster.config.load import load_config
-    from cluster.logs import configure_logging
-    from cluster.plan import router_settings
-    from cluster.resolve import resolve
-    from cluster.site import local_site
+    from cluster.core.plan import router_settings
+    from cluster.core.resolve import resolve
+    from cluster.process.logs import configure_logging
+    from cluster.process.site import local_site
 
     config = resolve(load_config(None, overrides), local_site())
     _no_node(config.router.internal_host)
     configure_logging("router")
     import uvloop
 
-    from cluster.plain import run_router
+    from cluster.cli.plain import run_router
 
     uvloop.run(run_router(router_settings(config), drain_s=config.drain_timeout))
 
@@ -186,10 +186,10 @@ def worker(
     ]
 
     from cluster.config.load import load_config
-    from cluster.logs import configure_logging
-    from cluster.plan import worker_settings
-    from cluster.resolve import resolve
-    from cluster.site import site_with_gpus
+    from cluster.core.plan import worker_settings
+    from cluster.core.resolve import resolve
+    from cluster.process.logs import configure_logging
+    from cluster.process.site import site_with_gpus
 
     loaded = load_config(None, overrides)
     site = replace(site_with_gpus(), host=_host(loaded.network.host, join))
@@ -198,7 +198,7 @@ def worker(
     settings = worker_settings(config, config.workers[0], process_name)
     settings = replace(settings, role=role, device_share=device_share, gpus=None)
     configure_logging(process_name)
-    from cluster.plain import run_worker
+    from cluster.cli.plain import run_worker
 
     asyncio.run(run_worker(settings, join=join, drain_s=config.drain_timeout))
 
@@ -241,10 +241,10 @@ def pool_node(
     overrides += only(parsed(set_), POOL_KEYS)
 
     from cluster.config.load import load_config
-    from cluster.logs import configure_logging
-    from cluster.plan import pool_node_settings
-    from cluster.resolve import resolve
-    from cluster.site import local_site
+    from cluster.core.plan import pool_node_settings
+    from cluster.core.resolve import resolve
+    from cluster.process.logs import configure_logging
+    from cluster.process.site import local_site
 
     loaded = load_config(None, overrides)
     site = local_site()
@@ -252,7 +252,7 @@ def pool_node(
         site = replace(site, host=_host(loaded.network.host, join))
     config = resolve(loaded, site)
     configure_logging("pool-node")
-    from cluster.plain import run_pool_node
+    from cluster.cli.plain import run_pool_node
 
     settings = pool_node_settings(config)
     asyncio.run(run_pool_node(settings, join=join or (), drain_s=config.drain_timeout))
@@ -260,7 +260,7 @@ def pool_node(
 
 def _host(given: str | None, join: list[str]) -> str:
     """Where to listen."""
-    from cluster.net import host_towards, split_address
+    from cluster.process.net import host_towards, split_address
 
     for address in join:
         split_address(address, "--join")

@@ -15,7 +15,8 @@ from cluster.cli.options import Format, FormatOption, SetOption, given, parsed
 from kvrelay.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.sim.run import Result
+    from cluster.sim.output import Result
+
 
 ClusterFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The cluster file (YAML).")]
 TraceOption = Annotated[
@@ -67,9 +68,8 @@ def simulate(
     machines.
     """
     from cluster.config.load import Override, load_config
-    from cluster.sim.plots import check_can_draw
+    from cluster.sim.output import assumed_text, check_can_draw, simulate_rates
     from cluster.sim.readers import read_trace
-    from cluster.sim.run import assumed_text, simulate_rates
 
     if out is not None:
         check_can_draw()
@@ -98,7 +98,7 @@ def _text(value: object) -> str:
 
 
 def _tell(results: Sequence[Result], wall_s: float, out: Path | None, format_: Format) -> None:
-    from cluster.sim.run import as_json, write
+    from cluster.sim.output import as_json, write
 
     if out is not None:
         write(out, results)
@@ -106,7 +106,7 @@ def _tell(results: Sequence[Result], wall_s: float, out: Path | None, format_: F
         print(as_json([result.report for result in results]))
         print(f"simulated in {wall_s:.1f} s", file=sys.stderr)
         return
-    from cluster.sim.shown import show
+    from cluster.sim.output import show
 
     show([result.report for result in results], wall_s)
 
@@ -115,7 +115,7 @@ def _tell_comparison(
     key: str, by_value: Mapping[str, Sequence[Result]], out: Path | None, format_: Format
 ) -> None:
     """`by_value`: a result for each rate. `--out` gets a folder for each value."""
-    from cluster.sim.run import comparison_json, write
+    from cluster.sim.output import comparison_json, write
 
     for value, results in by_value.items() if out is not None else ():
         assert out is not None
@@ -124,6 +124,6 @@ def _tell_comparison(
     if format_ is Format.JSON:
         print(comparison_json(key, list(reports.items())))
         return
-    from cluster.sim.shown import show_comparison
+    from cluster.sim.output import show_comparison
 
     show_comparison(key, list(reports), list(zip(*reports.values(), strict=True)))

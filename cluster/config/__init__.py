@@ -1,0 +1,1 @@
+"""Cluster files: YAML becomes strictly typed settings. Pure."""

@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
-from cluster.config.types import AutoBool, Count, Name, Section
-from cluster.quantities import Seconds
+from cluster.config.types import AutoBool, Count, Name, Seconds, Section
 
 
 class Degrade(Section):

@@ -8,8 +8,16 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from cluster.config.types import AutoOrOff, AutoPort, AutoText, Count, Port, Quantity, Section
-from cluster.quantities import Bytes
+from cluster.config.types import (
+    AutoOrOff,
+    AutoPort,
+    AutoText,
+    Bytes,
+    Count,
+    Port,
+    Quantity,
+    Section,
+)
 
 MOST_PORT = 65535
 INTERNAL_ABOVE = 900

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cluster.config.qos import Qos
 from cluster.config.router import Router
+from cluster.config.simulation import Simulation
 from cluster.config.types import (
     AttentionBackend,
     AutoBytes,
@@ -22,17 +23,17 @@ from cluster.config.types import (
     AutoOrOff,
     AutoText,
     AutoTransports,
+    Bytes,
     Count,
     Dtype,
     Name,
     Port,
     Profile,
     Quantity,
+    Seconds,
     Section,
 )
 from cluster.config.workers import WorkerPool
-from cluster.quantities import Bytes, Seconds
-from cluster.sim.config import Simulation
 from kvrelay.types import Role
 
 

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cluster.config.types import (
-    AutoCount,
-    AutoOrOff,
-    Count,
-    Device,
-    Dtype,
-    Quantity,
-    Section,
-)
+from cluster.config.types import AutoCount, AutoOrOff, Count, Device, Dtype, Quantity, Section
 from kvrelay.types import Role
 
 

@@ -1,1 +1,1 @@
-"""The second composition root: the same cores on a virtual clock."""
+"""Simulates a cluster: the real cores, on a virtual clock."""

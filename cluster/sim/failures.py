@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cluster.config.simulation import Failure
 from cluster.sim.clock import Clock
-from cluster.sim.config import Failure
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
-from kvpool.handoff_events import PeerLost
+from kvpool.core.transfer.commands import PeerLost
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 

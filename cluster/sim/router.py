@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Protocol, assert_never
 
-from cluster.sim.answers import Answers
-from cluster.sim.arrivals import Arrival
+from cluster.config.simulation import Simulation
 from cluster.sim.clock import Clock
-from cluster.sim.config import Simulation
-from cluster.sim.ledgers import Outcome
+from cluster.sim.trace import Answers, Arrival, Outcome
 from cluster.sim.worker import SimWorker
 from cluster.worker.events import FromRouter, RouterJoined
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent
 from kvrelay.types import NO_OBJECTIVES, Incarnation, Objectives
-from router.core import RouterCore
-from router.events import (
+from router.core.core import RouterCore
+from router.core.events import (
     Admit,
     Command,
     Deliver,
@@ -32,8 +30,8 @@ from router.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.generation import GenerationRequest
-from router.request import Request
+from router.core.request import Request
+from router.core.state.generation import GenerationRequest
 
 
 class _Stream:

@@ -7,27 +7,22 @@ from dataclasses import dataclass
 from random import Random
 
 from cluster.config.schema import Config
-from cluster.plan import router_settings, worker_settings
-from cluster.resolve import Site, resolve, worker_names
-from cluster.sim.answers import Answers
-from cluster.sim.arrivals import arrivals
+from cluster.config.simulation import SimulatedPool, Simulation
+from cluster.core.plan import router_settings, worker_settings
+from cluster.core.resolve import Site, resolve, worker_names
 from cluster.sim.clock import Clock
-from cluster.sim.config import SimulatedPool, Simulation
-from cluster.sim.fabric import Fabric
 from cluster.sim.failures import Failures, check_failures
-from cluster.sim.ledgers import Outcome
-from cluster.sim.links import Post
-from cluster.sim.profile import read_profile, told_times
-from cluster.sim.profiles.load import HardwareProfile
+from cluster.sim.links import Fabric, Post
+from cluster.sim.profiles.load import HardwareProfile, read_profile, told_times
 from cluster.sim.router import Clients, SimRouter
 from cluster.sim.timeline import LOOKS, Look, Timeline
-from cluster.sim.trace import TraceRequest
+from cluster.sim.trace import Answers, Outcome, TraceRequest, arrivals
 from cluster.sim.worker import Hardware, SimWorker, Surroundings
-from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
-from router.beginning import Beginning, begin
-from router.core import RouterCore
+from router.core.core import RouterCore
+from router.core.start import Beginning, begin
 
 NOWHERE = Site(total_cpus=0, node_cpus=1, host="simulated", bundled_path="simulated")
 

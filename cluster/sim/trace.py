@@ -1,16 +1,24 @@
 """Requests as a trace tells of them: when, how long, which blocks of the prompt are equal. Pure.
 
 Nothing of the prompts' length is ever built.
+
+A trace at another rate, or several times at once. Pure.
+
+What the simulated model says: nothing of meaning, for as long as the trace says. Pure.
+
+What became of each simulated request. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import overload
 
-from kvpool.hashes import BlockHash, CacheSalt, NamedTokens
+from engine.core.step import Sampled, SequenceSlice
+from kvpool.core.layout.hashes import BlockHash, CacheSalt, NamedTokens
+from kvrelay.types import Sampling
 
 HASH_TOKENS = 512
 """Tokens that one hash id of a trace stands for."""
@@ -115,3 +123,113 @@ class _Part(Sequence[int]):
         if isinstance(at, slice):
             return _Part(self._prompt, self._positions[at])
         return self._prompt[self._positions[at]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    request: TraceRequest
+    prompt: TracePrompt
+
+
+def arrivals(
+    requests: Sequence[TraceRequest], *, rate_scale: float, replicas: int, draw: Callable[[], float]
+) -> list[Arrival]:
+    """At `rate_scale` times the rate: times are divided by it. Each request comes `replicas` times,
+    the copies with prompts of their own, put off by a share (from `draw`) of the mean gap."""
+    gap_s = requests[-1].arrival_s / len(requests) / rate_scale
+    timed = [
+        (_later(one, min(copy, 1) * draw() * gap_s, rate_scale), copy)
+        for one in requests
+        for copy in range(replicas)
+    ]
+    timed.sort(key=lambda pair: pair[0].arrival_s)
+    return [
+        Arrival(request=request, prompt=TracePrompt(request, number, copy))
+        for number, (request, copy) in enumerate(timed)
+    ]
+
+
+def _later(request: TraceRequest, put_off_s: float, rate_scale: float) -> TraceRequest:
+    return replace(request, arrival_s=request.arrival_s / rate_scale + put_off_s)
+
+
+END = 2
+"""The token that ends a sequence which asked for more than it yields."""
+
+
+class Answers:
+    """`request_id` is the arrival's number. `max_tokens` None: each asks for just what it gets."""
+
+    def __init__(self, arrivals: Sequence[Arrival], max_tokens: int | None = None) -> None:
+        self._max_tokens = max_tokens
+        self._output = [one.request.output_tokens for one in arrivals]
+        self._end = Sampled(token_id=END)
+
+    def sampling(self, number: int) -> Sampling:
+        output = self._output[number]
+        if self._max_tokens is None:
+            return Sampling(max_tokens=output, seed=number)
+        most = max(self._max_tokens, output)
+        return Sampling(max_tokens=most, seed=number, stop_token_ids=(END,))
+
+    def steps_left(self, one: SequenceSlice) -> int:
+        """Until the sequence ends."""
+        if not one.samples:
+            return 1
+        return self._output[int(one.key.request_id)] - one.samples[0].index
+
+    def drawn(self, one: SequenceSlice, steps: int) -> tuple[Sampled, ...]:
+        """Of so many steps, one for each."""
+        if not one.samples:
+            return ()
+        number = int(one.key.request_id)
+        token = Sampled(token_id=END + 1 + number)
+        if len(one.samples) > 1:  # the first token of each choice
+            return (token,) * len(one.samples)
+        if one.samples[0].index + steps < self._output[number]:
+            return (token,) * steps
+        return (*(token,) * (steps - 1), self._end)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """Of one request; `refused` and `failed` are reasons. `resubmitted_s`: the last
+    time that it came back."""
+
+    request: TraceRequest
+    resubmitted_s: float | None = None
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    tokens: int = 0
+    done: bool = False
+    cached_tokens: int = 0
+    prefilled_locally: bool = False
+    refusals: int = 0
+    retries: int = 0
+    refused: str = ""
+    failed: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Since it was last submitted: what it waited before, it was told to."""
+        if self.first_token_s is None:
+            return None
+        since_s = self.resubmitted_s
+        return self.first_token_s - (self.request.arrival_s if since_s is None else since_s)
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Of one that is done."""
+        if not self.done or self.last_token_s is None:
+            return None
+        return self.last_token_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """The mean per token after the first; None without any."""
+        if not self.done or self.first_token_s is None or self.last_token_s is None:
+            return None
+        if self.tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.tokens - 1)

@@ -7,36 +7,32 @@ import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.settings import WorkerSettings
-from cluster.sim.answers import Answers
+from cluster.core.qos import prefill_order, standing
+from cluster.core.settings import WorkerSettings
 from cluster.sim.clock import Clock
 from cluster.sim.device import SimDevice
-from cluster.sim.fabric import Fabric
-from cluster.sim.links import Post, SimLinks, SimMover
-from cluster.worker.caches import open_caches
+from cluster.sim.links import Fabric, Post, SimLinks, SimMover
+from cluster.sim.trace import Answers
+from cluster.worker.build import open_caches
 from cluster.worker.events import Incoming
 from cluster.worker.loop import WorkerLoop
-from cluster.worker.qos import prefill_order, standing
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
-from engine.correction import StepPace
-from engine.latency import StepTimes
-from engine.latency_fit import LinearTimes
-from kvpool.block_names import BlockNames
-from kvpool.blocks import BlockState
-from kvpool.handoff import HandoffMode, PeerHello
-from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost
-from kvpool.layout import KvLayout
-from kvpool.leases import LeaseTable
-from kvpool.openings import Openings
-from kvpool.pool.map import KvFacts
-from kvpool.slabs import SlabId, SlabPool, SlabState
-from kvpool.staging import Staging, plan_staging
-from kvpool.tables import BlockTables
+from engine.core.correction import StepPace
+from engine.core.step_times import LinearTimes, StepTimes
+from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.pool import BlockState
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.layout.block_names import BlockNames
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost
+from kvpool.core.transfer.messages import HandoffMode, PeerHello
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.slabs import SlabId, SlabPool, SlabState, Staging, plan_staging
 from kvrelay.messages import WorkerHello
-from kvrelay.step_times import StepCoefficients
-from kvrelay.types import WIRE_VERSION, Incarnation
+from kvrelay.types import WIRE_VERSION, Incarnation, StepCoefficients
 from prefill_worker.scheduler import PrefillScheduler
 
 FINGERPRINT = "simulated"

@@ -6,10 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.pool.news import FromFar
-from engine.step import StepDone
-from kvpool.canary import BlocksDigested
-from kvpool.handoff_events import (
+from cluster.worker.pool.news import FromFar
+from engine.core.step import StepDone
+from kvpool.core.fetch.client_events import (
+    BlocksFetched,
+    BlocksStored,
+    FromNode,
+    PoolJoined,
+    PoolLost,
+)
+from kvpool.core.transfer.commands import (
     FromPeer,
     LayersWritten,
     LinkMeasured,
@@ -19,14 +25,8 @@ from kvpool.handoff_events import (
     SlabScattered,
     SlabWritten,
 )
-from kvpool.pool.client_events import (
-    BlocksFetched,
-    BlocksStored,
-    FromNode,
-    PoolJoined,
-    PoolLost,
-)
-from kvpool.pull import BlocksPulled
+from kvpool.core.transfer.messages import BlocksDigested
+from kvpool.core.transfer.pull import BlocksPulled
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent
 
 

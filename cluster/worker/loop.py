@@ -2,6 +2,8 @@
 
 Both schedulers live here over one set of block tables; the role only tells routers what to send.
 The simulator drives the same loop on a clock of its own, without the inbox.
+
+Carries out what a worker's schedulers order: tells routers and peers, has KV moved.
 """
 
 from __future__ import annotations
@@ -11,13 +13,9 @@ import queue
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
-from cluster.pool.news import PoolNews
-from cluster.router_streams import RouterStreams
-from cluster.trace import NO_TRACE, Trace
-from cluster.worker.block_reports import BlockReports
-from cluster.worker.counters import Totals, count
+from cluster.process.trace import NO_TRACE, Trace
 from cluster.worker.events import (
     Call,
     Close,
@@ -29,28 +27,28 @@ from cluster.worker.events import (
     RouterStream,
     Stepped,
 )
-from cluster.worker.outlet import Links, Moves, Outlet
-from cluster.worker.preloads import Preloads
-from cluster.worker.pull_turns import PullTurns
-from cluster.worker.step_turns import StepDevice, StepTurns
+from cluster.worker.pool.news import PoolNews
+from cluster.worker.reports import BlockReports, Totals, count
+from cluster.worker.streams import Preloads, RouterStreams
+from cluster.worker.turns import PullTurns, StepDevice, StepTurns
 from decode_worker.scheduler import DecodeScheduler
-from engine.correction import StepPace
-from engine.step import StepDone, Tick
-from kvpool.canary import BlocksDigested
-from kvpool.handoff import TO_PREFILL, Commit, PeerHello
-from kvpool.handoff_events import (
+from engine.core.correction import StepPace
+from engine.core.step import Command, Emit, Move, RunStep, StepDone, Tick
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.transfer.commands import (
     FromPeer,
     LayersWritten,
     LinkMeasured,
     PeerLost,
     PieceFetched,
+    SendPeer,
     SlabReplaced,
     SlabScattered,
     SlabWritten,
 )
-from kvpool.openings import Openings
-from kvpool.pull import BlocksPulled, PullMessage
-from kvpool.tiers.restores import Restored
+from kvpool.core.transfer.messages import TO_PREFILL, BlocksDigested, Commit, PeerHello
+from kvpool.core.transfer.pull import BlocksPulled, PullBlocks, PullMessage
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -58,18 +56,82 @@ from kvrelay.messages import (
     LinkState,
     Prefill,
     Preload,
+    Released,
+    RequestFailed,
     Reserve,
     ReserveRefused,
     Stop,
     ToWorker,
+    WorkerEvent,
 )
 from kvrelay.types import RequestKey
 from prefill_worker.scheduler import PrefillScheduler
 
 if TYPE_CHECKING:
-    from cluster.pool.turns import PoolOutcome, PoolTurns
+    from cluster.worker.pool.turns import PoolOutcome, PoolTurns
+
 
 log = logging.getLogger(__name__)
+
+
+_LAST = (Released, ReserveRefused)
+"""Of a request at this worker."""
+
+MoveJob = Move | PullBlocks
+
+
+class Links(Protocol):
+    """To peers."""
+
+    def send(self, command: SendPeer) -> None: ...
+
+    def states(self) -> tuple[LinkState, ...]: ...
+
+
+class Moves(Protocol):
+    """Moves KV, in order; the outcome of each job comes back."""
+
+    def put(self, job: MoveJob) -> None: ...
+
+
+class Outlet:
+    """`attach` comes before anything is ordered."""
+
+    def __init__(
+        self, streams: RouterStreams, preloads: Preloads, clock: Callable[[], float]
+    ) -> None:
+        self._streams = streams
+        self._preloads = preloads
+        self._now = clock
+
+    def attach(self, links: Links, mover: Moves) -> None:
+        self._links = links
+        self._mover = mover
+
+    def execute(self, commands: Iterable[Command | PullBlocks]) -> None:
+        for command in commands:
+            match command:
+                case Emit(events=events):
+                    self._emit(events)
+                case SendPeer():
+                    self._links.send(command)
+                case RunStep():
+                    raise AssertionError("a step that was not offered")
+                case _:
+                    self._mover.put(command)
+
+    def _emit(self, events: Iterable[WorkerEvent]) -> None:
+        for event in events:
+            self._streams.tell(event)
+            if isinstance(event, RequestFailed):
+                request_id = {"request_id": event.key.request_id}
+                log.warning(
+                    "a request failed: %s: %s", event.reason, event.message, extra=request_id
+                )
+            if isinstance(event, _LAST):
+                self._streams.end(event.key)
+                self._preloads.ended(event, self._now())
+
 
 TICK_S = 0.5
 _TO_PREFILL = frozenset(TO_PREFILL)

@@ -12,13 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from cluster.peers import PeerLinks
-from cluster.trace import NO_TRACE, Trace, Value
-from engine.step import Move
-from engine.threads import use_threads
-from kvpool.canary import BlocksDigested, DigestBlocks
-from kvpool.handoff import SlabFilled
-from kvpool.handoff_events import (
+from cluster.process.trace import NO_TRACE, Trace, Value
+from cluster.worker.peers import PeerLinks
+from engine.core.step import Move
+from engine.device.threads import use_threads
+from kvpool.core.transfer.commands import (
     FetchPiece,
     PieceFetched,
     ReplaceSlab,
@@ -28,16 +26,16 @@ from kvpool.handoff_events import (
     SlabWritten,
     WriteSlab,
 )
+from kvpool.core.transfer.messages import BlocksDigested, DigestBlocks, SlabFilled
+from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
+from kvpool.core.transfer.slabs import HEADER_BYTES, SlabId
+from kvpool.core.transfer.write import Side, Write
 from kvpool.memory.collate import read_slab, write_slab
 from kvpool.memory.digest import digest
 from kvpool.memory.direct import fetch
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.pull import BlocksPulled, PullBlocks
-from kvpool.slab import HEADER_BYTES
-from kvpool.slabs import SlabId
-from kvpool.transport.base import RegionName
 from kvpool.transport.endpoints import SharedRegion
-from kvpool.write import Side, Write
+from kvpool.transport.peer.base import RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import RequestKey
 

@@ -3,6 +3,10 @@
 The same object serves as `kvrelay worker` and inside a Ray actor. Four threads: the event loop
 (gRPC), the loop's thread (all decisions), the device thread (the model), the transfer thread
 (collation).
+
+A worker's gRPC face: one Attach stream per router, and the view of every held block.
+
+Every held block and slab of a worker, with holder and age: what `/debug/kv` shows.
 """
 
 from __future__ import annotations
@@ -12,22 +16,165 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import chain
 
-from cluster.auto import settle
-from cluster.grpc_server import bind_port, grpc_server
-from cluster.kv_report import kv_report
-from cluster.settings import WorkerSettings
-from cluster.worker.activity_log import PERIOD_S, ActivityLog
-from cluster.worker.events import Call, Close, Incoming
-from cluster.worker.parts import WorkerParts, build_worker
-from cluster.worker.service import WorkerService
-from engine.activity import Activity, Stage
-from engine.threads import run_apart, use_threads
+import grpc
+
+from cluster.core.settings import WorkerSettings
+from cluster.process.auto import settle
+from cluster.process.net import bind_port, grpc_server
+from cluster.worker.build import WorkerParts, build_worker
+from cluster.worker.events import Call, Close, FromRouter, Incoming, RouterJoined, RouterLost
+from cluster.worker.reports import PERIOD_S, ActivityLog, BlockReports
+from decode_worker.receiver import Receiver
+from engine.core.activity import Activity, Stage
+from engine.device.threads import run_apart, use_threads
+from kvpool.core.blocks.pool import BlockState
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.hashes import TenantBlocks, most_of
+from kvpool.wire.pool import cached_blocks
+from kvrelay.commands_wire import decode_to_worker
+from kvrelay.errors import PeerError
+from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
+from kvrelay.reports_wire import encode_batch, encode_hello
+from kvrelay.types import WIRE_VERSION
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+
+class GrpcRouterStream:
+    """The loop's side of one router's stream: encodes on the caller's thread, sends on ours."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._batches: asyncio.Queue[pb.FromWorker | None] = asyncio.Queue()
+
+    def send(
+        self,
+        events: Sequence[WorkerEvent],
+        counters: Counters,
+        blocks: Sequence[BlockChanges] = (),
+    ) -> None:
+        batch = encode_batch(events, counters, time.monotonic(), blocks)
+        self._loop.call_soon_threadsafe(self._batches.put_nowait, batch)
+
+    def end(self) -> None:
+        """The router has closed its side."""
+        self._batches.put_nowait(None)
+
+    async def batches(self) -> AsyncIterator[pb.FromWorker]:
+        while (batch := await self._batches.get()) is not None:
+            yield batch
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """`report` answers DebugKv; it may be called from any thread."""
+
+    def __init__(
+        self,
+        hello: WorkerHello,
+        inbox: queue.SimpleQueue[Incoming],
+        report: Callable[[], pb.DebugKvResponse],
+    ) -> None:
+        self._hello = hello
+        self._inbox = inbox
+        self._report = report
+
+    async def Attach(  # noqa: N802
+        self, requests: AsyncIterator[pb.ToWorker], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.FromWorker]:
+        await self._greet(requests, context)
+        stream = GrpcRouterStream()
+        self._inbox.put(RouterJoined(stream))
+        reader = asyncio.ensure_future(self._read(stream, requests))
+        try:
+            yield pb.FromWorker(hello=encode_hello(self._hello))
+            async for batch in stream.batches():
+                yield batch
+        finally:
+            reader.cancel()
+            self._inbox.put(RouterLost(stream))
+
+    async def _greet(
+        self, requests: AsyncIterator[pb.ToWorker], context: grpc.aio.ServicerContext
+    ) -> None:
+        first = await anext(aiter(requests), None)
+        theirs = first.hello.wire_version if first is not None else 0
+        if theirs != WIRE_VERSION:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"this worker speaks wire version {WIRE_VERSION}, the router {theirs}: "
+                "install the same kvrelay on both",
+            )
+
+    async def _read(self, stream: GrpcRouterStream, requests: AsyncIterator[pb.ToWorker]) -> None:
+        try:
+            async for message in requests:
+                if message.HasField("refused"):
+                    log.error("a router refuses this worker: %s", message.refused.reason)
+                    return
+                self._inbox.put(FromRouter(stream, decode_to_worker(message)))
+        except PeerError as error:
+            log.error("closed a router's stream: %s", error)
+        finally:
+            stream.end()
+
+    async def DebugKv(  # noqa: N802
+        self, request: pb.DebugKvRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DebugKvResponse:
+        return await asyncio.to_thread(self._report)
+
+
+def kv_report(
+    hello: WorkerHello,
+    tables: BlockTables,
+    receiver: Receiver,
+    reports: BlockReports,
+    now_s: float,
+) -> pb.DebugKvResponse:
+    counts = tables.counts()
+    held = [
+        pb.HeldBlocks(
+            holder=str(entry.holder),
+            state=entry.state.name.lower(),
+            block_ids=list(chain.from_iterable(entry.tables)),
+            age_s=now_s - entry.since_s,
+            request_id=entry.holder.key.request_id,
+        )
+        for entry in tables.held()
+    ]
+    slabs = [
+        pb.HeldSlab(slab_id=s.slab_id, state=s.state, holder=s.holder, age_s=s.age_s)
+        for s in receiver.slabs.held(now_s)
+    ]
+    return pb.DebugKvResponse(
+        worker=hello.name,
+        incarnation=hello.incarnation,
+        total_blocks=tables.blocks,
+        free_blocks=counts[BlockState.FREE],
+        leased_blocks=counts[BlockState.LEASED],
+        active_blocks=counts[BlockState.ACTIVE],
+        cached_blocks=counts[BlockState.CACHED],
+        orphaned_blocks=tables.orphaned(),
+        held=held,
+        slabs=slabs,
+        total_slabs=receiver.slabs.count,
+        cached=map(cached_blocks, most_of(_cached(tables, reports, now_s))),
+    )
+
+
+def _cached(tables: BlockTables, reports: BlockReports, now_s: float) -> Iterator[TenantBlocks]:
+    ages_s: defaultdict[str, list[float]] = defaultdict(list)
+    for block in tables.cache.index:
+        if not block.holders:
+            ages_s[block.tenant].append(reports.age_s(block.hash, now_s))
+    for tenant, ages in ages_s.items():
+        yield TenantBlocks(tenant=tenant, blocks=len(ages), oldest_s=max(ages), newest_s=min(ages))
 
 
 class WorkerProcess:

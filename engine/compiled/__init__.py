@@ -1,0 +1,1 @@
+"""A model's pass on CPUs, fused and compiled at start."""

@@ -12,25 +12,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention import Scores, attention_state
-from engine.compiled.capture import NotCaptured
 from engine.compiled.chaining import FEW_TOKENS, by_tokens, chained, products_left
-from engine.compiled.folding import fold_constants
-from engine.compiled.graph import Captured
-from engine.compiled.layers import fuse_gates, fuse_rotary
+from engine.compiled.fusing import call_rotaries, fuse_gates, fuse_norms, fuse_rotary
+from engine.compiled.graph import Captured, call_group, fold_constants
 from engine.compiled.library import DTYPES, Fused, open_fused
-from engine.compiled.merging import pack_graph, pack_modules
-from engine.compiled.norms import fuse_norms
-from engine.compiled.padding import padded
-from engine.compiled.projections import merge_projections
-from engine.compiled.ranks import call_group
+from engine.compiled.merging import merge_projections, pack_graph, pack_modules
 from engine.compiled.recordings import recorded
-from engine.compiled.rotaries import call_rotaries
 from engine.compiled.source import write_forward
-from engine.families import has_experts
-from engine.model import Model
-from engine.native.build import BuildError
-from engine.summation_noise import noise_bound, row_differences, typical
+from engine.device.native_build import BuildError
+from engine.model.capture import NotCaptured
+from engine.model.families import has_experts
+from engine.model.interface import Scores, attention_state
+from engine.model.model import Model
+from engine.model.packed_linear import padded
+from engine.model.summation_noise import noise_bound, row_differences, typical
 from kvrelay.errors import ModelError
 
 log = logging.getLogger(__name__)

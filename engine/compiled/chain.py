@@ -1,16 +1,108 @@
-"""A chain of operations over few rows, run in one call by torch's own threads. In the worker."""
+"""A chain of operations over few rows, run in one call by torch's own threads. In the worker.
+
+Where a chain's values lie, and what a graph's views make of them.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import torch
+from torch.fx import Node
 
-from engine.compiled.chain_call import ChainCall, ChainOps, Op
-from engine.compiled.library import Fused
-from engine.compiled.places import Place
+from engine.compiled.graph import Kind, is_call
+from engine.compiled.library import ChainCall, ChainOps, Fused, Op
+
+aten = torch.ops.aten
+
+
+class Form(Enum):
+    """How a tensor of a step's rows counts its dimensions."""
+
+    ROWS = auto()  # [1, rows, width]
+    HEADS = auto()  # [1, rows, heads, width]
+    TURNED = auto()  # [1, heads, rows, width]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """`width` numbers of each head of each row, in a buffer; strides count numbers. Buffers below 0
+    are inputs: -1 is the first."""
+
+    buffer: int
+    stride: int
+    width: int
+    offset: int = 0
+    heads: int = 1
+    head_stride: int = 0
+    form: Form = Form.ROWS
+
+    @property
+    def is_rows(self) -> bool:
+        return self.form is Form.ROWS
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        return self._arranged(rows, self.heads, self.width)
+
+    def strides(self) -> tuple[int, ...]:
+        return self._arranged(self.stride, self.head_stride, 1)
+
+    def _arranged(self, rows: int, heads: int, width: int) -> tuple[int, ...]:
+        match self.form:
+            case Form.ROWS:
+                return 1, rows, width
+            case Form.HEADS:
+                return 1, rows, heads, width
+            case Form.TURNED:
+                return 1, heads, rows, width
+
+
+def viewed(place: Place, node: Node) -> Place | None:
+    """What `node` makes of what lies in `place`; None where it isn't known to be a mere view."""
+    made = node.meta.get("kind")
+    if not isinstance(made, Kind):
+        return None
+    if node.op == "call_method" and node.target == "narrow":
+        return _narrowed(place, node)
+    if is_call(node, aten.transpose.int) and set(node.args[1:]) == {1, 2}:
+        return _turned(place)
+    if is_call(node, aten.view.default) or is_call(node, aten.reshape.default):
+        return _split(place, made) if place.is_rows else _joined(place, made)
+    return None
+
+
+def _narrowed(place: Place, node: Node) -> Place | None:
+    _, dim, start, length = node.args
+    if dim != -1 or not isinstance(start, int) or not isinstance(length, int):
+        return None
+    return replace(place, offset=place.offset + start, width=length)
+
+
+def _turned(place: Place) -> Place | None:
+    others = {Form.HEADS: Form.TURNED, Form.TURNED: Form.HEADS}
+    return None if place.is_rows else replace(place, form=others[place.form])
+
+
+def _split(place: Place, made: Kind) -> Place | None:
+    if len(made.shape) != 4:
+        return None
+    one, _, heads, width = made.shape
+    if one != 1 or not (isinstance(heads, int) and isinstance(width, int)):
+        return None
+    if heads * width != place.width:
+        return None
+    return replace(place, heads=heads, width=width, head_stride=width, form=Form.HEADS)
+
+
+def _joined(place: Place, made: Kind) -> Place | None:
+    whole = place.heads * place.width
+    is_dense = place.form is Form.HEADS and place.head_stride == place.width
+    if not is_dense or len(made.shape) != 3 or made.shape[2] != whole:
+        return None
+    return replace(place, width=whole, heads=1, head_stride=0, form=Form.ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from engine.compiled.capture import Forward
 from engine.compiled.chain import Chain
 from engine.compiled.gathering import Gathered
 from engine.compiled.graph import Captured
 from engine.compiled.library import Fused
-from engine.compiled.linear import Packed
+from engine.model.capture import Forward
+from engine.model.packed_linear import Packed
 
 FEW_TOKENS = 16
 """Up to so many a step's products are limited by memory."""

@@ -1,12 +1,21 @@
-"""A captured forward pass: its operations, in order, and the tensors that never change."""
+"""A captured forward pass: its operations, in order, and the tensors that never change.
+
+Computes once what a captured graph would compute from constants alone, each time.
+
+Lets a captured graph call the ranks of its own worker where their parts come together.
+"""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+
+from engine.device.group import Group
+from engine.parallel.split import JOIN, SUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +94,57 @@ def other_operand(node: Node, one: object) -> Any:
     """Of a call with two operands."""
     first, second = node.args[:2]
     return second if first is one else first
+
+
+_MOST_VALUES = 1 << 20
+"""Larger ones would take memory twice."""
+
+
+def fold_constants(made: Captured) -> None:
+    for node in list(made.graph.nodes):
+        found = _computed(made, node)
+        if found is not None:
+            node.replace_all_uses_with(_constant_node(made, node, found))
+    made.graph.eliminate_dead_code()
+
+
+def _constant_node(made: Captured, node: Node, found: torch.Tensor) -> Node:
+    new = made.add_constant(found, node)
+    new.meta["kind"] = node.meta["kind"]
+    return new
+
+
+def _computed(made: Captured, node: Node) -> torch.Tensor | None:
+    inputs = node.all_input_nodes
+    if (
+        node.op != "call_function"
+        or not inputs
+        or not isinstance(node.target, torch._ops.OpOverload)
+    ):
+        return None
+    known = {one: made.constant(one) for one in inputs}
+    if any(tensor is None or tensor.numel() > _MOST_VALUES for tensor in known.values()):
+        return None
+    args = torch.fx.map_arg(node.args, known.__getitem__)
+    kwargs = torch.fx.map_arg(node.kwargs, known.__getitem__)
+    with torch.no_grad():
+        found = node.target(*args, **kwargs)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def call_group(made: Captured, group: Group) -> None:
+    for node in list(made.graph.nodes):
+        if is_call(node, SUM):
+            _replace(made, node, group.sum, node.args)
+        elif is_call(node, JOIN):
+            part, _, outputs = node.args
+            _replace(made, node, group.join, (part, outputs))
+
+
+def _replace(made: Captured, node: Node, function: object, args: tuple[object, ...]) -> None:
+    called = made.add_constant(function, node)
+    with made.graph.inserting_before(node):
+        new = made.graph.call_function(operator.call, (called, *args))  # type: ignore[arg-type]
+    new.meta["kind"] = kind(node)
+    node.replace_all_uses_with(new)
+    made.graph.erase_node(node)

@@ -1,4 +1,9 @@
-"""Keeps recordings of captured graphs in the user's cache folder, by what decides their content."""
+"""A captured graph as text, so that the next start of the same model needn't capture it again.
+
+Constants are named as the model names them; those that it doesn't name are small and written out.
+
+Keeps recordings of captured graphs in the user's cache folder, by what decides their content.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +11,168 @@ import gc
 import hashlib
 import json
 import logging
+import operator
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from engine import attention
-from engine.compiled import capture as capturing
-from engine.compiled import recording
-from engine.compiled.capture import capture
-from engine.compiled.folder import cache_folder, write_whole
-from engine.compiled.graph import Captured
-from engine.compiled.recording import NotRecorded, record, replay
-from engine.compiled.rotaries import whole_rotaries
-from engine.model import Model
+from engine.compiled.fusing import whole_rotaries
+from engine.compiled.graph import Captured, Kind
+from engine.device.native_build import cache_folder, write_whole
+from engine.model import capture as capturing
+from engine.model import interface
+from engine.model.capture import capture
+from engine.model.model import Model
 
 log = logging.getLogger(__name__)
+
+
+_MOST_VALUES = 4096
+
+
+class NotRecorded(Exception):
+    """The graph holds something that can't be written down, or read again."""
+
+
+def record(made: GraphModule, model: torch.nn.Module) -> str:
+    """Raises NotRecorded."""
+    names = {id(tensor): name for name, tensor in _tensors(model).items()}
+    rows = []
+    for node in made.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr":
+            target = _constant_name(getattr(made, target), names)
+        elif node.op == "call_function":
+            target = _function_name(node.target)
+        kwargs = {name: _written(arg) for name, arg in node.kwargs.items()}
+        args = [_written(arg) for arg in node.args]
+        rows.append([node.name, node.op, target, args, kwargs, _kind(node)])
+    return json.dumps(rows)
+
+
+def replay(text: str, model: torch.nn.Module) -> Captured:
+    """The graph again, over the model's own tensors. Raises NotRecorded."""
+    try:
+        return _Reader(model).read(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise NotRecorded(f"not a recording of this model: {error}") from error
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _constant_name(content: object, names: Mapping[int, str]) -> Any:
+    """The model's name, or dtype, shape and values."""
+    if not isinstance(content, torch.Tensor):
+        raise NotRecorded(f"a constant of type {type(content).__name__}")
+    if id(content) in names:
+        return names[id(content)]
+    if content.numel() > _MOST_VALUES:
+        raise NotRecorded(f"a constant of {content.numel()} values that the model doesn't name")
+    return [_short(content.dtype), list(content.shape), content.flatten().tolist()]
+
+
+def _function_name(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    name = getattr(target, "__name__", "")
+    if getattr(operator, name, None) is not target:
+        raise NotRecorded(f"a call of {target}")
+    return f"operator.{name}"
+
+
+def _short(content: object) -> str:
+    return str(content).removeprefix("torch.")
+
+
+def _written(arg: Any) -> Any:
+    match arg:
+        case None | bool() | int() | float() | str():
+            return arg
+        case Node():
+            return {"node": arg.name}
+        case list() | tuple():
+            return [_written(one) for one in arg]
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return {"torch": _short(arg)}
+        case torch.device():
+            return {"device": str(arg)}
+    raise NotRecorded(f"an argument of type {type(arg).__name__}")
+
+
+def _kind(node: Node) -> list[Any] | None:
+    found = node.meta.get("val")
+    if not isinstance(found, torch.Tensor):
+        return None
+    return [_short(found.dtype), _sizes(found.shape), _sizes(found.stride())]
+
+
+def _sizes(sizes: Any) -> list[int | str]:
+    return [size if isinstance(size, int) else str(size) for size in sizes]
+
+
+@dataclass(slots=True)
+class _Reader:
+    model: torch.nn.Module
+
+    def read(self, rows: list[list[Any]]) -> Captured:
+        known, tensors = Captured(Graph(), {}), _tensors(self.model)
+        nodes: dict[str, Node] = {}
+        for name, op, target, args, kwargs, made in rows:
+            found = target
+            if op == "get_attr":
+                found = _add(known, tensors, target)
+            elif op == "call_function":
+                found = _function(target)
+            plain = tuple(_read(arg, nodes) for arg in args)
+            named = {key: _read(arg, nodes) for key, arg in kwargs.items()}
+            node = known.graph.create_node(op, found, plain, named, name)
+            node.meta["kind"] = None if made is None else _read_kind(*made)
+            nodes[name] = node
+        return known
+
+
+def _add(known: Captured, tensors: Mapping[str, torch.Tensor], target: Any) -> str:
+    """Under a name of its own, also where the model's other tensors are the same."""
+    if isinstance(target, str):
+        known.constants[target] = tensors[target]
+        return target
+    dtype, shape, values = target
+    name = f"value_{len(known.constants)}"
+    known.constants[name] = torch.tensor(values, dtype=getattr(torch, dtype)).reshape(shape)
+    return name
+
+
+def _function(name: str) -> Any:
+    space, *path = name.split(".")
+    found: Any = operator if space == "operator" else getattr(torch.ops, space)
+    for part in path:
+        found = getattr(found, part)
+    return found
+
+
+def _read(arg: Any, nodes: Mapping[str, Node]) -> Any:
+    match arg:
+        case {"node": name}:
+            return nodes[name]
+        case {"torch": name}:
+            return getattr(torch, name)
+        case {"device": name}:
+            return torch.device(name)
+        case list():
+            return [_read(one, nodes) for one in arg]
+    return arg
+
+
+def _read_kind(dtype: str, shape: list[int | str], strides: list[int | str]) -> Kind:
+    return Kind(getattr(torch, dtype), tuple(shape), tuple(strides))
 
 
 def recorded(model: Model) -> Captured:
@@ -64,7 +213,8 @@ def _captured(model: Model) -> GraphModule:
 
 def _key(model: Model) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key[0] != "_"}
-    sources = [Path(str(part.__file__)).read_text() for part in (attention, capturing, recording)]
+    files = (interface.__file__, capturing.__file__, __file__)
+    sources = [Path(str(file)).read_text() for file in files]
     versions = (torch.__version__, transformers.__version__, model.dtype_name)
     shapes = [(name, *part.shape) for name, part in model.module.named_parameters()]
     text = json.dumps([config, versions, sources, shapes], sort_keys=True, default=str)

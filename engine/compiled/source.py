@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from engine.attention import OPERATOR, Scores, current_state
-from engine.compiled.capture import Forward
 from engine.compiled.graph import Captured
+from engine.model.capture import Forward
+from engine.model.interface import OPERATOR, Scores, current_state
 
 aten = torch.ops.aten
 

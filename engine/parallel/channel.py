@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvpool.transport.memfd import Loan, Mapping, Place
+from kvpool.transport.mapped.memfd import Loan, Mapping, Place
 
 _LENGTH_BYTES = 8
 _TIMEVAL = struct.Struct("@ll")  # seconds, microseconds

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from engine.core.step import SequenceSlice
 from engine.parallel.channel import Channel
 from engine.parallel.message import StepTeller
 from engine.parallel.opening import open_group
-from engine.parallel.rank_kv import map_parts
-from engine.step import SequenceSlice
-from kvpool.layout import KvLayout
+from engine.parallel.ranks import map_parts
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import Allocate, KvMemory
-from kvpool.pool.map import PoolMap
-from kvpool.transport import memfd
+from kvpool.transport.mapped import memfd
 from kvrelay.errors import ModelError, PeerError
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class _Follower:
         with theirs, ExitStack() as unused:
             unused.callback(ours.close)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.parallel.follower", str(theirs.fileno())],
+                [sys.executable, "-m", "engine.follower", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

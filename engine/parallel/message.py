@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.step import SampleRequest, Scoring, SequenceSlice
-from kvpool.layout import BlockId, Tables
+from engine.core.step import SampleRequest, Scoring, SequenceSlice
+from kvpool.core.layout.layout import BlockId, Tables
 from kvrelay.types import RequestKey, Sampling
 
 _HEAD = 4

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engine.parallel.group import LOADING_TIMEOUT_S
+from engine.device.group import LOADING_TIMEOUT_S
 from kvrelay.errors import PeerError
 
 

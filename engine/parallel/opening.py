@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.parallel.group import Group
+from engine.device.group import Group
 
 
 def open_group(device: str, rank: int, size: int, meeting: Path) -> Group:

@@ -1,4 +1,10 @@
-"""What an engine needs of the other ranks; a model on one device has none."""
+"""What an engine needs of the other ranks; a model on one device has none.
+
+Which device each rank of a worker computes on.
+
+The KV pool of several ranks, as rank 0 has it: on CPUs one piece of shared memory, which the
+others map; on CUDA a piece on each GPU, which rank 0 maps.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,15 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from engine.parallel.group import Group
-from engine.step import SequenceSlice
-from kvpool.layout import KvLayout
+from engine.core.step import SequenceSlice
+from engine.device.group import Group
+from engine.parallel.channel import Channel
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import Allocate, KvMemory
-from kvpool.pool.map import PoolMap
-from kvpool.shard import Shard, ShardLayout
-from kvrelay.errors import PeerError
+from kvpool.transport.mapped.cuda_ipc import CudaHandle, share
+from kvrelay.errors import ModelError, PeerError
 
 T = TypeVar("T")
 
@@ -77,3 +85,46 @@ def block_bytes(layout: KvLayout, group: Group | None) -> int:
     """What one block takes on all ranks together."""
     ranks = 1 if group is None else group.size
     return PoolMap(layout=layout, blocks=1, ranks=ranks).bytes_per_block
+
+
+def rank_devices(device: str, size: int) -> tuple[str, ...]:
+    """# rank |-> its device, all of this machine. Raises ModelError."""
+    if device == "cpu":
+        return ("cpu",) * size
+    if device != "cuda":
+        raise ModelError(
+            f"parallel.tensor {size} on {device}: ranks take the first GPUs that the worker sees: "
+            "ask for the device cuda, and choose them by CUDA_VISIBLE_DEVICES"
+        )
+    return tuple(f"cuda:{rank}" for rank in range(size))
+
+
+def check_gpus(size: int) -> None:
+    """Raises ModelError where rank 0 can't reach the KV of all others."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < size:
+        raise ModelError(
+            f"parallel.tensor {size} on cuda: each rank needs a GPU and torch sees {found}: check "
+            "nvidia-smi, CUDA_VISIBLE_DEVICES and resources.GPU of the pool"
+        )
+    apart = [rank for rank in range(1, size) if not torch.cuda.can_device_access_peer(0, rank)]
+    if apart:
+        raise ModelError(
+            f"parallel.tensor {size} on cuda: cuda:0 can't reach the memory of cuda:{apart[0]}: "
+            "choose GPUs with peer access (nvidia-smi topo -p2p r) by CUDA_VISIBLE_DEVICES"
+        )
+
+
+def map_parts(pool: PoolMap, device: torch.device, others: Sequence[Channel]) -> KvMemory:
+    """Rank 0's side; `device` reaches the memory of all. Raises PeerError."""
+    own = torch.zeros(pool.parts[0].nbytes, dtype=torch.uint8, device=device)
+    theirs = [CudaHandle.unpack(one.receive()).map(device) for one in others]
+    return KvMemory.of_parts(pool, [own, *theirs])
+
+
+def offer_part(part: PoolMap, device: torch.device, leader: Channel) -> KvMemory:
+    """Another rank's side. Raises ConfigError when CUDA can't share memory."""
+    memory = KvMemory(part.layout, part.blocks, device)
+    torch.cuda.synchronize(device)  # it is zeros when rank 0 sees it
+    leader.send(share(memory.flat).pack())
+    return memory

@@ -2,20 +2,76 @@
 
 The plan is transformers': a name pattern |-> how that linear layer, or parameter, is cut.
 Embeddings stay whole on every rank.
+
+Modules around a rank's share of another, which make of the ranks' outputs the whole one.
+
+Which tensor parallel degrees a model's heads allow. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from engine.parallel.group import Group
-from engine.parallel.layers import Joined, Summed
-from kvpool.shard import Shard
+from engine.device.group import Group
+from kvpool.core.layout.shards import Shard
 from kvrelay.errors import ModelError
+
+_LIBRARY = torch.library.Library("kvrelay", "FRAGMENT")
+_LIBRARY.define("sum_of_ranks(Tensor part) -> Tensor")
+_LIBRARY.define("joined_ranks(Tensor part, int size, int outputs) -> Tensor")
+SUM = torch.ops.kvrelay.sum_of_ranks.default
+JOIN = torch.ops.kvrelay.joined_ranks.default
+"""Stand for a group's collectives where a forward pass is captured; never run."""
+
+
+@torch.library.register_fake("kvrelay::sum_of_ranks", lib=_LIBRARY)
+def _sum_shape(part: torch.Tensor) -> torch.Tensor:
+    return part.new_empty(part.shape)
+
+
+@torch.library.register_fake("kvrelay::joined_ranks", lib=_LIBRARY)
+def _joined_shape(part: torch.Tensor, size: int, outputs: int) -> torch.Tensor:
+    return part.new_empty(*part.shape[:-1], outputs)
+
+
+class Summed(nn.Module):
+    """Each rank has some of the inputs, so that the outputs are parts of a sum. The bias, if any,
+    is added once."""
+
+    def __init__(self, inner: nn.Module, group: Group, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.bias = bias
+        self._group = group
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        part = self.inner(*args, **kwargs)
+        whole: torch.Tensor = SUM(part) if type(part) is FakeTensor else self._group.sum(part)
+        return whole if self.bias is None else whole + self.bias
+
+
+class Joined(nn.Module):
+    """Each rank has some of the outputs; `outputs` are all, without what fills the last share."""
+
+    def __init__(self, inner: nn.Module, group: Group, outputs: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self._group = group
+        self._outputs = outputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.inner(x)
+        if type(part) is FakeTensor:
+            joined: torch.Tensor = JOIN(part, self._group.size, self._outputs)
+            return joined
+        return self._group.join(part, self._outputs)
+
 
 _CUT = {"colwise", "rowwise", "colwise_gather_output", "colwise_rep", "packed_colwise"}
 _SUMMED = {"moe_tp_experts", "all_reduce"}
@@ -179,3 +235,24 @@ class _Cutter:
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def check_degree(size: int, family: str, heads: Collection[int], kv_heads: Collection[int]) -> None:
+    """`heads`, `kv_heads`: of any layer. Raises ModelError that names the degrees there are."""
+    if _allows(size, heads, kv_heads):
+        return
+    possible = [str(n) for n in range(1, gcd(*heads) + 1) if _allows(n, heads, kv_heads)]
+    raise ModelError(
+        f"parallel.tensor {size} can't split the heads of this {family} model, which has "
+        f"{_spelled(heads)} and {_spelled(kv_heads)} for KV: choose {' or '.join(possible)}"
+    )
+
+
+def _allows(size: int, heads: Collection[int], kv_heads: Collection[int]) -> bool:
+    """A KV head may be on several ranks, and these have nothing of another then."""
+    shared = all(count % size == 0 or size % count == 0 for count in kv_heads)
+    return shared and all(count % size == 0 for count in heads)
+
+
+def _spelled(counts: Collection[int]) -> str:
+    return " or ".join(str(count) for count in sorted(set(counts)))

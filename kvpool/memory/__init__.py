@@ -1,0 +1,1 @@
+"""Moves bytes between paged KV memory and slabs."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvpool.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec
+from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec
 from kvpool.memory.rows import Rows
 from kvpool.memory.views import SlabViews
 

@@ -3,20 +3,155 @@ that owns the blocks; the slab may be another process's, seen through a window.
 
 Payloads in a host's memory carry a checksum. Between devices of one host they carry none: there the
 header's own, with lease, piece and length, shows that the slab was filled, and for what.
+
+Collation of a pool whose heads lie on several devices: each rank's through a slab of their own.
+Runs in rank 0 of the worker that owns the blocks.
+
+Collation of planned writes: sections of a slab to and from the paged pool. Runs in the worker
+that owns the blocks; the slab may be another process's, seen through a window.
+
+On a CUDA device the work is queued on the caller's current stream; the caller waits for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
 import torch
 
-from kvpool.layout import KvLayout, Tables
+from kvpool.core.layout.codec import Codec, WireFormat
+from kvpool.core.layout.layout import KvLayout, Tables
+from kvpool.core.layout.shards import End, PlaneSlice
+from kvpool.core.transfer.piece import Piece
+from kvpool.core.transfer.pool_map import PoolMap
+from kvpool.core.transfer.slabs import HEADER_BYTES, SlabHeader, checksum
+from kvpool.core.transfer.write import Section, Side, Write, chunk_bytes
+from kvpool.memory.codec import gather_changed, scatter_changed
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.piece import Piece
-from kvpool.plan import chunk_bytes
-from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
-from kvpool.write import Side, Write
+from kvpool.memory.rows import plane_rows, section_rows
+from kvpool.memory.views import SlabViews, plane_views, row_index, slab_views
 from kvrelay.errors import PeerError
+
+Move = Callable[[KvMemory, Section, torch.Tensor], None]
+"""Between the pool of one rank and a slab."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What one rank has of a plane: `section` is its own, `heads` are the whole section's."""
+
+    rank: int
+    section: Section
+    heads: slice
+
+
+def move_parts(
+    memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End, move: Move
+) -> None:
+    """At the source out of the pool, at the target into all copies of the heads."""
+    whole = slab_views(section, wire, slab)
+    for plane, views in zip(section.part.planes, whole, strict=True):
+        for share in _shares(memory.map, section, wire, plane, end):
+            payload = torch.empty(share.section.nbytes, dtype=torch.uint8, device=slab.device)
+            (own,) = slab_views(share.section, wire, payload)
+            theirs = _narrow(views, share.heads)
+            if end is End.TARGET:
+                _copy(theirs, own)
+            move(memory.parts[share.rank], share.section, payload)
+            if end is End.SOURCE:
+                _copy(own, theirs)
+
+
+def _shares(
+    pool: PoolMap, section: Section, wire: WireFormat, plane: PlaneSlice, end: End
+) -> Iterator[_Share]:
+    group, first = section.part.group, plane.first_head(end)
+    copies = pool.copies(group, plane.plane) if end is End.TARGET else 1
+    for copy in range(copies):
+        for rank in pool.holders(group, plane.plane, copy):
+            held = pool.held(group, plane.plane, rank)
+            heads = range(max(first, held.start), min(first + plane.heads, held.stop))
+            if heads:
+                own = heads.start - held.start
+                cut = replace(plane, source_head=own, target_head=own, heads=len(heads))
+                part = replace(section.part, planes=(cut,))
+                yield _Share(
+                    rank=rank,
+                    section=replace(section, part=part).encoded(wire, 0),
+                    heads=slice(heads.start - first, heads.stop - first),
+                )
+
+
+def _narrow(views: SlabViews, heads: slice) -> SlabViews:
+    scales = None if views.scales is None else views.scales[:, :, heads]
+    return SlabViews(values=views.values[:, :, heads], scales=scales)
+
+
+def _copy(source: SlabViews, target: SlabViews) -> None:
+    target.values.copy_(source.values)
+    if source.scales is not None and target.scales is not None:
+        target.scales.copy_(source.scales)
+
+
+def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:
+    """The source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
+    slab = out if out.device == _device(memory) else torch.empty_like(out, device=_device(memory))
+    for section in write.sections:
+        _move(memory, side, section, write.wire, slab, End.SOURCE)
+    if slab is not out:
+        out.copy_(slab)
+
+
+def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Tensor) -> None:
+    """`payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls it."""
+    slab = payload.to(_device(memory))
+    for section in write.sections:
+        _move(memory, side, section, write.wire, slab, End.TARGET)
+
+
+def _device(memory: KvMemory) -> torch.device:
+    """With its number, which `memory.device` may lack."""
+    return memory.parts[0].flat.device
+
+
+def _move(
+    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
+) -> None:
+    """At the source out of the pool, at the target into it."""
+    if memory.lies_apart or (slab.is_cuda and memory.map.ranks > 1):
+
+        def move(part: KvMemory, own: Section, payload: torch.Tensor) -> None:
+            _move(part, side, own, wire, payload, end)
+
+        move_parts(memory, section, wire, slab, end, move)
+    elif slab.is_cuda:
+        _move_planes(memory, side, section, wire, slab, end)
+    elif _is_verbatim(memory, wire):
+        payload = slab[section.offset_bytes : section.offset_bytes + section.nbytes]
+        rows = section_rows(memory, section, side, end)
+        (rows.gather if end is End.SOURCE else rows.scatter)(payload)
+    else:
+        change = gather_changed if end is End.SOURCE else scatter_changed
+        dtype = getattr(torch, memory.layout.dtype)
+        views = slab_views(section, wire, slab)
+        for plane, seen in zip(section.part.planes, views, strict=True):
+            change(seen, plane_rows(memory, section, side, end, plane), dtype, wire.codec)
+
+
+def _move_planes(
+    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
+) -> None:
+    from kvpool.memory.triton import gather_planes, scatter_planes
+
+    views = plane_views(memory, section, wire, slab, end)
+    slots = row_index(side.tables[section.part.group], section, side.block_size)
+    (gather_planes if end is End.SOURCE else scatter_planes)(views, slots, wire)
+
+
+def _is_verbatim(memory: KvMemory, wire: WireFormat) -> bool:
+    """Whether the slab holds the pool's own bits."""
+    return wire.codec is Codec.NONE and wire.dtype == memory.layout.dtype
 
 
 def slab_bytes(layout: KvLayout, tokens: int) -> int:

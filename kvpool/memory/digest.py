@@ -11,10 +11,10 @@ from functools import lru_cache
 
 import torch
 
-from kvpool.canary import SUMS, KvDigest, PlaneDigest, run_tokens
-from kvpool.layout import BlockId, Tables
+from kvpool.core.layout.layout import BlockId, Tables
+from kvpool.core.transfer.messages import SUMS, KvDigest, PlaneDigest, run_tokens
+from kvpool.core.transfer.write import TokenSpan
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.write import TokenSpan
 
 _TOKENS = 2**31
 """The signs of tokens are those of numbers from here on, of a layer's elements those below."""

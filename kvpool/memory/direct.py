@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from kvpool.layout import KvLayout
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.layout.shards import End, PlaneSlice, reslice
+from kvpool.core.transfer.piece import PairedRun, paired_runs
+from kvpool.core.transfer.pool_map import KvFacts, PoolMap
+from kvpool.core.transfer.write import Section, Side, Write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.piece import PairedRun, paired_runs
-from kvpool.pool.map import KvFacts, PoolMap
-from kvpool.reslice import End, PlaneSlice, reslice
-from kvpool.transport.base import Connection, Read, RegionName
-from kvpool.write import Section, Side, Write
+from kvpool.transport.peer.base import Connection, Read, RegionName
 from kvrelay.errors import ConfigError, PeerError
 
 

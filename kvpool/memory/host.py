@@ -13,12 +13,12 @@ from math import gcd
 import torch
 import xxhash
 
-from kvpool.cached_block import Place
+from kvpool.core.blocks.eviction import Place
+from kvpool.core.node.tier_blocks import PoolPlace
+from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.rows import BlockRows
-from kvpool.pool.map import PoolMap
-from kvpool.tiers.tier_blocks import PoolPlace
-from kvpool.transport.base import Connection, Read, RegionName, Write
+from kvpool.transport.peer.base import Connection, Read, RegionName, Write
 from kvrelay.errors import PeerError
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

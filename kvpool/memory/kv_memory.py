@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from kvpool.copies import CopyPairs
-from kvpool.layout import KvLayout
-from kvpool.pool.map import PoolMap
+from kvpool.core.blocks.holding import CopyPairs
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.pool_map import PoolMap
 
 Allocate = Callable[[int], torch.Tensor]
 """Zeros, uint8 `[bytes]`, on the device that the KV is to be on."""

@@ -10,18 +10,18 @@ from functools import partial
 
 import torch
 
-from kvpool.codec import Codec
-from kvpool.codec_choice import CodecSpeed
-from kvpool.layout import BlockId, KvLayout, Tables
-from kvpool.link_cost import Sample, Step
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import BlockId, KvLayout, Tables
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.codec_choice import CodecSpeed
+from kvpool.core.transfer.link_cost import Sample, Step
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.slabs import checksum
+from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.direct import reads_of
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.slab import checksum
-from kvpool.transfer_plan import cut
-from kvpool.transport.base import RegionName
-from kvpool.write import Side, TokenSpan, Write
+from kvpool.transport.peer.base import RegionName
 
 _MOST_BYTES = 64 * 2**20  # more than most caches hold
 _ROUNDS = 4  # of which the first warms up

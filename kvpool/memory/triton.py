@@ -13,7 +13,7 @@ from math import gcd
 import torch
 import triton
 
-from kvpool.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec, WireFormat
+from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec, WireFormat
 from kvpool.memory.triton_kernels import copy_rows, decode_blocks, encode_blocks
 from kvpool.memory.views import PlaneViews
 

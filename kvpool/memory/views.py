@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvpool.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
-from kvpool.layout import BlockId
+from kvpool.core.layout.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
+from kvpool.core.layout.layout import BlockId
+from kvpool.core.layout.shards import End
+from kvpool.core.transfer.write import Section
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.reslice import End
-from kvpool.write import Section
 
 _VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
 

@@ -1,0 +1,1 @@
+"""Which transports exist, which of them two processes use, and what a link is worth."""

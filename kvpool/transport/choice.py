@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvpool.transport.fabric import LinkKind
+from kvpool.transport.link_kind import LinkKind
 
 TRANSPORTS = ("cuda_ipc", "shm", "nixl", "ucx")
 """By preference."""

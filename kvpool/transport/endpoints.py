@@ -2,22 +2,26 @@
 
 Memory is registered with each of them under one name of our own, which `name_over` turns into the
 one that a peer on that transport knows.
+
+Which transports can be used on this host: each is tried for real, with memory registered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from uuid import uuid4
 
 import torch
 
-from kvpool.transport import fabric
-from kvpool.transport.base import Callbacks, Connection, Endpoint, Region, RegionName
-from kvpool.transport.fabric import LinkKind
+from kvpool.transport import link_kind
+from kvpool.transport.link_kind import LinkKind
+from kvpool.transport.peer.base import Callbacks, Connection, Endpoint, Region, RegionName
+from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import LOOPBACK_HOST, open_endpoint
-from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 
@@ -167,10 +171,10 @@ class Endpoints:
         return region
 
     def _check_kind(self, scheme: str) -> None:
-        if not self._require or (kind := fabric.link_kind(scheme, self._ucx)) in self._require:
+        if not self._require or (kind := link_kind.link_kind(scheme, self._ucx)) in self._require:
             return
         asks_rdma = LinkKind.RDMA in self._require and kind is LinkKind.TCP
-        why = fabric.rdma_obstacle(scheme, self._ucx) if asks_rdma else None
+        why = link_kind.rdma_obstacle(scheme, self._ucx) if asks_rdma else None
         wanted = ", ".join(sorted(self._require))
         reason = f" ({why})" if why else ""
         raise ConfigError(f"transfer.require is [{wanted}] and {scheme} is {kind}{reason}")
@@ -187,3 +191,26 @@ def _adopted(endpoint: Endpoint, memory: torch.Tensor) -> Region | None:
         return endpoint.adopt(memory)
     except ConfigError:
         return None
+
+
+PROBE_BYTES = 4096
+
+
+def obstacle(transport: str, ucx: UcxOptions, *, gpus: int, device: str = "cuda") -> str:
+    """Why it can't be used here; empty when it can. `gpus`: how many this process can use."""
+    if transport == "cuda_ipc" and not gpus:
+        return "no CUDA device"
+    nothing = Callbacks(
+        on_connect=lambda _: None, on_message=lambda *_: None, on_lost=lambda _: None
+    )
+    name = Incarnation(f"probe-{uuid4().hex}")
+    try:
+        endpoint = open_endpoint(transport, name, nothing, ucx=ucx, device=device)
+    except (ConfigError, OSError, RuntimeError) as error:
+        return str(error)
+    with contextlib.closing(endpoint):
+        try:
+            endpoint.register(PROBE_BYTES)
+        except (ConfigError, OSError, RuntimeError) as error:
+            return f"memory can't be registered: {error}"
+    return ""

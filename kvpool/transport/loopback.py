@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvpool.transport import windowed
-from kvpool.transport.base import MAX_MESSAGE_BYTES, Callbacks, Read, Region, RegionName, Write
-from kvpool.transport.threads import ThreadGroup
+from kvpool.transport.mapped import windowed
+from kvpool.transport.peer.base import MAX_MESSAGE_BYTES, Callbacks, Read, Region, RegionName, Write
+from kvpool.transport.peer.endpoint import ThreadGroup
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 

@@ -9,8 +9,8 @@ from statistics import median
 
 import torch
 
-from kvpool.link_cost import Sample, Step
-from kvpool.transport.base import Connection, Read, RegionName
+from kvpool.core.transfer.link_cost import Sample, Step
+from kvpool.transport.peer.base import Connection, Read, RegionName
 
 PROBE_BYTES = 32 * 2**20
 """The region that each worker keeps for it: with the peer's, more than most caches hold."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvpool.transport.agent import Agent
-from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Endpoint
-from kvpool.transport.cuda_ipc import CudaIpcExposure
-from kvpool.transport.endpoint import PeerEndpoint
-from kvpool.transport.exposure import Exposure
 from kvpool.transport.loopback import LoopbackEndpoint
-from kvpool.transport.nixl_agent import NixlAgent
-from kvpool.transport.one_sided import OneSidedExposure
-from kvpool.transport.rendezvous import Network, Rendezvous, SameHost
-from kvpool.transport.shm import ShmExposure
-from kvpool.transport.ucx_agent import UcxAgent
-from kvpool.transport.ucx_options import UcxOptions
+from kvpool.transport.mapped.cuda_ipc import CudaIpcExposure
+from kvpool.transport.mapped.shm import ShmExposure
+from kvpool.transport.peer.base import SEND_TIMEOUT_S, Callbacks, Endpoint
+from kvpool.transport.peer.endpoint import PeerEndpoint
+from kvpool.transport.peer.exposure import Exposure
+from kvpool.transport.peer.rendezvous import Network, Rendezvous, SameHost
+from kvpool.transport.rdma.agent import Agent
+from kvpool.transport.rdma.nixl import NixlAgent
+from kvpool.transport.rdma.one_sided import OneSidedExposure
+from kvpool.transport.rdma.ucx import UcxAgent
+from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation
 

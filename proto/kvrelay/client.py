@@ -10,21 +10,26 @@ from typing import TypeVar, Unpack
 
 import grpc
 
-from kvrelay.codec import (
+from kvrelay.errors import KvrelayError
+from kvrelay.requests import (
+    CHANNEL_OPTIONS,
+    GenerateOptions,
     Prompt,
+    Routers,
+    Tour,
+    addresses_of,
     chunk_of,
     generate_request,
     generated_of,
+    is_gone,
     ledger_of,
     model_info_of,
     renew_deadline,
     retries_of,
     server_info_of,
+    with_options,
 )
-from kvrelay.errors import KvrelayError
-from kvrelay.options import GenerateOptions, with_options
 from kvrelay.results import Chunk, Generated, ModelInfo, ServerInfo
-from kvrelay.routers import CHANNEL_OPTIONS, Routers, Tour, addresses_of, is_gone
 from kvrelay.status import meant_by, raise_for
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.inference_pb2_grpc import InferenceStub

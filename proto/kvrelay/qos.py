@@ -32,7 +32,8 @@ class QosTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LadderRules:
-    """When a router tightens a tier whose latencies leave its objectives (`router.ladder`).
+    """When a router tightens a tier whose latencies leave its objectives
+    (`router.core.state.ladder`).
 
     Latencies of the last `window_s` count. A step up: the 99th percentile is over `tolerance` times
     the objective, or the 99.9th over `tail` times it; for the last step, to trip, both over `tail`

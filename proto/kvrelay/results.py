@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.step_times import StepCoefficients
-from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob, StepCoefficients, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

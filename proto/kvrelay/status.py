@@ -8,13 +8,7 @@ from typing import NoReturn
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from kvrelay.errors import (
-    InvalidRequest,
-    KvrelayError,
-    ModelNotFound,
-    Refused,
-    RequestFailedError,
-)
+from kvrelay.errors import InvalidRequest, KvrelayError, ModelNotFound, Refused, RequestFailedError
 
 ERROR_DOMAIN = "kvrelay"
 STATUS_DETAILS_KEY = "grpc-status-details-bin"

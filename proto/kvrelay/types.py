@@ -1,14 +1,63 @@
-"""Values that every part agrees on. Pure."""
+"""Values that every part agrees on. Pure.
+
+The token ids that an attempt begins with: prompt, and what earlier ones emitted. Pure.
+
+Values that are made many times in each step. Pure.
+
+How long a worker's steps take, as the coefficients that it tells. Pure.
+
+`engine.core.step_times` computes with them; `engine.time_profile` measures them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, NewType
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple, NewType, TypeVar, dataclass_transform, overload
 
-from kvrelay.context import Context
-from kvrelay.values import value
+
+@dataclass(frozen=True, slots=True)
+class Context(Sequence[int]):
+    """Both as one, neither copied."""
+
+    prompt: Sequence[int]
+    emitted: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.emitted)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
+        border = len(self.prompt)
+        if isinstance(at, slice):
+            return self._span(range(len(self))[at])
+        position = range(len(self))[at]
+        return self.prompt[position] if position < border else self.emitted[position - border]
+
+    def _span(self, span: range) -> Sequence[int]:
+        assert span.step == 1, span
+        border = len(self.prompt)
+        if span.stop <= border:
+            return self.prompt[span.start : span.stop]
+        emitted = self.emitted[max(0, span.start - border) : span.stop - border]
+        return (*self.prompt[span.start :], *emitted) if span.start < border else emitted
+
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def value(cls: type[T]) -> type[T]:
+    """A frozen dataclass to the type checker, with slots and keywords only. Nothing guards it at
+    run time: making a frozen one takes twice as long."""
+    return dataclass(slots=True, kw_only=True, unsafe_hash=True)(cls)
+
 
 Incarnation = NewType("Incarnation", str)
 """Random id of one process life: a restarted worker is a new peer."""
@@ -182,3 +231,40 @@ class PromptLogprob:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+SCALARS = (
+    "prefill_overhead_s",
+    "prefill_token_s",
+    "prefill_pair_s",
+    "prefill_sequence_s",
+    "decode_kv_token_s",
+    "error",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCoefficients:
+    """Of prefill: each step, each new token, each pair of a new token and one that it sees, each
+    sequence. Of decode: a step without KV at some numbers of sequences (linear between these), and
+    each token of context. `error` is the median relative error in steps that were not fitted.
+
+    Raises ValueError, naming the field, for what no step can take.
+    """
+
+    prefill_overhead_s: float = 0.0
+    prefill_token_s: float = 0.0
+    prefill_pair_s: float = 0.0
+    prefill_sequence_s: float = 0.0
+    decode_knots: tuple[tuple[int, float], ...] = ()
+    decode_kv_token_s: float = 0.0
+    error: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in SCALARS:
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name}: a number that is not negative")
+        if not all(sequences > 0 and 0 <= s < inf for sequences, s in self.decode_knots):
+            raise ValueError("decode_knots: pairs of at least 1 sequence and seconds")
+        if any(few[0] >= more[0] for few, more in pairwise(self.decode_knots)):
+            raise ValueError("decode_knots: ascending numbers of sequences")

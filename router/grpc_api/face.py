@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
-from router.generation import Dispatcher
+from router.core.state.generation import Dispatcher
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     objectives_in,
@@ -29,7 +29,7 @@ from router.grpc_api.messages import (
     sampling_of,
     worker_info,
 )
-from router.serving import TextRequest, TextService
+from router.text.service import TextRequest, TextService
 
 ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 REGISTRY_NAME = worker_pb2.DESCRIPTOR.services_by_name["Registry"].full_name

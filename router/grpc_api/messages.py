@@ -8,14 +8,13 @@ from math import inf
 from google.protobuf.json_format import MessageToDict
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.times_wire import encode_step_times
+from kvrelay.reports_wire import encode_step_times
 from kvrelay.types import Objectives, TokenLogprobs
 from kvrelay.v1 import inference_pb2 as pb
-from router.asked_objectives import FIELDS, objectives_of
-from router.choice_text import TextDelta
-from router.generation import QuarantinedPair, WorkerStatus
-from router.sampling_defaults import RequestedSampling
-from router.serving import ChatPrompt, Prompt, TextGeneration
+from router.core.state.generation import QuarantinedPair, WorkerStatus
+from router.text.request_fields import FIELDS, objectives_of
+from router.text.sampling import RequestedSampling
+from router.text.service import ChatPrompt, Prompt, TextDelta, TextGeneration
 
 OPTIONAL_FIELDS = (
     "temperature",

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP face."""
+"""The OpenAI HTTP API."""

@@ -1,17 +1,27 @@
-"""HTTP body -> strict model, or an InvalidRequest that names the field and what was expected."""
+"""HTTP body -> strict model, or an InvalidRequest that names the field and what was expected.
+
+The request bodies, as strict models. A field that isn't here or among the neutral ones
+(`router.http.neutral_fields`) is refused, never ignored.
+
+Request body -> the face-independent sampling parameters.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.types import Objectives, value
 from router.http.errors import BodyTooLarge, UnsupportedMediaType
 from router.http.neutral_fields import MESSAGE_NEUTRAL, Neutral
+from router.text.request_fields import HEADERS, objectives_of
+from router.text.sampling import RequestedSampling
+from router.text.service import TextDelta
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -123,3 +133,192 @@ def _invalid(error: ValidationError) -> InvalidRequest:
 def _path(where: tuple[int | str, ...]) -> str:
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in where]
     return "".join(parts).removeprefix(".")
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class StrictBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """vLLM's: with `include_usage`, every chunk has the usage so far."""
+
+
+class GenerationBody(StrictBody):
+    """What completions and chat completions share. null means: not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """Goes before `max_tokens`."""
+    min_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    """vLLM's: requests with different ones share no cached KV."""
+    tier: str | None = None
+    """Of QoS."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+
+class ChatBody(GenerationBody):
+    messages: list[ChatMessage]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeBody(StrictBody):
+    """vLLM's: a prompt or messages."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(StrictBody):
+    tokens: list[TokenId]
+
+
+LEDGER_HEADER = "x-kvrelay-ledger"
+
+
+@value
+class StreamFlags:
+    """`continuous_usage`: every chunk has the usage so far."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+def sampling_of(
+    body: GenerationBody,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    echo: bool = False,
+) -> RequestedSampling:
+    longest = body.max_completion_tokens
+    return RequestedSampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        max_tokens=body.max_tokens if longest is None else longest,
+        min_tokens=body.min_tokens or 0,
+        stop=_strings(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        n=1 if body.n is None else body.n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
+        seed=body.seed,
+        logit_bias=_logit_bias(body.logit_bias),
+    )
+
+
+def _strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    match stop:
+        case None:
+            return ()
+        case str():
+            return (stop,)
+        case list():
+            return tuple(stop)
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token_id): value for token_id, value in (bias or {}).items()}
+    except ValueError:
+        raise InvalidRequest(
+            'logit_bias: the keys must be token ids, such as "50256"', param="logit_bias"
+        ) from None
+
+
+def stream_flags(body: GenerationBody) -> StreamFlags:
+    """Raises InvalidRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "stream_options needs stream: true", code="invalid_value", param="stream_options"
+        )
+    options = body.stream_options or StreamOptions()
+    include_usage = bool(options.include_usage)
+    return StreamFlags(
+        stream=bool(body.stream),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options.continuous_usage_stats),
+    )
+
+
+def objectives_in(request: Request) -> Objectives:
+    """Of its headers. Raises InvalidRequest."""
+    return objectives_of(request.headers, HEADERS)
+
+
+def wants_ledger(request: Request) -> bool:
+    return request.headers.get(LEDGER_HEADER, "0") not in ("", "0")
+
+
+def stop_reason(delta: TextDelta, eos_ids: Sequence[int]) -> str | int | None:
+    """vLLM's: the stop string or stop token id; null for an end-of-sequence id."""
+    if delta.stop_string is not None:
+        return delta.stop_string
+    return None if delta.stop_token_id in eos_ids else delta.stop_token_id

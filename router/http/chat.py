@@ -10,21 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
-from router.choice_text import TextDelta
-from router.http.bodies import read_body
-from router.http.body_fields import ChatBody, ChatMessage, TokenizeBody
-from router.http.face import HttpFace, face_of, new_id
-from router.http.logprobs import chat_logprobs, prompt_logprobs
-from router.http.neutral_fields import CHAT_NEUTRAL
-from router.http.parameters import (
+from router.http.bodies import (
+    ChatBody,
+    ChatMessage,
+    TokenizeBody,
     objectives_in,
+    read_body,
     sampling_of,
     stop_reason,
     stream_flags,
     wants_ledger,
 )
-from router.http.reply import GenerationResponse, Reply, Totals
-from router.serving import ChatPrompt, TextRequest
+from router.http.face import HttpFace, face_of, new_id
+from router.http.neutral_fields import CHAT_NEUTRAL
+from router.http.reply import GenerationResponse, Reply, Totals, chat_logprobs, prompt_logprobs
+from router.text.service import ChatPrompt, TextDelta, TextRequest
 
 
 async def chat_completions(request: Request) -> Response:

@@ -12,21 +12,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
-from router.choice_text import TextDelta
-from router.http.bodies import read_body
-from router.http.body_fields import CompletionBody
-from router.http.face import HttpFace, face_of, new_id
-from router.http.logprobs import CompletionLogprobs, EchoedPrompt, prompt_logprobs
-from router.http.neutral_fields import COMPLETION_NEUTRAL
-from router.http.parameters import (
+from router.http.bodies import (
+    CompletionBody,
     objectives_in,
+    read_body,
     sampling_of,
     stop_reason,
     stream_flags,
     wants_ledger,
 )
-from router.http.reply import GenerationResponse, Reply, Totals
-from router.serving import TextGeneration, TextRequest
+from router.http.face import HttpFace, face_of, new_id
+from router.http.neutral_fields import COMPLETION_NEUTRAL
+from router.http.reply import (
+    CompletionLogprobs,
+    EchoedPrompt,
+    GenerationResponse,
+    Reply,
+    Totals,
+    prompt_logprobs,
+)
+from router.text.service import TextDelta, TextGeneration, TextRequest
 
 MAX_PROMPTS = 128
 

@@ -1,14 +1,25 @@
-"""What every HTTP endpoint needs."""
+"""What every HTTP endpoint needs.
+
+Work that a client's disconnect cancels, at whatever moment it comes.
+
+JSON and server-sent events, as bytes.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive
 
 from router.http.event_stream import KEEP_ALIVE_S
-from router.serving import TextService
+from router.text.service import TextService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +46,44 @@ ID_LENGTH = 200
 def new_id(prefix: str, request: Request) -> str:
     """Begins with the request's x-request-id; unique, since clients may send one id many times."""
     return f"{prefix}-{request.state.request_id[:ID_LENGTH]}-{uuid.uuid4().hex[:8]}"
+
+
+async def _disconnected(receive: Receive) -> None:
+    """The body has been read: whatever else comes before the disconnect is of no interest."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Returns when `work` has ended, finished or cancelled; raises what it raised."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.wait((working, watching))
+    if not working.cancelled():
+        working.result()
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def json_bytes(value: object) -> bytes:
+    return _encode(value).encode()
+
+
+def event(value: object) -> bytes:
+    return b"data: %b\n\n" % json_bytes(value)
+
+
+def json_response(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(
+        json_bytes(value), status_code=status, headers=headers, media_type="application/json"
+    )

@@ -10,13 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
-from router.http.bodies import read_body
-from router.http.body_fields import DetokenizeBody, TokenizeBody
+from router.http.bodies import DetokenizeBody, TokenizeBody, read_body
 from router.http.chat import chat_prompt
-from router.http.encoding import json_response
-from router.http.face import HttpFace, face_of
+from router.http.face import HttpFace, face_of, json_response
 from router.http.neutral_fields import TEMPLATE_NEUTRAL
-from router.serving import Prompt
+from router.text.service import Prompt
 
 
 async def models(request: Request) -> Response:

@@ -12,13 +12,12 @@ from multiprocessing.context import ForkServerProcess
 
 import torch
 
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.transfer.piece import Piece, cut_span
+from kvpool.core.transfer.write import TokenSpan, Write, chunk_bytes
 from kvpool.memory.collate import write_slab
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.piece import Piece, cut_span
-from kvpool.plan import chunk_bytes
-from kvpool.transport.base import Connection, RegionName
-from kvpool.write import TokenSpan, Write
+from kvpool.transport.peer.base import Connection, RegionName
 from tests.contract.transport_kit import PATIENCE_S, Side, mapped_inode
 from tests.forks import forks
 

@@ -1,12 +1,12 @@
-"""The contract of kvpool/transport/base.py, over every transport: batches, and adopted memory."""
+"""The contract of transports over all of them: batches, and adopted memory."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvpool.transport import memfd
-from kvpool.transport.base import Read, RegionName, Write
+from kvpool.transport.mapped import memfd
+from kvpool.transport.peer.base import Read, RegionName, Write
 from kvrelay.errors import ConfigError, PeerError
 from tests.contract.transport_kit import MakeSide, eventually_raises, pair, shareable
 

@@ -1,4 +1,4 @@
-"""The contract of kvpool/transport/base.py, over every transport: how connections begin and end."""
+"""The contract of transports over all of them: how connections begin and end."""
 
 from __future__ import annotations
 

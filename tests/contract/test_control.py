@@ -17,10 +17,10 @@ from typing import Any, Self
 import pytest
 import torch
 
-from kvpool.transport import control_wire
-from kvpool.transport.base import Region
-from kvpool.transport.control_wire import Packet
-from kvpool.transport.endpoint import PeerEndpoint
+from kvpool.transport.peer import control_wire
+from kvpool.transport.peer.base import Region
+from kvpool.transport.peer.control_wire import Packet
+from kvpool.transport.peer.endpoint import PeerEndpoint
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION
 from tests.contract import shm_peer

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpool.transport import cuda_handle, cuda_ipc
-from kvpool.transport.cuda_handle import CudaHandle
+from kvpool.transport.mapped import cuda_ipc
+from kvpool.transport.mapped import cuda_ipc as cuda_handle
+from kvpool.transport.mapped.cuda_ipc import CudaHandle
 from kvpool.transport.registry import schemes
 from kvrelay.errors import ConfigError, PeerError
 from tests.contract.transport_kit import Side, until

@@ -1,4 +1,4 @@
-"""The contract of kvpool/transport/base.py, over every transport: many writers, many transfers."""
+"""The contract of transports over all of them: many writers, many transfers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import psutil
 import torch
 
-from kvpool.transport.base import Connection, Read, Region, Write
+from kvpool.transport.peer.base import Connection, Read, Region, Write
 from tests.contract.transport_kit import (
     PATIENCE_S,
     MakeSide,

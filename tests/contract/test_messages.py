@@ -1,4 +1,4 @@
-"""The contract of kvpool/transport/base.py, over every transport: messages and back-pressure."""
+"""The contract of transports over all of them: messages and back-pressure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvpool.transport.base import MAX_MESSAGE_BYTES, Connection
+from kvpool.transport.peer.base import MAX_MESSAGE_BYTES, Connection
 from tests.contract.transport_kit import MakeSide, pair, run_all, send_until_refused
 
 

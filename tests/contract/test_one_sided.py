@@ -17,15 +17,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool.transport import control_wire, nixl_agent, ucx_agent
-from kvpool.transport.agent import Operation, Piece
-from kvpool.transport.base import Region, Write
-from kvpool.transport.control_wire import Packet
-from kvpool.transport.endpoint import PeerEndpoint
-from kvpool.transport.exposure import Check
-from kvpool.transport.one_sided import OneSidedExposure
+from kvpool.transport.peer import control_wire
+from kvpool.transport.peer.base import Region, Write
+from kvpool.transport.peer.control_wire import Packet
+from kvpool.transport.peer.endpoint import PeerEndpoint
+from kvpool.transport.peer.exposure import Check
+from kvpool.transport.rdma import nixl, ucx
+from kvpool.transport.rdma.agent import Operation, Piece
+from kvpool.transport.rdma.one_sided import OneSidedExposure
+from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import open_endpoint
-from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import Incarnation
 from tests.contract import shm_peer
@@ -217,7 +218,7 @@ def test_who_does_not_know_the_secret_is_not_trusted(make_side: MakeSide) -> Non
 def test_without_the_package_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    monkeypatch.setattr(nixl_agent, "_PACKAGES", ("nixl_not_installed",))
-    monkeypatch.setattr(ucx_agent, "_PACKAGE", "ucxx_not_installed")
+    monkeypatch.setattr(nixl, "_PACKAGES", ("nixl_not_installed",))
+    monkeypatch.setattr(ucx, "_PACKAGE", "ucxx_not_installed")
     with pytest.raises(ConfigError, match=rf"pip install 'kvrelay\[{scheme}\]'"):
         Side(scheme)

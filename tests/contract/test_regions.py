@@ -1,11 +1,11 @@
-"""The contract of kvpool/transport/base.py, over every transport: regions, and writing to them."""
+"""The contract of transports over all of them: regions, and writing to them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvpool.transport.base import RegionName
+from kvpool.transport.peer.base import RegionName
 from kvrelay.errors import PeerError
 from tests.contract.transport_kit import (
     PATIENCE_S,

@@ -14,20 +14,14 @@ import torch
 
 from kvpool.memory.collate import read_slab, slab_bytes
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.transport import control_wire, memfd
-from kvpool.transport.base import Region, RegionName
-from kvpool.transport.control_wire import Packet
-from kvpool.transport.endpoint import PeerEndpoint
+from kvpool.transport.mapped import memfd
+from kvpool.transport.peer import control_wire
+from kvpool.transport.peer.base import Region, RegionName
+from kvpool.transport.peer.control_wire import Packet
+from kvpool.transport.peer.endpoint import PeerEndpoint
 from kvrelay.errors import PeerError
 from tests.contract import shm_peer
-from tests.contract.transport_kit import (
-    Side,
-    held,
-    is_mapped,
-    mapped_inode,
-    no_more_than,
-    until,
-)
+from tests.contract.transport_kit import Side, held, is_mapped, mapped_inode, no_more_than, until
 
 _ROOT = Path(__file__).parents[2]
 

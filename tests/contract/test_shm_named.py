@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpool.transport import memfd
-from kvpool.transport.base import Callbacks, Endpoint
+from kvpool.transport.mapped import memfd
+from kvpool.transport.peer.base import Callbacks, Endpoint
 from kvpool.transport.registry import open_endpoint
 from kvrelay.errors import ConfigError
 from kvrelay.types import Incarnation

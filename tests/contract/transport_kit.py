@@ -13,10 +13,10 @@ from typing import Any, Self
 import pytest
 import torch
 
-from kvpool.transport import memfd
-from kvpool.transport.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
+from kvpool.transport.mapped import memfd
+from kvpool.transport.peer.base import SEND_TIMEOUT_S, Callbacks, Connection, Region, RegionName
+from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvpool.transport.registry import open_endpoint, schemes
-from kvpool.transport.ucx_options import UcxOptions
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 

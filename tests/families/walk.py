@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.checkpoint import open_checkpoint
-from engine.families import check_family
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
+from engine.model.families import check_family
 from engine.runner import Engine
-from engine.sizing import EngineLimits
 from kvrelay.errors import ModelError
 from tests.drive import run_forced, run_mixed, start
 from tests.families.kit import family_config, write_no_weights, write_weights

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention import Scores
-from engine.backends.tilings import Tiling, chunk_tiling, decode_tiling
+from engine.attention.triton.work import Tiling, chunk_tiling, decode_tiling
+from engine.model.interface import Scores
 from tests.unit.attention_kit import Batch, plain_attention
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +22,8 @@ _SCORES = {
 
 
 def _run(batch: Batch, tiling: Tiling) -> None:
-    from engine.backends.triton_launch import DeviceWork, Parts, attend, part_elements
-    from engine.backends.work import most_parts
+    from engine.attention.triton.launch import DeviceWork, Parts, attend, part_elements
+    from engine.attention.triton.work import most_parts
 
     query = batch.random(batch.tokens, batch.heads, batch.dim)
     planes = batch.planes()

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from kvpool.codec import Codec
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Side, TokenSpan
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Side, TokenSpan
 
 pytestmark = pytest.mark.gpu
 _BLOCKS = 64

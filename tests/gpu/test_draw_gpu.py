@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine import gumbel
+from engine.sampling import gumbel
 from tests.unit.draw_kit import VOCABS, random_draws, random_logits
 
 pytestmark = pytest.mark.gpu
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("vocab", [*VOCABS, 128_256])
 def test_tokens_are_those_of_the_rule(vocab: int) -> None:
-    from engine.backends import triton_draw
+    from engine.sampling import triton_draw
 
     for seed in range(5):
         draws, logits = random_draws(9, seed), random_logits(9, vocab, seed)

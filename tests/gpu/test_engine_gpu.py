@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine import self_check
-from engine.checkpoint import open_checkpoint
+from engine.core.options import CudaOptions
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
-from engine.options import CudaOptions
-from engine.sizing import EngineLimits
+from engine.model.checkpoint import open_checkpoint
 from tests.drive import run_mixed, start
 from tests.models import FAMILIES, random_checkpoint
 from tests.reference import assert_same_tokens

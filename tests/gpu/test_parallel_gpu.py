@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.checkpoint import open_checkpoint
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from tests.drive import run_mixed, start
 from tests.models import random_checkpoint
 from tests.reference import assert_same_tokens

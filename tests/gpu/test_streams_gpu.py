@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.streams import StepStream
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from engine.device.streams import StepStream
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Side, TokenSpan
+from kvpool.memory.collate import gather_write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Side, TokenSpan
 
 pytestmark = pytest.mark.gpu
 _GROUP = LayerGroup(layers=(0, 1), planes=(Plane(name="k", heads=8, dim=128),))

@@ -15,7 +15,7 @@ import openai
 import uvloop
 
 from router.server import FaceOptions, Faces
-from router.tokenizer import TextTokenizer
+from router.text.tokenizer import TextTokenizer
 from tests.unit.fake_dispatcher import FakeDispatcher
 
 MODEL = "tiny"

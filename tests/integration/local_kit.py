@@ -11,13 +11,13 @@ from typing import Any, Self
 import pytest
 import uvloop
 
-from cluster.device import Device
-from cluster.settings import WorkerSettings
+from cluster.core.settings import WorkerSettings
+from cluster.worker.device import Device
 from cluster.worker.events import Call
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.process import WorkerProcess
-from decode_worker.peer_pools import PeerPools
-from kvpool.link_cost import LinkCost
+from decode_worker.peers import PeerPools
+from kvpool.core.transfer.link_cost import LinkCost
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.types import Incarnation
 from tests.integration.split_kit import PATIENCE_S

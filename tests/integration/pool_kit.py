@@ -19,12 +19,8 @@ from uuid import uuid4
 import torch
 
 from cluster.cli import main as cli
-from cluster.pool.side import PoolAnswer, PoolEvent, PoolSide
-from kvpool.far_fetches import AskFar
-from kvpool.hashes import BlockHash, block_hashes, cache_salt, token_bytes
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.memory.kv_memory import KvMemory
-from kvpool.pool.client_events import (
+from cluster.worker.pool.side import PoolAnswer, PoolEvent, PoolSide
+from kvpool.core.fetch.client_events import (
     ClientTick,
     OfferBlocks,
     OfferedBlock,
@@ -35,6 +31,10 @@ from kvpool.pool.client_events import (
     SeekPrefix,
     WantPrefix,
 )
+from kvpool.core.fetch.pool_fetch import AskFar
+from kvpool.core.layout.hashes import BlockHash, block_hashes, cache_salt, token_bytes
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.endpoints import EndpointOptions
 from kvrelay.types import Incarnation, RequestKey
 from tests.forks import forks

@@ -11,8 +11,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from router.beginning import Beginning, begin
-from router.record import Entry, from_line
+from router.core.record import Entry, from_line
+from router.core.start import Beginning, begin
 
 
 def replay(path: Path) -> dict[str, object]:

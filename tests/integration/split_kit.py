@@ -14,11 +14,11 @@ from typing import Any, Self, TypeVar
 import httpx
 import uvloop
 
-from cluster.router import RouterProcess
-from cluster.settings import RouterSettings, WorkerSettings
+from cluster.core.settings import RouterSettings, WorkerSettings
+from cluster.router.process import RouterProcess
 from kvrelay.types import Role
-from router.generation import WorkerStatus
-from router.policies import Policies
+from router.core.policy.choice import Policies
+from router.core.state.generation import WorkerStatus
 from tests.forks import forks
 from tests.integration import worker_host
 from tests.integration.worker_host import Command, Damage, Failed, Start, Stop

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster import status
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
+from cluster.cli import status
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
 from kvrelay.types import Role
-from router import quarantine
-from router.generation import WorkerStatus
+from router.core.state import quarantine
+from router.core.state.generation import WorkerStatus
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from cluster.worker.process import WorkerProcess
-from engine.checkpoint import open_checkpoint
-from engine.model import Model, load_model
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import Model, load_model
 from kvrelay.errors import ModelError
 from kvrelay.types import Role
-from router import link
+from router.live import link
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
-from kvpool.codec import CODEC_BLOCK_TOKENS
-from kvpool.layout import KvLayout
-from kvpool.link_cost import LinkCost
-from kvpool.tables import BlockTables
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.link_cost import LinkCost
 from kvrelay.types import Role
 from tests.integration.local_kit import READ_DIRECTLY, USE_SLABS, LocalHost, unmeasured
 from tests.integration.split_kit import Cluster, running_cluster, wait_until, worker_settings

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from kvrelay.messages import Prefill, Released, Reserve, ReserveRefused
-from router.core import RouterCore
-from router.dispatcher import WorkerDispatcher
-from router.events import Deliver, Send, WorkerSaid
-from router.ledger import Ledger
-from router.serving import TextService
-from router.worker_generation import WorkerGeneration
+from router.core.core import RouterCore
+from router.core.events import Deliver, Send, WorkerSaid
+from router.core.request import Ledger
+from router.live.dispatcher import WorkerDispatcher, WorkerGeneration
+from router.text.service import TextService
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import cluster.worker.mover
-from cluster.device import StepEngine
-from engine.checkpoint import open_checkpoint
-from engine.layer_marks import LayerMarks
-from engine.model import load_model
-from engine.step import StepBatch, StepOutcome
-from kvpool import piece
-from kvpool.copies import CopyPairs
+from cluster.worker.device import StepEngine
+from engine.core.step import StepBatch, StepOutcome
+from engine.device.layer_marks import LayerMarks
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
+from kvpool.core.blocks.holding import CopyPairs
+from kvpool.core.transfer import piece
 from kvrelay.types import Role
 from tests.integration.local_kit import USE_SLABS, LocalHost, unmeasured
 from tests.integration.split_kit import PATIENCE_S, running_cluster, worker_settings

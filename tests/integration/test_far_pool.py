@@ -12,13 +12,13 @@ from uuid import uuid4
 
 import pytest
 
-from cluster.pool.names import host_pool_address
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
-from kvpool.block_names import BlockNames
+from cluster.core.plan import host_pool_address
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
+from kvpool.core.layout.block_names import BlockNames
 from kvrelay.types import Incarnation, RequestKey, Role
-from router.directory import Directory
-from router.forecast.prefill_queue import Ahead
+from router.core.load.prefill_queue import Ahead
+from router.core.state.directory import Directory
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
     Cluster,

@@ -24,14 +24,13 @@ from kvrelay import (
     RequestFailedError,
     Slo,
 )
-from kvrelay.options import GenerateOptions
 from kvrelay.qos import QosTier, QosTiers
+from kvrelay.requests import GenerateOptions
 from kvrelay.results import Generated
 from kvrelay.types import FinishReason, Objectives
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
-from router.tier_match import TierMatch
-from router.tier_rules import TierRules
+from router.text.request_fields import TierMatch, TierRules
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.tokenizer_fixture import byte_level
 from tests.unit.fake_dispatcher import FACTS, FakeDispatcher

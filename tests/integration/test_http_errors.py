@@ -17,8 +17,7 @@ from kvrelay import AsyncClient
 from kvrelay.errors import ConfigError, Refused, RequestFailedError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Objectives
-from router.tier_match import TierMatch
-from router.tier_rules import TierRules
+from router.text.request_fields import TierMatch, TierRules
 from tests.integration.faces_kit import MODEL, faces_over, in_loop, served
 from tests.integration.http_kit import CHAT, assert_error, completion, events, full
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay import AsyncClient
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
-from router.generation import TierStatus
+from router.core.state.generation import TierStatus
 from tests.integration.faces_kit import MODEL, in_loop, served
 from tests.integration.http_kit import CHAT, TEXT, completion, events
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder

@@ -15,13 +15,14 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from cluster import kv_status, status
-from cluster.plain import stay_registered
+from cluster.cli import status
+from cluster.cli import status as kv_status
+from cluster.cli.plain import stay_registered
 from engine.bundled import checkpoint_path
 from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2, worker_pb2
-from router.generation import ClusterSnapshot
-from router.metrics import RouterMetrics
+from router.core.state.generation import ClusterSnapshot
+from router.live.metrics import RouterMetrics
 from tests.integration.faces_kit import LIMIT_S, faces_over, in_loop, served
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.integration.split_kit import RouterThread
@@ -101,9 +102,9 @@ def services_of(port: int) -> set[str]:
 def test_status_says_that_it_was_given_a_public_address(router: RouterThread) -> None:
     internal = f"127.0.0.1:{router.address.internal.grpc}"
     assert status.of_router(internal)["workers"] == ()
-    assert not kv_status.of_router(internal).workers
+    assert not kv_status.kv_of_router(internal).workers
     public = f"127.0.0.1:{router.address.public.grpc}"
-    for asked in (status.of_router, kv_status.of_router):
+    for asked in (status.of_router, kv_status.kv_of_router):
         with pytest.raises(ConfigError, match=f"{public}: not the internal gRPC address"):
             asked(public)
 

@@ -11,14 +11,14 @@ from uuid import uuid4
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster import kv_status
+from cluster.cli import status
 from cluster.cli.main import app
-from cluster.pool.names import host_pool_address
-from kvpool.tenants import tenant_label
+from cluster.core.plan import host_pool_address
+from kvpool.core.layout.hashes import tenant_label
 from kvrelay.types import Role
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
-from router import pool_nodes
+from router.live import pool_nodes
 from tests.integration.pool_kit import Node
 from tests.integration.split_kit import (
     Cluster,
@@ -47,7 +47,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def kv(cluster: Cluster) -> GetKvResponse:
-    return kv_status.of_router(cluster.internal_grpc)
+    return status.kv_of_router(cluster.internal_grpc)
 
 
 def states(found: GetKvResponse, tier: str) -> dict[str, int]:

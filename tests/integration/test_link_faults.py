@@ -11,14 +11,14 @@ import grpc
 import pytest
 
 from kvrelay.errors import Refused, RequestFailedError
-from kvrelay.from_worker_wire import encode_hello
+from kvrelay.reports_wire import encode_hello
 from kvrelay.types import Role
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from router.core import RouterCore
-from router.dispatcher import WorkerDispatcher
-from router.events import Command, Event
-from router.policies import Policies
+from router.core.core import RouterCore
+from router.core.events import Command, Event
+from router.core.policy.choice import Policies
+from router.live.dispatcher import WorkerDispatcher
 from tests.integration.faces_kit import in_loop
 from tests.unit.router_kit import hello, request
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster import status
-from kvrelay.activity import speed_text
+from cluster.cli import status
+from kvrelay.messages import speed_text
 from kvrelay.types import Role
-from router.generation import LinkStatus
+from router.core.state.generation import LinkStatus
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
 from kvrelay.types import Role
-from router.policies import Policies
+from router.core.policy.choice import Policies
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import assert_same_tokens, generate_reference

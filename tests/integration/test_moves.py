@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvrelay.types import Role
-from router import moving
-from router.policies import Policies
+from router.core import migration
+from router.core.policy.choice import Policies
 from tests.integration.split_kit import WorkerHost, running_cluster, wait_until, worker_settings
 from tests.integration.test_cluster_life import ask_all, kv_bytes, prompts
 
@@ -31,9 +31,9 @@ def test_a_moved_request_has_the_tokens_of_one_that_stayed(
 ) -> None:
     """Memory for 1,500 tokens, two that want 1,800: the other worker opens when both run. It is
     looked for early and often, and whatever the workers' times are."""
-    monkeypatch.setattr(moving, "PRESSED", 0.1)
-    monkeypatch.setattr(moving, "LOOK_S", 0.0)
-    monkeypatch.setattr(moving, "WORTH", inf)
+    monkeypatch.setattr(migration, "PRESSED", 0.1)
+    monkeypatch.setattr(migration, "LOOK_S", 0.0)
+    monkeypatch.setattr(migration, "WORTH", inf)
     asked = prompts(2, 60)
     fields = {**fields, "max_tokens": 900}
     small = worker_settings("small", Role.DECODE, llama, kv_memory_bytes=kv_bytes(llama, 1500))

@@ -13,7 +13,7 @@ import pytest
 
 from engine.bundled import checkpoint_path
 from kvrelay.types import Role
-from router.policies import Policies
+from router.core.policy.choice import Policies
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
 
 BUNDLED = checkpoint_path()

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster import kv_status
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
+from cluster.cli import status
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
 from kvrelay.client import Client
 from kvrelay.types import Role
 from tests.integration.ray_head import Marked, marked, until
@@ -150,6 +150,6 @@ def servers(router: RouterAddresses) -> list[str]:
 
 def busy(router: RouterAddresses) -> str:
     """The first decode worker that holds KV of a request."""
-    workers = kv_status.of_router(router.internal).workers
+    workers = status.kv_of_router(router.internal).workers
     holding = (one.worker for one in workers if one.held and one.worker.startswith("decode"))
     return next(holding, "")

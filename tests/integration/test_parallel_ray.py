@@ -16,8 +16,8 @@ import psutil
 import pytest
 import yaml
 
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
 from kvrelay.client import Client
 from tests.integration.ray_head import Head, Marked, ray_head, until
 from tests.integration.test_handoff_exact import prompts
@@ -96,7 +96,7 @@ def ranks(here: Marked) -> list[psutil.Process]:
     found = []
     for process in here.processes():
         with suppress(psutil.Error):
-            if "engine.parallel.follower" in process.cmdline():
+            if "engine.follower" in process.cmdline():
                 found.append(process)
     return found
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
-from kvpool.layout import KvLayout
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
+from kvpool.core.layout.layout import KvLayout
 from kvrelay.types import Role
 from tests.integration.local_kit import READ_DIRECTLY, USE_SLABS, LocalHost, unmeasured
 from tests.integration.split_kit import Cluster, running_cluster, wait_until, worker_settings

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from cluster import kv_status
+from cluster.cli import status
 from kvrelay.client import Client
 from kvrelay.errors import RequestFailedError
 from tests.integration.ray_head import BIN, Marked, marked, until
@@ -71,7 +71,7 @@ def start_pool_node(here: Marked, router: RouterAddresses, log: Path) -> Process
 
 
 def pool_nodes_of(router: RouterAddresses) -> int:
-    return len(kv_status.of_router(router.internal).pool_nodes)
+    return len(status.kv_of_router(router.internal).pool_nodes)
 
 
 def workers_of(router: RouterAddresses) -> set[str]:
@@ -120,7 +120,7 @@ def test_workers_join_serve_and_join_again(here: Marked, tmp_path: Path) -> None
 
 def holds_nothing(router: RouterAddresses) -> bool:
     """As this router is told by every worker."""
-    workers = kv_status.of_router(router.internal).workers
+    workers = status.kv_of_router(router.internal).workers
     return len(workers) == len(ROLES) and all(
         not one.held and one.free_blocks + one.cached_blocks == one.total_blocks for one in workers
     )

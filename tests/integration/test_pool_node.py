@@ -15,10 +15,10 @@ from uuid import uuid4
 import pytest
 import torch
 
-from cluster.pool.names import host_pool_address
-from cluster.pool.node import PoolNode
-from cluster.settings import PoolNodeSettings
-from kvpool.pool.client_events import PrefixFetched
+from cluster.core.plan import host_pool_address
+from cluster.core.settings import PoolNodeSettings
+from cluster.pool_node.node import PoolNode
+from kvpool.core.fetch.client_events import PrefixFetched
 from kvrelay.types import Incarnation, RequestKey
 from tests.integration import pool_kit
 from tests.integration.pool_kit import Node, chain, layout, pool_worker, refused

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.pool.names import host_pool_address
-from cluster.settings import WorkerSettings
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
-from kvpool.block_names import BlockNames
+from cluster.core.plan import host_pool_address
+from cluster.core.settings import WorkerSettings
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
+from kvpool.core.layout.block_names import BlockNames
 from kvrelay.types import Role
 from tests.integration.pool_kit import Node, running_node
 from tests.integration.split_kit import (

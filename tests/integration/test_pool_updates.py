@@ -15,23 +15,22 @@ from uuid import uuid4
 import grpc
 import pytest
 
-from cluster.grpc_server import bind_port, grpc_server
-from cluster.pool.names import host_pool_address
-from cluster.pool.service import LineOpened, PoolNodeService, RouterLine
-from kvpool.block_origins import BlockOrigins
-from kvpool.hashes import BlockHash
-from kvpool.pool import changes
-from kvpool.pool.changes import Changes
-from kvpool.pool.events import DropRouter, RouterCall, RouterHungUp, RouterTook, TellRouter
-from kvpool.pool.messages import PoolTier
+from cluster.core.plan import host_pool_address
+from cluster.pool_node.service import LineOpened, PoolNodeService, RouterLine
+from cluster.process.net import bind_port, grpc_server
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.node import checked_blocks
+from kvpool.core.node.checked_blocks import BlockOrigins, Changes
+from kvpool.core.node.events import DropRouter, RouterCall, RouterHungUp, RouterTook, TellRouter
+from kvpool.core.node.messages import PoolTier
 from kvrelay.messages import PoolUpdate
 from kvrelay.types import WIRE_VERSION, Incarnation, Tier
 from kvrelay.v1 import pool_node_pb2 as pb
 from kvrelay.v1 import pool_node_pb2_grpc
-from router import pool_nodes
-from router.directory import Directory
-from router.events import PoolNodeLost, PoolNodeSaid
-from router.pool_nodes import PoolNodes
+from router.core.events import PoolNodeLost, PoolNodeSaid
+from router.core.state.directory import Directory
+from router.live import pool_nodes
+from router.live.pool_nodes import PoolNodes
 from tests.integration.faces_kit import in_loop
 from tests.integration.pool_kit import Node, PoolWorker, chain, pool_worker
 
@@ -239,7 +238,7 @@ async def test_a_large_tier_comes_page_by_page() -> None:
             served.store(range(100_000, 100_010))
             await until(lambda: one.blocks == 100_010, "and what is new")
             sizes = [sum(len(c.stored) for c in update.blocks) for update in one.updates]
-            assert max(sizes) == changes.PAGE_BLOCKS
+            assert max(sizes) == checked_blocks.PAGE_BLOCKS
             assert [update.sequence for update in one.updates] == [*range(len(sizes))]
 
 
@@ -256,14 +255,14 @@ async def test_a_router_that_does_not_read_is_dropped_and_begins_anew() -> None:
             stub = pool_node_pb2_grpc.PoolNodeStub(channel)
             slow = aiter(stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION)))
             assert (await anext(slow)).sequence == 0
-            step = changes.PAGE_BLOCKS
-            for count in range(2 * changes.MOST_WAITING // step):
+            step = checked_blocks.PAGE_BLOCKS
+            for count in range(2 * checked_blocks.MOST_WAITING // step):
                 served.store(range(count * step, (count + 1) * step))
                 await until(lambda n=count: reads.blocks == (n + 1) * step, "the other reads on")  # type: ignore[misc]
                 if served.drops:
                     break
             assert len(served.drops) == 1
-            assert count * step > changes.MOST_WAITING / 2
+            assert count * step > checked_blocks.MOST_WAITING / 2
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await _end_of(slow)
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
 from kvrelay.client import Client
 from kvrelay.types import Role
-from router.preload import PreloadText, preload_specs
-from router.tokenizer import TextTokenizer
+from router.text.preload import PreloadText, preload_specs
+from router.text.tokenizer import TextTokenizer
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
 from kvrelay.types import RequestKey, Role
-from router.forecast.prefill_queue import Ahead
+from router.core.load.prefill_queue import Ahead
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

@@ -20,7 +20,7 @@ from bench.live.offered import Mix, Offered, one, poisson
 from bench.live.outcome import Objectives, Outcome
 from bench.live.sending import send
 from bench.live.tiers import TierFile
-from cluster.qos import qos_tiers, router_tiers, tier_match
+from cluster.core.qos import qos_tiers, router_tiers, tier_match
 from engine.bundled import checkpoint_path
 from kvrelay.qos import QosTiers
 from kvrelay.types import NO_OBJECTIVES, Role

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import open_checkpoint
-from engine.model import Model, load_model
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import Model, load_model
 from kvrelay.client import Client
 from kvrelay.types import PromptLogprob, Role
-from router.policies import Policies
-from router.tokenizer import TextTokenizer
+from router.core.policy.choice import Policies
+from router.text.tokenizer import TextTokenizer
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, worker_settings
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import assert_same_tokens, generate_reference

@@ -12,7 +12,7 @@ import pytest
 
 from engine.bundled import checkpoint_path
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
-from router.tier_match import NO_MATCH, TierMatch
+from router.text.request_fields import NO_MATCH, TierMatch
 from tests.integration.split_kit import Cluster, WorkerHost, running_cluster, split_workers
 
 README = Path(__file__).parents[2] / "README.md"

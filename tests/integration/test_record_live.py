@@ -21,9 +21,9 @@ import pytest
 
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Objectives, Role
-from router import seeking
-from router.policies import Policies
-from router.tier_match import TierMatch
+from router.core import lifecycle
+from router.core.policy.choice import Policies
+from router.text.request_fields import TierMatch
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -60,7 +60,7 @@ def test_a_live_record_replays_to_identical_commands(
     monkeypatch: pytest.MonkeyPatch,
     placement: str,
 ) -> None:
-    monkeypatch.setattr(seeking, "PATIENCE_S", PLACE_WITHIN_S)
+    monkeypatch.setattr(lifecycle, "PATIENCE_S", PLACE_WITHIN_S)
     record = tmp_path / "record.jsonl"
     with WorkerHost() as doomed:
         live(long_llama, hosts, doomed, record, placement)

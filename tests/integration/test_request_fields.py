@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
 
 from kvrelay import AsyncClient, ChatMessage, InvalidRequest
-from router.http.body_fields import StreamOptions
+from router.http.bodies import StreamOptions
 from router.http.neutral_fields import ANYTHING
 from tests.integration.faces_kit import MODEL, Served, in_loop, served
 from tests.integration.http_kit import CHAT, TEXT, events

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import kv_status
+from cluster.cli import status
 from kvrelay import Client
 from tests.integration.split_kit import (
     Cluster,
@@ -25,7 +25,7 @@ PREFIX = "cmpl-my-trace-7-"
 
 def held(cluster: Cluster) -> set[str]:
     """Requests of this client that hold blocks."""
-    found = kv_status.of_router(cluster.internal_grpc)
+    found = status.kv_of_router(cluster.internal_grpc)
     ids = {held.request_id for worker in found.workers for held in worker.held}
     return {one for one in ids if one.startswith(PREFIX)}
 

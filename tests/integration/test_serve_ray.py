@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.launch import ONE_PRESS_S
+from cluster.on_ray.launch import ONE_PRESS_S
 from engine.bundled import checkpoint_path
 from kvrelay.client import Client
 from kvrelay.errors import KvrelayError

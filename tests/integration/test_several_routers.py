@@ -13,17 +13,17 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster import kv_status
-from kvpool.tenants import tenant_label
+from cluster.cli import status
+from kvpool.core.layout.hashes import tenant_label
 from kvrelay.client import Client
 from kvrelay.errors import ConfigError
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Role
-from router.directory import Tiers
-from router.moving import Moving
-from router.policies import Policies
-from router.preload import PreloadText
-from router.tier_match import TierMatch
+from router.core.migration import Moving
+from router.core.policy.choice import Policies
+from router.core.state.directory import Tiers
+from router.text.preload import PreloadText
+from router.text.request_fields import TierMatch
 from tests.integration.split_kit import (
     PATIENCE_S,
     Cluster,
@@ -164,12 +164,10 @@ def test_status_names_the_tenants_of_all_routers(long_llama: Path, hosts: Hosts)
             stream = client.stream([5, 6, 7], max_tokens=8000, ignore_eos=True, tenant="acme")
             with stream:
                 next(stream)
-                alone = kv_status.of_router(one.internal_grpc)
-                found = kv_status.of_routers(
-                    ["127.0.0.1:1", one.internal_grpc, other.internal_grpc]
-                )
+                alone = status.kv_of_router(one.internal_grpc)
+                found = status.of_routers(["127.0.0.1:1", one.internal_grpc, other.internal_grpc])
         with pytest.raises(ConfigError, match=r"127.0.0.1:1: no router answers"):
-            kv_status.of_routers(["127.0.0.1:1", "127.0.0.1:1"])
+            status.of_routers(["127.0.0.1:1", "127.0.0.1:1"])
     assert {held.tenant for worker in alone.workers for held in worker.held} == {""}
     tenants = {held.tenant for worker in found.workers for held in worker.held}
     assert tenants == {tenant_label("acme")}

@@ -12,9 +12,9 @@ import pytest
 
 from kvrelay.messages import Prefill, ToWorker
 from kvrelay.types import Role
-from router.link import WorkerLink
-from router.policies import Policies
-from router.shared_queue import is_free
+from router.core.policy.choice import Policies
+from router.core.shared_queue import is_free
+from router.live.link import WorkerLink
 from tests.integration.split_kit import (
     PATIENCE_S,
     Cluster,
@@ -85,7 +85,7 @@ def test_what_waits_at_the_router_keeps_its_place_at_the_decode_worker(
     """No prefill worker is free for longer than leases last."""
     asked, busy = prompts(6, 600), threading.Event()
     monkeypatch.setattr(
-        "router.shared_queue.is_free", lambda worker: is_free(worker) and not busy.is_set()
+        "router.core.shared_queue.is_free", lambda worker: is_free(worker) and not busy.is_set()
     )
     with WorkerHost() as other, serving(llama, other, ttl_s=2.0) as cluster:
         core = cluster.router.process.dispatcher.core

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from cluster import grpc_server
+from cluster.process import net
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from tests.integration.faces_kit import in_loop
@@ -47,11 +47,11 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
 @in_loop
 async def test_a_worker_lets_go_of_a_router_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_server, "PING_MS", 300)
-    monkeypatch.setattr(grpc_server, "PATIENCE_MS", 300)
-    server, worker = grpc_server.grpc_server(), Worker()
+    monkeypatch.setattr(net, "PING_MS", 300)
+    monkeypatch.setattr(net, "PATIENCE_MS", 300)
+    server, worker = net.grpc_server(), Worker()
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
-    port = grpc_server.bind_port(server, "127.0.0.1", None)
+    port = net.bind_port(server, "127.0.0.1", None)
     await server.start()
     router = subprocess.Popen([sys.executable, "-c", ROUTER, f"127.0.0.1:{port}"])
     try:

@@ -9,11 +9,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import engine.bundled
-from cluster import status
-from engine.latency import decode_work, prefill_work
+from cluster.cli import status
+from engine.core.step_times import decode_work, prefill_work
 from kvrelay.types import Role
-from router.latency.worker_times import WorkerTimes
-from router.view import WorkerView
+from router.core.load.step_times import WorkerTimes
+from router.core.state.worker_view import WorkerView
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,

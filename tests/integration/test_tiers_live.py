@@ -21,9 +21,9 @@ import pytest
 
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives, Role
-from router.core import RouterCore
-from router.policies import Policies
-from router.tier_match import TierMatch
+from router.core.core import RouterCore
+from router.core.policy.choice import Policies
+from router.text.request_fields import TierMatch
 from tests.integration.split_kit import (
     Cluster,
     WorkerHost,
@@ -163,7 +163,7 @@ def test_the_ladder_climbs_and_comes_down_and_says_why(
         assert codes == {"tier_share_exhausted"}
         wait_until(lambda: ladder_step(cluster) == 0, "it has come down")
         assert len(tokens_of(ask(cluster, "eager", 16, 6))) == 6
-    told = [r.getMessage() for r in caplog.records if r.name == "router.ladder_told"]
+    told = [r.getMessage() for r in caplog.records if r.name == "router.live.status"]
     steps = ((1, "tighten"), (2, "cap"), (3, "trip"), (2, "cap"), (1, "tighten"), (0, "normal"))
     causes = [r"TTFT p99 is \d+ ms, over 0 ms"] * 3 + ["well inside its objectives for 1 s"] * 3
     for message, (step, name), cause in zip(told, steps, causes, strict=True):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.settings import WorkerSettings
-from cluster.worker import parts
+from cluster.core.settings import WorkerSettings
+from cluster.worker import build as parts
+from cluster.worker.build import WorkerParts, build_worker
 from cluster.worker.events import Incoming
-from cluster.worker.parts import WorkerParts, build_worker
-from engine.activity import Report
+from engine.core.activity import Report
 from engine.runner import Engine
 from kvrelay.errors import ModelError
 from kvrelay.types import Role

@@ -16,10 +16,10 @@ from typing import Any, assert_never
 
 import uvloop
 
-from cluster.settings import WorkerSettings
+from cluster.core.settings import WorkerSettings
 from cluster.worker.process import WorkerProcess
-from kvpool.cached_block import Place
-from kvpool.layout import NO_BLOCK, Tables
+from kvpool.core.blocks.eviction import Place
+from kvpool.core.layout.layout import NO_BLOCK, Tables
 from kvpool.memory.host import HostBlocks
 from kvpool.memory.kv_memory import KvMemory
 

@@ -6,11 +6,20 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from kvpool.handoff import HandoffMode
-from kvpool.slabs import SlabState
+from kvpool.core.transfer.messages import HandoffMode
+from kvpool.core.transfer.slabs import SlabState
 from kvrelay.types import FinishReason, RequestSpec
-from router.events import Aborted, Admit, ChoiceStopped, Command, Deliver, Fail, Refuse, Submitted
-from router.generation import ChoiceTokens, GenerationRequest
+from router.core.events import (
+    Aborted,
+    Admit,
+    ChoiceStopped,
+    Command,
+    Deliver,
+    Fail,
+    Refuse,
+    Submitted,
+)
+from router.core.state.generation import ChoiceTokens, GenerationRequest
 from tests.sim.cluster import Cluster
 from tests.sim.model import expected, make_spec
 from tests.sim.waits import who_waits

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-from cluster.pool.news import PoolNews
-from cluster.pool.turns import PoolOutcome
+from cluster.worker.pool.news import PoolNews
+from cluster.worker.pool.turns import PoolOutcome
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
-from kvpool.canary import DigestBlocks
-from kvpool.handoff import HandoffMode
-from kvpool.handoff_events import (
+from engine.core.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
+from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.transfer.commands import (
     FetchPiece,
     LayersWritten,
     ReplaceSlab,
@@ -25,8 +24,8 @@ from kvpool.handoff_events import (
     SendPeer,
     WriteSlab,
 )
-from kvpool.tiers.restores import Restored
-from kvrelay.from_worker_wire import decode_event, encode_event
+from kvpool.core.transfer.messages import DigestBlocks, HandoffMode
+from kvrelay.commands_wire import decode_to_worker, encode_to_worker
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -38,14 +37,21 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.to_worker_wire import decode_to_worker, encode_to_worker
+from kvrelay.reports_wire import decode_event, encode_event
 from kvrelay.types import Incarnation, RequestSpec
 from prefill_worker.scheduler import PrefillScheduler
-from router.admitting.capacity import Capacity
-from router.core import RouterCore
-from router.events import Command as RouterCommand
-from router.events import Event as RouterEvent
-from router.events import PairQuarantined, PairTrusted, Send, WorkerJoined, WorkerLost, WorkerSaid
+from router.core.core import RouterCore
+from router.core.events import Command as RouterCommand
+from router.core.events import Event as RouterEvent
+from router.core.events import (
+    PairQuarantined,
+    PairTrusted,
+    Send,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
+from router.core.policy.admission import Capacity
 from tests.sim.peers import PeerFabric
 from tests.sim.pool_net import PoolNet
 from tests.sim.pool_side import PoolSide

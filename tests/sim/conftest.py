@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool import piece
+from kvpool.core.transfer import piece
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from kvpool.block_names import BlockNames
-from kvpool.cached_block import Place
-from kvpool.hashes import BlockHash
+from kvpool.core.blocks.eviction import Place
+from kvpool.core.layout.block_names import BlockNames
+from kvpool.core.layout.hashes import BlockHash
 from tests.sim.model import HISTORIES, History, Memory
 
 TENANTS = ("", "other")

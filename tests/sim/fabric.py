@@ -11,10 +11,9 @@ from functools import partial
 from itertools import count
 from random import Random
 
-from engine.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
-from kvpool.canary import DigestBlocks
-from kvpool.handoff import TO_PREFILL, HandoffMode, PeerHello, PeerMessage
-from kvpool.handoff_events import (
+from engine.core.step import Command, Emit, RunStep, StepDone, StepOutcome, StepWanted, Tick
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.commands import (
     FetchPiece,
     FromPeer,
     LayersWritten,
@@ -26,10 +25,16 @@ from kvpool.handoff_events import (
     SlabWritten,
     WriteSlab,
 )
-from kvpool.layout import KvLayout
-from kvpool.peer_wire.wire import decode, encode
-from kvpool.transport.base import MAX_MESSAGE_BYTES
-from kvpool.write import Side
+from kvpool.core.transfer.messages import (
+    TO_PREFILL,
+    DigestBlocks,
+    HandoffMode,
+    PeerHello,
+    PeerMessage,
+)
+from kvpool.core.transfer.write import Side
+from kvpool.transport.peer.base import MAX_MESSAGE_BYTES
+from kvpool.wire.peer import decode, encode
 from kvrelay.messages import Abort, Prefill, WorkerEvent
 from kvrelay.types import Incarnation, RequestSpec, Role
 from tests.sim.model import LAYOUT, SLAB_BYTES, AnyWay

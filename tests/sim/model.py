@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NewType
 
-from engine.step import RunStep, Sampled, SequenceSlice
-from kvpool.canary import SUMS, KvDigest, PlaneDigest
-from kvpool.copies import CopyPairs
-from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
-from kvpool.link_cost import TransferShape, Way
-from kvpool.tiers.restore_cost import RestoreCost
-from kvpool.write import Side, TokenSpan, Write
+from engine.core.step import RunStep, Sampled, SequenceSlice
+from kvpool.core.blocks.holding import CopyPairs
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.transfer.link_cost import TransferShape, Way
+from kvpool.core.transfer.messages import SUMS, KvDigest, PlaneDigest
+from kvpool.core.transfer.write import Side, TokenSpan, Write
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 

@@ -8,10 +8,8 @@ from functools import partial
 from itertools import count
 from random import Random
 
-from engine.step import Command, Tick
-from kvpool.canary import DigestBlocks
-from kvpool.handoff import TO_PREFILL, PeerHello
-from kvpool.handoff_events import (
+from engine.core.step import Command, Tick
+from kvpool.core.transfer.commands import (
     FetchPiece,
     FromPeer,
     LinkMeasured,
@@ -21,9 +19,10 @@ from kvpool.handoff_events import (
     SlabWritten,
     WriteSlab,
 )
-from kvpool.peer_wire.wire import decode, encode
-from kvpool.slabs import SlabId
-from kvpool.write import Side
+from kvpool.core.transfer.messages import TO_PREFILL, DigestBlocks, PeerHello
+from kvpool.core.transfer.slabs import SlabId
+from kvpool.core.transfer.write import Side
+from kvpool.wire.peer import decode, encode
 from kvrelay.messages import Abort
 from kvrelay.types import Incarnation
 from tests.sim.model import AnyWay

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 
-from kvpool.pool.events import (
+from kvpool.core.node.events import (
     DropWorker,
     FromWorker,
     PoolCommand,
@@ -18,8 +18,15 @@ from kvpool.pool.events import (
     WorkerJoined,
     WorkerLost,
 )
-from kvpool.pool.messages import FromPool, PoolFormat, PoolHello, PoolMessage, PoolWelcome, ToPool
-from kvpool.pool.wire import Assembler, encode
+from kvpool.core.node.messages import (
+    FromPool,
+    PoolFormat,
+    PoolHello,
+    PoolMessage,
+    PoolWelcome,
+    ToPool,
+)
+from kvpool.wire.pool import Assembler, encode
 from kvrelay.types import WIRE_VERSION, Incarnation
 from tests.sim.contents import GARBAGE
 from tests.sim.pool_node import Host, PoolNode

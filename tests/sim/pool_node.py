@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvpool.eviction import open_policy
-from kvpool.hashes import BlockHash
-from kvpool.pool.events import (
+from kvpool.core.blocks.eviction import open_policy
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.node.events import (
     Load,
     PoolCommand,
     PoolEvent,
@@ -22,8 +22,8 @@ from kvpool.pool.events import (
     Spill,
     WriteSlots,
 )
-from kvpool.tiers.host_tier import HostTier
-from kvpool.tiers.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
+from kvpool.core.node.host_tier import HostTier
+from kvpool.core.node.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
 from kvrelay.types import Incarnation
 from tests.sim.contents import GARBAGE, Content, checksum, stands_for
 from tests.sim.simulation import LEASE_S, Simulation

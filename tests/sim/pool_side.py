@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.pool.news import PoolNews
-from cluster.pool.side import PoolAnswer
-from cluster.pool.turns import PoolTurns
-from kvpool.cached_block import Place
-from kvpool.hashes import BlockHash
-from kvpool.openings import Openings
-from kvpool.pool.client import PoolClient
-from kvpool.pool.client_events import (
+from cluster.worker.pool.news import PoolNews
+from cluster.worker.pool.side import PoolAnswer
+from cluster.worker.pool.turns import PoolTurns
+from kvpool.core.blocks.eviction import Place
+from kvpool.core.fetch.client import PoolClient
+from kvpool.core.fetch.client_events import (
     BlocksFetched,
     BlocksStored,
     ClientEvent,
@@ -27,7 +25,9 @@ from kvpool.pool.client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.pool.messages import FromPool, PoolWelcome, ToPool
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
 from kvrelay.types import Incarnation, RequestKey
 from tests.sim.contents import Content, checksum, put_block, stands_for, take_block, torn
 from tests.sim.model import Memory
@@ -89,7 +89,7 @@ class PoolSide:
         self._jobs: list[StoreBlocks | FetchBlocks] = []
         self._is_moving = False
 
-    # --- as cluster.pool.side -------------------------------------------------------------------
+    # --- as cluster.worker.pool.side ------------------------------------------------------------
 
     def handle(self, event: ClientEvent) -> list[PoolAnswer]:
         match event:

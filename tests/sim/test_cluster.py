@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvpool.handoff import HandoffMode
+from kvpool.core.transfer.messages import HandoffMode
 from kvrelay.types import Role
 from tests.sim.clients import Call, Clients
 from tests.sim.model import ROW_BYTES

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvpool.eviction import policies
-from kvpool.handoff import HandoffMode
-from kvpool.slabs import SlabState
+from kvpool.core.blocks.eviction import policies
+from kvpool.core.transfer.messages import HandoffMode
+from kvpool.core.transfer.slabs import SlabState
 from kvrelay.types import RequestKey, RequestSpec, Role, Sampling
 from tests.sim.clients import Clients
 from tests.sim.contents import GARBAGE, TENANTS

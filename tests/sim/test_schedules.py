@@ -7,18 +7,10 @@ from collections import defaultdict
 
 import pytest
 
-from kvpool.handoff import HandoffMode
-from kvpool.layout import KvLayout
-from kvpool.slabs import SlabState
-from kvrelay.messages import (
-    Generate,
-    Released,
-    Reserve,
-    Reserved,
-    ReserveRefused,
-    Stop,
-    Tokens,
-)
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.messages import HandoffMode
+from kvpool.core.transfer.slabs import SlabState
+from kvrelay.messages import Generate, Released, Reserve, Reserved, ReserveRefused, Stop, Tokens
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 from tests.sim.fabric import Fabric
 from tests.sim.model import GEMMA, MISTRAL, PLAIN, ROW_BYTES, expected, make_spec

@@ -6,16 +6,20 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from cluster.worker.preloads import Preloads
+from cluster.worker.streams import Preloads
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.standing import Standing
-from engine.latency_fit import LinearTimes
-from engine.prompts.order import Order
-from kvpool.canary import BlocksDigested, DigestBlocks
-from kvpool.handoff import HandoffMode, PeerHello, SlabFilled
-from kvpool.handoff_events import (
+from decode_worker.shares import Standing
+from engine.core.prompt_order import Order
+from engine.core.step_times import LinearTimes
+from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.pool_fetch import Restores
+from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.commands import (
     FetchPiece,
     PieceFetched,
     ScatterSlab,
@@ -23,19 +27,19 @@ from kvpool.handoff_events import (
     SlabScattered,
     WriteSlab,
 )
-from kvpool.layout import KvLayout
-from kvpool.leases import LeaseTable
-from kvpool.openings import Openings
-from kvpool.piece import Piece
-from kvpool.pool.map import KvFacts
-from kvpool.slabs import SlabId, SlabPool
-from kvpool.tables import BlockTables
-from kvpool.tiers.restores import Restores
-from kvpool.tiers.write_behind import WriteBehind
-from kvpool.write import Side
+from kvpool.core.transfer.messages import (
+    BlocksDigested,
+    DigestBlocks,
+    HandoffMode,
+    PeerHello,
+    SlabFilled,
+)
+from kvpool.core.transfer.piece import Piece
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.slabs import SlabId, SlabPool
+from kvpool.core.transfer.write import Side
 from kvrelay.messages import WorkerHello
-from kvrelay.step_times import StepCoefficients
-from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role
+from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey, Role, StepCoefficients
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import LAYOUT, SLAB_BYTES, TIERS, AnyWorth, Content, Memory
 from tests.sim.pool_side import PoolSide

@@ -12,8 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.backends.tilings import Tiling, chunk_tiling, decode_tiling
-from engine.backends.triton_kernels import attend_pieces, join_parts, store_rows
+from engine.attention.triton.kernels import attend_pieces, join_parts, store_rows
+from engine.attention.triton.work import Tiling, chunk_tiling, decode_tiling
 
 _POINTERS = {
     "query": "16", "keys": "kv", "values": "kv", "out": "16", "fresh_keys": "16",

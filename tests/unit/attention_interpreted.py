@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import Scores
-from engine.backends.tilings import Tiling
-from engine.backends.triton_launch import DeviceWork, Parts, attend, part_elements, store
-from engine.backends.work import most_parts
+from engine.attention.triton.launch import DeviceWork, Parts, attend, part_elements, store
+from engine.attention.triton.work import Tiling, most_parts
+from engine.model.interface import Scores
 from tests.unit.attention_kit import Batch, plain_attention
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.attention import Scores
-from engine.backends.work import QueryTiles, divide, query_tiles
+from engine.attention.triton.work import QueryTiles, divide, query_tiles
+from engine.model.interface import Scores
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.backends.triton_draw import OPTIONS, TILE
-from engine.backends.triton_draw_kernel import draw_pieces
+from engine.sampling.triton_draw import OPTIONS, TILE
+from engine.sampling.triton_draw_kernel import draw_pieces
 
 _ARGUMENTS = {
     "logits": "*fp32",

@@ -7,8 +7,7 @@ import os
 import pytest
 import torch
 
-from engine import gumbel
-from engine.backends import triton_draw
+from engine.sampling import gumbel, triton_draw
 from tests.unit.draw_kit import VOCABS, random_draws, random_logits
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.gumbel import Draws
+from engine.sampling.gumbel import Draws
 
 VOCABS = (1, 40, 64, 65, 130, 2049, 5000)
 

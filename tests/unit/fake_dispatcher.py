@@ -12,7 +12,7 @@ from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
 from kvrelay.v1.admin_pb2 import GetKvResponse
 from kvrelay.v1.worker_pb2 import DebugKvResponse
-from router.generation import (
+from router.core.state.generation import (
     ChoiceTokens,
     ClusterSnapshot,
     GenerationRequest,

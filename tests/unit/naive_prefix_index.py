@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvpool import eviction
-from kvpool.eviction import ReuseDensity
-from kvpool.hashes import BlockHash, cache_salt, extend_chain
+from kvpool.core.blocks import eviction
+from kvpool.core.blocks.eviction import ReuseDensity
+from kvpool.core.layout.hashes import BlockHash, cache_salt, extend_chain
 
 _SALT = cache_salt(fingerprint="f", physical_format="p", tenant="t")
 Path = tuple[int, ...]

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention import Scores
-from engine.backends.step_arrays import StepArrays, TableCache, step_arrays
-from engine.native.kernel import Kernel
-from engine.native.layers import Layers
-from engine.step import SequenceSlice
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
+from engine.attention.inputs import StepArrays, TableCache, step_arrays
+from engine.attention.native.kernel import Kernel, Layers
+from engine.core.step import SequenceSlice
+from engine.model.interface import Scores
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvrelay.types import RequestKey
 
 Slices = tuple[tuple[int, int], ...]

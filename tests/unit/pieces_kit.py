@@ -6,10 +6,10 @@ import random
 
 import torch
 
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.transfer.piece import Piece, cut_span
+from kvpool.core.transfer.write import Side, TokenSpan, Write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.piece import Piece, cut_span
-from kvpool.write import Side, TokenSpan, Write
 
 KV = (Plane(name="k", heads=2, dim=3), Plane(name="v", heads=2, dim=5))
 LATENT = (Plane(name="latent", heads=1, dim=7),)

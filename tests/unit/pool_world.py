@@ -11,11 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from kvpool.eviction import open_policy
-from kvpool.hashes import BlockHash
-from kvpool.layout import BlockId
-from kvpool.pool.client import PoolClient
-from kvpool.pool.client_events import (
+from kvpool.core.blocks.eviction import open_policy
+from kvpool.core.fetch.client import PoolClient
+from kvpool.core.fetch.client_events import (
     BlocksFetched,
     BlocksStored,
     ClientCommand,
@@ -36,7 +34,9 @@ from kvpool.pool.client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.pool.events import (
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import BlockId
+from kvpool.core.node.events import (
     DropRouter,
     DropWorker,
     FromWorker,
@@ -57,12 +57,12 @@ from kvpool.pool.events import (
     WorkerLost,
     WriteSlots,
 )
-from kvpool.pool.messages import FromPool, PoolWelcome, ToPool
-from kvpool.tiers.host_tier import HostTier
-from kvpool.tiers.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
+from kvpool.core.node.host_tier import HostTier
+from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
+from kvpool.core.node.tier_blocks import PoolPlace, RestoredBlock, TierBlocks
 from kvrelay.messages import PoolUpdate
 from kvrelay.types import Incarnation, RequestKey, Tier
-from router.directory import Directory
+from router.core.state.directory import Directory
 from tests.unit.naive_prefix_index import hashes_of
 
 LEASE_TTL_S = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.latency import StepWork
+from engine.core.step_times import StepWork
 from kvrelay.messages import (
     Counters,
     Lifetime,
@@ -17,7 +17,6 @@ from kvrelay.messages import (
     WorkerHello,
 )
 from kvrelay.qos import QosTier
-from kvrelay.step_times import StepCoefficients
 from kvrelay.types import (
     FinishReason,
     Incarnation,
@@ -26,15 +25,15 @@ from kvrelay.types import (
     RequestSpec,
     Role,
     Sampling,
+    StepCoefficients,
 )
-from router.core import RouterCore
-from router.demand import Demand
-from router.directory import Directory
-from router.events import Command, Submitted, WorkerJoined, WorkerSaid
-from router.generation import ChoiceTokens, GenerationRequest
-from router.prefixes import HeldPrefixes
-from router.view import WorkerView
-from router.workers import Workers
+from router.core.core import RouterCore
+from router.core.events import Command, Submitted, WorkerJoined, WorkerSaid
+from router.core.state.demand import Demand, HeldPrefixes
+from router.core.state.directory import Directory
+from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.worker_view import WorkerView
+from router.core.workers import Workers
 
 PROMPT = (1, 2, 3)
 STEP_TIMES = StepCoefficients(

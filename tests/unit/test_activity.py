@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.worker.activity_log import IDLE_LINE, ActivityLog
-from kvrelay.activity import Activity, activity
-from kvrelay.messages import Counters
-from router.recent_activity import WINDOW_S, RecentActivity
+from cluster.worker.reports import IDLE_LINE, ActivityLog
+from kvrelay.messages import Activity, Counters, activity
+from router.live.status import WINDOW_S, RecentActivity
 
 BUSY = Counters(
     free_blocks=50,

@@ -7,22 +7,24 @@ import pytest
 
 from kvrelay.messages import Counters, LinkState
 from kvrelay.types import Incarnation, Objectives, Role
-from router.admitting import predictive
-from router.admitting.capacity import Capacity
-from router.admitting.early_rejection import EarlyRejection
-from router.admitting.policy import ANY_NUMBER, AdmissionPolicy, Admitted, Deferred, Verdict
-from router.admitting.predictive import Predictive, fewest
-from router.admitting.queue_limit import QueueLimit
-from router.admitting.unlimited import Unlimited
-from router.candidate import Candidate
-from router.demand import Demand
-from router.doubt import BELIEVED
-from router.forecast.decode_outlook import BatchThen, Expected
-from router.forecast.forecast import Forecast, step_with
-from router.forecast.prefill_queue import Ahead
-from router.refusal import NO_CAPACITY, Refusal, refused_by_worker
-from router.release_clock import ReleaseClock
-from router.view import WorkerView
+from router.core.load.decode_outlook import BatchThen, Expected
+from router.core.load.prefill_queue import Ahead
+from router.core.policy import predictive
+from router.core.policy.admission import (
+    ANY_NUMBER,
+    AdmissionPolicy,
+    Admitted,
+    Capacity,
+    Deferred,
+    Verdict,
+)
+from router.core.policy.admission_baselines import EarlyRejection, QueueLimit, Unlimited
+from router.core.policy.forecast import Forecast, step_with
+from router.core.policy.predictive import Predictive, fewest
+from router.core.state.candidate import Candidate
+from router.core.state.demand import Demand
+from router.core.state.promises import NO_CAPACITY, Refusal, ReleaseClock, refused_by_worker
+from router.core.state.worker_view import BELIEVED, WorkerView
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 P, D = Role.PREFILL, Role.DECODE

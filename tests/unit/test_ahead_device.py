@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.device import AheadDevice
+from cluster.worker.device import AheadDevice
 from cluster.worker.events import Crashed, Stepped
+from engine.core.step import RunStep, StepBatch, StepOutcome
+from engine.device.layer_marks import LayerMarks
 from engine.flight import Flight
-from engine.layer_marks import LayerMarks
-from engine.step import RunStep, StepBatch, StepOutcome
-from kvpool.copies import CopyPairs
-from kvpool.handoff_events import LayersWritten
+from kvpool.core.blocks.holding import CopyPairs
+from kvpool.core.transfer.commands import LayersWritten
 
 PATIENCE_S = 20.0
 STEP = RunStep(batch=StepBatch(slices=()))

@@ -7,8 +7,8 @@ import pytest
 from kvrelay.errors import InvalidRequest
 from kvrelay.types import NO_OBJECTIVES, Objectives
 from kvrelay.v1 import inference_pb2 as pb
-from router.asked_objectives import FIELDS, HEADERS, MOST_MS, objectives_of
 from router.grpc_api.messages import objectives_in
+from router.text.request_fields import FIELDS, HEADERS, MOST_MS, objectives_of
 
 
 def test_milliseconds_become_seconds() -> None:

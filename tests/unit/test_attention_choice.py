@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends import choice, needs
-from engine.backends.backend import GroupShape
-from engine.backends.flex import sparse_blocks
-from engine.backends.graphs import bucket_sizes
-from engine.backends.needs import Wanted
-from engine.checkpoint import open_checkpoint
+from engine.attention.backend import GroupShape
+from engine.attention.choosing import choice, needs
+from engine.attention.choosing.needs import Wanted
+from engine.attention.cuda.graphs import bucket_sizes
+from engine.attention.flex import sparse_blocks
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
-from engine.sizing import EngineLimits
-from kvpool.layout import KvLayout, LayerGroup, Plane
+from engine.model.checkpoint import open_checkpoint
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ModelError
 from tests.drive import run_mixed, start
 from tests.models import random_checkpoint
@@ -127,7 +127,7 @@ def test_auto_takes_the_fastest_overall_and_says_what_it_measured(
     for name in ("triton", "flash"):
         monkeypatch.setitem(needs.NEEDS, name, lambda wanted: None)
     monkeypatch.setattr(choice, "opener", lambda name: name)
-    monkeypatch.setitem(sys.modules, "engine.backends.measure", _Measured(times))
+    monkeypatch.setitem(sys.modules, "engine.attention.choosing.measure", _Measured(times))
     with caplog.at_level("INFO"):
         assert choice.choose("auto", _wanted(_CUDA)) == "triton"
     assert "flash: decode 10 us, prefill 300 us" in caplog.text

@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.tilings import DECODE, chunk_tiling, decode_tiling
-from engine.backends.work import Work, divide, most_parts, most_pieces, query_tiles
+from engine.attention.triton.work import (
+    DECODE,
+    Work,
+    chunk_tiling,
+    decode_tiling,
+    divide,
+    most_parts,
+    most_pieces,
+    query_tiles,
+)
 
 _KEYS = 64
 THUNDER_MLA = (4641, 45118, 1730, 1696)

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import auto
-from cluster.auto import choose_device, settle
 from cluster.config.load import load_config
-from cluster.plan import pool_node_settings, worker_settings
-from cluster.resolve import Site, resolve
-from cluster.settings import WorkerSettings
+from cluster.core.plan import pool_node_settings, worker_settings
+from cluster.core.resolve import Site, resolve
+from cluster.core.settings import WorkerSettings
+from cluster.process import auto
+from cluster.process.auto import choose_device, settle
 from kvpool.transport.choice import Chosen, Machine, choose_transports, spans_hosts
-from kvpool.transport.fabric import LinkKind
 from kvpool.transport.gpus import GpuCount
+from kvpool.transport.link_kind import LinkKind
 from kvrelay.errors import ConfigError, ModelError
 
 SITE = Site(total_cpus=2, node_cpus=2, host="127.0.0.1", bundled_path="/b")

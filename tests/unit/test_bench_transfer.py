@@ -21,7 +21,7 @@ from bench.transfer.pair import PAIRS
 from bench.transfer.profile import rows_of as profiled
 from bench.transfer.shape import Shape
 from bench.transfer.speed import COLLATED, DIRECT, _rows, rows_of
-from kvpool.link_cost import Way
+from kvpool.core.transfer.link_cost import Way
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = Shape(layers=2, tokens=1100)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import tenants
-from kvpool.block_origins import BlockOrigins
-from kvpool.hashes import BlockHash
-from kvpool.pool.messages import ChainBlock, PoolTier
-from kvpool.tenants import OTHERS, TenantBlocks
+from kvpool.core.layout import hashes
+from kvpool.core.layout.hashes import OTHERS, BlockHash, TenantBlocks
+from kvpool.core.node.checked_blocks import BlockOrigins
+from kvpool.core.node.messages import ChainBlock, PoolTier
 
 HOST, DISK = PoolTier.HOST, PoolTier.DISK
 A, B, C, D = (BlockHash(bytes([n]) * 32) for n in range(4))
@@ -49,7 +48,7 @@ def test_what_was_on_disk_before_stays_nobodys() -> None:
 
 
 def test_only_the_largest_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "_SHOWN_MOST", 1)
+    monkeypatch.setattr(hashes, "_SHOWN_MOST", 1)
     origins = BlockOrigins()
     blocks = [ChainBlock(A, None, "x"), ChainBlock(B, A, "x"), ChainBlock(C, None, "y")]
     origins.labelled([*blocks, ChainBlock(D, None, "z")])

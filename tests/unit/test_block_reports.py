@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.worker import block_reports
-from cluster.worker.block_reports import BlockReports
-from kvpool.block_news import BlockNews
-from kvpool.hashes import BlockHash
-from kvpool.holder import Holder
-from kvpool.tables import BlockTables
+from cluster.worker import reports as block_reports
+from cluster.worker.reports import BlockReports
+from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.hashes import BlockHash
 from kvrelay.messages import BlockChanges
 from kvrelay.types import RequestKey, Tier
 from tests.unit.worker_kit import BLOCK, LAYOUT

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvpool.blocks import BlockPool, BlockState
-from kvpool.layout import BlockId
+from kvpool.core.blocks.pool import BlockPool, BlockState
+from kvpool.core.layout.layout import BlockId
 
 
 def test_allocation_is_all_or_nothing() -> None:

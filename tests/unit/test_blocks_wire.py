@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.blocks_wire import decode_changes, decode_update, encode_changes, encode_update
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, PoolUpdate
+from kvrelay.reports_wire import decode_changes, decode_update, encode_changes, encode_update
 from kvrelay.types import Incarnation, Tier
 from kvrelay.v1 import pool_node_pb2 as pb
 

@@ -8,8 +8,9 @@ from math import inf, nan
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import Command, StepWanted
-from kvpool.canary import (
+from engine.core.step import Command, StepWanted
+from kvpool.core.transfer.commands import ScatterSlab, SlabScattered
+from kvpool.core.transfer.messages import (
     CONVERTED,
     EXACT,
     LOSSY,
@@ -17,17 +18,19 @@ from kvpool.canary import (
     RUN_TOKENS,
     SUMS,
     BlocksDigested,
+    Commit,
+    Committed,
     DigestBlocks,
     KvDigest,
     PlaneDigest,
+    SlabFilled,
+    SlabLent,
     allowed_distance,
     is_chosen,
     mismatch,
     run_tokens,
 )
-from kvpool.handoff import Commit, Committed, SlabFilled, SlabLent
-from kvpool.handoff_events import ScatterSlab, SlabScattered
-from kvpool.write import TokenSpan
+from kvpool.core.transfer.write import TokenSpan
 from kvrelay.messages import Abort, RequestFailed, Stop
 from kvrelay.types import RequestSpec
 from prefill_worker.scheduler import PrefillScheduler

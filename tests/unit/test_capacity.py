@@ -10,10 +10,10 @@ import pytest
 
 import engine.bundled
 from cluster.cli.main import app
+from cluster.sim.planning.model_facts import find_facts
 from cluster.sim.profiles.capacity import Capacity, ModelFacts, capacity, smallest_copy
-from cluster.sim.profiles.known_names import known_device
+from cluster.sim.profiles.load import known_device
 from cluster.sim.profiles.roofline import Parallel
-from cluster.worker.model_facts import find_facts
 from kvrelay.errors import ModelError
 
 _BUNDLED = Path(engine.bundled.__file__).parent / "checkpoint"

@@ -10,19 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import Scores, attention_state
-from engine.checkpoint import open_checkpoint
-from engine.compiled import linear
 from engine.compiled.build import compile_model
-from engine.compiled.chain import Chain, Plan
-from engine.compiled.chain_call import Op, OpKind, Value
+from engine.compiled.chain import Chain, Place, Plan
 from engine.compiled.chaining import FEW_TOKENS
-from engine.compiled.library import SOURCE, Fused, open_fused, open_library
-from engine.compiled.linear import Packed, pack
-from engine.compiled.panels import panel_depth
-from engine.compiled.places import Place
-from engine.model import Model, load_model
-from engine.native.build import built
+from engine.compiled.library import SOURCE, Fused, Op, OpKind, Value, open_fused, open_library
+from engine.device.native_build import built
+from engine.model import packed_linear
+from engine.model.checkpoint import open_checkpoint
+from engine.model.interface import Scores, attention_state
+from engine.model.model import Model, load_model
+from engine.model.packed_linear import Packed, pack, panel_depth
 from tests.models import random_checkpoint
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -155,7 +152,7 @@ def test_logits_of_a_row_are_the_same_in_any_batch(family: str, dtype: str, tmp_
 def test_where_panels_are_unknown_onednn_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "panel_depth", lambda *_: None)
+    monkeypatch.setattr(packed_linear, "panel_depth", lambda *_: None)
     plain = plain_model(tmp_path, "llama", "float32")
     expected = logits(plain, 0, 3)
     model = compile_model(plain)

@@ -17,8 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import find_text_files, open_checkpoint
-from engine.safetensors_files import INDEX, SINGLE
+from engine.model.checkpoint import INDEX, SINGLE, find_text_files, open_checkpoint
 from kvrelay.errors import ModelError
 from tests.models import VOCAB_SIZE, random_checkpoint
 
@@ -256,7 +255,7 @@ def test_only_what_is_needed_is_fetched(
     opener: str, fetched: set[str], hub: str, tmp_path: Path
 ) -> None:
     code = (
-        f"from engine.checkpoint import {opener} as opener\n"
+        f"from engine.model.checkpoint import {opener} as opener\n"
         "try: opener('some-owner/some-model')\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
@@ -273,7 +272,7 @@ def test_only_what_is_needed_is_fetched(
 def test_unreachable_hub() -> None:
     """The hub's real client, against a port where no one listens."""
     code = (
-        "from engine.checkpoint import open_checkpoint\n"
+        "from engine.model.checkpoint import open_checkpoint\n"
         "try: open_checkpoint('some-owner/some-model')\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
@@ -287,7 +286,10 @@ def test_unreachable_hub() -> None:
 
 @pytest.mark.processes
 def test_needs_no_torch() -> None:
-    code = "import sys, engine.checkpoint; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys, engine.model.checkpoint; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

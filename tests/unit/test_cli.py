@@ -24,12 +24,12 @@ from cluster.cli.options import devices, only, served
 from cluster.cli.process import POOL_KEYS, ROUTER_KEYS, WORKER_KEYS
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config, Section
-from cluster.net import host_towards
-from cluster.plan import pool_node_settings, router_settings, worker_settings
-from cluster.resolve import Site, resolve
+from cluster.core.plan import pool_node_settings, router_settings, worker_settings
+from cluster.core.resolve import Site, resolve
+from cluster.process.net import host_towards
 from kvrelay.errors import ConfigError, KvrelayError
 
-launch = pytest.importorskip("cluster.launch", reason="no Ray here")
+launch = pytest.importorskip("cluster.on_ray.launch", reason="no Ray here")
 
 COMMANDS = [
     *("serve", "stop", "demo", "status", "doctor", "plan"),
@@ -195,7 +195,7 @@ def test_port_and_host_are_the_routers(run, monkeypatch: pytest.MonkeyPatch) -> 
         checked.append(config)
         raise KvrelayError("checked")
 
-    monkeypatch.setattr("cluster.checks.check_here", check)
+    monkeypatch.setattr("cluster.process.checks.check_here", check)
     for port in ("--port", "--http-port"):
         code, _, err = run("serve", "org/m", "--host", "0.0.0.0", port, "81")
         assert (code, err) == (2, "kvrelay: checked\n")
@@ -398,7 +398,7 @@ def test_a_whole_section_is_checked_key_by_key() -> None:
 
 def test_a_worker_has_one_address_for_all_routers(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"near:1": "127.0.0.1", "far:1": "10.0.0.5", "far:2": "10.0.0.5"}
-    monkeypatch.setattr("cluster.net._host_towards", ways.__getitem__)
+    monkeypatch.setattr("cluster.process.net._host_towards", ways.__getitem__)
     assert host_towards(["far:1", "far:2"]) == "10.0.0.5"
     with pytest.raises(ConfigError, match=r"--join far:1: this machine is 10.0.0.5 .* 127.0.0.1"):
         host_towards(["near:1", "far:1"])
@@ -412,8 +412,9 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_help_and_config_import_nothing_heavy() -> None:
     heavy = ["torch", "ray", "transformers", "grpc", "numpy"]
     done = python(
-        "import sys\nfrom cluster.cli.main import main\nfrom cluster.site import local_site\n"
-        "import cluster.plan, cluster.config.load\nlocal_site()\n"
+        "import sys\nfrom cluster.cli.main import main\n"
+        "from cluster.process.site import local_site\n"
+        "import cluster.core.plan, cluster.config.load\nlocal_site()\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     assert done.stdout == "[]\n", done.stderr
@@ -422,10 +423,10 @@ def test_help_and_config_import_nothing_heavy() -> None:
 @pytest.mark.processes
 def test_a_plain_router_imports_no_torch() -> None:
     done = python(
-        "import asyncio, sys, cluster.router\nfrom cluster.plain import run_router\n"
+        "import asyncio, sys, cluster.router.process\nfrom cluster.cli.plain import run_router\n"
         "class Stop(Exception): pass\n"
         "def stop(settings): raise Stop\n"
-        "cluster.router.RouterProcess = stop\n"
+        "cluster.router.process.RouterProcess = stop\n"
         "try: asyncio.run(run_router(None, drain_s=0))\n"
         "except Stop: print([n for n in ('torch', 'transformers', 'ray') if n in sys.modules])"
     )

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.block_names import named_format
-from kvpool.codec import Codec
-from kvpool.codec_choice import (
+from kvpool.core.layout.block_names import named_format
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.codec_choice import (
     NO_CODEC,
     CodecOffer,
     CodecSpeed,
@@ -16,12 +18,10 @@ from kvpool.codec_choice import (
     encoded_share,
     wire_dtype,
 )
-from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.link_cost import LinkCost, TransferShape, Way
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, Way
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import TokenSpan
 from kvpool.memory.probe import measure_codecs
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import TokenSpan
 
 KV = (Plane(name="k", heads=4, dim=64), Plane(name="v", heads=4, dim=64))
 LAYOUT = KvLayout(

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from bench.codec_loss import Load, losses, rows
-from engine.checkpoint import open_checkpoint
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
-from engine.sizing import EngineLimits
-from kvpool.codec import Codec
-from kvpool.codec_choice import encoded_share
+from engine.model.checkpoint import open_checkpoint
+from kvpool.core.layout.codec import Codec
+from kvpool.core.transfer.codec_choice import encoded_share
 from tests.models import VOCAB_SIZE, random_checkpoint
 
 LOAD = Load(prompts=2, prompt_tokens=48, output_tokens=8)

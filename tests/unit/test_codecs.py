@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpool.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec, WireFormat
-from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec, WireFormat
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Section, Side, TokenSpan, Write
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Section, Side, TokenSpan, Write
 from tests.unit.transfer_kit import Case, cases, draw_held
 
 _DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])

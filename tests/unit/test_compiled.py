@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import attention_state
-from engine.checkpoint import open_checkpoint
 from engine.compiled import build, library, recordings
 from engine.compiled.build import compile_model
 from engine.compiled.library import Fused
-from engine.compiled.linear import Packed, PackedLinear
-from engine.compiled.padding import rounded, sizes
-from engine.families import has_experts
+from engine.core.sizing import EngineLimits
+from engine.device import native_build as native
+from engine.device.native_build import BuildError
 from engine.load import load_engine
-from engine.model import Model, load_model
-from engine.native import build as native
-from engine.native.build import BuildError
-from engine.sizing import EngineLimits
-from engine.summation_noise import row_differences
+from engine.model.checkpoint import open_checkpoint
+from engine.model.families import has_experts
+from engine.model.interface import attention_state
+from engine.model.model import Model, load_model
+from engine.model.packed_linear import Packed, PackedLinear, rounded, sizes
+from engine.model.summation_noise import row_differences
 from tests.models import FAMILIES, random_checkpoint
 
 TOKENS = (1, 2, 3, 7, 16, 33, 64)

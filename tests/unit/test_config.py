@@ -11,14 +11,9 @@ from pydantic import ValidationError
 
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config
-from cluster.plan import NODE_HOST, Placement, plan_cluster, router_settings, shortage
-from cluster.quantities import (
-    format_duration,
-    format_size,
-    parse_duration_s,
-    parse_size_bytes,
-)
-from cluster.resolve import Site, resolve
+from cluster.config.types import format_duration, format_size, parse_duration_s, parse_size_bytes
+from cluster.core.plan import NODE_HOST, Placement, plan_cluster, router_settings, shortage
+from cluster.core.resolve import Site, resolve
 from kvrelay.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"

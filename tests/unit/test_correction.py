@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from engine.correction import CorrectedTimes, StepPace
-from engine.latency import StepWork, decode_work, prefill_work
-from engine.latency_fit import LinearTimes
+from engine.core.correction import CorrectedTimes, StepPace
+from engine.core.step_times import LinearTimes, StepWork, decode_work, prefill_work
 
 TIMES = LinearTimes(
     prefill_overhead_s=0.003,

@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import RunStep, Sampled, StepDone, StepOutcome, StepWanted
-from kvpool.handoff import Commit, SlabFilled, SlabLent
-from kvpool.handoff_events import SlabScattered
-from kvpool.holder import Holder
+from engine.core.step import RunStep, Sampled, StepDone, StepOutcome, StepWanted
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.transfer.commands import SlabScattered
+from kvpool.core.transfer.messages import Commit, SlabFilled, SlabLent
 from kvrelay.messages import Abort, Generate, Released, ReserveRefused, Tokens
 from kvrelay.types import RequestKey, RequestSpec
 from tests.unit.worker_kit import (

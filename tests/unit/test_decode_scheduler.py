@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
-from kvpool.blocks import BlockState
-from kvpool.handoff import Commit, Committed, SlabFilled, SlabLent
-from kvpool.handoff_events import ScatterSlab, SendPeer, SlabScattered
-from kvpool.openings import Openings
-from kvpool.tiers.restores import Restored
+from engine.core.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted
+from kvpool.core.blocks.pool import BlockState
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.pool_fetch import Restored
+from kvpool.core.transfer.commands import ScatterSlab, SendPeer, SlabScattered
+from kvpool.core.transfer.messages import Commit, Committed, SlabFilled, SlabLent
 from kvrelay.messages import (
     Abort,
     Generate,

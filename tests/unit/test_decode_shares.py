@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.worker.counters import tier_loads
+from cluster.worker.reports import tier_loads
 from decode_worker.scheduler import DecodeScheduler
-from engine.latency_fit import LinearTimes
-from engine.step import Emit, StepWanted
+from engine.core.step import Emit, StepWanted
+from engine.core.step_times import LinearTimes
 from kvrelay.messages import Abort, Generate, Released, Reserved, ReserveRefused, TierLoad
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import RequestSpec

@@ -7,13 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from engine.latency import StepTimes
+from engine.core.step_times import StepTimes
 from kvrelay.messages import Counters, Reserve, ReserveRefused, TierLoad
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role, Sampling
-from router.core import RouterCore
-from router.degrading import capped, deferred, less_output_helps, stricter, ways
-from router.events import (
+from router.core.core import RouterCore
+from router.core.decision import capped, deferred, less_output_helps, stricter, ways
+from router.core.events import (
     Aborted,
     Command,
     Deliver,
@@ -25,18 +25,9 @@ from router.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.ladder import Step
-from router.refusal import Refusal
-from tests.unit.router_kit import (
-    PerToken,
-    demand,
-    hello,
-    released,
-    request,
-    reserved,
-    says,
-    tokens,
-)
+from router.core.state.ladder import Step
+from router.core.state.promises import Refusal
+from tests.unit.router_kit import PerToken, demand, hello, released, request, reserved, says, tokens
 
 D = Incarnation("d")
 TIGHT = Refusal(reason="tpot_unreachable", message="too slow", retry_after_s=0.4)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpool.canary import CONVERTED, EXACT, LOSSY, KvDigest, prompt_from
-from kvpool.codec import Codec
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.transfer.messages import CONVERTED, EXACT, LOSSY, KvDigest, prompt_from
+from kvpool.core.transfer.piece import cut_span
+from kvpool.core.transfer.write import Side, TokenSpan
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.digest import digest
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.piece import cut_span
-from kvpool.write import Side, TokenSpan
 
 PLANES = (Plane(name="k", heads=4, dim=16), Plane(name="v", heads=4, dim=16))
 FULL = LayerGroup(layers=(0, 2, 3), planes=PLANES)

@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import Command, StepWanted, Tick
-from kvpool.handoff import (
+from engine.core.step import Command, StepWanted, Tick
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.transfer.commands import FetchPiece, LinkMeasured, PeerLost, PieceFetched, SendPeer
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, Way
+from kvpool.core.transfer.messages import (
     CancelTransfer,
     Commit,
     Committed,
@@ -19,9 +22,6 @@ from kvpool.handoff import (
     SlabLent,
     TransferCancelled,
 )
-from kvpool.handoff_events import FetchPiece, LinkMeasured, PeerLost, PieceFetched, SendPeer
-from kvpool.link_cost import LinkCost, TransferShape, Way
-from kvpool.openings import Openings
 from kvrelay.messages import Abort
 from prefill_worker.scheduler import PrefillScheduler
 from tests.unit.worker_kit import (

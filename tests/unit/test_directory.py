@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.block_names import BlockNames
-from kvpool.block_news import BlockNews
-from kvpool.hashes import BlockHash
+from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.layout.block_names import BlockNames
+from kvpool.core.layout.hashes import BlockHash
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, PoolUpdate, Prefill, PrefixSource
 from kvrelay.types import Incarnation, Role, Tier
-from router.core import RouterCore
-from router.directory import Directory
-from router.events import PoolNodeLost, PoolNodeSaid, Send, Submitted, WorkerLost, WorkerSaid
-from router.forecast.prefill_queue import Ahead
+from router.core.core import RouterCore
+from router.core.events import PoolNodeLost, PoolNodeSaid, Send, Submitted, WorkerLost, WorkerSaid
+from router.core.load.prefill_queue import Ahead
+from router.core.state.directory import Directory
 from tests.unit.router_kit import core_with, hello, key, request, reserved, says
 
 A, B, NODE = Incarnation("a"), Incarnation("b"), Incarnation("node")

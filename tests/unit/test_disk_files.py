@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvpool.pool.messages import PoolFormat
-from kvpool.tiers.disk_files import DiskFiles
-from kvpool.tiers.disk_slots import FILE_HEADER_BYTES, SLOT_HEADER_BYTES, SlotHeader
-from kvpool.tiers.tier_blocks import PoolPlace, RestoredBlock
+from kvpool.core.node.messages import PoolFormat
+from kvpool.core.node.tier_blocks import PoolPlace, RestoredBlock
+from kvpool.disk.files import DiskFiles
+from kvpool.disk.slots import FILE_HEADER_BYTES, SLOT_HEADER_BYTES, SlotHeader
 from kvrelay.errors import ConfigError
 from tests.unit.naive_prefix_index import hashes_of
 
@@ -129,7 +129,7 @@ def test_the_size_is_a_bound_also_after_it_shrinks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment_bytes = FILE_HEADER_BYTES + 3 * SLOT
-    monkeypatch.setattr("kvpool.tiers.disk_files._SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr("kvpool.disk.files._SEGMENT_BYTES", segment_bytes)
     with opened(tmp_path, 3 * segment_bytes) as files:
         assert files.open(FORMAT) == 9
         for slot, name in ((0, A), (4, B), (8, C)):

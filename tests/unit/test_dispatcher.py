@@ -13,10 +13,10 @@ import pytest
 from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
 from kvrelay.messages import Abort, Counters, Generate, ToWorker, WorkerEvent
 from kvrelay.types import FinishReason, Incarnation, Objectives, RequestKey, Role
-from router.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
-from router.events import Rejected
-from router.link import WorkerLink
-from router.policies import Policies
+from router.core.events import Rejected
+from router.core.policy.choice import Policies
+from router.live.dispatcher import MAX_REQUEST_ID_BYTES, WorkerDispatcher
+from router.live.link import WorkerLink
 from tests.unit.router_kit import hello, refused, request, reserved, tokens
 
 B = Incarnation("b")

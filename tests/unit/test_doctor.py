@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cluster import doctor
 from cluster.cli import main as cli
 from cluster.config.load import Override, load_config
-from cluster.doctor import Diagnosis, examine
-from kvpool.transport.fabric import LinkKind
+from cluster.process import doctor
+from cluster.process.doctor import Diagnosis, examine
 from kvpool.transport.gpus import GpuFacts
+from kvpool.transport.link_kind import LinkKind
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:

@@ -7,19 +7,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from engine import paged, plan
-from engine.checkpoint import open_checkpoint
+from engine.attention import torch_paged, torch_plan
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
 from tests.drive import run_forced, run_mixed, start, step_forced
 from tests.models import FAMILIES, VOCAB_SIZE, random_checkpoint
-from tests.reference import (
-    Reference,
-    assert_close_logits,
-    assert_same_tokens,
-    generate_reference,
-)
+from tests.reference import Reference, assert_close_logits, assert_same_tokens, generate_reference
 
 BLOCK_SIZE, CHUNK_TOKENS, TOKENS = 16, 64, 64
 # Inside, at the end of and across blocks and chunks; LongRoPE's border (256) is crossed by 230.
@@ -162,8 +157,10 @@ def test_the_block_in_use_is_copied_before_writing(gemma: Case) -> None:
 def test_bounded_memory_changes_nothing(torch_gemma: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Score matrices in pieces of a few queries, decode rows in buckets of a few blocks."""
     engine, references = torch_gemma.engine, torch_gemma.references
-    monkeypatch.setattr(paged, "_SCORES_BYTES", 1 << 13)
-    monkeypatch.setattr(plan, "GATHER_BYTES", 20 * plan.layer_block_bytes(engine.layout, 0))
+    monkeypatch.setattr(torch_paged, "_SCORES_BYTES", 1 << 13)
+    monkeypatch.setattr(
+        torch_plan, "GATHER_BYTES", 20 * torch_plan.layer_block_bytes(engine.layout, 0)
+    )
     check_alone(engine, references[4])
     sequences = start(engine, [r.prompt for r in references], max_tokens=TOKENS)
     run_mixed(engine, sequences, chunk_tokens=CHUNK_TOKENS)

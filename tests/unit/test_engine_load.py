@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine import paged, profile
-from engine.checkpoint import open_checkpoint
-from engine.families import check_family, longrope_border_tokens
+from engine import memory_profile
+from engine.attention import torch_paged
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
-from engine.model import load_model
-from engine.native.draw import host_draw
+from engine.model.checkpoint import SINGLE, open_checkpoint
+from engine.model.families import check_family, longrope_border_tokens
+from engine.model.model import load_model
 from engine.runner import Engine
-from engine.safetensors_files import SINGLE
-from engine.sizing import EngineLimits
+from engine.sampling.native_draw import host_draw
 from kvpool.memory.collate import slab_bytes
 from kvrelay.errors import ModelError
 from tests.models import family_config, random_checkpoint
@@ -104,7 +104,7 @@ def test_too_little_memory_is_refused(llama: Path) -> None:
 def test_staging_is_all_slabs_or_a_gpus_two_copies(llama: Path, device: str, slabs: int) -> None:
     layout = load(llama).layout
     limits = replace(LIMITS, staging_slabs=4, prefill_chunk_tokens=100)
-    found = profile._staging_bytes(torch.device(device), layout, limits)
+    found = memory_profile._staging_bytes(torch.device(device), layout, limits)
     assert found == slabs * slab_bytes(layout, 100)
 
 
@@ -159,9 +159,9 @@ def test_the_self_check_notices_wrong_attention(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cached blocks taken one slot off: the model's own forward disagrees."""
-    pick = paged._Layer._pick
+    pick = torch_paged._Layer._pick
     monkeypatch.setattr(
-        paged._Layer, "_pick", lambda self, *args: pick(self, *args).roll(1, dims=2)
+        torch_paged._Layer, "_pick", lambda self, *args: pick(self, *args).roll(1, dims=2)
     )
     with pytest.raises(ModelError, match=r"the llama family .*: paged logits differ"):
         load(llama, attention="sdpa")
@@ -179,7 +179,7 @@ def test_the_diagonal_kernel_equals_sdpa() -> None:
     expected = scaled_dot_product_attention(
         query.view(3, 2, 3, 8), keys, values, attn_mask=mask[:, None], scale=0.3
     )
-    found = paged._decode_diagonal(query, keys, values, mask, 0.3)
+    found = torch_paged._decode_diagonal(query, keys, values, mask, 0.3)
     torch.testing.assert_close(found, expected.reshape(3, 6, 8))
 
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import eviction
-from kvpool.eviction import (
+from kvpool.core.blocks import eviction
+from kvpool.core.blocks.eviction import (
     EvictionPolicy,
     LeastReuseDensity,
     ReuseDensity,
     open_policy,
     policies,
 )
-from kvpool.hashes import BlockHash
-from kvpool.layout import BlockId
-from kvpool.prefix_index import PrefixIndex
+from kvpool.core.blocks.prefix_index import PrefixIndex
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import BlockId
 from kvrelay.errors import ConfigError
 
 

@@ -15,20 +15,20 @@ from transformers.masking_utils import (
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
-from engine import attention, probe, small_copy
-from engine.attention import attention as attend
-from engine.checkpoint import open_checkpoint
+from engine import self_check
 from engine.compiled import build, recordings
-from engine.compiled import capture as capturing
-from engine.compiled.capture import NotCaptured, capture
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
-from engine.masks import Visible, mask_difference
-from engine.model import Model, load_model
+from engine.model import capture as capturing
+from engine.model import interface, kv_layout
+from engine.model.capture import NotCaptured, capture
+from engine.model.checkpoint import open_checkpoint
+from engine.model.interface import attention as attend
+from engine.model.masks import Visible, mask_difference
+from engine.model.model import Model, load_model
+from engine.model.summation_noise import noise_bound
 from engine.runner import Engine
-from engine.self_check import check_long_sequences, eager_reference
-from engine.sizing import EngineLimits
-from engine.small_copy import BORDER_TOKENS, small_config
-from engine.summation_noise import noise_bound
+from engine.self_check import BORDER_TOKENS, check_long_sequences, eager_reference, small_config
 from kvrelay.errors import ModelError
 from tests.families.kit import write_weights
 from tests.families.walk import family_folder
@@ -145,9 +145,9 @@ def test_a_border_far_beyond_the_check_is_brought_near(
     folder = random_checkpoint(tmp_path, "mistral", sliding_window=700)
     model = load_model(open_checkpoint(str(folder)), device="cpu", dtype="float32")
     check_long_sequences(model, 1024)
-    own = probe.Scores
+    own = kv_layout.Scores
     monkeypatch.setattr(
-        attention,
+        interface,
         "Scores",
         lambda **said: own(**{**said, "window": said["window"] and said["window"] - 1}),
     )
@@ -196,7 +196,7 @@ def test_the_small_copy() -> None:
 
 def test_longrope_has_its_border_early_in_the_small_copy() -> None:
     small = small_config(family_config("phi3_longrope"), 1024)
-    assert small_copy.longrope_border_tokens(small) == BORDER_TOKENS
+    assert self_check.longrope_border_tokens(small) == BORDER_TOKENS
 
 
 def test_a_window_that_is_never_reached_stays() -> None:
@@ -242,7 +242,7 @@ def test_a_dropped_soft_cap_is_noticed_in_16_bits(
         return own(*args, **others)
 
     monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", uncapped)
-    monkeypatch.setattr("engine.parallel.share.check_long_sequences", lambda *_: None)
+    monkeypatch.setattr("engine.share.check_long_sequences", lambda *_: None)
     assert "the gemma2 family can't be served (self check)" in refused(folder, dtype="bfloat16")
 
 
@@ -288,5 +288,5 @@ def test_a_graph_that_is_wrong_for_long_runs_is_not_used(
 
     folder = random_checkpoint(tmp_path / "model")
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
-    monkeypatch.setattr("engine.parallel.share.check_long_sequences", lambda *_: None)
+    monkeypatch.setattr("engine.share.check_long_sequences", lambda *_: None)
     assert load(folder, compiled=True).model.flat is None

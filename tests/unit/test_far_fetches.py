@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.far_fetches import AskFar, FarFetches
-from kvpool.holder import Holder
-from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.openings import Openings
-from kvpool.pool.client_events import DropPrefix, PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
-from kvpool.tables import BlockTables
-from kvpool.tiers.restore_cost import RestoreCost
-from kvpool.tiers.restores import Restored, Restores
-from kvpool.tiers.write_behind import WriteBehind
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client_events import (
+    DropPrefix,
+    PrefixFetched,
+    PrefixFound,
+    SeekPrefix,
+    WantPrefix,
+)
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.pool_fetch import AskFar, FarFetches, Restored, Restores
+from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 

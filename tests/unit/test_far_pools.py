@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.pool import far_pools
-from cluster.pool.far_pools import FarLink, FarPools, FromFar
-from kvpool.far_fetches import AskFar
-from kvpool.hashes import BlockHash
-from kvpool.layout import BlockId
-from kvpool.pool.client_events import (
+from cluster.worker.pool import side
+from cluster.worker.pool.side import FarLink, FarPools, FromFar
+from kvpool.core.fetch.client_events import (
     BlocksFetched,
     DropPrefix,
     FetchBlocks,
@@ -21,8 +18,11 @@ from kvpool.pool.client_events import (
     PrefixFetched,
     WantPrefix,
 )
-from kvpool.pool.messages import FetchDone, Fetched, FetchWanted, PoolWelcome, ToPool
-from kvpool.tiers.tier_blocks import PoolPlace
+from kvpool.core.fetch.pool_fetch import AskFar
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import BlockId
+from kvpool.core.node.messages import FetchDone, Fetched, FetchWanted, PoolWelcome, ToPool
+from kvpool.core.node.tier_blocks import PoolPlace
 from kvrelay.types import Incarnation, RequestKey
 
 NODE = Incarnation("node")
@@ -55,7 +55,7 @@ class Net:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(far_pools, "time", clock)
+    monkeypatch.setattr(side, "time", clock)
     return clock
 
 
@@ -116,7 +116,7 @@ def test_a_link_that_does_not_stand_in_time_is_not_waited_for(clock: Clock) -> N
     far = FarPools(net.connect)
     far.ask(want())
     assert far.tick() == []
-    clock.now_s += far_pools.PATIENCE_S
+    clock.now_s += side.PATIENCE_S
     assert far.tick() == [fetched(0)]
     assert far.heard(joined()) == [] and net.sent == []
 
@@ -129,7 +129,7 @@ def test_a_node_that_is_lost_ends_all_questions_and_is_left_alone(clock: Clock) 
     assert far.heard(LOST) == [fetched(0, "first"), fetched(0, "second")]
     assert net.closed == 1
     assert far.ask(want()) == [fetched(0)] and len(net.connected) == 1
-    clock.now_s += far_pools.LEFT_ALONE_S
+    clock.now_s += side.LEFT_ALONE_S
     assert far.ask(want()) == [] and len(net.connected) == 2
     far.heard(joined())
     assert far.heard(LOST) == [fetched(0)]

@@ -8,11 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from engine.fit_times import Timed, fit_times, relative_errors
-from engine.latency import decode_work, prefill_work
-from engine.latency_fit import LinearTimes
-from engine.least_squares import relative_least_squares
-from engine.time_design import design
+from engine.core.fitting import Timed, design, fit_times, relative_errors, relative_least_squares
+from engine.core.step_times import LinearTimes, decode_work, prefill_work
 
 TIMES = LinearTimes(
     prefill_overhead_s=0.003,

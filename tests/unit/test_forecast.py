@@ -9,17 +9,21 @@ from hypothesis import strategies as st
 
 from kvrelay.messages import Counters, Lifetime, LinkState
 from kvrelay.types import Incarnation, Role
-from router.candidate import Candidate
-from router.directory import Directory
-from router.forecast.decode_outlook import BatchThen, DecodeOutlook, Expected
-from router.forecast.forecast import Forecast
-from router.forecast.lifetimes import FRESH_S, Lifetimes
-from router.forecast.prefill_queue import Ahead, PrefillQueue
-from router.forecast.step_peaks import StepPeaks
-from router.latency.output_lengths import OutputLengths
-from router.latency.survival import Survival
-from router.prefixes import HeldPrefixes
-from router.view import WorkerView
+from router.core.load.decode_outlook import (
+    FRESH_S,
+    BatchThen,
+    DecodeOutlook,
+    Expected,
+    Lifetimes,
+    StepPeaks,
+)
+from router.core.load.output_lengths import OutputLengths, Survival
+from router.core.load.prefill_queue import Ahead, PrefillQueue
+from router.core.policy.forecast import Forecast
+from router.core.state.candidate import Candidate
+from router.core.state.demand import HeldPrefixes
+from router.core.state.directory import Directory
+from router.core.state.worker_view import WorkerView
 from tests.unit.router_kit import PerToken, demand, hello, key, view, workers_of
 
 P, D = Role.PREFILL, Role.DECODE

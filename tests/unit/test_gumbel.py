@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from engine import gumbel, sampler
-from engine.gumbel import Draws
-from engine.native import build
-from engine.native import draw as native
-from engine.native.build import built
-from engine.native.draw import SOURCE, DrawKernel, open_draw
-from engine.step import SampleRequest
-from engine.truncation import truncate
+from engine.core.step import SampleRequest
+from engine.device import native_build
+from engine.device.native_build import built
+from engine.sampling import gumbel, sampler
+from engine.sampling import native_draw as native
+from engine.sampling.gumbel import Draws
+from engine.sampling.native_draw import SOURCE, DrawKernel, open_draw
+from engine.sampling.truncation import truncate
 from kvrelay.types import Sampling
 from tests.unit.draw_kit import VOCABS, no_cuts, random_cuts, random_draws, random_logits
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(build.shutil.which, SOURCE.compilers)), reason="no C++ compiler here"
+    not any(map(native_build.shutil.which, SOURCE.compilers)), reason="no C++ compiler here"
 )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.hashes import (
+from kvpool.core.layout.hashes import (
     BlockHash,
     CacheSalt,
     block_hashes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.eviction import open_policy
-from kvpool.pool.events import (
+from kvpool.core.blocks.eviction import open_policy
+from kvpool.core.node.events import (
     DropWorker,
     FromWorker,
     Load,
@@ -25,7 +25,8 @@ from kvpool.pool.events import (
     WorkerLost,
     WriteSlots,
 )
-from kvpool.pool.messages import (
+from kvpool.core.node.host_tier import HostTier
+from kvpool.core.node.messages import (
     ChainBlock,
     FetchDone,
     Fetched,
@@ -37,8 +38,7 @@ from kvpool.pool.messages import (
     StoreWanted,
     ToPool,
 )
-from kvpool.tiers.host_tier import HostTier
-from kvpool.tiers.tier_blocks import PoolPlace, TierBlocks
+from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.messages import BlockChanges
 from kvrelay.types import Incarnation, Tier
 from tests.unit.naive_prefix_index import hashes_of
@@ -222,7 +222,7 @@ def test_blocks_go_to_disk_and_come_back() -> None:
 def test_what_continues_a_block_that_could_not_be_written_is_not_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvpool.tiers.disk_tier._BATCH_BLOCKS", 1)
+    monkeypatch.setattr("kvpool.core.node.disk_tier._BATCH_BLOCKS", 1)
     node = Node(slots=4)
     spill = Spill(hash=A, parent=None, place=P0, checksum=100, slot=P0)
     assert node.store(*CHAIN[:3]) == [WriteSlots(batch=1, spills=(spill,))]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvrelay.types import Role
-from router.forecast.decode_outlook import Expected
-from router.moving import FEWEST_LEFT_TOKENS, Decoding, Load, fullest, suggest
-from router.view import WorkerView
+from router.core.load.decode_outlook import Expected
+from router.core.migration import FEWEST_LEFT_TOKENS, Decoding, Load, fullest, suggest
+from router.core.state.worker_view import WorkerView
 from tests.unit.router_kit import PerToken, key, view
 
 BLOCKS, BLOCK = 16, 4  # of router_kit's workers

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.block_names import NamedFormat, named_format
+from kvpool.core.layout.block_names import NamedFormat, named_format
 from kvrelay.errors import PeerError
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
-from router.joining import check_joins
+from router.core.state.worker_view import check_joins
 from tests.unit.router_kit import hello
 from tests.unit.worker_kit import LAYOUT
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives
-from router.ladder import LOOKS_EVERY_S, Ladder, Ladders, Step
-from router.latency.recent import Recent
+from router.core.state.ladder import LOOKS_EVERY_S, Ladder, Ladders, Recent, Step
 
 RULES = LadderRules(
     window_s=60, hold_s=10, calm_s=30, stricter=0.8, easing=0.8, tolerance=1.0, tail=2.0

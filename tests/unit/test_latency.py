@@ -7,15 +7,15 @@ from random import Random
 
 import pytest
 
-from engine.latency import decode_work, prefill_work
+from engine.core.step_times import decode_work, prefill_work
 from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
-from router.core import RouterCore
-from router.events import Submitted
-from router.latency.output_lengths import OutputLengths
-from router.latency.worker_times import WorkerTimes
-from router.learning import TOO_LATE
-from router.request import Request
+from router.core.core import RouterCore
+from router.core.events import Submitted
+from router.core.lifecycle import TOO_LATE
+from router.core.load.output_lengths import OutputLengths
+from router.core.load.step_times import WorkerTimes
+from router.core.request import Request
 from tests.unit.router_kit import hello, request, reserved, says, split, submit, tokens
 
 

@@ -9,9 +9,9 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
-from cluster.controller_report import Report
-from cluster.launch import Driver
-from cluster.supervision import Phase
+from cluster.core.supervision import Phase
+from cluster.on_ray.controller import Report
+from cluster.on_ray.launch import Driver
 from kvrelay.errors import KvrelayError
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
+from engine.core.step import Command, Emit, RunStep, StepBehindWanted, StepDone, StepWanted
 from engine.flight import Flight
 from engine.runner import Engine
-from engine.step import Command, Emit, RunStep, StepBehindWanted, StepDone, StepWanted
-from kvpool.holder import Holder
+from kvpool.core.blocks.holding import Holder
 from kvrelay.messages import Generate, Tokens
 from kvrelay.types import RequestKey, RequestSpec, Sampling, TokenLogprobs
 from tests.models import VOCAB_SIZE

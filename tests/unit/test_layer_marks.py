@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import open_checkpoint
-from engine.layer_marks import LayerMarks, LayerWatch
+from engine.core.sizing import EngineLimits
+from engine.core.step import SampleRequest, SequenceSlice, StepBatch
+from engine.device.layer_marks import LayerMarks, LayerWatch
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import SampleRequest, SequenceSlice, StepBatch
-from kvpool.layout import BlockId
+from kvpool.core.layout.layout import BlockId
 from kvrelay.types import RequestKey, Sampling
 from tests.models import random_checkpoint
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.leases import LeaseTable
+from kvpool.core.blocks.leases import LeaseTable
 
 
 def test_a_lease_ends_at_its_time_and_not_before() -> None:

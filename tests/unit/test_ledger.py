@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ledger import PHASES, Ledger
+from router.core.request import PHASES, Ledger
 
 
 def test_phases_are_the_gaps_in_order_after_those_of_the_face() -> None:

@@ -10,16 +10,13 @@ import pytest
 
 from kvrelay.messages import Counters
 from kvrelay.types import RequestKey, Role
-from router.candidate import DecodePrediction
-from router.demand import Demand
-from router.forecast.decode_outlook import BatchThen, DecodeOutlook, Expected
-from router.forecast.forecast import Forecast
-from router.forecast.lifetimes import Lifetimes
-from router.forecast.sequences import Sequences
-from router.forecast.usual_prompts import UsualPrompts
-from router.latency.output_lengths import OutputLengths
-from router.latency.survival import STRIDE, Survival
-from router.view import WorkerView
+from router.core.load.decode_outlook import BatchThen, DecodeOutlook, Expected, Lifetimes
+from router.core.load.output_lengths import STRIDE, OutputLengths, Survival
+from router.core.load.sequences import Sequences
+from router.core.policy.forecast import Forecast, UsualPrompts
+from router.core.state.candidate import DecodePrediction
+from router.core.state.demand import Demand
+from router.core.state.worker_view import WorkerView
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 HALF_ARE_SHORT = Survival([1.0] * 6 + [0.5] * 45 + [0.0])

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.latency import NotCovered, decode_work, prefill_work
-from engine.latency_fit import LinearTimes
-from kvrelay.step_times import StepCoefficients
+from engine.core.step_times import LinearTimes, NotCovered, decode_work, prefill_work
+from kvrelay.types import StepCoefficients
 
 TIMES = LinearTimes(
     prefill_overhead_s=0.003,

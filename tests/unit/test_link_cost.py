@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.link_cost import LinkCost, Sample, Step, TransferShape, Way, fit
+from kvpool.core.transfer.link_cost import LinkCost, Sample, Step, TransferShape, Way, fit
 
 NIXL = LinkCost(
     transport="nixl",

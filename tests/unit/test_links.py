@@ -16,22 +16,29 @@ from uuid import uuid4
 import pytest
 import torch
 
-from cluster import prober
-from cluster.peers import PeerLinks
-from kvpool.handoff import PeerHello, RenewLeases, SlabLent
-from kvpool.handoff_events import FromPeer, LinkMeasured, PeerLost, SendPeer
-from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.link_cost import Sample, Step
+from cluster.worker import prober
+from cluster.worker.peers import PeerLinks
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
+from kvpool.core.transfer.link_cost import Sample, Step
+from kvpool.core.transfer.messages import PeerHello, RenewLeases, SlabLent
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.slabs import LeaseId, SlabId
 from kvpool.memory.probe import measure_copies
-from kvpool.pool.map import KvFacts
-from kvpool.slabs import LeaseId, SlabId
-from kvpool.transport import fabric, probe
-from kvpool.transport.base import Connection, RegionName
+from kvpool.transport import link_kind, probe
 from kvpool.transport.endpoints import EndpointOptions
-from kvpool.transport.fabric import LinkKind, no_rdma, obstacle_of, rdma_ports
+from kvpool.transport.link_kind import (
+    LinkKind,
+    UcxInfo,
+    describe,
+    library_of_nixl,
+    no_rdma,
+    obstacle_of,
+    rdma_ports,
+)
+from kvpool.transport.peer.base import Connection, RegionName
 from kvpool.transport.probe import PROBE_BYTES
-from kvpool.transport.ucx_info import UcxInfo, describe, library_of_nixl
-from kvpool.transport.ucx_options import UcxOptions
+from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
 
@@ -249,7 +256,7 @@ def test_a_peer_that_vanishes_while_measured_is_just_lost(side, monkeypatch) -> 
     """Its end closes as the first write of the other's probe arrives."""
     a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)
     began = threading.Event()
-    monkeypatch.setattr("cluster.prober.probe.measure", stuck(began))
+    monkeypatch.setattr("cluster.worker.prober.probe.measure", stuck(began))
     a.greet(b)
     assert began.wait(20)
     b.links.close()
@@ -348,11 +355,11 @@ def info(*resources: str, components: tuple[str, ...] = ("tcp", "ib")) -> UcxInf
 
 
 def test_ucx_itself_says_whether_it_uses_rdma(monkeypatch) -> None:
-    monkeypatch.setattr(fabric, "no_rdma", lambda: "no device")
+    monkeypatch.setattr(link_kind, "no_rdma", lambda: "no device")
     assert obstacle_of(info("tcp/eth0", "rc_mlx5/mlx5_0:1")) is None
     assert obstacle_of(info("tcp/eth0")) == "no device"
     assert obstacle_of(info(components=("tcp",))) == "its UCX was built without verbs"
-    monkeypatch.setattr(fabric, "no_rdma", lambda: None)
+    monkeypatch.setattr(link_kind, "no_rdma", lambda: None)
     assert obstacle_of(info("tcp/eth0")) == "UCX uses no RDMA device here"
 
 
@@ -368,7 +375,7 @@ def test_the_library_of_nixl_can_be_asked() -> None:
 
 
 def test_what_is_required_and_absent_is_refused_at_start(side, monkeypatch) -> None:
-    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme, ucx: f"{scheme} sees no device")
+    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: f"{scheme} sees no device")
     wanted = r"transfer.require is \[rdma\] and nixl is tcp \(nixl sees no device\)"
     with pytest.raises(ConfigError, match=wanted):
         side("a", "nixl", require=[LinkKind.RDMA])
@@ -377,7 +384,7 @@ def test_what_is_required_and_absent_is_refused_at_start(side, monkeypatch) -> N
 
 
 def test_a_peer_without_what_is_required_is_refused(side, monkeypatch) -> None:
-    monkeypatch.setattr(fabric, "rdma_obstacle", lambda scheme, ucx: None)
+    monkeypatch.setattr(link_kind, "rdma_obstacle", lambda scheme, ucx: None)
     a, b = side("a", "shm", "nixl", require=[LinkKind.RDMA]), side("b", "shm")
     assert a.links.endpoints.schemes == ("nixl",)
     a.greet(b)

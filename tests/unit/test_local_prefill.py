@@ -6,19 +6,17 @@ import pytest
 
 from kvrelay.messages import Counters, Generate, LinkState, WorkerHello
 from kvrelay.types import Incarnation, Role
-from router.candidate import Candidate
-from router.core import RouterCore
-from router.demand import Demand
-from router.events import Admit, Send, Submitted, WorkerJoined
-from router.forecast.decode_outlook import DecodeOutlook, Expected
-from router.forecast.forecast import Forecast
-from router.forecast.pauses import Pauses
-from router.forecast.prefill_queue import Ahead
-from router.latency.margins import Margin
-from router.placing.kv_aware import KvAware
-from router.placing.local_prefill import MOST_CHUNKS, LocalPrefill
-from router.placing.policy import PlacementPolicy
-from router.view import WorkerView
+from router.core.core import RouterCore
+from router.core.events import Admit, Send, Submitted, WorkerJoined
+from router.core.load.decode_outlook import DecodeOutlook, Expected, Pauses
+from router.core.load.margins import Margin
+from router.core.load.prefill_queue import Ahead
+from router.core.policy.forecast import Forecast
+from router.core.policy.kv_aware import MOST_CHUNKS, KvAware, LocalPrefill
+from router.core.policy.placement import PlacementPolicy
+from router.core.state.candidate import Candidate
+from router.core.state.demand import Demand
+from router.core.state.worker_view import WorkerView
 from tests.unit.router_kit import (
     demand,
     hello,

@@ -9,10 +9,9 @@ from datetime import datetime
 
 import pytest
 
-from cluster.logs import LineFormatter
-from router import refusal_log
-from router.refusal_bursts import RefusalBursts
-from router.refusal_log import RefusalLog
+from cluster.process.logs import LineFormatter
+from router.live import refusal_log
+from router.live.refusal_log import RefusalBursts, RefusalLog
 
 
 def _line(**extra: object) -> str:

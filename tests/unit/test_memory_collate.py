@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from kvpool.codec import Codec
-from kvpool.layout import BlockId, KvLayout, Tables
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import BlockId, KvLayout, Tables
+from kvpool.core.transfer.piece import Piece
+from kvpool.core.transfer.slabs import HEADER_BYTES
+from kvpool.core.transfer.write import TokenSpan, Write
 from kvpool.memory.collate import read_slab, write_slab
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.piece import Piece
-from kvpool.slab import HEADER_BYTES
-from kvpool.write import TokenSpan, Write
 from kvrelay.errors import PeerError
 from tests.unit.pieces_kit import (
     BLOCKS,

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kvpool.core.transfer.piece import PieceBlocks, piece_blocks, source_side, transfer_shape
+from kvpool.core.transfer.pool_map import KvFacts, PoolMap
+from kvpool.core.transfer.write import TokenSpan
 from kvpool.memory.direct import fetch
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.piece import PieceBlocks, piece_blocks, source_side, transfer_shape
-from kvpool.pool.map import KvFacts, PoolMap
-from kvpool.transport.base import Callbacks, Connection, Read, RegionName
 from kvpool.transport.loopback import LoopbackEndpoint
-from kvpool.write import TokenSpan
+from kvpool.transport.peer.base import Callbacks, Connection, Read, RegionName
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 from tests.unit.pieces_kit import (

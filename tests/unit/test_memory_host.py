@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.node.tier_blocks import PoolPlace
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Side as Blocks
+from kvpool.core.transfer.write import TokenSpan
+from kvpool.memory.collate import gather_write
 from kvpool.memory.host import HostBlocks, checksums, fetch_blocks, store_blocks
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.tiers.tier_blocks import PoolPlace
-from kvpool.transfer_plan import cut
-from kvpool.transport.base import Connection, Region
-from kvpool.write import Side as Blocks
-from kvpool.write import TokenSpan
+from kvpool.transport.peer.base import Connection, Region
 from kvrelay.errors import PeerError
 from tests.contract.transport_kit import Side as LinkSide
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint import open_checkpoint
-from engine.model import load_model
-from engine.probe import derive_layout, probe
-from engine.profile import profile_memory
-from engine.scoring import MOST_SCORED_TOKENS
-from engine.sizing import EngineLimits
-from engine.step import StepBatch
+from engine.core.sizing import EngineLimits
+from engine.core.step import MOST_SCORED_TOKENS, StepBatch
+from engine.memory_profile import profile_memory
+from engine.model.checkpoint import open_checkpoint
+from engine.model.kv_layout import derive_layout, probe
+from engine.model.model import load_model
 from tests.models import random_checkpoint
 
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Side, TokenSpan, Write
 from tests.unit.transfer_kit import Case, Move, Pool, carry_out, cases, new_trial
 
 

@@ -8,11 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.messages import Counters, LinkState
 from kvrelay.types import Incarnation
-from router.generation import ClusterSnapshot
-from router.metrics import RouterMetrics
-from router.placement import Pair
-from router.recent_pairs import LATELY_S, MOST_PAIRS, RecentPairs
-from router.worker_metrics import MOST_LINKS
+from router.core.state.generation import ClusterSnapshot
+from router.core.state.quarantine import LATELY_S, MOST_PAIRS, Pair, RecentPairs
+from router.live.metrics import MOST_LINKS, RouterMetrics
 from tests.unit.fake_dispatcher import WORKER, FakeDispatcher
 from tests.unit.router_kit import lifetime, reserved, says, split, submit
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from cluster.sim.profiles.known_names import known_shape, model_names
-from engine.model_shape import ModelShape, read_shape
+from cluster.sim.profiles.load import known_shape, model_names
+from engine.core.model_shape import ModelShape, read_shape
 from kvrelay.errors import ModelError
 
 # Of the models' cards, in billions.

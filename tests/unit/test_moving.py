@@ -8,10 +8,18 @@ import pytest
 
 from kvrelay.messages import Abort, Counters, Prefill, Reserve, WorkerHello
 from kvrelay.types import FinishReason, Incarnation, RequestSpec, Role
-from router.core import RouterCore
-from router.events import Aborted, Command, Send, Submitted, WorkerJoined, WorkerLost, WorkerSaid
-from router.moving import LOOK_S, Moving, no_moves
-from router.placement import Pair
+from router.core.core import RouterCore
+from router.core.events import (
+    Aborted,
+    Command,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
+from router.core.migration import LOOK_S, Moving, no_moves
+from router.core.state.quarantine import Pair
 from tests.unit.router_kit import (
     PROMPT,
     failed,

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import Scores
-from engine.native.build import BuildError, built
-from engine.native.kernel import SOURCE, Kernel, open_kernel
+from engine.attention.native.kernel import SOURCE, Kernel, open_kernel
+from engine.device.native_build import BuildError, built
+from engine.model.interface import Scores
 from tests.unit.native_kit import Batch, Heads, Slices, make_batch
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.native import build, kernel
-from engine.native.build import BuildError, Source, built
-from engine.native.kernel import SOURCE
-from kvpool.layout import KvLayout, LayerGroup, Plane
+from engine.attention.native import kernel
+from engine.attention.native.kernel import SOURCE
+from engine.device import native_build
+from engine.device.native_build import BuildError, Source, built
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(build.shutil.which, SOURCE.compilers)), reason="no C++ compiler here"
+    not any(map(native_build.shutil.which, SOURCE.compilers)), reason="no C++ compiler here"
 )
 
 
@@ -88,7 +89,7 @@ def test_a_file_system_without_locks_will_do(
     def no_locks(*_: object) -> None:
         raise OSError(errno.EBADF, "Bad file descriptor")
 
-    monkeypatch.setattr(build.fcntl, "flock", no_locks)
+    monkeypatch.setattr(native_build.fcntl, "flock", no_locks)
     script = 'while [ "$1" != -o ]; do shift || exit 0; done; echo whole > "$2"'
     path = built(fake_compiler(tmp_path, script), tmp_path / "cache")
     assert path.read_text() == "whole\n"

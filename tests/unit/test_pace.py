@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.pace import LEAST_SHARE
 from decode_worker.scheduler import DecodeScheduler
-from engine.latency import decode_work
-from engine.latency_fit import LinearTimes
-from engine.step import StepWanted
+from decode_worker.shares import LEAST_SHARE
+from engine.core.step import StepWanted
+from engine.core.step_times import LinearTimes, decode_work
 from kvrelay.messages import Generate, Tokens
 from kvrelay.types import RequestSpec
 from tests.unit.test_decode_scheduler import arrive, assert_idle

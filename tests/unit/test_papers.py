@@ -23,12 +23,11 @@ from bench.papers.goodput import Objectives, attainment, highest_rate, poisson
 from bench.papers.silicon_fit import START, Fitted, fit, pattern_search, predict
 from bench.papers.silicon_rows import Measured, read_measured
 from cluster.config.schema import Config
-from cluster.sim import run
-from cluster.sim.ledgers import Outcome
+from cluster.sim import output
 from cluster.sim.profiles.roofline import Precision
 from cluster.sim.simulation import Scale
-from cluster.sim.trace import TraceRequest
-from engine.latency import StepWork
+from cluster.sim.trace import Outcome, TraceRequest
+from engine.core.step_times import StepWork
 
 _DATA = Path(__file__).parents[1] / "data"
 
@@ -267,7 +266,7 @@ def test_round_robin_in_turn_and_packed_as_by_hand() -> None:
         for i, (at_s, tokens) in enumerate(asked)
     ]
     config = Config.model_validate(dynamo.cluster_of("round_robin", 6000, 2), strict=False)
-    found = run.simulate(config, requests, Scale()).outcomes
+    found = output.simulate(config, requests, Scale()).outcomes
     both_s = dynamo_prefill_s(8192) + dynamo_prefill_s(1500)
     alone_s = [dynamo_decode_s(n, 6000) for n in range(1001, 1011)]
     assert [one.ttft_s for one in found] == pytest.approx(

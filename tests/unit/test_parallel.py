@@ -17,30 +17,25 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.checkpoint import open_checkpoint
-from engine.layer_marks import LayerMarks
+from engine.core.sizing import EngineLimits
+from engine.core.step import StepBatch
+from engine.device.layer_marks import LayerMarks
 from engine.load import load_engine
-from engine.model import load_model
+from engine.load_ranks import load_split
+from engine.model.checkpoint import open_checkpoint
+from engine.model.model import load_model
 from engine.parallel import leader
 from engine.parallel.leader import Leader
-from engine.parallel.load import load_split
 from engine.parallel.split import check_plan
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import StepBatch
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Side, TokenSpan
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Side, TokenSpan
+from kvpool.memory.collate import gather_write, scatter_write
 from kvrelay.errors import ModelError, PeerError
 from tests.drive import Running, run_forced, run_mixed, start
 from tests.models import VOCAB_SIZE, random_checkpoint
-from tests.reference import (
-    Reference,
-    assert_close_logits,
-    assert_same_tokens,
-    generate_reference,
-)
+from tests.reference import Reference, assert_close_logits, assert_same_tokens, generate_reference
 from tests.unit.test_prompt_logprobs import check_scores
 
 CHUNK_TOKENS, TOKENS = 64, 24

@@ -16,20 +16,20 @@ import pytest
 import torch
 from torch.distributed import FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from engine.parallel import message, nccl_group, rank_kv
-from engine.parallel.board import PLACE_BYTES
+from engine.core.sizing import MemoryProfile
+from engine.core.step import SampleRequest, SequenceSlice
+from engine.device.group import Group
+from engine.parallel import message, nccl_group, ranks
 from engine.parallel.channel import Channel
-from engine.parallel.degree import check_degree
-from engine.parallel.devices import check_gpus, rank_devices
-from engine.parallel.group import Group
+from engine.parallel.host_group import PLACE_BYTES
 from engine.parallel.message import StepHearer, StepTeller
 from engine.parallel.nccl_group import NcclGroup, side_by_side
 from engine.parallel.opening import open_group
-from engine.parallel.share import profile_of_all
-from engine.sizing import MemoryProfile
-from engine.step import SampleRequest, SequenceSlice
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
-from kvpool.pool.map import PoolMap
+from engine.parallel.ranks import check_gpus, rank_devices
+from engine.parallel.split import check_degree
+from engine.share import profile_of_all
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.transfer.pool_map import PoolMap
 from kvrelay.errors import ModelError, PeerError
 from kvrelay.types import RequestKey, Sampling
 
@@ -317,13 +317,13 @@ def test_rank_0_reaches_the_kv_on_every_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         shared[number] = memory
         return handle(number)
 
-    monkeypatch.setattr(rank_kv, "share", share)
-    monkeypatch.setattr(rank_kv.CudaHandle, "unpack", staticmethod(handle))
+    monkeypatch.setattr(ranks, "share", share)
+    monkeypatch.setattr(ranks.CudaHandle, "unpack", staticmethod(handle))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     lines = [[Channel(end) for end in socket.socketpair()] for _ in range(2)]
     cpu = torch.device("cpu")
-    theirs = [rank_kv.offer_part(pool.parts[rank], cpu, lines[rank - 1][1]) for rank in range(1, 3)]
-    whole = rank_kv.map_parts(pool, cpu, [ours for ours, _ in lines])
+    theirs = [ranks.offer_part(pool.parts[rank], cpu, lines[rank - 1][1]) for rank in range(1, 3)]
+    whole = ranks.map_parts(pool, cpu, [ours for ours, _ in lines])
     assert whole.lies_apart
     for part, their in zip(whole.parts[1:], theirs, strict=True):
         assert part.planes[0][0].data_ptr() == their.planes[0][0].data_ptr()

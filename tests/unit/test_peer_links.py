@@ -9,17 +9,17 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.peers import PeerLinks
-from kvpool.codec import Codec
-from kvpool.codec_choice import CodecOffer, CodecSpeed
-from kvpool.handoff import Committed, PeerHello, PeerMessage, RenewLeases, SlabLent
-from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
-from kvpool.layout import KvLayout, LayerGroup, Plane
+from cluster.worker.peers import PeerLinks
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.transfer.codec_choice import CodecOffer, CodecSpeed
+from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
+from kvpool.core.transfer.messages import Committed, PeerHello, PeerMessage, RenewLeases, SlabLent
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.slabs import LeaseId, SlabId
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.peer_wire.wire import encode
-from kvpool.pool.map import KvFacts
-from kvpool.slabs import LeaseId, SlabId
-from kvpool.transport.base import Connection, RegionName
+from kvpool.transport.peer.base import Connection, RegionName
+from kvpool.wire.peer import encode
 from kvrelay.errors import PeerError
 from kvrelay.types import WIRE_VERSION, Incarnation, RequestKey
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.philox import philox4x32
+from engine.sampling.gumbel import philox4x32
 
 ONES = 0xFFFFFFFF
 

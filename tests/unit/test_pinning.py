@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import host_cpus, pinning
-from cluster.host_cpus import cores, quota, ranges
-from cluster.pinning import chosen
+from cluster.process import host_cpus
+from cluster.process import host_cpus as pinning
+from cluster.process.host_cpus import chosen, cores, quota, ranges
 
 PAIRS = {cpu: (0, cpu % 4) for cpu in range(8)}
 """Four cores; CPU n and n + 4 are the same one."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.holder import Holder
-from kvpool.pins import Pins
-from kvpool.tables import BlockTables
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables, Pins
 from kvrelay.types import RequestSpec
 from tests.unit.worker_kit import BLOCK, LAYOUT, key, spec
 

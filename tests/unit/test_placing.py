@@ -4,24 +4,21 @@ from random import Random
 
 import pytest
 
-from kvpool.block_names import BlockNames
+from kvpool.core.layout.block_names import BlockNames
 from kvrelay.messages import BlockChanges, Counters, LinkState
 from kvrelay.types import Incarnation, Role, Tier
-from router.candidate import Candidate
-from router.demand import Demand
-from router.directory import Directory
-from router.forecast.decode_outlook import BatchThen, Expected
-from router.forecast.forecast import Forecast
-from router.forecast.prefill_queue import Ahead
-from router.placement import Pair, Placement, trusted
-from router.placing.kv_aware import KvAware, Steps, _steps
-from router.placing.least_loaded import LeastLoaded
-from router.placing.local_cache import LocalCache
-from router.placing.policy import PlacementPolicy
-from router.placing.random_pair import RandomPair
-from router.placing.round_robin import RoundRobin
-from router.view import WorkerView
-from router.workers import fitting
+from router.core.load.decode_outlook import BatchThen, Expected
+from router.core.load.prefill_queue import Ahead
+from router.core.policy.forecast import Forecast
+from router.core.policy.kv_aware import KvAware, Steps, _steps
+from router.core.policy.placement import PlacementPolicy
+from router.core.policy.placement_baselines import LeastLoaded, LocalCache, RandomPair, RoundRobin
+from router.core.state.candidate import Candidate
+from router.core.state.demand import Demand
+from router.core.state.directory import Directory
+from router.core.state.quarantine import Pair, Placement, trusted
+from router.core.state.worker_view import WorkerView
+from router.core.workers import fitting
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH

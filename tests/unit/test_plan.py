@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
-from kvpool.plan import TokenRun, chunk_bytes, token_runs
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.transfer.write import TokenRun, chunk_bytes, token_runs
 
 
 @st.composite

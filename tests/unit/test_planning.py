@@ -22,17 +22,25 @@ from cluster.sim.planning.candidates import (
     fits,
     grown,
     kinds,
+    obstacles,
+    servable_file,
     smallest,
 )
-from cluster.sim.planning.cluster_file import obstacles, servable_file
-from cluster.sim.planning.copies import Copy, copies, simulated_kv
-from cluster.sim.planning.estimate import Objectives, decode_s, prefill_s, workload
+from cluster.sim.planning.estimate import (
+    Copy,
+    Objectives,
+    copies,
+    decode_s,
+    prefill_s,
+    simulated_kv,
+    workload,
+)
+from cluster.sim.planning.model_facts import find_facts
 from cluster.sim.planning.settle import Task, enough, fastest_rate
-from cluster.sim.profiles.known_names import known_device
+from cluster.sim.profiles.load import known_device
 from cluster.sim.simulation import kv_layout
 from cluster.sim.trace import TraceRequest
-from cluster.worker.model_facts import find_facts
-from engine.latency import decode_work, prefill_work
+from engine.core.step_times import decode_work, prefill_work
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.layout import BlockId
-from kvpool.pool.client import PoolClient
-from kvpool.pool.client_events import (
+from kvpool.core.fetch.client import PoolClient
+from kvpool.core.fetch.client_events import (
     BlocksFetched,
     BlocksStored,
     ClientCommand,
@@ -27,7 +26,8 @@ from kvpool.pool.client_events import (
     StoreBlocks,
     WantPrefix,
 )
-from kvpool.pool.messages import (
+from kvpool.core.layout.layout import BlockId
+from kvpool.core.node.messages import (
     ChainBlock,
     FetchDone,
     Fetched,
@@ -40,7 +40,7 @@ from kvpool.pool.messages import (
     StoreGranted,
     StoreWanted,
 )
-from kvpool.tiers.tier_blocks import PoolPlace
+from kvpool.core.node.tier_blocks import PoolPlace
 from kvrelay.types import Incarnation, RequestKey
 from tests.unit.naive_prefix_index import hashes_of
 

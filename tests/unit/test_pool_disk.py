@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from cluster.pool.disk import PoolDisk
-from kvpool.pool.events import (
+from cluster.pool_node.disk import PoolDisk
+from kvpool.core.node.events import (
     Load,
     ReadSlots,
     SlotOutcome,
@@ -19,9 +19,9 @@ from kvpool.pool.events import (
     Spill,
     WriteSlots,
 )
-from kvpool.pool.messages import PoolFormat
-from kvpool.tiers.disk_files import DiskFiles
-from kvpool.tiers.tier_blocks import PoolPlace
+from kvpool.core.node.messages import PoolFormat
+from kvpool.core.node.tier_blocks import PoolPlace
+from kvpool.disk.files import DiskFiles
 from tests.unit.naive_prefix_index import hashes_of
 
 SIZE = 4096

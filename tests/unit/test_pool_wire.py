@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.hashes import BlockHash
-from kvpool.pool.messages import (
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.node.messages import (
     ChainBlock,
     FetchDone,
     Fetched,
@@ -22,9 +22,9 @@ from kvpool.pool.messages import (
     StoreGranted,
     StoreWanted,
 )
-from kvpool.pool.wire import MAX_PART_BYTES, Assembler, encode
-from kvpool.tiers.tier_blocks import PoolPlace
-from kvpool.transport.base import MAX_MESSAGE_BYTES
+from kvpool.core.node.tier_blocks import PoolPlace
+from kvpool.transport.peer.base import MAX_MESSAGE_BYTES
+from kvpool.wire.pool import MAX_PART_BYTES, Assembler, encode
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.eviction import policies
-from kvpool.pool import changes
+from kvpool.core.blocks.eviction import policies
+from kvpool.core.node import checked_blocks
 from tests.unit.pool_world import World
 
 _STEPS = 2500
@@ -50,8 +50,8 @@ def test_routers_know_what_the_node_holds_however_slowly_they_read(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of two blocks; with more than four changes waiting a router is dropped."""
-    monkeypatch.setattr(changes, "PAGE_BLOCKS", 2)
-    monkeypatch.setattr(changes, "MOST_WAITING", 4)
+    monkeypatch.setattr(checked_blocks, "PAGE_BLOCKS", 2)
+    monkeypatch.setattr(checked_blocks, "MOST_WAITING", 4)
     world, was_full = World(seed), False
     for step in range(_STEPS):
         world.step()

@@ -8,12 +8,19 @@ from dataclasses import replace
 
 import pytest
 
-from engine.latency_fit import LinearTimes
-from engine.prompts.decaying import Decaying
-from engine.prompts.order import AGED_BY_OWN, AGED_RECENT_S, AGED_S, AGED_SHARE, RECENT_S, Order
-from engine.step import StepWanted
-from kvpool.openings import Openings
-from kvpool.tables import BlockTables
+from engine.core.prompt_order import (
+    AGED_BY_OWN,
+    AGED_RECENT_S,
+    AGED_S,
+    AGED_SHARE,
+    RECENT_S,
+    Decaying,
+    Order,
+)
+from engine.core.step import StepWanted
+from engine.core.step_times import LinearTimes
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
 from kvrelay.qos import QosTier, QosTiers
 from prefill_worker.scheduler import PrefillScheduler
 from tests.sim.model import GEMMA

@@ -4,8 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from engine.step import Emit, RunStep, SampleRequest, SequenceSlice, StepBatch, StepWanted, Tick
-from kvpool.handoff import (
+from engine.core.step import (
+    Emit,
+    RunStep,
+    SampleRequest,
+    SequenceSlice,
+    StepBatch,
+    StepWanted,
+    Tick,
+)
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.transfer.commands import PeerLost, SendPeer, SlabWritten, WriteSlab
+from kvpool.core.transfer.messages import (
     CancelTransfer,
     Commit,
     Committed,
@@ -14,12 +25,9 @@ from kvpool.handoff import (
     SlabLent,
     TransferCancelled,
 )
-from kvpool.handoff_events import PeerLost, SendPeer, SlabWritten, WriteSlab
-from kvpool.openings import Openings
-from kvpool.piece import Piece, PieceBlocks, cut_span
-from kvpool.slabs import LeaseId, SlabId
-from kvpool.tables import BlockTables
-from kvpool.write import TokenSpan
+from kvpool.core.transfer.piece import Piece, PieceBlocks, cut_span
+from kvpool.core.transfer.slabs import LeaseId, SlabId
+from kvpool.core.transfer.write import TokenSpan
 from kvrelay.messages import Abort, Lifetime, Released, RequestFailed, Tokens
 from kvrelay.types import FinishReason
 from prefill_worker.scheduler import PrefillScheduler

@@ -17,12 +17,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvpool import eviction
-from kvpool.cached_block import CachedBlock
-from kvpool.eviction import LeastReuseDensity, open_policy, policies
-from kvpool.hashes import BlockHash
-from kvpool.layout import BlockId
-from kvpool.prefix_index import PrefixIndex
+from kvpool.core.blocks import eviction
+from kvpool.core.blocks.eviction import CachedBlock, LeastReuseDensity, open_policy, policies
+from kvpool.core.blocks.prefix_index import PrefixIndex
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import BlockId
 from tests.unit.naive_prefix_index import NaiveIndex, Path, hashes_of
 
 _paths = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)

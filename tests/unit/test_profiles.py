@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from cluster.config.load import read_yaml
-from cluster.sim.profiles.known_names import _bundled, known_device
-from cluster.sim.profiles.load import HardwareProfile, load_profile, parse_profile
-from engine.latency import NotCovered, decode_work, prefill_work
+from cluster.sim.profiles.load import (
+    HardwareProfile,
+    _bundled,
+    known_device,
+    load_profile,
+    parse_profile,
+)
+from engine.core.step_times import NotCovered, decode_work, prefill_work
 from kvrelay.errors import ConfigError
 
 _DATA = Path(__file__).parents[1] / "data"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.compiled import build, projections
-from engine.compiled.projections import MergedLinear, merge_projections
-from engine.model import Model
+from engine.compiled import build, merging
+from engine.compiled.merging import MergedLinear, merge_projections
+from engine.model.model import Model
 from tests.models import FAMILIES
 from tests.unit.test_compiled import FAR, all_logits, assert_near, logits, plain_model
 
@@ -55,12 +55,12 @@ def test_old_weights_go_one_product_at_a_time(
     del linears
     most: list[int] = []
 
-    class Watched(projections._Product):
+    class Watched(merging._Product):
         def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
             most.append(sum(one() is not None for one in layers))
             super().__init__(weight, bias)
 
-    monkeypatch.setattr(projections, "_Product", Watched)
+    monkeypatch.setattr(merging, "_Product", Watched)
     gc.disable()
     try:
         merged(model)

@@ -9,11 +9,10 @@ import pytest
 from kvrelay.messages import Released, Reserved
 from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
-from router.claims import Claims, Share
-from router.core import RouterCore
-from router.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
-from router.latency.margins import Margin
-from router.promises import GRACE_S, NOTHING_PROMISED, Promised, Promises
+from router.core.core import RouterCore
+from router.core.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
+from router.core.load.margins import Margin
+from router.core.state.promises import GRACE_S, NOTHING_PROMISED, Claims, Promised, Promises, Share
 from tests.unit.router_kit import PerToken, hello, key, request, says
 
 

@@ -9,12 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.checkpoint import open_checkpoint
-from engine.load import load_engine
-from engine.runner import Engine
-from engine.scoring import MOST_SCORED_TOKENS, scoring_of
-from engine.sizing import EngineLimits
-from engine.step import (
+from engine.core.sizing import EngineLimits
+from engine.core.step import (
+    MOST_SCORED_TOKENS,
     Sampled,
     Scoring,
     SequenceSlice,
@@ -23,11 +20,15 @@ from engine.step import (
     StepOutcome,
     StepWanted,
     Tick,
+    scoring_of,
 )
+from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
+from engine.runner import Engine
 from kvrelay.messages import Abort, Generate, Lifetime, Prefill, PromptLogprobs, Tokens
 from kvrelay.types import FinishReason, Incarnation, PromptLogprob, Role
 from prefill_worker.scheduler import PrefillScheduler
-from router.events import Admit, Command, Deliver, Send, Submitted, WorkerJoined, WorkerLost
+from router.core.events import Admit, Command, Deliver, Send, Submitted, WorkerJoined, WorkerLost
 from tests.drive import Running, start
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.unit import router_kit, worker_kit

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import StepWanted, Tick
-from kvpool.handoff import Commit, HandoffMode, PiecesAhead, SlabFilled, SlabLent, TransferCancelled
-from kvpool.handoff_events import ScatterSlab, SlabScattered
-from kvpool.write import TokenSpan
+from engine.core.step import StepWanted, Tick
+from kvpool.core.transfer.commands import ScatterSlab, SlabScattered
+from kvpool.core.transfer.messages import (
+    Commit,
+    HandoffMode,
+    PiecesAhead,
+    SlabFilled,
+    SlabLent,
+    TransferCancelled,
+)
+from kvpool.core.transfer.write import TokenSpan
 from kvrelay.messages import Abort, Generate, Reserved
 from tests.unit.worker_kit import (
     BLOCK,

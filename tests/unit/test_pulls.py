@@ -7,26 +7,32 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvpool.block_names import HashChain
-from kvpool.handoff import PeerHello, PeerMessage
-from kvpool.handoff_events import FromPeer, PeerLost, SendPeer
-from kvpool.hashes import BlockHash
-from kvpool.holder import Holder
-from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
-from kvpool.leases import LeaseTable
-from kvpool.openings import Openings
-from kvpool.peer_wire.wire import decode, encode
-from kvpool.piece import paired_runs
-from kvpool.pool.client_events import PrefixFound
-from kvpool.pool.map import KvFacts
-from kvpool.pull import BlocksPulled, PullBlocks, PullGranted, PullRead, PullSettled, PullWanted
-from kvpool.pull_grants import PullGrants
-from kvpool.pulls import Pulls
-from kvpool.tables import BlockTables
-from kvpool.tiers.restore_cost import RestoreCost
-from kvpool.tiers.restores import Restored, Restores
-from kvpool.transport.base import MAX_MESSAGE_BYTES
-from kvpool.write import Side
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client_events import PrefixFound
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.fetch.peer_pull import PullGrants, Pulls
+from kvpool.core.fetch.pool_fetch import Restored, Restores
+from kvpool.core.layout.block_names import HashChain
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
+from kvpool.core.transfer.commands import FromPeer, PeerLost, SendPeer
+from kvpool.core.transfer.messages import PeerHello, PeerMessage
+from kvpool.core.transfer.piece import paired_runs
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.pull import (
+    BlocksPulled,
+    PullBlocks,
+    PullGranted,
+    PullRead,
+    PullSettled,
+    PullWanted,
+)
+from kvpool.core.transfer.write import Side
+from kvpool.transport.peer.base import MAX_MESSAGE_BYTES
+from kvpool.wire.peer import decode, encode
 from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
 

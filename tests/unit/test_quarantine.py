@@ -3,23 +3,13 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.types import Incarnation, Role
-from router.core import RouterCore
-from router.events import Command, PairQuarantined, PairTrusted, Send, WorkerLost
-from router.forecast.forecast import Forecast
-from router.placement import Pair, Placement
-from router.placing.least_loaded import LeastLoaded
-from router.quarantine import Objection, Quarantine, back_off_s
-from router.workers import Workers
-from tests.unit.router_kit import (
-    core_with,
-    demand,
-    failed,
-    hello,
-    lifetime,
-    reserved,
-    says,
-    submit,
-)
+from router.core.core import RouterCore
+from router.core.events import Command, PairQuarantined, PairTrusted, Send, WorkerLost
+from router.core.policy.forecast import Forecast
+from router.core.policy.placement_baselines import LeastLoaded
+from router.core.state.quarantine import Objection, Pair, Placement, Quarantine, back_off_s
+from router.core.workers import Workers
+from tests.unit.router_kit import core_with, demand, failed, hello, lifetime, reserved, says, submit
 
 P, D = Role.PREFILL, Role.DECODE
 

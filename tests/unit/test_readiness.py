@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.types import Incarnation, Role
-from router.beginning import Beginning, begin
-from router.placement import Pair
-from router.policies import Policies
-from router.readiness import obstacle
-from router.workers import Workers
+from router.core.policy.choice import Policies
+from router.core.start import Beginning, begin
+from router.core.state.quarantine import Pair
+from router.core.workers import Workers, obstacle
 from tests.unit.router_kit import hello, view, workers_of
 
 NAMES = ("p0", "p1", "d0", "d1")

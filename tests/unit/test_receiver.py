@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import Command, Emit, Tick
-from kvpool.handoff import (
-    CancelTransfer,
-    Commit,
-    PiecesAhead,
-    RenewLeases,
-    SlabFilled,
-    SlabLent,
-    TransferCancelled,
-)
-from kvpool.handoff_events import (
+from engine.core.step import Command, Emit, Tick
+from kvpool.core.transfer.commands import (
     FromPeer,
     PeerLost,
     ReplaceSlab,
@@ -24,7 +15,16 @@ from kvpool.handoff_events import (
     SlabReplaced,
     SlabScattered,
 )
-from kvpool.slabs import LeaseId, SlabId, SlabState
+from kvpool.core.transfer.messages import (
+    CancelTransfer,
+    Commit,
+    PiecesAhead,
+    RenewLeases,
+    SlabFilled,
+    SlabLent,
+    TransferCancelled,
+)
+from kvpool.core.transfer.slabs import LeaseId, SlabId, SlabState
 from kvrelay.messages import Abort, Released, RequestFailed, Reserve
 from kvrelay.types import Incarnation
 from tests.unit.worker_kit import (

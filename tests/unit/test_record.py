@@ -11,17 +11,9 @@ import pytest
 
 from cluster.sim.readers import read_trace
 from kvrelay.errors import ConfigError
-from kvrelay.messages import (
-    BlockChanges,
-    Counters,
-    PoolUpdate,
-    Reserved,
-    ReserveRefused,
-    Tokens,
-)
+from kvrelay.messages import BlockChanges, Counters, PoolUpdate, Reserved, ReserveRefused, Tokens
 from kvrelay.types import FinishReason, Incarnation, RequestKey, Role, Sampling, Tier
-from router.beginning import Beginning, begin
-from router.events import (
+from router.core.events import (
     Command,
     Event,
     PoolNodeLost,
@@ -32,10 +24,11 @@ from router.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.generation import GenerationRequest
-from router.policies import Policies
-from router.record import Entry, _known, from_line, to_line
-from router.recorder import Recorder
+from router.core.policy.choice import Policies
+from router.core.record import Entry, _known, from_line, to_line
+from router.core.start import Beginning, begin
+from router.core.state.generation import GenerationRequest
+from router.live.recorder import Recorder
 from tests.unit.router_kit import hello
 
 P, D = Incarnation("p"), Incarnation("d")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from cluster.router import RegistryService
+from cluster.router.process import RegistryService
 from kvrelay.v1 import worker_pb2 as pb
 
 

@@ -9,17 +9,16 @@ import pytest
 from kvrelay.messages import Counters, TierLoad
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Role
-from router.admitting.policy import Admitted, Verdict
-from router.admitting.predictive import Predictive
-from router.candidate import Candidate
-from router.demand import Demand
-from router.forecast.decode_outlook import Expected
-from router.forecast.forecast import Forecast
-from router.placing.kv_aware import KvAware
-from router.refusal import NO_CAPACITY, Refusal
-from router.reserve import is_own
-from router.view import WorkerView
-from router.workers import Workers
+from router.core.load.decode_outlook import Expected
+from router.core.policy.admission import Admitted, Verdict, is_own
+from router.core.policy.forecast import Forecast
+from router.core.policy.kv_aware import KvAware
+from router.core.policy.predictive import Predictive
+from router.core.state.candidate import Candidate
+from router.core.state.demand import Demand
+from router.core.state.promises import NO_CAPACITY, Refusal
+from router.core.state.worker_view import WorkerView
+from router.core.workers import Workers
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 PREMIUM = QosTier(name="premium", share=0.5)

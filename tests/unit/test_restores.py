@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool.block_names import HashChain
-from kvpool.blocks import BlockState
-from kvpool.holder import Holder
-from kvpool.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
-from kvpool.pool.client_events import PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
-from kvpool.tables import BlockTables
-from kvpool.tiers.restore_cost import RestoreCost
-from kvpool.tiers.restores import Restored, Restores
-from kvpool.tiers.write_behind import WriteBehind
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.pool import BlockState
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client_events import PrefixFetched, PrefixFound, SeekPrefix, WantPrefix
+from kvpool.core.fetch.cost import RestoreCost
+from kvpool.core.fetch.pool_fetch import Restored, Restores
+from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.layout.block_names import HashChain
+from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane
 from kvrelay.types import PrefixOrigin, RequestKey
 
 SIZE = 4

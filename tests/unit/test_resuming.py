@@ -11,21 +11,20 @@ import pytest
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.standing import Standing
-from engine.checkpoint import open_checkpoint
+from decode_worker.shares import Standing
+from engine.core.sizing import EngineLimits
+from engine.core.step import Command, Emit, RunStep, StepDone, StepWanted
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import Command, Emit, RunStep, StepDone, StepWanted
-from kvpool.hashes import block_hashes, token_bytes
-from kvpool.leases import LeaseTable
-from kvpool.openings import Openings
-from kvpool.slabs import SlabPool
-from kvpool.tables import BlockTables
-from kvrelay.context import Context
+from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.layout.hashes import block_hashes, token_bytes
+from kvpool.core.transfer.slabs import SlabPool
 from kvrelay.messages import Generate, Prefill, Tokens
 from kvrelay.qos import ONE_TIER
-from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Sampling
+from kvrelay.types import Context, FinishReason, Incarnation, RequestKey, RequestSpec, Sampling
 from prefill_worker.scheduler import PrefillScheduler
 from tests.models import VOCAB_SIZE, random_checkpoint
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.load import Override, load_config
-from cluster.plan import ClusterPlan, Placement, placements, plan_cluster, shortage
-from cluster.resolve import Site, resolve
+from cluster.core.plan import ClusterPlan, Placement, placements, plan_cluster, shortage
+from cluster.core.resolve import Site, resolve
 
 SITE = Site(total_cpus=2, node_cpus=2, host="127.0.0.1", bundled_path="/bundled")
 

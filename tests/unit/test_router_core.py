@@ -7,9 +7,8 @@ import pytest
 
 from kvrelay.messages import Abort, Generate, Lifetime, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
-from router.core import RouterCore
-from router.ending import MAX_ATTEMPTS
-from router.events import (
+from router.core.core import RouterCore
+from router.core.events import (
     Aborted,
     Admit,
     ChoiceStopped,
@@ -23,8 +22,9 @@ from router.events import (
     WorkerJoined,
     WorkerLost,
 )
-from router.refusal import NO_CAPACITY, Refusal
-from router.waiting import ASK_AGAIN_S, PATIENCE_S
+from router.core.lifecycle import MAX_ATTEMPTS
+from router.core.state.promises import NO_CAPACITY, Refusal
+from router.core.state.waiting import ASK_AGAIN_S, PATIENCE_S
 from tests.unit.router_kit import (
     STEP_TIMES,
     core_with,

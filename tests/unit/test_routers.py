@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.errors import InvalidRequest, KvrelayError, Refused, RequestFailedError
-from kvrelay.routers import Routers, addresses_of
+from kvrelay.requests import Routers, addresses_of
 
 GONE = RequestFailedError("unavailable", "connection refused")
 

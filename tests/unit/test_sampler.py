@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.truncation
-from engine.gumbel import draws_of, noise
-from engine.sampler import sample
-from engine.step import Sampled, SampleRequest
-from engine.truncation import truncate
+import engine.sampling.truncation
+from engine.core.step import Sampled, SampleRequest
+from engine.sampling.gumbel import draws_of, noise
+from engine.sampling.sampler import sample
+from engine.sampling.truncation import truncate
 from kvrelay.types import Sampling
 
 VOCAB = 40
@@ -125,7 +125,7 @@ def test_the_short_way_equals_the_full_sort(wanted: list[SampleRequest], seed: i
     draws = draws_of(wanted)
     full = truncate(logits, draws)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.truncation, "_HEAD", 6)
+        patch.setattr(engine.sampling.truncation, "_HEAD", 6)
         assert torch.equal(truncate(logits, draws), full)
 
 

@@ -11,13 +11,8 @@ import pytest
 
 from kvrelay.errors import InvalidRequest, ModelError
 from kvrelay.types import Sampling
-from router.generation import ModelFacts
-from router.sampling_defaults import (
-    GenerationDefaults,
-    RequestedSampling,
-    check_prompt,
-    resolve,
-)
+from router.core.state.generation import ModelFacts
+from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
 
 FACTS = ModelFacts(architecture="A", fingerprint="f", max_model_len=100, vocab_size=50)
 DEFAULTS = GenerationDefaults(eos_token_ids=(2, 3))

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import model
-from engine.backends import measure
-from engine.backends.graphs import CudaRecorder
-from engine.checkpoint import open_checkpoint
+from engine.attention.choosing import measure
+from engine.attention.cuda.graphs import CudaRecorder
+from engine.model import model
+from engine.model.checkpoint import open_checkpoint
 from tests.models import random_checkpoint
 
 SECOND = torch.device("cuda:1")

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from kvrelay.messages import Abort, Lifetime, Prefill, Reserve
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
-from router.core import RouterCore
-from router.events import Aborted, Admit, Command, Send, Submitted, WorkerJoined, WorkerLost
-from router.generation import GenerationRequest
-from router.placement import Pair
-from router.shared_queue import (
+from router.core.core import RouterCore
+from router.core.events import Aborted, Admit, Command, Send, Submitted, WorkerJoined, WorkerLost
+from router.core.shared_queue import (
     LOOKED_AT,
     Queued,
     SharedQueue,
@@ -23,6 +21,8 @@ from router.shared_queue import (
     level,
     open_shared_queue,
 )
+from router.core.state.generation import GenerationRequest
+from router.core.state.quarantine import Pair
 from tests.unit.router_kit import (
     failed,
     hello,

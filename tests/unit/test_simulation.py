@@ -14,19 +14,17 @@ from typer.testing import CliRunner
 
 import cluster.sim.simulation
 import cluster.sim.worker
-import cluster.worker.parts
-import cluster.worker.schedulers
-import router.dispatcher
+import cluster.worker.build
+import router.live.dispatcher
 from cluster.cli.main import app
 from cluster.config.load import Override, load_config
-from cluster.sim import plots
-from cluster.sim.ledgers import Outcome
+from cluster.sim import output
+from cluster.sim.output import Result, as_json, simulate, simulate_rates
 from cluster.sim.report import Report
-from cluster.sim.run import Result, as_json, simulate, simulate_rates
 from cluster.sim.simulation import ClusterSimulation, Scale
-from cluster.sim.trace import TracePrompt, TraceRequest
+from cluster.sim.trace import Outcome, TracePrompt, TraceRequest
 from kvrelay.errors import ConfigError
-from router.beginning import Beginning
+from router.core.start import Beginning
 
 PLAIN = (
     "workers.0.replicas=2",
@@ -283,15 +281,15 @@ def test_pools_tell_how_busy_they_were_and_what_that_cost(tmp_path: Path) -> Non
 
 
 def test_simulator_and_shells_run_the_same_classes() -> None:
-    shells = vars(cluster.worker.parts) | vars(cluster.worker.schedulers)
+    shells = vars(cluster.worker.build) | vars(cluster.worker.build)
     simulated = vars(cluster.sim.worker)
     for name in SHARED:
         assert simulated[name] is shells[name]
-    assert cluster.sim.simulation.begin is router.dispatcher.begin
+    assert cluster.sim.simulation.begin is router.live.dispatcher.begin
     simulation = ClusterSimulation(load_config(None), trace(1), Scale())
-    assert type(simulation.routers[0].core) is type(router.dispatcher.begin(Beginning()))
+    assert type(simulation.routers[0].core) is type(router.live.dispatcher.begin(Beginning()))
     for worker in simulation.fleet.workers.values():
-        assert type(worker.loop) is cluster.worker.parts.WorkerLoop
+        assert type(worker.loop) is cluster.worker.build.WorkerLoop
 
 
 def test_a_router_that_knows_the_objectives_keeps_them_for_those_it_takes() -> None:
@@ -437,7 +435,7 @@ def test_a_comparison_has_each_value_once(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn_is_told_before_the_simulation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda _: None)
+    monkeypatch.setattr(output, "find_spec", lambda _: None)
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="--out draws with matplotlib"):
         run_command(tmp_path, "--out", str(out))

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.sizing import EngineLimits, MemoryProfile, kv_budget_bytes, size_kv
-from kvpool.layout import KvLayout, LayerGroup, Plane
+from engine.core.sizing import EngineLimits, MemoryProfile, kv_budget_bytes, size_kv
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.errors import ModelError
 
 PLANES = (Plane(name="k", heads=2, dim=64), Plane(name="v", heads=2, dim=64))

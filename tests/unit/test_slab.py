@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.codec import Codec
-from kvpool.piece import Piece
-from kvpool.slab import HEADER_BYTES, SlabHeader, checksum
-from kvpool.write import TokenSpan
+from kvpool.core.layout.codec import Codec
+from kvpool.core.transfer.piece import Piece
+from kvpool.core.transfer.slabs import HEADER_BYTES, SlabHeader, checksum
+from kvpool.core.transfer.write import TokenSpan
 from kvrelay.errors import PeerError
 
 _MODEL = "0123456789abcdef" * 2

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.slabs import Expired, LeaseId, Lent, SlabId, SlabPool, SlabState
+from kvpool.core.transfer.slabs import Expired, LeaseId, Lent, SlabId, SlabPool, SlabState
 
 
 def _pool(count: int = 2) -> SlabPool:

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpool.codec import Codec
-from kvpool.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.piece import transfer_shape
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.direct import fetch
 from kvpool.memory.host import HostBlocks
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
-from kvpool.piece import transfer_shape
-from kvpool.pool.map import KvFacts
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Side, TokenSpan, Write
 from kvrelay.errors import PeerError
 from tests.unit.pieces_kit import BLOCKS, random_memory, random_tables
 from tests.unit.test_memory_direct import Unmapped, connected

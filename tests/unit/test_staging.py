@@ -1,9 +1,8 @@
 import pytest
 
-from kvpool.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.transfer.slabs import CACHED_BYTES, HEADER_BYTES, plan_staging
 from kvpool.memory.collate import slab_bytes
-from kvpool.slab import HEADER_BYTES
-from kvpool.staging import CACHED_BYTES, plan_staging
 from kvrelay.errors import ConfigError
 
 PLANES = (Plane(name="k", heads=2, dim=8), Plane(name="v", heads=2, dim=8))

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster import plain
-from cluster.bars import DownloadBars
-from cluster.room import waits_for_room
+from cluster.cli import plain
+from cluster.on_ray.controller import waits_for_room
+from cluster.process.bars import DownloadBars
 from cluster.worker.process import WorkerProcess
-from engine.activity import Activity, Stage
-from engine.checkpoint import find_text_files, open_checkpoint
+from engine.core.activity import Activity, Stage
+from engine.model.checkpoint import find_text_files, open_checkpoint
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.types import Role
 from kvrelay.v1 import worker_pb2
@@ -82,7 +82,7 @@ def test_a_router_downloads_its_text_files_too(fake_hub: None) -> None:
 
 def test_the_hubs_own_client_takes_our_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     """`hf_thread_map` and `_create_progress_bar` are what `snapshot_download` uses."""
-    from engine.download import bars_for
+    from engine.model.download import bars_for
 
     heard: list[Activity] = []
     bars = bars_for(heard.append)
@@ -156,7 +156,7 @@ def test_a_download_has_a_bar_on_a_terminal_while_it_lasts() -> None:
 
 
 def test_a_plain_process_shows_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "cluster.plain")
+    caplog.set_level("INFO", "cluster.cli.plain")
     out = io.StringIO()
     process = SimpleNamespace(activity=Activity(stage=Stage.STARTS))
 
@@ -189,7 +189,7 @@ def test_a_plain_worker_says_what_it_chose_before_it_has_loaded(
             raise ModelError("told in time")
 
     monkeypatch.setattr("cluster.worker.process.WorkerProcess", Loading)
-    caplog.set_level("INFO", "cluster.plain")
+    caplog.set_level("INFO", "cluster.cli.plain")
 
     async def start() -> None:
         settings: Any = SimpleNamespace(name="w", role=Role.DECODE)

@@ -6,8 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.status import print_table
-from cluster.status_words import link_verdict, step_times_verdict
+from cluster.cli.status import link_verdict, print_table, step_times_verdict
 from kvrelay.results import LinkInfo, ServerInfo, WorkerInfo
 from tests.unit.router_kit import STEP_TIMES
 

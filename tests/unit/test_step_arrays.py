@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.packing import Packing
-from engine.backends.step_arrays import TableCache, step_arrays
-from engine.plan import Planner
-from engine.step import SampleRequest, SequenceSlice
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
+from engine.attention.inputs import Packing, TableCache, step_arrays
+from engine.attention.torch_plan import Planner
+from engine.core.step import SampleRequest, SequenceSlice
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvrelay.types import RequestKey, Sampling
 
 _PLANES = (Plane(name="k", heads=1, dim=2), Plane(name="v", heads=1, dim=2))

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from decode_worker.scheduler import DecodeScheduler
-from engine.step import (
+from engine.core.step import (
     Command,
     RunStep,
     Sampled,
@@ -19,19 +19,12 @@ from engine.step import (
     StepOutcome,
     StepWanted,
 )
-from kvpool.copies import CopyPairs
-from kvpool.holder import Holder
-from kvpool.layout import Tables
+from kvpool.core.blocks.holding import CopyPairs, Holder
+from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Abort, Generate, Released, Stop, Tokens
 from kvrelay.types import FinishReason, RequestKey, RequestSpec
 from tests.unit.test_decode_runs import a_spec, arrive
-from tests.unit.worker_kit import (
-    BLOCK,
-    decode_scheduler,
-    events,
-    key,
-    the_step,
-)
+from tests.unit.worker_kit import BLOCK, decode_scheduler, events, key, the_step
 
 WRONG = -7
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import step_overhead
-from engine.checkpoint import open_checkpoint
+from engine.core.sizing import EngineLimits
 from engine.load import load_engine
-from engine.sizing import EngineLimits
+from engine.model.checkpoint import open_checkpoint
 from tests.models import random_checkpoint
 
 

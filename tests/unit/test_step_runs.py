@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.sim.step_runs import run_s, steps_begun
-from engine.latency import StepWork, decode_work
+from cluster.sim.device import run_s, steps_begun
+from engine.core.step_times import StepWork, decode_work
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.worker.step_times_file import read_step_times
-from engine.latency import decode_work
+from cluster.worker.build_engine import read_step_times
+from engine.core.step_times import decode_work
 from kvrelay.errors import ConfigError
 
 TEXT = """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.latency import StepWork, decode_work, prefill_work
-from engine.step import SequenceSlice, StepBatch
+from engine.core.step import SequenceSlice, StepBatch
+from engine.core.step_times import StepWork, decode_work, prefill_work
 from kvrelay.types import RequestKey
 
 

@@ -8,8 +8,7 @@ from math import inf
 
 import pytest
 
-from cluster.supervised import STABLE_S, STARTS_BEFORE_FATAL, Limits
-from cluster.supervision import (
+from cluster.core.supervision import (
     Announce,
     Answered,
     Command,
@@ -36,8 +35,8 @@ from cluster.supervision import (
     Tick,
     Withdraw,
 )
-from cluster.supervisor import Supervisor
-from engine.activity import Activity, Stage
+from cluster.core.supervisor import STABLE_S, STARTS_BEFORE_FATAL, Limits, Supervisor
+from engine.core.activity import Activity, Stage
 
 ROUTER, SECOND = "router-0", "router-1"
 P, D = "prefill-0", "decode-0"

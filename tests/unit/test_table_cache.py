@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvpool.block_names import BlockNames, HashChain
-from kvpool.blocks import BlockState
-from kvpool.holder import Holder
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
-from kvpool.tables import BlockTables
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.pool import BlockState
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.block_names import BlockNames, HashChain
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvrelay.types import RequestKey
 
 SIZE = 4

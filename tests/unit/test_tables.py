@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from kvpool.blocks import BlockState
-from kvpool.holder import Holder
-from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.tables import BlockTables
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.pool import BlockState
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvrelay.types import RequestKey
 
 _PLANE = (Plane(name="k", heads=1, dim=2),)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpool import tenants
-from kvpool.holder import Holder
-from kvpool.tables import BlockTables
-from kvpool.tenants import TenantRoots, tenant_label
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout import hashes
+from kvpool.core.layout.hashes import TenantRoots, tenant_label
 from kvrelay.types import RequestKey
 from tests.unit.worker_kit import BLOCK, LAYOUT
 
@@ -35,7 +35,7 @@ def test_all_blocks_of_a_chain_are_its_tenants() -> None:
 
 
 def test_only_the_latest_roots_are_kept(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(tenants, "_ROOTS_MOST", 2)
+    monkeypatch.setattr(hashes, "_ROOTS_MOST", 2)
     roots = TenantRoots()
     for name in (b"a", b"b", b"a", b"c"):
         roots.note(name, name.decode())  # type: ignore[arg-type]

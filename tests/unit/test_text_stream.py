@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text_stream import TextStream
-from router.tokenizer import TextTokenizer
+from router.text.detokenizer import TextStream
+from router.text.tokenizer import TextTokenizer
 from tests.tokenizer_fixture import CROSSING, TEXTS, byte_fallback, byte_level
 
 BROKEN = "\ufffd"

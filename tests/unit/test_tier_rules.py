@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.qos import Qos, Tier
-from cluster.qos import qos_tiers, tier_match
+from cluster.core.qos import qos_tiers, tier_match
 from kvrelay.errors import InvalidRequest
-from router.tier_rules import ONE_FOR_ALL, TierRules
+from router.text.request_fields import ONE_FOR_ALL, TierRules
 
 QOS = Qos(
     tiers={

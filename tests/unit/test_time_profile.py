@@ -9,13 +9,12 @@ from time import thread_time
 import pytest
 
 import engine.bundled
-from engine.checkpoint import open_checkpoint
-from engine.fit_times import Timed, relative_errors
+from engine.core.fitting import Shape, Timed, relative_errors
+from engine.core.sizing import EngineLimits
+from engine.core.step import StepBatch, StepOutcome
 from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import StepBatch, StepOutcome
-from engine.time_design import Shape
 from engine.time_profile import guess_times, profile_times, time_shape
 from tests.models import random_checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvrelay.errors import InvalidRequest, ModelError
-from router.tokenizer import TextTokenizer
+from router.text.tokenizer import TextTokenizer
 from tests.tokenizer_fixture import TEMPLATE, TEXTS, byte_fallback, byte_level
 
 BUNDLED = Path("engine/bundled/checkpoint")

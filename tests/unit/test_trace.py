@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.trace import NO_TRACE, TraceFile, open_trace
-from cluster.worker.traced_engine import TracedEngine
-from engine.layer_marks import LayerMarks
-from engine.nvtx import nvtx
-from engine.step import SequenceSlice, StepBatch, StepOutcome
-from kvpool.tables import CopyPairs
+from cluster.process.trace import NO_TRACE, TraceFile, open_trace
+from cluster.worker.device import TracedEngine
+from engine.core.step import SequenceSlice, StepBatch, StepOutcome
+from engine.device.layer_marks import LayerMarks
+from engine.device.threads import nvtx
+from kvpool.core.blocks.tables import CopyPairs
 from kvrelay.errors import ConfigError
 from kvrelay.types import RequestKey
 

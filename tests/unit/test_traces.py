@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.sim.arrivals import arrivals
 from cluster.sim.readers import read_trace
-from cluster.sim.trace import TracePrompt, TraceRequest
-from kvpool.block_names import BlockNames
-from kvpool.hashes import CacheSalt
+from cluster.sim.trace import TracePrompt, TraceRequest, arrivals
+from kvpool.core.layout.block_names import BlockNames
+from kvpool.core.layout.hashes import CacheSalt
 from kvrelay.errors import ConfigError
 
 SALT = CacheSalt(bytes(32))

@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.codec import Codec, WireFormat
-from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.reslice import GroupSlice, PlaneSlice, reslice
-from kvpool.shard import Shard, ShardLayout
-from kvpool.token_pieces import WRITE_TOKENS
-from kvpool.transfer_plan import cut
-from kvpool.write import Section, TokenSpan, Write
+from kvpool.core.layout.codec import Codec, WireFormat
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.layout.shards import GroupSlice, PlaneSlice, Shard, ShardLayout, reslice
+from kvpool.core.transfer.plan import WRITE_TOKENS, cut
+from kvpool.core.transfer.write import Section, TokenSpan, Write
 from kvrelay.errors import ConfigError
 from tests.unit.transfer_kit import Case, carry_out, cases, holds, new_trial, stage_layers
 

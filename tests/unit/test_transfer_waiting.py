@@ -1,7 +1,7 @@
 import pytest
 
-from kvpool.transport import waiting
-from kvpool.transport.waiting import Waiting
+from kvpool.transport.rdma import nixl
+from kvpool.transport.rdma.nixl import Waiting
 from kvrelay.errors import PeerError
 
 
@@ -15,16 +15,16 @@ def test_a_transfer_that_lasts_asks_for_its_peer(
 ) -> None:
     one = Waiting(gone)
     one.again(idle=idle)
-    monkeypatch.setattr(waiting, "_GRACE_S", 0.0)
+    monkeypatch.setattr(nixl, "_GRACE_S", 0.0)
     with pytest.raises(PeerError, match="gone"):
         one.again(idle=idle)
 
 
 def test_who_has_waited_long_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(waiting.time, "sleep", slept.append)
+    monkeypatch.setattr(nixl.time, "sleep", slept.append)
     one = Waiting(lambda: None)
-    monkeypatch.setattr(waiting, "_YIELD_S", 0.0)
+    monkeypatch.setattr(nixl, "_YIELD_S", 0.0)
     one.again(idle=False)
     assert not slept, "what moves on is not slept through"
     one.again()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from router.refusal import Refusal
-from router.waiting import ASK_AGAIN_S, WaitingRoom
+from router.core.state.promises import Refusal
+from router.core.state.waiting import ASK_AGAIN_S, WaitingRoom
 
 WHY = Refusal(reason="kv_exhausted", message="full")
 

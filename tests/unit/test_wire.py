@@ -10,13 +10,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.canary import KvDigest, PlaneDigest
-from kvpool.codec import Codec
-from kvpool.codec_choice import CodecOffer, CodecSpeed
-from kvpool.handoff import (
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import DTYPE_BYTES
+from kvpool.core.transfer.codec_choice import CodecOffer, CodecSpeed
+from kvpool.core.transfer.messages import (
     CancelTransfer,
     Commit,
     Committed,
+    KvDigest,
     LinkProbed,
     PeerHello,
     PeerMessage,
@@ -25,19 +26,19 @@ from kvpool.handoff import (
     PiecesAwaited,
     PiecesRead,
     Ping,
+    PlaneDigest,
     Pong,
     RenewLeases,
     SlabFilled,
     SlabLent,
     TransferCancelled,
 )
-from kvpool.layout import DTYPE_BYTES
-from kvpool.peer_wire import wire as peer_wire
-from kvpool.piece import Piece, PieceBlocks
-from kvpool.pool.map import KvFacts
-from kvpool.transport.base import MAX_MESSAGE_BYTES
-from kvpool.write import TokenSpan
-from kvrelay import from_worker_wire, report_wire, to_worker_wire
+from kvpool.core.transfer.piece import Piece, PieceBlocks
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.write import TokenSpan
+from kvpool.transport.peer.base import MAX_MESSAGE_BYTES
+from kvpool.wire import peer as peer_wire
+from kvrelay import commands_wire, reports_wire
 from kvrelay.errors import PeerError
 from kvrelay.messages import (
     Abort,
@@ -72,7 +73,7 @@ from kvrelay.types import (
 )
 from kvrelay.v1 import peer_pb2
 from kvrelay.v1 import worker_pb2 as pb
-from router.dispatcher import MAX_REQUEST_ID_BYTES
+from router.live.dispatcher import MAX_REQUEST_ID_BYTES
 from tests.unit.router_kit import hello
 
 uint32 = st.integers(0, 2**32 - 1)
@@ -244,14 +245,14 @@ peer_messages = st.one_of(
 
 @given(to_worker)
 def test_router_messages(message: ToWorker) -> None:
-    payload = to_worker_wire.encode_to_worker(message).SerializeToString()
-    assert to_worker_wire.decode_to_worker(pb.ToWorker.FromString(payload)) == message
+    payload = commands_wire.encode_to_worker(message).SerializeToString()
+    assert commands_wire.decode_to_worker(pb.ToWorker.FromString(payload)) == message
 
 
 @given(worker_events, st.floats(0, 1e6), st.floats(0, 1e6))
 def test_worker_events_keep_their_age(event: WorkerEvent, sent_s: float, read_s: float) -> None:
-    payload = from_worker_wire.encode_event(event, sent_s).SerializeToString()
-    arrived = from_worker_wire.decode_event(pb.Event.FromString(payload), read_s)
+    payload = reports_wire.encode_event(event, sent_s).SerializeToString()
+    arrived = reports_wire.decode_event(pb.Event.FromString(payload), read_s)
     assert arrived.at_s == pytest.approx(read_s - (sent_s - event.at_s), abs=1e-6)
     assert replace(arrived, at_s=event.at_s) == event
 
@@ -264,7 +265,7 @@ def test_peer_messages(message: PeerMessage) -> None:
 @pytest.mark.parametrize("role", Role)
 def test_worker_hello(role: Role) -> None:
     ours = hello("w", role)
-    assert from_worker_wire.decode_hello(from_worker_wire.encode_hello(ours)) == ours
+    assert reports_wire.decode_hello(reports_wire.encode_hello(ours)) == ours
     assert all(getattr(ours, name) for name in WorkerHello.__dataclass_fields__)  # none is empty
 
 
@@ -280,9 +281,9 @@ def test_a_batch_carries_counters() -> None:
         draining=True,
     )
     event = Released(key=RequestKey("r", 1), at_s=3)
-    batch = report_wire.encode_batch([event], counters, 4)
-    assert report_wire.decode_counters(batch.counters) == counters
-    assert [from_worker_wire.decode_event(e, 4) for e in batch.events] == [event]
+    batch = reports_wire.encode_batch([event], counters, 4)
+    assert reports_wire.decode_counters(batch.counters) == counters
+    assert [reports_wire.decode_event(e, 4) for e in batch.events] == [event]
 
 
 def test_a_commit_carries_a_digest() -> None:
@@ -304,9 +305,9 @@ def test_garbage_from_a_peer_is_a_peer_error_or_a_message(payload: bytes) -> Non
 @given(st.binary(max_size=200))
 def test_garbage_between_router_and_worker_is_a_peer_error_or_a_message(payload: bytes) -> None:
     for kind, read in (
-        (pb.ToWorker, to_worker_wire.decode_to_worker),
-        (pb.Event, lambda event: from_worker_wire.decode_event(event, 0.0)),
-        (pb.WorkerHello, from_worker_wire.decode_hello),
+        (pb.ToWorker, commands_wire.decode_to_worker),
+        (pb.Event, lambda event: reports_wire.decode_event(event, 0.0)),
+        (pb.WorkerHello, reports_wire.decode_hello),
     ):
         try:
             message = kind.FromString(payload)
@@ -322,15 +323,15 @@ def test_prompt_logprobs_of_unequal_lengths_are_refused() -> None:
     told = pb.PromptLogprobs(token_ids=[1, 2], logprobs=[-1.0, -2.0], ranks=[1, 1], top=1)
     event = pb.Event(prompt_logprobs=told)
     with pytest.raises(PeerError, match="unequal lengths"):
-        from_worker_wire.decode_event(event, 0.0)
+        reports_wire.decode_event(event, 0.0)
 
 
 def test_what_another_version_sends_is_refused() -> None:
-    greeting = from_worker_wire.encode_hello(hello("w", Role.BOTH))
+    greeting = reports_wire.encode_hello(hello("w", Role.BOTH))
     greeting.wire_version = WIRE_VERSION + 1
     told = f"wire version {WIRE_VERSION + 1}, this router {WIRE_VERSION}"
     with pytest.raises(PeerError, match=told):
-        from_worker_wire.decode_hello(greeting)
+        reports_wire.decode_hello(greeting)
 
 
 @pytest.mark.parametrize(
@@ -350,35 +351,33 @@ def test_facts_that_can_not_be_used_are_refused(changes: dict[str, Any], message
 
 
 def test_step_times_that_no_step_takes_are_refused() -> None:
-    greeting = from_worker_wire.encode_hello(hello("w", Role.BOTH))
+    greeting = reports_wire.encode_hello(hello("w", Role.BOTH))
     greeting.step_times.prefill_token_s = -1
     with pytest.raises(PeerError, match="worker w sent step_times with prefill_token_s: a number"):
-        from_worker_wire.decode_hello(greeting)
+        reports_wire.decode_hello(greeting)
 
 
 def test_unknown_names_are_refused() -> None:
-    greeting = from_worker_wire.encode_hello(hello("w", Role.BOTH))
+    greeting = reports_wire.encode_hello(hello("w", Role.BOTH))
     greeting.role = "oracle"
     with pytest.raises(PeerError, match="worker w has the unknown role 'oracle'"):
-        from_worker_wire.decode_hello(greeting)
+        reports_wire.decode_hello(greeting)
     event = pb.Event(tokens=pb.Tokens(finish_reason="boredom"))
     with pytest.raises(PeerError, match="unknown finish reason 'boredom'"):
-        from_worker_wire.decode_event(event, 0)
+        reports_wire.decode_event(event, 0)
     with pytest.raises(PeerError, match="a worker sent nothing"):
-        from_worker_wire.decode_event(pb.Event(), 0)
+        reports_wire.decode_event(pb.Event(), 0)
     with pytest.raises(PeerError, match="a router sent nothing"):
-        to_worker_wire.decode_to_worker(pb.ToWorker())
+        commands_wire.decode_to_worker(pb.ToWorker())
     with pytest.raises(PeerError, match="a router sent hello"):
-        to_worker_wire.decode_to_worker(pb.ToWorker(hello=pb.RouterHello()))
+        commands_wire.decode_to_worker(pb.ToWorker(hello=pb.RouterHello()))
     with pytest.raises(PeerError, match="a kind that this version does not know"):
         peer_wire.decode(b"")
 
 
 def test_a_top_k_beyond_the_wire_keeps_everything() -> None:
     sampling = Sampling(max_tokens=1, seed=0, top_k=2**40)
-    assert (
-        to_worker_wire.decode_sampling(to_worker_wire.encode_sampling(sampling)).top_k == 2**31 - 1
-    )
+    assert commands_wire.decode_sampling(commands_wire.encode_sampling(sampling)).top_k == 2**31 - 1
 
 
 def test_the_longest_peer_message_fits_a_notification() -> None:

@@ -12,13 +12,12 @@ import pytest
 from cluster.worker.events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.process import WorkerProcess
-from engine.correction import StepPace
-from engine.latency import decode_work, prefill_work
-from engine.latency_fit import LinearTimes
-from engine.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
-from kvpool.block_news import BlockNews
-from kvpool.handoff_events import SendPeer
-from kvpool.tables import BlockTables
+from engine.core.correction import StepPace
+from engine.core.step import RunStep, Sampled, StepBatch, StepDone, StepOutcome
+from engine.core.step_times import LinearTimes, decode_work, prefill_work
+from kvpool.core.blocks.device_cache import BlockNews
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.transfer.commands import SendPeer
 from kvrelay.messages import (
     Abort,
     BlockChanges,

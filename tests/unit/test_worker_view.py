@@ -6,9 +6,9 @@ from math import inf
 
 from kvrelay.messages import Counters
 from kvrelay.types import Role
-from router.forecast.decode_outlook import Expected
-from router.latency.margins import Margin
-from router.workers import MOST_ALIKE
+from router.core.load.decode_outlook import Expected
+from router.core.load.margins import Margin
+from router.core.workers import MOST_ALIKE
 from tests.unit.router_kit import key, view, workers_of
 
 

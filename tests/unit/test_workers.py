@@ -6,14 +6,14 @@ import pytest
 
 from kvrelay.messages import Counters
 from kvrelay.types import Incarnation, Objectives, RequestKey, Role
-from router.admitting.unlimited import Unlimited
-from router.beginning import Beginning, begin
-from router.core import RouterCore
-from router.events import Submitted, WorkerJoined
-from router.forecast.decode_outlook import Expected
-from router.policies import Policies
-from router.promises import Promised
-from router.workers import Workers
+from router.core.core import RouterCore
+from router.core.events import Submitted, WorkerJoined
+from router.core.load.decode_outlook import Expected
+from router.core.policy.admission_baselines import Unlimited
+from router.core.policy.choice import Policies
+from router.core.start import Beginning, begin
+from router.core.state.promises import Promised
+from router.core.workers import Workers
 from tests.unit.router_kit import STEP_TIMES, PerToken, hello, request
 
 NOTHING_KNOWN = replace(STEP_TIMES, decode_knots=())

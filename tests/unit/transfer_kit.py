@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from kvpool.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
-from kvpool.reslice import PlaneSlice
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import TransferPlan, plan
-from kvpool.write import Section, Side, TokenSpan, Write
+from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.shards import PlaneSlice, Shard, ShardLayout
+from kvpool.core.transfer.plan import TransferPlan, plan
+from kvpool.core.transfer.write import Section, Side, TokenSpan, Write
 
 _ROW_BYTES_MOST = 2 * 12 * 8 * 4
 """One token of one layer: two planes of 12 heads of 8 elements."""

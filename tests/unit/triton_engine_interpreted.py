@@ -16,18 +16,16 @@ import pytest
 import torch
 
 from engine import self_check
-from engine.backends.choice import group_shapes, opener
-from engine.backends.graphs import DecodeGraphs
-from engine.backends.static_decode import StaticDecode
-from engine.backends.triton import TritonBackend
-from engine.checkpoint import open_checkpoint
-from engine.layer_places import layer_places
+from engine.attention.choosing.choice import group_shapes, opener
+from engine.attention.cuda.graphs import DecodeGraphs, StaticDecode
+from engine.attention.triton.backend import TritonBackend
+from engine.core.options import CudaOptions
+from engine.core.sizing import EngineLimits
+from engine.core.step import SequenceSlice, StepBatch
 from engine.load import load_engine
-from engine.options import CudaOptions
-from engine.probe import probe
+from engine.model.checkpoint import open_checkpoint
+from engine.model.kv_layout import layer_places, probe
 from engine.runner import Engine
-from engine.sizing import EngineLimits
-from engine.step import SequenceSlice, StepBatch
 from tests.drive import Running, run_mixed, start, step_forced
 from tests.models import VOCAB_SIZE, random_checkpoint
 from tests.reference import assert_same_tokens, generate_reference

@@ -12,16 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool.codec import Codec
-from kvpool.layout import KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane, Tables
+from kvpool.core.layout.shards import End, Shard, ShardLayout
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.write import Section, Side, TokenSpan, Write
+from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
-from kvpool.memory.sections import gather_write, scatter_write
 from kvpool.memory.triton import gather_planes, scatter_planes
 from kvpool.memory.views import plane_views, row_index
-from kvpool.reslice import End
-from kvpool.shard import Shard, ShardLayout
-from kvpool.transfer_plan import cut
-from kvpool.write import Section, Side, TokenSpan, Write
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by tests/unit/test_triton.py"
 _DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])

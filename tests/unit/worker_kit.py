@@ -5,19 +5,19 @@ from __future__ import annotations
 from decode_worker.batch import Batch
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.standing import Standing
-from engine.latency import StepTimes
-from engine.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
-from kvpool.handoff import HandoffMode, PeerHello, PeerMessage, PiecesAhead
-from kvpool.handoff_events import FromPeer, SendPeer
-from kvpool.layout import KvLayout, LayerGroup, Plane
-from kvpool.leases import LeaseTable
-from kvpool.openings import Openings
-from kvpool.piece import Piece, PieceBlocks
-from kvpool.pool.map import KvFacts
-from kvpool.slabs import SlabId, SlabPool
-from kvpool.tables import BlockTables
-from kvpool.write import TokenSpan
+from decode_worker.shares import Standing
+from engine.core.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
+from engine.core.step_times import StepTimes
+from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+from kvpool.core.transfer.commands import FromPeer, SendPeer
+from kvpool.core.transfer.messages import HandoffMode, PeerHello, PeerMessage, PiecesAhead
+from kvpool.core.transfer.piece import Piece, PieceBlocks
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.slabs import SlabId, SlabPool
+from kvpool.core.transfer.write import TokenSpan
 from kvrelay.messages import Lifetime, Prefill, Reserve, Tokens, WorkerEvent
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Sampling

@@ -2,17 +2,115 @@
 
 The bound of queueing theory without its queues: a server is busy for its mean service time per
 request. Simulation then says what waiting costs.
+
+The ways in which devices at hand can hold one copy of a model. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cluster.sim.planning.copies import Copy
+from cluster.sim.profiles.capacity import ModelFacts, capacity
+from cluster.sim.profiles.roofline import Parallel, RooflineTimes, roofline_times
+from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Efficiency
 from cluster.sim.trace import TraceRequest
-from engine.latency import decode_work, prefill_work
+from engine.core.step_times import decode_work, prefill_work
+from kvrelay.errors import ConfigError
+
+_TENSOR = (1, 2, 4, 8)
+_PIPELINE = (1, 2, 4)
+_NODE_DEVICES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """`bytes_per_s` leave, and reach, its devices together."""
+
+    device: str
+    parallel: Parallel
+    times: RooflineTimes
+    kv_tokens: int
+    price_per_hour: float
+    bytes_per_s: float
+
+    @property
+    def name(self) -> str:
+        pipeline = f" pp{self.parallel.pipeline}" if self.parallel.pipeline > 1 else ""
+        return f"{self.device} tp{self.parallel.tensor}{pipeline}"
+
+    def profile(self, model: str, facts: ModelFacts) -> dict[str, object]:
+        """Its hardware profile, as a file would have it."""
+        precision = facts.precision
+        return {
+            "kind": "roofline",
+            "name": self.name,
+            "device": self.device,
+            "model": model,
+            "weight_dtype": precision.weights,
+            "expert_dtype": precision.experts,
+            "kv_dtype": precision.kv,
+            "tensor_parallel": self.parallel.tensor,
+            "pipeline_parallel": self.parallel.pipeline,
+            "price_per_hour": self.price_per_hour,
+        }
+
+
+def copies(
+    facts: ModelFacts,
+    devices: Mapping[str, Device],
+    stock: Mapping[str, int],
+    longest_tokens: int,
+    memory_fraction: float,
+) -> list[Copy]:
+    """Those that hold a sequence of `longest_tokens`. Raises ConfigError: a price isn't known."""
+    found = []
+    for name, device in devices.items():
+        for parallel in _degrees(stock[name]):
+            room = capacity(facts, name, device, parallel, longest_tokens, memory_fraction)
+            if room.batch:
+                found.append(_copy(facts, name, device, parallel, room.kv_tokens))
+    return found
+
+
+def _degrees(most_devices: int) -> Iterator[Parallel]:
+    """Tensor parallelism stays within a node; a pipeline may leave it."""
+    for tensor in _TENSOR:
+        for pipeline in _PIPELINE:
+            if tensor * pipeline <= most_devices:
+                yield Parallel(tensor=tensor, pipeline=pipeline)
+
+
+def _copy(facts: ModelFacts, name: str, device: Device, parallel: Parallel, kv_tokens: int) -> Copy:
+    if device.price_per_hour is None:
+        raise ConfigError(f"{name}: its price isn't known, give it with --price {name}=NUMBER")
+    times = roofline_times(
+        device,
+        facts.shape,
+        precision=facts.precision,
+        parallel=parallel,
+        efficiency=Efficiency(),
+        devices_per_node=_NODE_DEVICES,
+    )
+    return Copy(
+        device=name,
+        parallel=parallel,
+        times=times,
+        kv_tokens=kv_tokens,
+        price_per_hour=parallel.devices * device.price_per_hour,
+        bytes_per_s=parallel.devices * device.links.inter_node.bandwidth_bytes_per_s,
+    )
+
+
+def simulated_kv(facts: ModelFacts) -> dict[str, object]:
+    """A layout of the same size, one head a layer, in 16 bits."""
+    shape = facts.shape
+    element_bytes = BYTES_PER_PARAMETER[facts.precision.kv]
+    per_layer = shape.kv_elements_per_token * element_bytes / shape.layers
+    dim = max(1, round(per_layer / (2 * 2)))
+    return {"layers": shape.layers, "heads": 1, "head_dim": dim, "dtype": "float16"}
+
 
 _SAMPLES = 64
 _MOST_SEQUENCES = 1024

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.config.schema import Config
-from cluster.sim import run
-from cluster.sim.ledgers import Outcome
-from cluster.sim.planning.candidates import Fleet, fits, grown
-from cluster.sim.planning.cluster_file import cluster_file
+from cluster.sim import output
+from cluster.sim.planning.candidates import Fleet, cluster_file, fits, grown
 from cluster.sim.planning.estimate import Objectives
 from cluster.sim.profiles.capacity import ModelFacts
 from cluster.sim.report import Report
 from cluster.sim.simulation import Scale
-from cluster.sim.trace import TraceRequest
+from cluster.sim.trace import Outcome, TraceRequest
 
 _MOST_TRIES = 12
 _RATE_STEPS = 5
@@ -89,7 +87,7 @@ def _rate_per_s(task: Task) -> float:
 def _try(task: Task, fleet: Fleet, rate_scale: float) -> tuple[Settled, Sequence[Outcome]]:
     raw = cluster_file(fleet, task.model, task.facts, task.objectives)
     config = Config.model_validate(raw, strict=False)
-    result = run.simulate(config, task.requests, Scale(rate=rate_scale))
+    result = output.simulate(config, task.requests, Scale(rate=rate_scale))
     settled = Settled(
         fleet=fleet,
         report=result.report,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from cluster.sim.profiles.roofline import Parallel, Precision, roofline_times, weight_bytes
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Efficiency
-from engine.latency import decode_work, prefill_work
-from engine.model_shape import ModelShape
+from engine.core.model_shape import ModelShape
+from engine.core.step_times import decode_work, prefill_work
 
 IDEAL = Efficiency(memory=1.0, compute=1.0, overhead_s=0.0, all_reduce_latency_s=0.0)
 _DEGREES = (1, 2, 4, 8, 16)

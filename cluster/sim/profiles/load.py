@@ -1,19 +1,28 @@
 """From a profile's YAML file to step times and what they cost, or to one line that says what is
-wrong. Files and folders that a profile names are relative to `data`, by default its own folder."""
+wrong. Files and folders that a profile names are relative to `data`, by default its own folder.
+
+The bundled library: published models' shapes and devices' data sheets, by name.
+
+Which hardware profile a simulated worker has, and what it tells routers of its step times.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import assert_never
 
+import yaml
 from pydantic import ValidationError
 
 from cluster.config.load import Node, describe, read_yaml
-from cluster.sim.profiles.distserve import distserve_times
-from cluster.sim.profiles.dynamo import dynamo_times
-from cluster.sim.profiles.known_names import known_device, shape_of
+from cluster.config.simulation import ProfileSource
+from cluster.sim.profiles.measured import silicon_times, table_times
+from cluster.sim.profiles.published import distserve_times, dynamo_times
 from cluster.sim.profiles.roofline import Parallel, Precision, RooflineTimes, roofline_times
 from cluster.sim.profiles.schema import (
     KINDS,
@@ -28,11 +37,55 @@ from cluster.sim.profiles.schema import (
     SiliconProfile,
     TableProfile,
 )
-from cluster.sim.profiles.silicon import silicon_times
-from cluster.sim.profiles.table import table_times
-from engine.latency import StepTimes
-from engine.latency_fit import LinearTimes
+from engine.core.fitting import Shape, Timed, design, fit_times
+from engine.core.model_shape import ModelShape, read_shape
+from engine.core.step_times import LinearTimes, NotCovered, StepTimes
+from engine.model.checkpoint import read_config
 from kvrelay.errors import ConfigError
+
+ProfileKeys = Mapping[str, object]
+
+
+@cache
+def _bundled(file: str) -> dict[str, ProfileKeys]:
+    text = resources.files("cluster.sim.profiles.known").joinpath(file).read_text("utf-8")
+    found: dict[str, ProfileKeys] = yaml.safe_load(text)
+    return found
+
+
+@cache
+def known_device(name: str) -> Device:
+    """Raises ConfigError, with the names there are."""
+    held = _bundled("devices.yaml")
+    if name not in held:
+        raise ConfigError(f"device {name}: unknown, expected one of {', '.join(held)}")
+    return Device.model_validate_json(json.dumps(held[name]))
+
+
+def model_names() -> list[str]:
+    return list(_bundled("models.yaml"))
+
+
+@cache
+def known_shape(name: str) -> ModelShape | None:
+    """None: no bundled shape has this name."""
+    held = _bundled("models.yaml")
+    return read_shape(held[name], name) if name in held else None
+
+
+def shape_of(model: str, folder: Path) -> ModelShape:
+    """A bundled shape, or that of a checkpoint's folder (relative to `folder`). Raises ConfigError
+    or ModelError."""
+    known = known_shape(model)
+    if known is not None:
+        return known
+    path = folder / model
+    if not path.is_dir():
+        raise ConfigError(
+            f"model {model}: neither a folder with a config.json nor one of "
+            f"{', '.join(model_names())}"
+        )
+    return read_shape(read_config(path), model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +203,53 @@ def _roofline(profile: RooflineProfile, device: Device | None, data: Path) -> Ro
         parallel=_parallel(profile),
         efficiency=profile.efficiency,
     )
+
+
+BUILT_IN: dict[str, object] = {
+    "name": "built-in",
+    "kind": "linear",
+    "prefill_overhead_s": 0.012,
+    "prefill_token_s": 2.5e-5,
+    "prefill_pair_s": 6e-10,
+    "decode_knots": [[1, 0.0075], [64, 0.009], [256, 0.014], [4096, 0.12]],
+    "decode_kv_token_s": 3e-8,
+}
+"""An 8B model on a GPU like H100, from its data sheet: for first tries."""
+
+
+BUILT_IN_TEXT = "built-in: an 8B model on a GPU like H100, for first tries"
+
+
+def read_profile(source: ProfileSource, key: str) -> HardwareProfile:
+    """`key` is where the cluster file has it. Raises ConfigError or ModelError."""
+    match source:
+        case None:
+            return build_profile(parse_profile(dict(BUILT_IN), key), Path())
+        case str():
+            return load_profile(Path(source).expanduser())
+        case dict():
+            raw = {"name": str(source.get("kind"))} | source
+            return build_profile(parse_profile(raw, key), Path())
+
+
+def told_times(
+    times: StepTimes, *, chunk_tokens: int, most_sequences: int, max_model_len: int, tokens: int
+) -> LinearTimes:
+    """What a worker that measured these times at its start would have fitted to them."""
+    if isinstance(times, LinearTimes):
+        return times
+    shapes = design(
+        chunk_tokens=chunk_tokens,
+        most_sequences=most_sequences,
+        max_model_len=max_model_len,
+        pool_tokens=tokens,
+    )
+    timed = [_timed(times, shape) for shape, _ in shapes]
+    return fit_times([one for one in timed if one is not None])
+
+
+def _timed(times: StepTimes, shape: Shape) -> Timed | None:
+    try:
+        return Timed(shape.work, times.step_s(shape.work))
+    except NotCovered:
+        return None

@@ -6,16 +6,18 @@
 Tensor parallelism divides all of it but the latency of the all-reduces. Pipeline parallelism is
 charged as a full pipeline: a batch is cut into as many micro-batches as there are stages, so each
 stage reads its weights for every one of them when it decodes.
+
+Which number formats a checkpoint's configuration says its weights are in. Pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Dtype, Efficiency, Link
-from engine.attention_shape import Attention
-from engine.latency import StepWork
-from engine.model_shape import ModelShape
+from engine.core.model_shape import Attention, ModelShape
+from engine.core.step_times import StepWork
 from kvrelay.errors import ConfigError
 
 _ACTIVATION_BYTES = 2
@@ -163,3 +165,24 @@ def weight_bytes(shape: ModelShape, precision: Precision) -> float:
     layers = shape.dense_parameters * each[precision.weights]
     outside = shape.parameters - shape.dense_parameters - shape.expert_parameters
     return layers + outside * each["float16"] + shape.expert_parameters * each[precision.experts]
+
+
+_QUANTISED: dict[str, tuple[Dtype, Dtype]] = {
+    "fp8": ("float8", "float8"),
+    "mxfp4": ("float16", "float4"),
+    "gptq": ("int4", "int4"),
+    "awq": ("int4", "int4"),
+}
+"""# quantization_config's quant_method |-> of the dense weights, of the experts'"""
+
+
+def precision_of(config: Mapping[str, object]) -> Precision:
+    """16 bits where nothing is said."""
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+    if method in _QUANTISED:
+        weights, experts = _QUANTISED[str(method)]
+        return Precision(weights=weights, experts=experts)
+    stored = config.get("dtype", config.get("torch_dtype"))
+    dtype: Dtype = "float32" if stored == "float32" else "float16"
+    return Precision(weights=dtype, experts=dtype)

@@ -1,10 +1,10 @@
 // Operations that follow each other, over few rows, by one team. Its layout is mirrored in
-// engine/compiled/chain_call.py.
+// engine/compiled/library.py.
 #pragma once
 
 #include <sched.h>
 
-#include "../../native/source/team.h"
+#include "../../device/source/team.h"
 #include "product.h"
 #include "rows.h"
 

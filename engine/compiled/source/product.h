@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "../../native/source/routes.h"
+#include "../../device/source/routes.h"
 
 constexpr int kPanel = 64, kHalf = 32;
 constexpr int kMostRows = kLanes == 16 ? 6 : 2;  // of a register tile

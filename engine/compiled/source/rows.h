@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "../../native/source/numbers.h"
+#include "../../device/source/numbers.h"
 
 // 2^n by its exponent bits, the rest by a polynomial: 2 units in the last place of float.
 static inline float exponential(float x) {

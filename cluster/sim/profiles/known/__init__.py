@@ -1,1 +1,1 @@
-"""The bundled library of devices and models, as YAML."""
+"""Hardware profiles and models that have a name."""

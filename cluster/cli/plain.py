@@ -1,0 +1,191 @@
+"""`kvrelay router`, `kvrelay worker` and `kvrelay pool-node` as ordinary processes, without Ray.
+
+A worker or pool node makes itself known to each router by a call that stays open; when a router
+goes away it tries again. SIGTERM or SIGINT drains and exits. Each imports what it needs alone: a
+router doesn't wait for torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+from rich.console import Console
+
+from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.process.admin import NOT_INTERNAL
+from cluster.process.bars import DownloadBars
+from engine.core.activity import Activity, Stage
+from kvrelay.errors import ConfigError
+from kvrelay.gc_pauses import freeze
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from cluster.worker.process import WorkerProcess
+
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.2
+LAST_RETRY_S = 5.0
+EXIT_INTERRUPTED = 130
+SHOW_S = 0.25
+
+
+class Active(Protocol):
+    activity: Activity
+
+
+class Stoppable(Protocol):
+    async def stop(self, *, drain_s: float) -> None: ...
+
+
+async def run_router(settings: RouterSettings, *, drain_s: float) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    from cluster.router.process import RouterProcess
+
+    stopping = _stop_signals()
+    router = RouterProcess(settings)
+    async with showing(settings.process, router):
+        address = await router.start()
+    freeze()
+    internal = settings.internal_host
+    print(f"HTTP on {settings.host}:{address.public.http}", flush=True)
+    print(f"gRPC on {settings.host}:{address.public.grpc}", flush=True)
+    print(f"internal HTTP on {internal}:{address.internal.http}", flush=True)
+    print(f"internal gRPC on {internal}:{address.internal.grpc}", flush=True)
+    await stopping.wait()
+    await router.stop(drain_s=drain_s)
+
+
+async def run_worker(settings: WorkerSettings, *, join: Sequence[str], drain_s: float) -> None:
+    """Serve until SIGTERM or SIGINT; raises what made the worker stop by itself."""
+    from cluster.worker.process import WorkerProcess
+
+    stopping = _stop_signals()
+    worker = WorkerProcess(settings)
+    async with showing(settings.name, worker):
+        telling = asyncio.create_task(_tell_choice(worker))
+        address = await worker.start()
+    await telling
+    freeze()
+    print(f"{settings.role} worker on {address}", flush=True)
+    request = worker_pb2.RegisterRequest(address=address, routers=join)
+    registered = [stay_registered(router, request) for router in join]
+    await _first_of([stopping.wait(), worker.wait_closed(), *registered], worker, drain_s)
+
+
+async def run_pool_node(settings: PoolNodeSettings, *, join: Sequence[str], drain_s: float) -> None:
+    """Serve until SIGTERM or SIGINT; raises what made the node stop by itself."""
+    from cluster.pool_node.node import PoolNode
+
+    stopping = _stop_signals()
+    node = PoolNode(settings)
+    addresses = await node.start()
+    freeze()
+    for address in addresses.links:
+        print(f"pool node of {settings.name} on {address}", flush=True)
+    print(f"internal gRPC on {addresses.reports}", flush=True)
+    request = worker_pb2.RegisterRequest(address=addresses.reports, is_pool_node=True, routers=join)
+    registered = [stay_registered(router, request) for router in join]
+    await _first_of([stopping.wait(), node.wait_closed(), *registered], node, drain_s)
+
+
+@asynccontextmanager
+async def showing(
+    name: str, process: Active, console: Console | None = None
+) -> AsyncIterator[None]:
+    """Logs what a process does while it starts; downloads have a progress bar on a terminal."""
+    bars = DownloadBars(console=console or Console(stderr=True))
+    task = asyncio.create_task(_show(name, process, bars))
+    try:
+        yield
+    finally:
+        task.cancel()
+        bars.close()
+
+
+async def _show(name: str, process: Active, bars: DownloadBars) -> None:
+    said = Stage.STARTS
+    while True:
+        now = process.activity
+        if now.stage is not said:
+            said = now.stage
+            log.info("%s", now.stage)
+        bars.show({name: now} if now.stage is Stage.DOWNLOADS else {})
+        await asyncio.sleep(SHOW_S)
+
+
+async def _tell_choice(worker: WorkerProcess) -> None:
+    """Before the model is loaded, which can take minutes."""
+    while not worker.chosen:
+        await asyncio.sleep(SHOW_S)
+    log.info("%s", worker.chosen)
+
+
+async def _first_of(
+    waits: Sequence[Coroutine[None, None, object]], served: Stoppable, drain_s: float
+) -> None:
+    """Stop it when the first ends, and raise what that raises."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await served.stop(drain_s=drain_s)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def stay_registered(join: str, request: worker_pb2.RegisterRequest) -> None:
+    """Keep the registration call open, for ever; the router drops the process when it ends.
+    Logs once why a router can't be had, not at each try."""
+    retry_s, told = FIRST_RETRY_S, ""
+    while True:
+        joined, reason = await _register(join, request)
+        if reason and (joined or reason != told):
+            log.warning("router %s: %s; trying again until it answers", join, reason)
+        told = reason
+        retry_s = FIRST_RETRY_S if joined else min(2 * retry_s, LAST_RETRY_S)
+        await asyncio.sleep(retry_s)
+
+
+async def _register(join: str, request: worker_pb2.RegisterRequest) -> tuple[bool, str]:
+    """(whether the router took it, why the call has ended). Raises ConfigError when no worker can
+    join there."""
+    joined, reason = asyncio.Event(), ""
+
+    async def registration() -> AsyncIterator[worker_pb2.RegisterRequest]:
+        yield request
+        joined.set()
+        await asyncio.Event().wait()
+
+    async with grpc.aio.insecure_channel(join) as channel:
+        try:
+            await worker_pb2_grpc.RegistryStub(channel).Register(registration())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ConfigError(f"--join {join}: {NOT_INTERNAL}") from None
+            reason = error.details() or error.code().name
+    return joined.is_set(), reason
+
+
+def _stop_signals() -> asyncio.Event:
+    """Set by the first signal; a Ctrl-C after it ends the process at once."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        if stopping.is_set():
+            os._exit(EXIT_INTERRUPTED)
+        stopping.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    return stopping

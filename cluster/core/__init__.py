@@ -1,0 +1,1 @@
+"""What decides about a cluster: its plan, who is to run, what is started again. Pure."""

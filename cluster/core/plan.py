@@ -1,0 +1,307 @@
+"""What a resolved cluster file amounts to: each process, its settings and its place. Pure.
+
+By which names a pool node of a cluster and the workers of its host find each other. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import PurePath
+from typing import get_args
+
+from cluster.config.router import Router
+from cluster.config.schema import Config, Preload, Ucx
+from cluster.config.types import FarTransport
+from cluster.config.workers import WorkerPool
+from cluster.core.qos import qos_tiers, router_tiers, tier_match
+from cluster.core.resolve import device_share, router_names, worker_names
+from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from engine.core.options import CudaOptions
+from kvrelay.types import Role
+from router.core.policy.choice import Policies
+from router.text.preload import PreloadText
+
+
+def pool_name(cluster: str) -> str:
+    """What the pool node of a host listens at over shared memory."""
+    return f"pool-{cluster}"
+
+
+def host_pool_address(cluster: str) -> str:
+    """Where this host's pool node of the cluster is, if there is one."""
+    return f"shm:{pool_name(cluster)}"
+
+
+NODE_HOST = "auto"
+"""A host that stands for the address of the node where Ray places the process."""
+
+
+ROUNDING = 1e-6
+ACCELERATOR_MARK = 0.001
+"""What Ray sets aside of a node's accelerator type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What Ray sets aside. `machine_devices`: device numbers are the machine's, not Ray's."""
+
+    cpus: float = 0.0
+    gpus: float = 0.0
+    memory_bytes: float = 0.0
+    accelerator_type: str | None = None
+    custom: tuple[tuple[str, float], ...] = ()
+    machine_devices: bool = False
+
+    def amounts(self) -> dict[str, float]:
+        """# Ray's name of a resource |-> how much, without zeros"""
+        asked = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes}
+        asked |= dict(self.custom)
+        if self.accelerator_type:
+            asked[f"accelerator_type:{self.accelerator_type}"] = ACCELERATOR_MARK
+        return {name: amount for name, amount in asked.items() if amount}
+
+    def __str__(self) -> str:
+        return f"{{{', '.join(f'{name}: {amount:g}' for name, amount in self.amounts().items())}}}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterPlan:
+    settings: RouterSettings
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPlan:
+    settings: WorkerSettings
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNodePlan:
+    settings: PoolNodeSettings
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterPlan:
+    """`pool`: of each pool node, one on every node that has workers; None: there is none."""
+
+    name: str
+    routers: tuple[RouterPlan, ...]
+    workers: tuple[WorkerPlan, ...]
+    pool: PoolNodePlan | None
+    startup_timeout_s: float
+    driver_timeout_s: float
+    hang_timeout_s: float
+    drain_s: float
+
+
+def plan_cluster(config: Config) -> ClusterPlan:
+    """`config` must be resolved."""
+    named = zip(config.workers, worker_names(config.workers), strict=True)
+    workers = (
+        WorkerPlan(settings=worker_settings(config, pool, name), placement=_placement(pool))
+        for pool, names in named
+        for name in names
+    )
+    return ClusterPlan(
+        name=config.name,
+        routers=tuple(_router_plan(config, number) for number in range(config.router.replicas)),
+        workers=tuple(workers),
+        pool=_pool_node_plan(config) if config.pool.enabled else None,
+        startup_timeout_s=config.ray.startup_timeout,
+        driver_timeout_s=config.ray.driver_timeout,
+        hang_timeout_s=config.ray.hang_timeout,
+        drain_s=config.drain_timeout,
+    )
+
+
+def placements(plan: ClusterPlan) -> dict[str, Placement]:
+    """# process |-> its place; without the pool nodes, whose number shows when workers run"""
+    routers = {router.settings.process: router.placement for router in plan.routers}
+    return routers | {worker.settings.name: worker.placement for worker in plan.workers}
+
+
+def shortage(
+    plan: ClusterPlan, offered: Mapping[str, float], only: Collection[str] | None = None
+) -> str | None:
+    """Why the cluster can't fit on a machine that offers this much of each resource, or None.
+    With `only`, of these resources."""
+    asked: defaultdict[str, float] = defaultdict(float)
+    places = [*placements(plan).values()]
+    places += [] if plan.pool is None else [plan.pool.placement]
+    for place in places:
+        for name, amount in place.amounts().items():
+            asked[name] += amount
+    for name, amount in asked.items():
+        has = offered.get(name, 0.0)
+        if only is not None and name not in only:
+            continue
+        if amount > has + ROUNDING:
+            return f"the cluster asks for {name}: {amount:g} and this machine has {has:g}"
+    return None
+
+
+def worker_settings(config: Config, pool: WorkerPool, name: str) -> WorkerSettings:
+    assert config.model.path is not None, "resolved"
+    return WorkerSettings(
+        name=name,
+        role=pool.role,
+        model=config.model.path,
+        revision=config.model.revision,
+        device=pool.device,
+        gpus=pool.resources.get("GPU", 0.0),
+        dtype=pool.dtype or config.model.dtype,
+        block_size=config.engine.block_size,
+        prefill_chunk_tokens=config.scheduler.prefill_chunk_tokens,
+        max_running_requests=config.scheduler.max_running_requests,
+        max_model_len=config.model.max_model_len,
+        memory_fraction=config.engine.memory_fraction,
+        kv_memory_bytes=config.engine.kv_memory,
+        prefix_caching=config.engine.prefix_caching,
+        eviction=config.engine.eviction,
+        compile=config.engine.compile,
+        profile=config.engine.profile,
+        device_share=device_share(pool, config.workers),
+        cpu_threads=pool.cpu_threads,
+        transports=config.transfer.transports or (),
+        handoff=config.transfer.handoff,
+        codec=config.transfer.codec,
+        allow_mixed_precision=config.transfer.allow_mixed_precision,
+        require=config.transfer.require,
+        ucx=ucx_options(config.transfer.ucx),
+        staging_slabs=config.transfer.staging_slabs,
+        staging_bytes=config.transfer.staging_bytes,
+        canary_every=config.transfer.canary_every,
+        lease_ttl_s=config.transfer.lease_ttl,
+        host=config.network.host or NODE_HOST,
+        port_range=config.network.port_range,
+        pool_address=host_pool_address(config.name) if config.pool.enabled else None,
+        secret=config.network.secret or "",
+        trace_dir=config.observability.trace_dir,
+        cpu_pinning=pool.cpu_pinning,
+        qos=qos_tiers(config.qos),
+        tenant_weights=tuple(config.qos.tenant_weights.items()),
+        mixed_chunk_tokens=config.scheduler.mixed_chunk_tokens,
+        tensor=pool.parallel.tensor,
+        rank_timeout_s=config.engine.rank_timeout,
+        attention=config.attention.backend,
+        launch_ahead=config.engine.launch_ahead,
+        cuda=CudaOptions(
+            graphs=config.engine.cuda_graphs == "auto",
+            fp8_kv=config.engine.kv_dtype == "fp8",
+            goes_first=pool.role is not Role.PREFILL,
+            tf32=config.engine.matmul_precision == "high",
+        ),
+    )
+
+
+def _router_plan(config: Config, number: int) -> RouterPlan:
+    settings = router_settings(config, number)
+    return RouterPlan(settings=settings, placement=_place(config.router.resources))
+
+
+def router_settings(config: Config, number: int = 0) -> RouterSettings:
+    """Of one of its routers."""
+    ports = config.router.ports(number)
+    assert config.model.path is not None, "resolved"
+    assert config.model.served_name is not None, "resolved"
+    return RouterSettings(
+        name=config.name,
+        process=router_names(config.router.replicas)[number],
+        model=config.model.path,
+        revision=config.model.revision,
+        served_model_name=config.model.served_name,
+        host=config.router.host,
+        internal_host=internal_host(config.router),
+        public_metrics=config.router.public_metrics,
+        **asdict(ports),
+        max_body_bytes=config.router.max_body,
+        preload=tuple(_preload(one) for one in config.preload),
+        record=_record(config.router, number),
+        record_bytes=config.router.record_size,
+        policies=Policies(
+            placement=config.router.placement.policy,
+            admission=config.router.admission.policy,
+            queue_limit=config.router.admission.queue_limit,
+            move_hot_spots=config.router.placement.move_hot_spots,
+            local_prefill=config.router.placement.local_prefill == "auto",
+            shared_queue=config.router.dispatch == "shared_queue",
+        ),
+        qos=router_tiers(config.qos, config.router.admission.policy),
+        tier_match=tier_match(config.qos),
+    )
+
+
+def internal_host(router: Router) -> str:
+    assert router.internal_host is not None, "resolved"
+    return NODE_HOST if router.internal_host == "node" else router.internal_host
+
+
+def _record(router: Router, number: int) -> str | None:
+    """Each router writes a file of its own."""
+    if router.record is None or router.replicas == 1:
+        return router.record
+    path = PurePath(router.record)
+    return str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+
+
+def _preload(one: Preload) -> PreloadText:
+    text = one.text if one.system is None else one.system
+    assert text is not None, "one of them is set"
+    return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
+
+
+def _pool_node_plan(config: Config) -> PoolNodePlan:
+    settings = pool_node_settings(config)
+    return PoolNodePlan(settings=settings, placement=_place(config.pool.resources))
+
+
+def pool_node_settings(config: Config) -> PoolNodeSettings:
+    """`config` must be resolved."""
+    return PoolNodeSettings(
+        name=config.name,
+        host_bytes=config.pool.host_memory,
+        disk=config.pool.disk,
+        disk_bytes=config.pool.disk_size,
+        policy=config.pool.policy,
+        lease_ttl_s=config.transfer.lease_ttl,
+        transports=_far_transports(config),
+        host=config.network.host or NODE_HOST,
+        port_range=config.network.port_range,
+        ucx=ucx_options(config.transfer.ucx),
+        secret=config.network.secret or "",
+    )
+
+
+def _far_transports(config: Config) -> tuple[str, ...] | None:
+    if config.pool.transports is not None:
+        return config.pool.transports
+    if config.transfer.transports is None:
+        return None
+    return tuple(one for one in config.transfer.transports if one in get_args(FarTransport))
+
+
+def ucx_options(ucx: Ucx) -> tuple[tuple[str, str | int], ...]:
+    """The fields of UcxOptions that the cluster file sets."""
+    return tuple((name, value) for name, value in ucx if value is not None)
+
+
+def _placement(pool: WorkerPool) -> Placement:
+    return _place(pool.resources, pool.accelerator_type, ":" in pool.device)
+
+
+def _place(
+    resources: dict[str, float], accelerator: str | None = None, machine_devices: bool = False
+) -> Placement:
+    known = ("CPU", "GPU", "memory")
+    return Placement(
+        cpus=resources.get("CPU", 0.0),
+        gpus=resources.get("GPU", 0.0),
+        memory_bytes=resources.get("memory", 0.0),
+        accelerator_type=accelerator,
+        custom=tuple((name, value) for name, value in resources.items() if name not in known),
+        machine_devices=machine_devices,
+    )

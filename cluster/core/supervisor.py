@@ -1,0 +1,492 @@
+"""Decides which processes of a cluster to start, announce, restart and stop. Pure.
+
+`handle(event, now_s)` is the only door. The shell (the controller actor) turns commands into
+processes and what happens to them into the next event. Every start of a process has a number, its
+`life`; what an older life says is dropped.
+
+One process as the supervisor of a cluster sees it, and by which rules it comes back. Pure.
+
+Who gives no sign of life: the processes that are asked for one, and the driver. Pure.
+
+A pause of the supervisor itself is nobody's silence: what was said meanwhile is still to be read.
+
+On which hosts a cluster has pool nodes: those where its workers run, or last ran. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from cluster.core.supervision import (
+    Announce,
+    Answered,
+    Command,
+    Does,
+    DriverSeen,
+    Event,
+    Home,
+    Joined,
+    Kind,
+    Lost,
+    Note,
+    Phase,
+    Ping,
+    Placed,
+    Recalled,
+    Remember,
+    Remove,
+    Serving,
+    Start,
+    State,
+    Stop,
+    StopAsked,
+    Stopped,
+    Tick,
+    Withdraw,
+)
+from engine.core.activity import Activity, Stage
+
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 60.0
+STABLE_S = 60.0
+"""A process that served for so long starts its back-off anew."""
+STARTS_BEFORE_FATAL = 3
+"""A process that never served is given up after so many starts."""
+
+
+STARTS = Activity(stage=Stage.STARTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    startup_timeout_s: float
+    driver_timeout_s: float | None
+    """None: the cluster outlives its driver."""
+    hang_timeout_s: float
+    """A process that answers nothing for so long is killed and started again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """`home` is where it runs or last ran; a pool node's is where it shall run. `joined`: the
+    routers that know it."""
+
+    name: str
+    kind: Kind
+    state: State = State.GONE
+    life: int = 0
+    failures: int = 0
+    served_s: float | None = None
+    joined: set[str] = field(default_factory=set)
+    address: str | None = None
+    start_at_s: float = 0.0
+    home: Home | None = None
+    activity: Activity = STARTS  # what it does while its state is STARTING
+    asked_s: float | None = None  # for a sign of life, not answered yet
+    heard_s: float = 0.0  # when there was the last one
+
+    def is_due(self, now_s: float) -> bool:
+        return self.state is State.BACKING_OFF and self.start_at_s <= now_s
+
+    def hears(self, now_s: float) -> None:
+        self.asked_s, self.heard_s = None, now_s
+
+    def back_off(self, now_s: float) -> float:
+        """It failed once more; the seconds until it is due."""
+        self.failures = 1 if self._was_stable(now_s) else self.failures + 1
+        wait_s = min(FIRST_BACKOFF_S * 2 ** (self.failures - 1), LAST_BACKOFF_S)
+        self.state, self.start_at_s = State.BACKING_OFF, now_s + wait_s
+        self.address, self.joined = None, set()
+        return wait_s
+
+    def _was_stable(self, now_s: float) -> bool:
+        if self.state is not State.SERVING or self.served_s is None:
+            return False
+        return now_s - self.served_s >= STABLE_S
+
+
+PINGS = 4
+"""In the time after which one that is silent is given up."""
+COUNTED_S = 1.0
+"""Between two looks at the driver at most so much counts as its silence: the supervisor looks
+twice a second, unless it stands still itself."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Watching:
+    """Looks as often as it likes. If it stood still itself, nobody else is blamed for that."""
+
+    timeout_s: float
+    looked_s: float
+
+    def look(self, serving: Sequence[Process], now_s: float) -> tuple[list[Ping], list[Process]]:
+        """(whom to ask, who has been silent for too long)"""
+        stood_still = now_s - self.looked_s > self.timeout_s / PINGS
+        self.looked_s = now_s
+        for process in serving if stood_still else ():
+            process.asked_s = None if process.asked_s is None else now_s
+        due = [p for p in serving if self._is_due(p, now_s)]
+        silent = [p for p in serving if self._is_silent(p, now_s)]
+        for process in due:
+            process.asked_s = now_s
+        return [Ping(process.name, process.life) for process in due], silent
+
+    def _is_due(self, process: Process, now_s: float) -> bool:
+        return process.asked_s is None and now_s - process.heard_s >= self.timeout_s / PINGS
+
+    def _is_silent(self, process: Process, now_s: float) -> bool:
+        return process.asked_s is not None and now_s - process.asked_s >= self.timeout_s
+
+
+@dataclass(slots=True, kw_only=True)
+class DriverWatch:
+    """`timeout_s` is None when the cluster outlives its driver."""
+
+    timeout_s: float | None
+    looked_s: float
+    silent_s: float = 0.0
+
+    def hears(self, now_s: float) -> None:
+        self.looked_s, self.silent_s = now_s, 0.0
+
+    def is_gone(self, now_s: float) -> bool:
+        self.silent_s += min(now_s - self.looked_s, COUNTED_S)
+        self.looked_s = now_s
+        return self.timeout_s is not None and self.silent_s > self.timeout_s
+
+
+def pool_process(host: str) -> str:
+    """The same at every start, so that a controller that was restarted finds it."""
+    return f"pool-{host}"
+
+
+class PoolHomes:
+    """Those that were removed stay known: what is heard of their old lives is told apart."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Process] = {}
+
+    def processes(self) -> tuple[Process, ...]:
+        return tuple(p for p in self._known.values() if p.state is not State.GONE)
+
+    def find(self, name: str) -> Process | None:
+        return self._known.get(name)
+
+    def settle(self, workers: Iterable[Process], now_s: float) -> list[Process]:
+        """Wants one where workers are; the ones that are wanted no more."""
+        homes = {worker.home for worker in workers if worker.home is not None}
+        for home in sorted(homes, key=lambda home: home.node):
+            self._want(home, homes, now_s)
+        hosts = {home.host for home in homes}
+        return [p for p in self.processes() if p.home and p.home.host not in hosts and _runs(p)]
+
+    def _want(self, home: Home, homes: set[Home], now_s: float) -> None:
+        name = pool_process(home.host)
+        pool = self._known.setdefault(name, Process(name=name, kind=Kind.POOL_NODE))
+        if pool.home not in homes:
+            pool.home = home
+        if pool.state is State.GONE:
+            pool.state, pool.start_at_s = State.BACKING_OFF, now_s
+
+
+def _runs(pool: Process) -> bool:
+    return pool.state is not State.STOPPING
+
+
+REMIND_S = 10.0
+
+
+class Supervisor:
+    """One cluster: routers, their workers, and a pool node where they are if it has any."""
+
+    def __init__(
+        self,
+        routers: Iterable[str],
+        needs: Mapping[str, str],
+        limits: Limits,
+        now_s: float,
+        *,
+        pool_needs: str | None = None,
+        restarted: bool = False,
+    ) -> None:
+        """`needs`: # router or worker |-> what it asks of Ray, in words; `pool_needs`: a pool node,
+        or None when there shall be none. `restarted`: processes of a former controller are there;
+        no rule of the start applies before `Recalled` tells what they say."""
+        self.routers = {name: Process(name=name, kind=Kind.ROUTER) for name in routers}
+        self.workers = {
+            name: Process(name=name, kind=Kind.WORKER) for name in needs if name not in self.routers
+        }
+        self.pools = PoolHomes()
+        self._needs = needs
+        self._pool_needs = pool_needs
+        self._remind_at_s = now_s + REMIND_S
+        self.phase = Phase.STARTING
+        self.error: str | None = None
+        self._limits = limits
+        self._started_s = now_s
+        self._recalling = restarted
+        self._driver = DriverWatch(timeout_s=limits.driver_timeout_s, looked_s=now_s)
+        self._watching = Watching(timeout_s=limits.hang_timeout_s, looked_s=now_s)
+        for process in self.processes():
+            process.state = State.BACKING_OFF
+
+    def processes(self) -> tuple[Process, ...]:
+        return (*self.routers.values(), *self._announced())
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        match event:
+            case Tick():
+                return self._tick(now_s)
+            case Placed():
+                return self._placed(event, now_s)
+            case Does():
+                return self._does(event)
+            case Serving():
+                return self._serving(event, now_s)
+            case Lost():
+                return self._lost(event, now_s)
+            case Joined():
+                return self._joined(event)
+            case Answered(name=name, life=life):
+                if (process := self._current(name, life)) is not None:
+                    process.hears(now_s)
+                return []
+            case Stopped(name=name):
+                return self._stopped(name, now_s)
+            case Recalled():
+                return self._recalled(event)
+            case DriverSeen():
+                self._driver.hears(now_s)
+                return self._tick(now_s)
+            case StopAsked():
+                return self._stop("asked to stop")
+            case _:
+                assert_never(event)
+
+    def validate(self) -> None:
+        """A process serves exactly when it has an address, and is known to routers that serve; a
+        stopped cluster has none left."""
+        serving = {router.name for router in self._serving_routers()}
+        states = {process.state for process in self.processes()}
+        assert self.phase is not Phase.STOPPED or states == {State.GONE}, states
+        assert self.phase is not Phase.STARTING or State.GONE not in states, states
+        for process in self.processes():
+            assert (process.state is State.SERVING) == (process.address is not None), process
+            assert process.state is State.SERVING or not process.joined, process
+            assert process.joined <= serving, process
+
+    # Starting and restarting
+
+    def _tick(self, now_s: float) -> list[Command]:
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        if self._driver.is_gone(now_s):
+            return self._stop("the serve command is gone")
+        late = now_s - self._started_s > self._limits.startup_timeout_s
+        if late and self._may_give_up():
+            return self._fail(f"{self._missing()} did not start in time; is there room for it?")
+        due = [p for p in self.processes() if p.is_due(now_s)]
+        started = [command for p in due for command in self._start(p)]
+        return [*started, *self._watch(now_s), *self._reminder(now_s)]
+
+    def _reminder(self, now_s: float) -> list[Command]:
+        """Every so often what a start still waits for."""
+        if self.phase is not Phase.STARTING or now_s < self._remind_at_s:
+            return []
+        self._remind_at_s = now_s + REMIND_S
+        waiting = [(p.name, doing) for p in self.processes() if (doing := self.doing(p))]
+        told = ", ".join(f"{name}: {doing}" for name, doing in waiting)
+        return [Note(f"still waiting for {told}")] if waiting else []
+
+    def doing(self, process: Process) -> str:
+        """What it does now, in words; nothing once it serves and every router knows it."""
+        match process.state:
+            case State.STARTING if process.activity.stage is Stage.WAITS:
+                needs = self._needs.get(process.name, self._pool_needs)
+                return f"{process.activity}, needs {needs}"
+            case State.STARTING:
+                return str(process.activity)
+            case State.SERVING:
+                knows_all = process.kind is Kind.ROUTER or process.joined == self.routers.keys()
+                return "" if knows_all else "joins"
+            case state:
+                return state.value
+
+    def _does(self, event: Does) -> list[Command]:
+        process = self._current(event.name, event.life)
+        if process is None or process.state is not State.STARTING:
+            return []
+        before, process.activity = process.activity.stage, event.activity
+        if event.activity.stage is before:
+            return []
+        return [Note(f"{process.name} {self.doing(process)}")]
+
+    def _may_give_up(self) -> bool:
+        """Only a cluster that has never been READY is stopped because it can't start."""
+        return self.phase is Phase.STARTING and not self._recalling
+
+    def _recalled(self, event: Recalled) -> list[Command]:
+        self._recalling = False
+        if self.phase is not Phase.STARTING or not event.was_ready:
+            return []
+        return [Note("the controller was restarted; the cluster was ready"), *self._be_ready()]
+
+    def _be_ready(self) -> list[Command]:
+        self.phase = Phase.READY
+        return [Remember(p.name) for p in self.processes() if p.state is State.SERVING]
+
+    def _missing(self) -> str:
+        return ", ".join(p.name for p in self.processes() if p.state is not State.SERVING)
+
+    def _start(self, process: Process) -> list[Command]:
+        process.life += 1
+        process.state, process.activity = State.STARTING, STARTS
+        home = process.home if process.kind is Kind.POOL_NODE else None
+        start = Start(process.name, process.life, home.node if home else None)
+        return [Note(f"starting {process.name} ..."), start]
+
+    def _watch(self, now_s: float) -> list[Command]:
+        """Those that don't answer are lost."""
+        serving = [p for p in self.processes() if p.state is State.SERVING]
+        asked, silent = self._watching.look(serving, now_s)
+        reason = f"it has answered nothing for {self._watching.timeout_s:g} s"
+        lost = (Lost(name=p.name, life=p.life, reason=reason) for p in silent)
+        return [*asked, *(command for one in lost for command in self._lost(one, now_s))]
+
+    def _placed(self, event: Placed, now_s: float) -> list[Command]:
+        worker = self._current(event.name, event.life)
+        if worker is None or worker.state not in (State.STARTING, State.SERVING):
+            return []
+        worker.home = event.home
+        return self._settle_pools(now_s)
+
+    def _settle_pools(self, now_s: float) -> list[Command]:
+        if self._pool_needs is None or self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        unwanted = self.pools.settle(self.workers.values(), now_s)
+        return [command for pool in unwanted for command in self._retire(pool)]
+
+    def _retire(self, pool: Process) -> list[Command]:
+        note = Note(f"{pool.name} is stopped: no worker is there any more")
+        return [note, *self._withdrawal(pool, pool.address), self._stop_process(pool)]
+
+    def _serving(self, event: Serving, now_s: float) -> list[Command]:
+        process = self._current(event.name, event.life)
+        if process is None or process.state is not State.STARTING:
+            return []
+        process.state, process.address = State.SERVING, event.address
+        process.served_s = now_s
+        process.hears(now_s)
+        note = Note(f"{process.name} serves on {event.address}")
+        remember = [Remember(process.name)] if self.phase is Phase.READY else []
+        return [note, *remember, *self._announcements(process)]
+
+    def _announcements(self, newcomer: Process) -> list[Command]:
+        """All that serve to a new router; a newcomer to every router that serves."""
+        is_router = newcomer.kind is Kind.ROUTER
+        routers = [newcomer] if is_router else self._serving_routers()
+        known = self._announced() if is_router else (newcomer,)
+        return [
+            Announce(router.name, p.name, p.life, p.address, p.kind)
+            for router in routers
+            for p in known
+            if p.address is not None
+        ]
+
+    def _serving_routers(self) -> list[Process]:
+        return [router for router in self.routers.values() if router.state is State.SERVING]
+
+    def _announced(self) -> tuple[Process, ...]:
+        return (*self.workers.values(), *self.pools.processes())
+
+    def _joined(self, event: Joined) -> list[Command]:
+        joined, router = self._current(event.name, event.life), self.routers[event.router]
+        if joined is None or {joined.state, router.state} != {State.SERVING}:
+            return []
+        if event.refused is not None:
+            text = f"{event.router} refused {event.name}: {event.refused}"
+            return self._fail(text) if self._may_give_up() else [Note(text)]
+        joined.joined.add(event.router)
+        if self.phase is Phase.STARTING and self._all_joined():
+            return self._be_ready()
+        return []
+
+    def _all_joined(self) -> bool:
+        return all(p.joined == self.routers.keys() for p in self._announced())
+
+    def _lost(self, event: Lost, now_s: float) -> list[Command]:
+        process = self._current(event.name, event.life)
+        if process is None or process.state not in (State.STARTING, State.SERVING):
+            return []
+        if self._hopeless(process, event):
+            return self._fail(f"{process.name}: {event.reason}")
+        address = process.address
+        wait_s = process.back_off(now_s)
+        self._forget_router(process.name)
+        note = Note(f"{process.name} is lost: {event.reason}; starting it again in {wait_s:g} s")
+        return [note, *self._withdrawal(process, address), Remove(process.name)]
+
+    def _forget_router(self, name: str) -> None:
+        for process in self._announced():
+            process.joined.discard(name)
+
+    def _hopeless(self, process: Process, event: Lost) -> bool:
+        """It never served, and what never did holds up a cluster that starts."""
+        if process.served_s is not None or not self._may_give_up():
+            return False
+        return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
+
+    def _withdrawal(self, process: Process, address: str | None) -> list[Command]:
+        if process.kind is Kind.ROUTER or address is None:
+            return []
+        return [Withdraw(one.name, address, process.kind) for one in self._serving_routers()]
+
+    # Stopping
+
+    def _fail(self, error: str) -> list[Command]:
+        self.error = error
+        return self._stop(error)
+
+    def _stop(self, why: str) -> list[Command]:
+        """The routers first: they finish what runs, which needs the workers; then these, which
+        still store in the pool nodes, and these at last."""
+        if self.phase in (Phase.STOPPING, Phase.STOPPED):
+            return []
+        self.phase = Phase.STOPPING
+        return [Note(f"stopping: {why}"), *map(self._stop_process, self.routers.values())]
+
+    def _stopped(self, name: str, now_s: float) -> list[Command]:
+        process = self._named(name)
+        assert process is not None, name
+        process.state = State.GONE
+        if process.kind is Kind.ROUTER:
+            return self._router_stopped()
+        if self.phase is not Phase.STOPPING:
+            return self._settle_pools(now_s)
+        left = [p for p in self.processes() if p.state is not State.GONE]
+        if not left:
+            self.phase = Phase.STOPPED
+        elif all(p.kind is Kind.POOL_NODE for p in left):
+            return [self._stop_process(p) for p in left if p.state is not State.STOPPING]
+        return []
+
+    def _router_stopped(self) -> list[Command]:
+        """The workers, after the last one."""
+        if any(router.state is not State.GONE for router in self.routers.values()):
+            return []
+        return [self._stop_process(worker) for worker in self.workers.values()]
+
+    def _stop_process(self, process: Process) -> Command:
+        drain = process.state is State.SERVING
+        process.state, process.address, process.joined = State.STOPPING, None, set()
+        self._forget_router(process.name)
+        return Stop(process.name, drain)
+
+    def _named(self, name: str) -> Process | None:
+        return self.routers.get(name) or self.workers.get(name) or self.pools.find(name)
+
+    def _current(self, name: str, life: int) -> Process | None:
+        process = self._named(name)
+        return process if process is not None and process.life == life else None

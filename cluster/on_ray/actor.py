@@ -1,0 +1,257 @@
+"""The Ray actors that host a router, a worker or a pool node: thin shells around the same objects
+that run as plain processes. No token and no KV ever passes through their methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cluster.core.plan import NODE_HOST
+from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
+from cluster.core.supervision import Home
+from cluster.core.supervisor import STARTS
+from cluster.process.logs import configure_logging
+from cluster.process.net import host_id
+from engine.core.activity import Activity, Stage
+from kvrelay.errors import KvrelayError
+from kvrelay.gc_pauses import freeze
+
+if TYPE_CHECKING:
+    from cluster.worker.process import WorkerProcess
+
+
+EVERY_INTERFACE = ("0.0.0.0", "::")
+JOIN_TIMEOUT_S = 30.0
+JOIN_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """What a process that starts does now; `chosen`: the device and the transports that it took,
+    once it has."""
+
+    activity: Activity = STARTS
+    chosen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The process says why it can't serve; starting it again would fail the same way."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAt:
+    """Where clients reach a router, by its name, and where those who run the cluster do."""
+
+    name: str
+    host: str
+    http_port: int
+    grpc_port: int
+    internal_host: str
+    internal_http_port: int
+    internal_grpc_port: int
+
+    @property
+    def http(self) -> str:
+        return f"http://{self.host}:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def internal_http(self) -> str:
+        return f"http://{self.internal_host}:{self.internal_http_port}"
+
+    @property
+    def internal_grpc(self) -> str:
+        return f"{self.internal_host}:{self.internal_grpc_port}"
+
+
+class Member:
+    """What each process of a cluster keeps for a controller that is restarted."""
+
+    _cluster_was_ready = False
+
+    async def remember_ready(self) -> None:
+        self._cluster_was_ready = True
+
+    async def recall_ready(self) -> bool:
+        """Whether the cluster has been READY since this process serves."""
+        return self._cluster_was_ready
+
+
+class WorkerHost(Member):
+    """Async actor. `start` may be asked again, by a controller that was restarted."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        configure_logging(settings.name)
+        self._settings = replace(settings, host=_own_host(settings.host))
+        self._worker: WorkerProcess | None = None
+        self._activity = STARTS
+        self._address: str | None = None
+
+    async def home(self) -> Home:
+        """Answered before `start` loads anything."""
+        return _home()
+
+    async def doing(self) -> Doing:
+        if self._worker is None:
+            return Doing(activity=self._activity)
+        return Doing(activity=self._worker.activity, chosen=self._worker.chosen)
+
+    async def start(self) -> str | StartFailed:
+        self._activity = Activity(stage=Stage.IMPORTS)
+        try:
+            kind = await asyncio.to_thread(_worker_class)
+            self._worker = self._worker or kind(self._settings)
+            if self._address is None:
+                self._address = await self._worker.start()
+                freeze()
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        return self._address
+
+    async def answer(self) -> None:
+        """For those that ask whether it hangs."""
+        assert self._worker is not None, "started"
+        await self._worker.answer()
+
+    async def wait_closed(self) -> None:
+        assert self._worker is not None, "started"
+        await self._worker.wait_closed()
+
+    async def stop(self, drain_s: float) -> None:
+        if self._worker is not None:
+            await self._worker.stop(drain_s=drain_s)
+
+
+class PoolNodeHost(Member):
+    """Async actor. `start` may be asked again, by a controller that was restarted."""
+
+    def __init__(self, settings: PoolNodeSettings) -> None:
+        configure_logging("pool-node")
+        from cluster.pool_node.node import PoolNode
+
+        self._node = PoolNode(replace(settings, host=_own_host(settings.host)))
+        self._address: str | None = None
+
+    async def doing(self) -> Doing:
+        return Doing()
+
+    async def start(self) -> str | StartFailed:
+        try:
+            if self._address is None:
+                self._address = (await self._node.start()).reports
+                freeze()
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        return self._address
+
+    async def answer(self) -> None:
+        """For those that ask whether it hangs."""
+        await self._node.answer()
+
+    async def wait_closed(self) -> None:
+        await self._node.wait_closed()
+
+    async def stop(self, drain_s: float) -> None:
+        await self._node.stop(drain_s=drain_s)
+
+
+class RouterHost(Member):
+    """Async actor; `start` and `add_worker` may be asked again."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        configure_logging(settings.process)
+        from cluster.router.process import RouterProcess
+
+        self._settings = replace(settings, internal_host=_own_host(settings.internal_host))
+        self._router = RouterProcess(self._settings)
+        self._at: RouterAt | None = None
+        self._closed = asyncio.Event()
+
+    async def doing(self) -> Doing:
+        return Doing(activity=self._router.activity)
+
+    async def start(self) -> RouterAt | StartFailed:
+        try:
+            if self._at is None:
+                self._at = await self._start()
+                freeze()
+        except KvrelayError as error:
+            return StartFailed(str(error))
+        return self._at
+
+    async def add_worker(self, address: str) -> StartFailed | None:
+        """Returns when requests can go there, or why none ever will."""
+        await self._router.add_worker(address)
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                while not self._is_attached(address):
+                    await asyncio.sleep(JOIN_POLL_S)
+        except TimeoutError:
+            return StartFailed(f"{address} did not join, see the log of the router")
+        return None
+
+    async def remove_worker(self, address: str) -> None:
+        await self._router.remove_worker(address)
+
+    async def add_pool_node(self, address: str) -> None:
+        await self._router.add_pool_node(address)
+
+    async def remove_pool_node(self, address: str) -> None:
+        await self._router.remove_pool_node(address)
+
+    def _is_attached(self, address: str) -> bool:
+        return any(worker.address == address for worker in self._router.dispatcher.workers())
+
+    async def answer(self) -> None:
+        """Of its event loop, which all of it runs in."""
+
+    async def wait_closed(self) -> None:
+        await self._closed.wait()
+
+    async def stop(self, drain_s: float) -> None:
+        await self._router.stop(drain_s=drain_s)
+        self._closed.set()
+
+    async def _start(self) -> RouterAt:
+        ports = await self._router.start()
+        return RouterAt(
+            name=self._settings.process,
+            host=_reachable(self._settings.host),
+            http_port=ports.public.http,
+            grpc_port=ports.public.grpc,
+            internal_host=_reachable(self._settings.internal_host),
+            internal_http_port=ports.internal.http,
+            internal_grpc_port=ports.internal.grpc,
+        )
+
+
+def _worker_class() -> type[WorkerProcess]:
+    """PyTorch's import takes seconds."""
+    from cluster.worker.process import WorkerProcess
+
+    return WorkerProcess
+
+
+def _reachable(host: str) -> str:
+    """Where others find what listens on `host`."""
+    return _own_host(NODE_HOST) if host in EVERY_INTERFACE else host
+
+
+def _home() -> Home:
+    import ray
+
+    return Home(host_id(), ray.get_runtime_context().get_node_id())
+
+
+def _own_host(host: str) -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address()) if host == NODE_HOST else host

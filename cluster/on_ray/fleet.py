@@ -1,0 +1,125 @@
+"""Creates, finds and kills the Ray actors of one cluster, by name."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.core.plan import ClusterPlan, Placement
+from cluster.on_ray.actor import PoolNodeHost, RouterAt, RouterHost, WorkerHost
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "kvrelay"
+CONTROLLER = "controller"
+CALLS_AT_ONCE = 64
+
+Handle = Any
+"""Ray's actor handles have no useful type."""
+
+
+def actor_name(cluster: str, process: str) -> str:
+    return f"{cluster}/{process}"
+
+
+class Fleet:
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._routers = {router.settings.process: router for router in plan.routers}
+        self._workers = {worker.settings.name: worker for worker in plan.workers}
+        self._handles: dict[str, Handle] = {}
+
+    def create(self, name: str, node: str | None) -> Handle:
+        """A new actor, on this node of Ray if one is given, or the one that a former controller
+        left under this name."""
+        if name in self._routers:
+            router = self._routers[name]
+            made = self._make(name, RouterHost, router.settings, router.placement)
+        elif name in self._workers:
+            worker = self._workers[name]
+            made = self._make(name, WorkerHost, worker.settings, worker.placement)
+        else:
+            pool = self._plan.pool
+            assert pool is not None and node is not None, name
+            made = self._make(name, PoolNodeHost, pool.settings, pool.placement, node)
+        self._handles[name] = made
+        return made
+
+    def find(self, name: str) -> Handle:
+        """The actor, made by this controller or left by a former one; None without it."""
+        if name not in self._handles:
+            with contextlib.suppress(ValueError):
+                self._handles[name] = ray.get_actor(self._actor_name(name), namespace=NAMESPACE)
+        return self._handles.get(name)
+
+    def kill(self, name: str) -> None:
+        handle = self.find(name)
+        if handle is not None:
+            ray.kill(handle, no_restart=True)
+            del self._handles[name]
+
+    def names(self) -> list[str]:
+        """The processes of this cluster that Ray knows, whichever controller started them."""
+        found = ray.util.list_named_actors(all_namespaces=True)
+        actors = [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
+        split = [name.partition("/") for name in actors]
+        return [name for of, _, name in split if of == self._plan.name and name != CONTROLLER]
+
+    def kill_strays(self) -> None:
+        """What a former controller started and this one never heard of."""
+        for name in self.names():
+            log.warning("%s was left by a former controller", name)
+            self.kill(name)
+
+    def keep_ports(self, at: RouterAt) -> None:
+        """A router that is started again answers where it did before."""
+        known = self._routers[at.name]
+        settings = replace(
+            known.settings,
+            http_port=at.http_port,
+            grpc_port=at.grpc_port,
+            internal_http_port=at.internal_http_port,
+            internal_grpc_port=at.internal_grpc_port,
+        )
+        self._routers[at.name] = replace(known, settings=settings)
+
+    def _actor_name(self, name: str) -> str:
+        return actor_name(self._plan.name, name)
+
+    def _make(
+        self, name: str, host: type, settings: object, place: Placement, node: str | None = None
+    ) -> Handle:
+        options = _ray_options(place)
+        if node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        return (
+            ray.remote(host)
+            .options(name=self._actor_name(name), get_if_exists=True, **options)
+            .remote(settings)
+        )
+
+
+def _ray_options(place: Placement) -> dict[str, Any]:
+    """Detached: a controller that is restarted finds its actors alive."""
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": 0,
+        "max_concurrency": CALLS_AT_ONCE,
+        "num_cpus": place.cpus,
+        "num_gpus": place.gpus,
+        "resources": dict(place.custom),
+    }
+    if place.memory_bytes:
+        options["memory"] = place.memory_bytes
+    if place.accelerator_type:
+        options["accelerator_type"] = place.accelerator_type
+    if place.machine_devices:
+        visible = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+        options["runtime_env"] = {"env_vars": visible}
+    return options

@@ -1,0 +1,277 @@
+"""`kvrelay serve`: starts a cluster on Ray, follows it, and takes it down again.
+
+Runs in the driver. The cluster belongs to its controller actor; this process only asks for it,
+prints what the controller notes, and beats as long as it lives.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from cluster.config.schema import Config
+from cluster.core.plan import ClusterPlan, plan_cluster, shortage
+from cluster.core.resolve import pinned, resolve
+from cluster.core.supervision import Phase
+from cluster.on_ray.connect import Connected
+from cluster.on_ray.controller import Controller, Report
+from cluster.on_ray.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
+from cluster.process.bars import DownloadBars
+from kvrelay.errors import ConfigError, KvrelayError
+
+BEAT_S = 0.25
+ANSWER_S = 60.0
+GONE_S = 60.0
+CONTROLLER_CALLS_AT_ONCE = 64
+ONE_PRESS_S = 0.3
+"""A second Ctrl-C so soon is the first one."""
+
+Printer = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Prints progress with the seconds since the command began."""
+
+    began_s: float
+
+    def __call__(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began_s:6.1f} s  {text}", flush=True)
+
+
+class Driver:
+    """One cluster, seen from a command that follows it."""
+
+    def __init__(self, name: str, controller: Handle, *, idle_beat_s: float, say: Printer) -> None:
+        self.name = name
+        self._controller = controller
+        self._idle_beat_s = idle_beat_s
+        self._say = say
+        self._controller_id = ""
+        self._seen = 0
+        self._was_ready = False
+        self._bars = DownloadBars()
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Ask the cluster to drain and go. Safe in a signal handler, and on any thread."""
+        self._stopping.set()
+
+    def wait_ready(self) -> Report:
+        """Until all serve, or `stop` was called. Raises KvrelayError when it can't start."""
+        report = self._beat()
+        while report.phase is Phase.STARTING and not self._stopping.is_set():
+            self._stopping.wait(BEAT_S)
+            report = self._beat()
+        return report if report.phase is Phase.READY else self.follow()
+
+    def follow(self) -> Report:
+        """Beat until the cluster has stopped. Raises KvrelayError when it stopped by itself."""
+        report = self._beat()
+        while report.phase is not Phase.STOPPED:
+            self._pause(report.phase)
+            report = self._beat()
+        _wait_gone(self.name)
+        if report.error:
+            raise KvrelayError(report.error)
+        return report
+
+    def _pause(self, phase: Phase) -> None:
+        if phase is Phase.STOPPING:
+            time.sleep(BEAT_S)
+        else:
+            self._stopping.wait(self._idle_beat_s)
+
+    def _beat(self) -> Report:
+        try:
+            report = self._with_all_notes(self._ask())
+        except RayError as error:
+            raise KvrelayError(f"the controller is lost: {error}") from None
+        for note in report.notes:
+            self._say(note)
+        self._bars.show(report.downloads)
+        self._seen = report.noted
+        self._was_ready = report.phase is Phase.READY
+        return report
+
+    def _with_all_notes(self, report: Report) -> Report:
+        """A controller that was restarted has begun its notes anew."""
+        if report.controller == self._controller_id:
+            return report
+        self._controller_id = report.controller
+        if not self._seen:
+            return report
+        self._seen = 0
+        return self._ask()
+
+    def _ask(self) -> Report:
+        """A cluster that is READY serves without its controller: its answer is waited for."""
+        while True:
+            beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
+            try:
+                report: Report = ray.get(beat, timeout=ANSWER_S)
+            except GetTimeoutError:
+                if not self._was_ready or self._stopping.is_set():
+                    raise
+                self._say(f"the controller has answered nothing for {ANSWER_S:g} s")
+            else:
+                return report
+
+
+def start(config: Config, here: Connected, *, detach: bool, say: Printer) -> Driver:
+    """Ask for the cluster; it starts from now on. Raises ConfigError when it can't be had."""
+    resolved = resolve(config, here.site)
+    if pinned(config.workers) and not pinned(resolved.workers):
+        say("workers aren't pinned: they have more threads than there are CPUs")
+    plan = plan_cluster(resolved)
+    if here.own and (missing := shortage(plan, ray.cluster_resources())):
+        raise ConfigError(missing)
+    controller = _create_controller(plan, detach)
+    return Driver(plan.name, controller, idle_beat_s=plan.driver_timeout_s / 5, say=say)
+
+
+def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> None:
+    """Returns when the cluster is gone after a signal, or at once with `detach`."""
+    driver = start(config, here, detach=detach, say=say)
+    _on_signals(driver)
+    try:
+        report = driver.wait_ready()
+        if report.phase is Phase.STOPPED:
+            return
+        for line in welcome(report):
+            print(line, flush=True)
+        if not detach:
+            driver.follow()
+    except KeyboardInterrupt:
+        say("ending at once: what runs is cut")
+        if not here.own:  # else it ends with its Ray
+            kill(driver.name)
+        raise
+
+
+def _on_signals(driver: Driver) -> None:
+    """The first one drains; a Ctrl-C after it raises KeyboardInterrupt. One press can come twice,
+    from the terminal and from a parent that passes it on."""
+    first_s: float | None = None
+
+    def told(number: int, _: object) -> None:
+        nonlocal first_s
+        now_s = time.monotonic()
+        if first_s is None:
+            first_s = now_s
+            driver.stop()
+        elif number == signal.SIGINT and now_s - first_s > ONE_PRESS_S:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, told)
+
+
+def kill(cluster: str) -> None:
+    """Every actor of the cluster, its controller first: it would start the others again."""
+    names = sorted(_actors_of(cluster), key=lambda name: name != actor_name(cluster, CONTROLLER))
+    for name in names:
+        with suppress(ValueError, RayError):
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+
+
+def stop(name: str | None, *, say: Printer) -> None:
+    """Drain a running cluster and remove it. Raises ConfigError when `chosen` can't tell which."""
+    name = chosen(name, running_clusters())
+    controller = find_controller(name)
+    if controller is None:
+        raise ConfigError(f"the cluster {name} has just gone")
+    driver = Driver(name, controller, idle_beat_s=BEAT_S, say=say)
+    driver.stop()
+    driver.follow()
+
+
+def welcome(report: Report) -> list[str]:
+    """The addresses, and a first request to paste."""
+    first = report.routers[0]
+    body = f'{{"model": "{report.model}", "prompt": "It was", "max_tokens": 32}}'
+    return [
+        "",
+        f"  {report.model} is ready",
+        *(f"  HTTP  {router.http}/v1" for router in report.routers),
+        *(f"  gRPC  {router.grpc}" for router in report.routers),
+        *(f"  metrics  {router.internal_http}/metrics" for router in report.routers),
+        "",
+        f"  curl {first.http}/v1/completions \\",
+        f"    -H 'content-type: application/json' -d '{body}'",
+        "",
+    ]
+
+
+def _create_controller(plan: ClusterPlan, detach: bool) -> Handle:
+    name = actor_name(plan.name, CONTROLLER)
+    try:
+        return (
+            ray.remote(Controller)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=CONTROLLER_CALLS_AT_ONCE,
+            )
+            .remote(plan, detach)
+        )
+    except ValueError:
+        raise ConfigError(
+            f"a cluster named {plan.name} already runs on this Ray: choose another --name"
+        ) from None
+
+
+def _wait_gone(cluster: str) -> None:
+    """Until Ray knows no actor of the cluster. Raises KvrelayError that names those that stay."""
+    deadline_s = time.monotonic() + GONE_S
+    while left := _actors_of(cluster):
+        if time.monotonic() > deadline_s:
+            raise KvrelayError(f"stopped, but after {GONE_S:g} s Ray still has {', '.join(left)}")
+        time.sleep(BEAT_S)
+
+
+def _actors_of(cluster: str) -> list[str]:
+    return [name for name in _actors() if name.startswith(actor_name(cluster, ""))]
+
+
+def running_clusters() -> list[str]:
+    """The names of the clusters on this Ray, in order."""
+    suffix = actor_name("", CONTROLLER)
+    return sorted(name.removesuffix(suffix) for name in _actors() if name.endswith(suffix))
+
+
+def chosen(name: str | None, running: Sequence[str]) -> str:
+    """The named cluster, else the only one. Raises ConfigError that says what runs."""
+    if name in running or (name is None and len(running) == 1):
+        return name or running[0]
+    if not running:
+        named = f" named {name}" if name else ""
+        raise ConfigError(f"no cluster{named} runs on this Ray")
+    names = ", ".join(running)
+    if name is None:
+        raise ConfigError(f"{len(running)} clusters run on this Ray, choose by --name: {names}")
+    raise ConfigError(f"no cluster named {name} runs on this Ray, only {names}")
+
+
+def _actors() -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+
+
+def find_controller(cluster: str) -> Handle | None:
+    try:
+        return ray.get_actor(actor_name(cluster, CONTROLLER), namespace=NAMESPACE)
+    except (ValueError, RayError):
+        return None

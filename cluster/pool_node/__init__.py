@@ -1,0 +1,1 @@
+"""One pool node: the process that keeps a host's KV tiers."""

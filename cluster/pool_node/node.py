@@ -1,0 +1,154 @@
+"""One pool node process: host tier in shared memory and disk tier, for the workers of a cluster.
+
+KV that a worker has stored here outlives it. Threads: the loop (all decisions), the disk, those of
+the links, and one per worker that sends. When the node dies its memory is gone and workers
+recompute; what is on disk comes back with the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+
+from cluster.config.types import format_size
+from cluster.core.settings import PoolNodeSettings
+from cluster.pool_node.loop import Drain, LifeAsked, PoolInbox, PoolLoop, open_files
+from cluster.pool_node.service import PoolNodeService
+from cluster.pool_node.workers import PoolWorkers
+from cluster.process.auto import far_transports
+from cluster.process.net import bind_port, grpc_server
+from kvpool.disk.files import DiskFiles
+from kvpool.transport.endpoints import EndpointOptions
+from kvpool.transport.rdma.ucx_options import UcxOptions
+from kvrelay.errors import ConfigError
+from kvrelay.types import Incarnation
+from kvrelay.v1 import pool_node_pb2_grpc
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAddresses:
+    """`links` are the workers' ways to it, `reports` is HOST:PORT of its gRPC service."""
+
+    links: tuple[str, ...]
+    reports: str
+
+
+class PoolNode:
+    """Start once, stop once. `wait_closed` tells when, and why, the node has stopped."""
+
+    def __init__(self, settings: PoolNodeSettings) -> None:
+        self._settings = settings
+        self._inbox: PoolInbox = queue.SimpleQueue()
+        self._closed: Future[None] = Future()
+        self._thread: threading.Thread | None = None
+
+    async def start(self) -> PoolAddresses:
+        """Load the index of the disk tier and listen. Raises ConfigError."""
+        loop, workers = await asyncio.to_thread(self._build)
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, workers), name="kvrelay-pool", daemon=True
+        )
+        self._thread.start()
+        try:
+            return PoolAddresses(links=workers.addresses, reports=await self._serve())
+        except BaseException:
+            await self.stop(drain_s=0.0)
+            raise
+
+    async def _serve(self) -> str:
+        self._server = grpc_server()
+        service = PoolNodeService(self._inbox.put)
+        pool_node_pb2_grpc.add_PoolNodeServicer_to_server(service, self._server)
+        port = bind_port(self._server, self._settings.host, self._settings.port_range)
+        await self._server.start()
+        return f"{self._settings.host}:{port}"
+
+    async def stop(self, *, drain_s: float) -> None:
+        """Take nothing new, let transfers end and blocks reach the disk for up to `drain_s`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._inbox.put(Drain(drain_s=drain_s))
+            await asyncio.to_thread(thread.join)
+            await self._server.stop(grace=None)
+
+    async def answer(self) -> None:
+        """Returns once the loop has come round: nothing hangs."""
+        answer: Future[None] = Future()
+        self._inbox.put(LifeAsked(answer))
+        await asyncio.wrap_future(answer)
+
+    async def wait_closed(self) -> None:
+        """Returns once stopped; raises what the node died of."""
+        await asyncio.shield(asyncio.wrap_future(self._closed))
+
+    def _build(self) -> tuple[PoolLoop, PoolWorkers]:
+        settings = self._settings
+        _check_memory(settings.host_bytes)
+        incarnation = Incarnation(uuid4().hex)
+        workers = PoolWorkers(
+            settings.name,
+            incarnation,
+            memory_bytes=settings.host_bytes,
+            transports=far_transports(settings),
+            options=EndpointOptions(
+                host=settings.host,
+                port_range=settings.port_range,
+                secret=settings.secret.encode(),
+                ucx=UcxOptions(**dict(settings.ucx)),  # type: ignore[arg-type]
+            ),
+            post=self._inbox.put,
+        )
+        files: DiskFiles | None = None
+        try:
+            files = open_files(settings)
+            loop = PoolLoop(settings, incarnation, workers, files, self._inbox)
+            loop.load()
+        except BaseException:
+            workers.close()
+            if files is not None:
+                files.close()
+            raise
+        return loop, workers
+
+    def _run(self, loop: PoolLoop, workers: PoolWorkers) -> None:
+        try:
+            loop.run()
+        except BaseException as error:
+            log.exception("the pool node died")
+            workers.close()
+            loop.close()
+            self._closed.set_exception(error)
+            return
+        workers.close()
+        loop.close()
+        self._closed.set_result(None)
+
+
+def _check_memory(host_bytes: int) -> None:
+    total = min(psutil.virtual_memory().total, _container_bytes())
+    if host_bytes > total:
+        raise ConfigError(
+            f"pool.host_memory: {format_size(host_bytes)}, but this machine or container has "
+            f"{total / 2**30:.1f}GiB"
+        )
+
+
+def _container_bytes() -> float:
+    """cgroup v2: the limit, to which shared memory counts; without one, infinite."""
+    with suppress(OSError, ValueError):
+        return int(CONTAINER_LIMIT.read_text())
+    return math.inf

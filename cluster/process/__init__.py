@@ -1,0 +1,1 @@
+"""What every process needs of its host: CPUs, ports, logs, traces."""

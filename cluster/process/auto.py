@@ -1,0 +1,83 @@
+"""What a worker takes where its settings leave the choice to the machine that it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+from cluster.core.settings import PoolNodeSettings, WorkerSettings
+from kvpool.transport import link_kind
+from kvpool.transport.choice import Chosen, Machine, choose_transports, spans_hosts
+from kvpool.transport.endpoints import obstacle
+from kvpool.transport.gpus import GpuCount, count_gpus
+from kvpool.transport.rdma.ucx_options import UcxOptions
+from kvrelay.errors import ConfigError, ModelError
+
+
+def settle(settings: WorkerSettings) -> tuple[WorkerSettings, str]:
+    """(without "auto" for the device and the transports, what was chosen and why). Opens each
+    transport once. Raises ModelError or ConfigError when nothing fits."""
+    gpus = count_gpus()
+    device, because = choose_device(settings.device, settings.gpus, gpus)
+    text = f"device {device}" + (f" ({because})" if because else "")
+    if settings.transports:
+        return replace(settings, device=device), f"{text}, KV over {_listed(settings.transports)}"
+    found = _machine(dict(settings.ucx), device, gpus)
+    chosen = choose_transports(
+        found,
+        on_gpu=device != "cpu",
+        spans_hosts=spans_hosts(settings.host),
+        require=settings.require,
+    )
+    if not chosen.transports:
+        raise ConfigError(f"no transport can be used: {chosen.why}")
+    settled = replace(settings, device=device, transports=chosen.transports)
+    return settled, f"{text}, KV over {_told(chosen, device)}"
+
+
+def choose_device(device: str, set_aside: float | None, gpus: GpuCount) -> tuple[str, str]:
+    """(device, why). `set_aside`: the GPUs that Ray keeps for this worker, or None without Ray.
+    Raises ModelError for one that PyTorch can't use."""
+    if device != "auto":
+        return device, ""
+    if set_aside is None:
+        return ("cuda", "this machine has a GPU") if gpus.count else ("cpu", gpus.why_none)
+    if not set_aside:
+        none_free = "no GPU is set aside for it: there are none, or fewer than its ranks"
+        return "cpu", gpus.why_none or none_free
+    if not gpus.count:
+        raise ModelError(
+            f"Ray has set a GPU aside for this worker, but {gpus.why_none}: set device: cpu, or "
+            "mend the GPU"
+        )
+    part = f"{set_aside:g} of a GPU is" if set_aside < 1 else "a GPU is"
+    return "cuda", f"{part} set aside for it"
+
+
+def far_transports(settings: PoolNodeSettings) -> tuple[str, ...]:
+    """A pool node's links for workers of other hosts."""
+    if settings.transports is not None:
+        return settings.transports
+    found = _machine(dict(settings.ucx), "cpu", GpuCount(count=0))
+    far = spans_hosts(settings.host)
+    chosen = choose_transports(found, on_gpu=False, spans_hosts=far)
+    return tuple(one for one in chosen.transports if one != "shm")
+
+
+def _machine(ucx: dict[str, str | int], device: str, gpus: GpuCount) -> Machine:
+    options = UcxOptions(**ucx)  # type: ignore[arg-type]
+    return Machine(
+        obstacle=cache(partial(obstacle, ucx=options, gpus=gpus.count, device=device)),
+        kind=partial(link_kind.link_kind, ucx=options),
+    )
+
+
+def _told(chosen: Chosen, device: str) -> str:
+    """Nobody wonders why a CPU has no link between GPUs."""
+    others = tuple(one for one in chosen.left_out if one[0] != "cuda_ipc" or device != "cpu")
+    why = replace(chosen, left_out=others).why
+    return _listed(chosen.transports) + (f" (not {why})" if why else "")
+
+
+def _listed(transports: tuple[str, ...]) -> str:
+    return ", ".join(transports)

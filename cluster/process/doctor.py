@@ -1,0 +1,235 @@
+"""What `kvrelay doctor` finds: each transport on this host, and what a cluster file would get.
+
+Each transport is tried for real: its endpoint is opened and registers memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from cluster.config.schema import Config
+from cluster.config.workers import WorkerPool
+from cluster.core.plan import ucx_options
+from cluster.core.resolve import resolve
+from cluster.process.checks import problems
+from cluster.process.site import local_site
+from kvpool.transport import link_kind
+from kvpool.transport.choice import BETWEEN_HOSTS, TRANSPORTS, Machine, choose_transports
+from kvpool.transport.endpoints import obstacle
+from kvpool.transport.gpus import GpuFacts, gpu_facts
+from kvpool.transport.link_kind import LinkKind
+from kvpool.transport.rdma.ucx_options import UcxOptions
+from kvrelay.types import Role
+
+NEEDS = {
+    "shm": "Linux; workers of one host, user and network namespace",
+    "cuda_ipc": "NVIDIA GPUs with peer access; memory that can be shared (no expandable segments)",
+    "nixl": "pip install 'kvrelay[nixl]'; for RDMA also: /dev/infiniband, memlock unlimited",
+    "ucx": "pip install 'kvrelay[ucx]'; for RDMA also: a system UCX with verbs, /dev/infiniband, "
+    "memlock unlimited",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One transport on this host. `kind` is what its links would be; `why` is empty if usable."""
+
+    transport: str
+    usable: bool
+    kind: LinkKind
+    why: str
+    needs: str
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What two pools would use; None where nothing connects them."""
+
+    prefill: str
+    decode: str
+    same_host: str | None
+    between_hosts: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """`problems`: why the cluster file can't run here; none: it can."""
+
+    findings: tuple[Finding, ...]
+    choices: tuple[Choice, ...]
+    problems: tuple[str, ...]
+
+
+def examine(config: Config) -> Diagnosis:
+    """Takes a second or two."""
+    gpus = gpu_facts()
+    config = resolve(config, replace(local_site(), gpus=gpus.count))
+    options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
+    findings = tuple(_finding(transport, options, gpus) for transport in TRANSPORTS)
+    by_name = {finding.transport: finding for finding in findings}
+    return Diagnosis(
+        findings=findings,
+        choices=tuple(_choices(config, by_name)),
+        problems=(
+            *_link_problems(config, by_name),
+            *problems(config, gpus.count, gpus.why_none),
+        ),
+    )
+
+
+# --- one transport ------------------------------------------------------------------------------
+
+
+def _finding(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> Finding:
+    why = obstacle(transport, ucx, gpus=gpus.count)
+    return Finding(
+        transport=transport,
+        usable=not why,
+        kind=link_kind.link_kind(transport, ucx),
+        why=why,
+        needs=NEEDS[transport],
+        facts={name: text for name, text in _facts(transport, ucx, gpus).items() if text},
+    )
+
+
+def _facts(transport: str, ucx: UcxOptions, gpus: GpuFacts) -> dict[str, str]:
+    match transport:
+        case "shm":
+            return {"memory": f"{_gib(psutil.virtual_memory().available)} available to memfd"}
+        case "cuda_ipc":
+            return _gpu_facts(gpus)
+        case "nixl":
+            return _ucx_facts(link_kind.library_of_nixl(), ucx)
+        case _:
+            return _ucx_facts(link_kind.library_of_ucxx(), ucx)
+
+
+def _gpu_facts(gpus: GpuFacts) -> dict[str, str]:
+    pairs = ", ".join(f"{a}-{b}" for a, b in gpus.without_peer_access)
+    access = f"all but {pairs}" if pairs else "between all"
+    shareable = "expandable segments are on, so no" if gpus.expandable_segments else "yes"
+    return {
+        "devices": ", ".join(f"{i}: {name}" for i, name in enumerate(gpus.names)),
+        "peer access": access if gpus.count > 1 else "",
+        "shareable memory": shareable if gpus.count else "",
+    }
+
+
+def _ucx_facts(library: Path | None, ucx: UcxOptions) -> dict[str, str]:
+    if library is None:
+        return {}
+    info = link_kind.describe(library, ucx)
+    if isinstance(info, str):
+        return {"UCX": info}
+    obstacle = link_kind.obstacle_of(info)
+    no_cma = link_kind.obstacle(info, ucx.tls or os.environ.get("UCX_TLS"))
+    return {
+        "UCX": f"{info.version}, built with {', '.join(info.components)}",
+        "build flags": info.configured,
+        "transports": ", ".join(info.resources),
+        "RDMA": f"no: {obstacle}" if obstacle else "yes",
+        "CMA (process_vm_writev) within a host": f"no, TCP instead: {no_cma}" if no_cma else "yes",
+        "memlock limit": _memlock(),
+        "/dev/shm": _shm_size(),
+        **_port_facts(),
+    }
+
+
+def _port_facts() -> dict[str, str]:
+    told = {}
+    for port in link_kind.rdma_ports():
+        roce = "".join(f", {name} {value}" for name, value in port.roce)
+        told[f"{port.device}:{port.port}"] = f"{port.state}, {port.layer}, {port.rate}{roce}"
+    return told
+
+
+def _memlock() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{_gib(soft)}, RDMA wants unlimited"
+
+
+def _shm_size() -> str:
+    try:
+        return f"{_gib(shutil.disk_usage('/dev/shm').free)} free"
+    except OSError:
+        return "absent: UCX falls back to slower copies within a host"
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**27 else f"{count / 2**10:.0f} KiB"
+
+
+# --- a cluster file -----------------------------------------------------------------------------
+
+
+def _choices(config: Config, findings: Mapping[str, Finding]) -> list[Choice]:
+    """`config` must be resolved."""
+    named = [(f"workers.{i} ({pool.role})", pool) for i, pool in enumerate(config.workers)]
+    return [
+        _choice(config, findings, (source, one), (target, other))
+        for source, one in named
+        if one.role is Role.PREFILL
+        for target, other in named
+        if other.role is not Role.PREFILL
+    ]
+
+
+def _choice(
+    config: Config,
+    findings: Mapping[str, Finding],
+    source: tuple[str, WorkerPool],
+    target: tuple[str, WorkerPool],
+) -> Choice:
+    on_gpus = source[1].on_gpu and target[1].on_gpu
+    wanted = config.transfer.transports or _chosen(config, findings, on_gpus)
+    usable = [name for name in wanted if _allowed(config, findings[name])]
+    near = [name for name in usable if name != "cuda_ipc" or on_gpus]
+    far = [name for name in usable if name in BETWEEN_HOSTS]
+    return Choice(
+        prefill=source[0],
+        decode=target[0],
+        same_host=next(iter(near), None),
+        between_hosts=next(iter(far), None),
+    )
+
+
+def _chosen(config: Config, findings: Mapping[str, Finding], on_gpus: bool) -> tuple[str, ...]:
+    """What `auto` comes to, in a cluster of several hosts."""
+    machine = Machine(
+        obstacle=lambda name: findings[name].why, kind=lambda name: findings[name].kind
+    )
+    require = config.transfer.require
+    chosen = choose_transports(machine, on_gpu=on_gpus, spans_hosts=True, require=require)
+    return chosen.transports
+
+
+def _allowed(config: Config, finding: Finding) -> bool:
+    required = config.transfer.require
+    return finding.usable and (not required or finding.kind in required)
+
+
+def _link_problems(config: Config, findings: Mapping[str, Finding]) -> list[str]:
+    wanted = [findings[name] for name in config.transfer.transports or TRANSPORTS]
+    if any(_allowed(config, finding) for finding in wanted):
+        return []
+    reasons = "; ".join(f"{f.transport}: {_refusal(config, f)}" for f in wanted)
+    return [f"transfer.transports: none can be used here: {reasons}"]
+
+
+def _refusal(config: Config, finding: Finding) -> str:
+    if not finding.usable:
+        return finding.why
+    kinds = ", ".join(config.transfer.require)
+    text = f"it is {finding.kind} and transfer.require is [{kinds}]"
+    if finding.kind is LinkKind.TCP and LinkKind.RDMA in config.transfer.require:
+        options = UcxOptions(**dict(ucx_options(config.transfer.ucx)))  # type: ignore[arg-type]
+        text += f" ({link_kind.rdma_obstacle(finding.transport, options)})"
+    return text

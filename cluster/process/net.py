@@ -1,0 +1,87 @@
+"""Addresses: reading HOST:PORT, and finding this machine's own.
+
+Our own gRPC servers: a busy port is an error, and ports come from the configured range.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import grpc
+
+from kvrelay.errors import ConfigError
+
+
+def host_id() -> str:
+    """The same for all processes of this host that reach each other's shared memory, that is those
+    of one network namespace: pods of one machine differ."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return sha256(f"{boot}{os.readlink('/proc/self/ns/net')}".encode()).hexdigest()[:8]
+
+
+def host_towards(joins: Sequence[str]) -> str:
+    """This machine's address on the way to each HOST:PORT. Raises ConfigError if there is none, or
+    not the same."""
+    first, *others = joins
+    host = _host_towards(first)
+    for other in others:
+        if (its := _host_towards(other)) != host:
+            raise ConfigError(
+                f"--join {other}: this machine is {its} on the way there, but {host} on the way to "
+                f"{first}: set network.host to one that both reach"
+            )
+    return host
+
+
+def _host_towards(join: str) -> str:
+    host, port = split_address(join, "--join")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"--join {join}: no way to {host}: {error.strerror}") from None
+
+
+def split_address(text: str, option: str) -> tuple[str, int]:
+    """HOST:PORT. Raises ConfigError, naming the option."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{option} {text}: expected HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+MESSAGE_BYTES = 64 * 1024 * 1024
+PING_MS, PATIENCE_MS = 10_000, 20_000
+"""A client that answers no ping for so long is gone, with its host, or hangs: its calls end."""
+
+
+def grpc_server() -> grpc.aio.Server:
+    """Without so_reuseport, which would let two servers share a port in silence. Keepalive pings
+    are welcome at any time: a router sends them while a long step keeps its worker silent."""
+    options = [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.http2.ping_timeout_ms", PATIENCE_MS),
+    ]
+    return grpc.aio.server(options=options)
+
+
+def bind_port(server: grpc.aio.Server, host: str, port_range: tuple[int, int] | None) -> int:
+    """A port of the system's choice, or the first free one of the range (ends included)."""
+    ports = [0] if port_range is None else range(port_range[0], port_range[1] + 1)
+    for port in ports:
+        try:
+            return int(server.add_insecure_port(f"{host}:{port}"))
+        except RuntimeError:
+            continue
+    where = "any port" if port_range is None else f"ports {port_range[0]} to {port_range[1]}"
+    raise ConfigError(f"can't listen on {host}, {where}: check network.host and network.port_range")

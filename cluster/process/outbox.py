@@ -1,0 +1,44 @@
+"""What is to be sent over one pool connection: a thread of its own waits for a slow reader."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from kvpool.core.node.messages import PoolMessage
+from kvpool.transport.peer.base import Connection
+from kvpool.wire.pool import encode
+from kvrelay.errors import PeerError
+
+
+class Outbox:
+    def __init__(self, connection: Connection, failed: Callable[[str], None]) -> None:
+        """`failed` is called, on the outbox's thread, when the peer can't be told any more."""
+        self._connection = connection
+        self._failed = failed
+        self._messages: queue.SimpleQueue[PoolMessage | None] = queue.SimpleQueue()
+        name = f"kvrelay-outbox {connection.peer_address}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, message: PoolMessage) -> None:
+        """In order; never waits."""
+        self._messages.put(message)
+
+    def finish(self) -> None:
+        """Send what is there, then close the connection. Idempotent."""
+        self._messages.put(None)
+
+    def join(self) -> None:
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (message := self._messages.get()) is not None:
+                for part in encode(message):
+                    self._connection.notify(part)
+        except PeerError as error:
+            self._failed(str(error))
+        self._connection.close()

@@ -1,0 +1,203 @@
+"""One router process: the dispatcher, its faces and the registry that workers join.
+
+The same object serves as `kvrelay router` and inside a Ray actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import grpc
+
+from cluster.core.settings import RouterSettings
+from engine.core.activity import Activity, Stage
+from engine.model.checkpoint import find_text_files
+from kvrelay.errors import ConfigError, InvalidRequest
+from kvrelay.types import RequestSpec
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+from router.core.start import Beginning
+from router.live.dispatcher import WorkerDispatcher
+from router.live.listener import Ports
+from router.live.recorder import Recorder
+from router.server import FaceOptions, Faces
+from router.text.preload import preload_specs
+from router.text.request_fields import TierRules
+from router.text.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAddress:
+    public: Ports
+    internal: Ports
+
+
+class RegistryService(worker_pb2_grpc.RegistryServicer):
+    """A worker or pool node started with --join keeps this call open for as long as it lives.
+
+    `only_router`: workers that join others too are refused.
+    """
+
+    def __init__(self, dispatcher: WorkerDispatcher, *, only_router: bool = False) -> None:
+        self._dispatcher = dispatcher
+        self._only_router = only_router
+        self._closed = asyncio.Event()
+        self._calls: Counter[str] = Counter()  # one may call again before its old call ends
+
+    def close(self) -> None:
+        """End every call: the workers then look for the next router."""
+        self._closed.set()
+
+    async def Register(  # noqa: N802
+        self, requests: AsyncIterator[pb.RegisterRequest], context: grpc.aio.ServicerContext
+    ) -> pb.RegisterResponse:
+        joined: list[pb.RegisterRequest] = []
+        refused: list[str] = []
+        calls = (self._join(requests, joined, refused), self._closed.wait())
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for request in joined:
+                await self._leave(request)
+        for reason in refused:
+            log.error("%s", reason)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
+        return pb.RegisterResponse()
+
+    async def _join(
+        self,
+        requests: AsyncIterator[pb.RegisterRequest],
+        joined: list[pb.RegisterRequest],
+        refused: list[str],
+    ) -> None:
+        async for request in requests:
+            if (reason := self._refusal(request)) is not None:
+                refused.append(reason)
+                return
+            self._calls[request.address] += 1
+            joined.append(request)
+            if request.is_pool_node:
+                self._dispatcher.pools.add(request.address)
+            else:
+                self._dispatcher.add_worker(request.address)
+
+    def _refusal(self, request: pb.RegisterRequest) -> str | None:
+        routers = sorted({*request.routers})
+        if not self._only_router or request.is_pool_node or len(routers) < 2:
+            return None
+        return (
+            f"router.dispatch: shared_queue is for one router, and the worker at {request.address} "
+            f"joins {', '.join(routers)}: give it one --join, or set router.dispatch: direct"
+        )
+
+    async def _leave(self, request: pb.RegisterRequest) -> None:
+        self._calls[request.address] -= 1
+        if self._calls[request.address]:
+            return
+        del self._calls[request.address]
+        if request.is_pool_node:
+            await self._dispatcher.pools.remove(request.address)
+        else:
+            await self._dispatcher.remove_worker(request.address)
+
+
+class RouterProcess:
+    """Start once, stop once."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self.activity = Activity(stage=Stage.STARTS)
+
+    def _now_does(self, activity: Activity) -> None:
+        self.activity = activity
+
+    async def start(self) -> RouterAddress:
+        """Serve on all ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
+        settings = self._settings
+        folder = await asyncio.to_thread(
+            find_text_files, settings.model, settings.revision, self._now_does
+        )
+        tokenizer = TextTokenizer.load(folder)
+        self.dispatcher = WorkerDispatcher(
+            _preloads(settings, tokenizer),
+            settings.policies,
+            settings.qos,
+            record=_recording(settings),
+        )
+        self._registry = RegistryService(
+            self.dispatcher, only_router=settings.policies.shared_queue
+        )
+        options = FaceOptions(
+            host=settings.host,
+            http_port=settings.http_port,
+            grpc_port=settings.grpc_port,
+            internal_host=settings.internal_host,
+            internal_http_port=settings.internal_http_port,
+            internal_grpc_port=settings.internal_grpc_port,
+            public_metrics=settings.public_metrics,
+            max_body_bytes=settings.max_body_bytes,
+            cluster=settings.name,
+            tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
+        )
+        self._faces = Faces(
+            self.dispatcher,
+            folder,
+            tokenizer,
+            settings.served_model_name,
+            options,
+            add_internal=self._add_registry,
+        )
+        public, internal = await self._faces.start()
+        return RouterAddress(public=public, internal=internal)
+
+    def _add_registry(self, server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)
+
+    async def add_worker(self, address: str) -> None:
+        self.dispatcher.add_worker(address)
+
+    async def remove_worker(self, address: str) -> None:
+        await self.dispatcher.remove_worker(address)
+
+    async def add_pool_node(self, address: str) -> None:
+        self.dispatcher.pools.add(address)
+
+    async def remove_pool_node(self, address: str) -> None:
+        await self.dispatcher.pools.remove(address)
+
+    async def stop(self, *, drain_s: float) -> None:
+        """Take no new requests, finish what runs for up to `drain_s`, then close everything."""
+        await asyncio.gather(self._faces.stop(drain_s), self._release_workers(drain_s))
+        await self.dispatcher.close()
+
+    async def _release_workers(self, drain_s: float) -> None:
+        """Once nothing runs: calls that stay open would hold up the faces for all of `drain_s`."""
+        deadline_s = time.monotonic() + drain_s
+        while self.dispatcher.running_requests() and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        self._registry.close()
+
+
+def _recording(settings: RouterSettings) -> Callable[[Beginning], Recorder] | None:
+    if settings.record is None:
+        return None
+    return partial(Recorder, Path(settings.record), settings.record_bytes)
+
+
+def _preloads(settings: RouterSettings, tokenizer: TextTokenizer) -> tuple[RequestSpec, ...]:
+    try:
+        return preload_specs(settings.preload, tokenizer)
+    except InvalidRequest as error:
+        raise ConfigError(f"preload: {error}") from error

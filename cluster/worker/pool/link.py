@@ -1,0 +1,255 @@
+"""A worker's link to a pool node: connects and says hello. To the node of its own host it tries
+again while there is none.
+
+A worker's end of its links to pool nodes: one for that of its host and those of others.
+
+Callbacks come on transport threads and go to the link that opened the connection.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from cluster.process.outbox import Outbox
+from kvpool.core.fetch.client_events import FromNode, PoolJoined, PoolLost
+from kvpool.core.node.messages import FromPool, PoolHello, PoolRefused, PoolWelcome, ToPool
+from kvpool.transport.endpoints import EndpointOptions, Endpoints, SharedRegion
+from kvpool.transport.link_kind import LinkKind
+from kvpool.transport.peer.base import Callbacks, Connection
+from kvpool.wire.pool import Assembler
+from kvrelay.errors import PeerError
+from kvrelay.types import WIRE_VERSION, Incarnation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCallbacks:
+    received: Callable[[Connection, bytes], None]
+    lost: Callable[[Connection], None]
+
+
+class PoolEndpoints:
+    """`schemes` by preference. Thread safe."""
+
+    def __init__(
+        self,
+        schemes: Sequence[str],
+        incarnation: Incarnation,
+        options: EndpointOptions,
+        require: Collection[LinkKind] = (),
+    ) -> None:
+        """`require`: of links to other hosts. Raises ConfigError when none can be used."""
+        self._lock = threading.Lock()
+        self._links: dict[Connection, LinkCallbacks] = {}
+        callbacks = Callbacks(
+            on_connect=lambda connection: connection.close(),  # no one is to call a worker here
+            on_message=self._received,
+            on_lost=self._lost,
+        )
+        own = Incarnation(f"{incarnation}-pool")
+        kinds = {*require, LinkKind.SHM} if require else ()
+        self._endpoints = Endpoints(schemes, own, callbacks, options=options, require=kinds)
+
+    def connect(self, addresses: Sequence[str], link: LinkCallbacks) -> Connection:
+        """Nothing comes before the first message to it. Raises PeerError."""
+        connection = self._endpoints.connect(addresses)
+        with self._lock:
+            self._links[connection] = link
+        return connection
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed, or will be: nothing more is heard of it."""
+        with self._lock:
+            self._links.pop(connection, None)
+
+    def register(self, nbytes: int) -> SharedRegion:
+        return self._endpoints.register(nbytes)
+
+    def deregister(self, region: SharedRegion) -> None:
+        self._endpoints.deregister(region)
+
+    def close(self) -> None:
+        self._endpoints.close()
+
+    def _received(self, connection: Connection, part: bytes) -> None:
+        with self._lock:
+            link = self._links.get(connection)
+        if link is not None:
+            link.received(connection, part)
+
+    def _lost(self, connection: Connection) -> None:
+        with self._lock:
+            link = self._links.pop(connection, None)
+        if link is not None:
+            link.lost(connection)
+
+
+FIRST_RETRY_S = 0.2
+LAST_RETRY_S = 5.0
+REFUSED_RETRY_S = 30.0
+
+
+class PoolLink:
+    """Posts PoolJoined, FromNode and PoolLost, which alternate as they should. With `expects`, a
+    node of another host, it connects once, and its end is told by one PoolLost also if it never
+    joined. Thread safe."""
+
+    def __init__(
+        self,
+        endpoints: PoolEndpoints,
+        addresses: Sequence[str],
+        hello: PoolHello,
+        post: Callable[[PoolJoined | PoolLost | FromNode], None],
+        *,
+        expects: Incarnation | None = None,
+    ) -> None:
+        self._endpoints = endpoints
+        self._addresses = tuple(addresses)
+        self._name = ", ".join(addresses)
+        self._hello = hello
+        self._expects = expects
+        self._post = post
+        self._changed = threading.Condition()
+        self._connection: Connection | None = None
+        self._outbox: Outbox | None = None
+        self._assembler = Assembler()
+        self._joined = False
+        self._closing = False
+        self._refusal = ""
+        self._callbacks = LinkCallbacks(
+            received=self._received,
+            lost=lambda connection: self._lost(connection, "the pool node is gone"),
+        )
+        self._thread = threading.Thread(target=self._run, name="kvrelay-pool-link", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: ToPool) -> None:
+        """Never waits; goes nowhere while there is no node."""
+        with self._changed:
+            outbox = self._outbox if self._joined else None
+        if outbox is not None:
+            outbox.put(message)
+
+    def connection(self) -> Connection:
+        """For the transfers that the node has granted. Raises PeerError when it is gone."""
+        with self._changed:
+            connection = self._connection if self._joined else None
+        if connection is None:
+            raise PeerError("no pool node is connected")
+        return connection
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            outbox = self._outbox
+            self._changed.notify_all()
+        if outbox is not None:
+            outbox.finish()
+            outbox.join()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._expects is None:
+            self._stay_connected()
+            return
+        joined = self._connect() and self._wait_until_gone()
+        if not joined and not self._closing:
+            self._post(PoolLost(reason=self._refusal or "it could not be reached"))
+
+    def _stay_connected(self) -> None:
+        retry_s = FIRST_RETRY_S
+        while not self._closing:
+            if self._connect():
+                joined = self._wait_until_gone()
+                retry_s = FIRST_RETRY_S if joined else REFUSED_RETRY_S
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, retry_s)
+            retry_s = min(2 * retry_s, max(retry_s, LAST_RETRY_S))
+
+    def _connect(self) -> bool:
+        try:
+            connection = self._endpoints.connect(self._addresses, self._callbacks)
+        except PeerError as error:
+            self._not_connected(str(error))
+            return False
+        with self._changed:
+            self._connection = connection
+            self._assembler = Assembler()
+            self._outbox = Outbox(connection, lambda reason: self._lost(connection, reason))
+            self._outbox.put(self._hello)
+        return True
+
+    def _not_connected(self, reason: str) -> None:
+        """Said once for each reason."""
+        if reason != self._refusal:
+            log.info("no pool node: %s", reason)
+        self._refusal = reason
+
+    def _wait_until_gone(self) -> bool:
+        """Whether the node had taken us."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._joined or self._connection is None or self._closing
+            )
+            had_joined = self._joined
+            self._changed.wait_for(lambda: self._connection is None or self._closing)
+            return had_joined
+
+    def _received(self, connection: Connection, part: bytes) -> None:
+        try:
+            message = self._assembler.add(part)
+            if message is not None:
+                self._heard(message)
+        except PeerError as error:
+            self._lost(connection, str(error))
+
+    def _heard(self, message: object) -> None:
+        match message:
+            case PoolWelcome():
+                self._welcomed(message)
+            case PoolRefused(reason=reason):
+                if reason != self._refusal:
+                    log.warning("the pool node at %s refuses this worker: %s", self._name, reason)
+                self._refusal = reason
+            case _:
+                if not self._joined or not isinstance(message, FromPool):
+                    raise PeerError("the pool node broke the protocol")
+                self._post(FromNode(message=message))
+
+    def _welcomed(self, welcome: PoolWelcome) -> None:
+        if welcome.wire_version != WIRE_VERSION:
+            raise PeerError(
+                f"the pool node speaks wire version {welcome.wire_version}, this worker "
+                f"{WIRE_VERSION}"
+            )
+        if self._expects not in (None, welcome.incarnation):
+            raise PeerError(f"{welcome.incarnation} is in the place of {self._expects}")
+        log.info("pool node %s joined (%s)", welcome.incarnation, self._name)
+        with self._changed:
+            self._joined = True
+            self._refusal = ""
+            self._changed.notify_all()
+        self._post(PoolJoined(welcome=welcome))
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        self._endpoints.forget(connection)
+        connection.close()
+        with self._changed:
+            if self._connection is not connection:
+                return
+            joined, self._joined = self._joined, False
+            self._refusal = self._refusal or reason
+            outbox, self._outbox, self._connection = self._outbox, None, None
+            self._changed.notify_all()
+        if outbox is not None:
+            outbox.finish()
+        if joined:
+            log.warning("pool node at %s lost: %s", self._name, reason)
+            self._post(PoolLost(reason=reason))

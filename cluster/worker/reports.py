@@ -1,0 +1,203 @@
+"""Which blocks a worker holds, as each router's directory hears it.
+
+A router that attaches is told first everything that there is, then every change, in order. Runs on
+the worker loop's thread.
+
+A worker's state in numbers, as routers are told with every batch of events.
+
+The line that a worker logs of its activity, and when it stays silent. Pure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from decode_worker.scheduler import DecodeScheduler
+from engine.core.correction import StepPace
+from kvpool.core.blocks.device_cache import DeviceCache
+from kvpool.core.fetch.openings import Openings
+from kvrelay.gc_pauses import PAUSES, GcPauses
+from kvrelay.messages import (
+    Activity,
+    BlockChanges,
+    Counters,
+    LinkState,
+    TierLoad,
+    activity,
+    speed_text,
+)
+from kvrelay.types import PrefixOrigin, Tier
+from prefill_worker.scheduler import PrefillScheduler
+
+HASHES_MOST = 8192
+"""Of one message: 256 KiB."""
+
+
+class BlockReports:
+    """`cache.changes` is the reports' own; without it nothing is told."""
+
+    def __init__(self, cache: DeviceCache) -> None:
+        self._cache = cache
+        self._since_s: dict[bytes, float] = {}
+
+    def everything(self) -> list[BlockChanges]:
+        """For a router that attaches, after `take`."""
+        if self._cache.changes is None:
+            return []
+        return [*_stored([block.hash for block in self._cache.index])]
+
+    def take(self) -> list[BlockChanges]:
+        """What is new since the last call."""
+        if not self._cache.changes:
+            return []
+        stored, removed = self._cache.changes.take()
+        self._date(stored, removed)
+        return [*_stored(stored), *_removed(removed)]
+
+    def _date(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        self._since_s.update(dict.fromkeys(stored, time.monotonic()))
+        for block_hash in removed:
+            self._since_s.pop(block_hash, None)
+
+    def age_s(self, block_hash: bytes, now_s: float) -> float:
+        """Since it was named here; 0 for what is newer than the last `take`."""
+        return now_s - self._since_s.get(block_hash, now_s)
+
+
+def _stored(hashes: Sequence[bytes]) -> Iterator[BlockChanges]:
+    for some in _cut(hashes):
+        yield BlockChanges(tier=Tier.DEVICE, stored=some)
+
+
+def _removed(hashes: Sequence[bytes]) -> Iterator[BlockChanges]:
+    for some in _cut(hashes):
+        yield BlockChanges(tier=Tier.DEVICE, removed=some)
+
+
+def _cut(hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    for at in range(0, len(hashes), HASHES_MOST):
+        yield tuple(hashes[at : at + HASHES_MOST])
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the loop itself counts; `orphaned_blocks` as of the last tick."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    orphaned_blocks: int = 0
+    pauses: GcPauses = field(default_factory=lambda: PAUSES)
+
+
+def count(
+    openings: Openings,
+    prefill: PrefillScheduler,
+    decode: DecodeScheduler,
+    totals: Totals,
+    pace: StepPace,
+    links: tuple[LinkState, ...],
+    draining: bool,
+) -> Counters:
+    origins = openings.origins
+    tables, restores, receiver = openings.tables, openings.restores, decode.receiver
+    pool, roster = tables.scarcest, decode.batch.roster
+    queue, handoffs, pieces = prefill.queue, prefill.handoffs, receiver.pieces
+    return Counters(
+        free_blocks=pool.free,
+        leased_blocks=pool.leased,
+        active_blocks=pool.active,
+        cached_blocks=pool.cached,
+        orphaned_blocks=totals.orphaned_blocks,
+        prefix_queried_tokens=tables.queried_tokens,
+        prefix_hit_tokens=tables.hit_tokens,
+        pool_queried_tokens=restores.sought_tokens if restores else 0,
+        pool_host_tokens=restores.host_tokens if restores else 0,
+        pool_disk_tokens=restores.disk_tokens if restores else 0,
+        pool_declined_tokens=openings.declined_tokens,
+        pool_remote_tokens=openings.far.tokens if openings.far else 0,
+        peer_tokens=openings.pulls.tokens if openings.pulls else 0,
+        prefixes_device=origins[PrefixOrigin.DEVICE],
+        prefixes_host=origins[PrefixOrigin.HOST],
+        prefixes_disk=origins[PrefixOrigin.DISK],
+        prefixes_peer=origins[PrefixOrigin.PEER],
+        prefixes_remote=origins[PrefixOrigin.REMOTE],
+        prefixes_computed=origins[PrefixOrigin.COMPUTED],
+        running=decode.sequences + prefill.jobs.handing_over,
+        waiting=len(roster.awaiting_prefill) + len(queue),
+        prefill_waiting_tokens=queue.tokens + roster.waiting_tokens,
+        decode_sequences=len(roster.running),
+        decode_kv_tokens=sum([sequence.computed for sequence in roster.running]),
+        reserved_sequences=receiver.reserved_choices,
+        prefill_correction=pace.prefill.factor,
+        decode_correction=pace.decode.factor,
+        steps=totals.steps,
+        prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
+        generated_tokens=decode.generated_tokens,
+        preemptions=roster.preemptions,
+        transfers=handoffs.transfers + pieces.transfers,
+        transfer_bytes=handoffs.transfer_bytes + pieces.transfer_bytes,
+        transfer_s=handoffs.transfer_s + pieces.transfer_s,
+        busy_s=totals.busy_s,
+        canaries_passed=decode.receiver.canaries_passed,
+        canaries_mismatched=decode.receiver.canaries_mismatched,
+        links=links,
+        tiers=tier_loads(prefill, decode),
+        draining=draining,
+        gc_pauses=totals.pauses.count,
+        gc_pause_s=totals.pauses.total_s,
+        gc_longest_pause_s=totals.pauses.longest_s,
+    )
+
+
+def tier_loads(prefill: PrefillScheduler, decode: DecodeScheduler) -> tuple[TierLoad, ...]:
+    """In the order of the configuration."""
+    standing = decode.admission.standing
+    tiers = standing.qos.tiers
+    if len(tiers) == 1:
+        return ()
+    running, waiting = decode.admission.held(), Counter[str]()
+    for sequence in decode.batch.roster.awaiting_prefill:
+        waiting[standing.tier_of(sequence.spec)] += len(sequence.choices)
+    for job in prefill.queue.awaiting_prefill.values():
+        waiting[standing.tier_of(job.message.spec)] += 1
+    return tuple(
+        TierLoad(tier=tier.name, running=running[tier.name], waiting=waiting[tier.name])
+        for tier in tiers
+    )
+
+
+PERIOD_S = 10.0
+IDLE_LINE = "idle: the next line comes with the next request"
+
+
+@dataclass(slots=True)
+class ActivityLog:
+    """One line for each reading; while the worker is idle only the first one."""
+
+    total_blocks: int
+    _last: tuple[float, Counters] | None = None
+    _told_idle: bool = False
+
+    def line(self, counters: Counters, now_s: float) -> str | None:
+        """None: there is nothing to say. The first reading only begins the first period."""
+        last, self._last = self._last, (now_s, counters)
+        if last is None:
+            return None
+        found = activity(last[1], counters, now_s - last[0], self.total_blocks)
+        silent, self._told_idle = found.idle and self._told_idle, found.idle
+        if silent:
+            return None
+        return IDLE_LINE if found.idle else described(found)
+
+
+def described(found: Activity) -> str:
+    hits = "-" if found.hit_rate is None else f"{found.hit_rate:.0%}"
+    return (
+        f"tokens/s: {found.prompt_tokens_per_s:.1f} in, {found.generated_tokens_per_s:.1f} out; "
+        f"requests: {found.running} running, {found.waiting} waiting; "
+        f"KV: {found.kv_used:.0%} used, {hits} prefix hits, "
+        f"{speed_text(found.transfer_bytes_per_s)} moved"
+    )

@@ -1,0 +1,137 @@
+"""What a decode worker knows of prefill workers' KV pools, and so how it takes a piece. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import KvLayout, Tables
+from kvpool.core.transfer.codec_choice import (
+    NO_CODEC,
+    CodecChoice,
+    CodecOffer,
+    choose_codec,
+    wire_dtype,
+)
+from kvpool.core.transfer.commands import FetchPiece
+from kvpool.core.transfer.link_cost import LinkCost, Way
+from kvpool.core.transfer.messages import PiecesAhead, allowed_distance
+from kvpool.core.transfer.piece import check_cut, holds, source_side, transfer_shape
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.write import Section, Side, Write
+from kvrelay.types import Incarnation
+
+
+@dataclass(slots=True, kw_only=True)
+class PeerPools:
+    """`layout` is this worker's own, `slab_bytes` what one of its slabs holds, `offer` the codecs
+    that it allows; its `ranks` share the heads."""
+
+    layout: KvLayout
+    slab_bytes: int
+    offer: CodecOffer = NO_CODEC
+    ranks: int = 1
+    _facts: dict[Incarnation, KvFacts] = field(default_factory=dict)
+    _costs: dict[Incarnation, LinkCost] = field(default_factory=dict)
+    _choices: dict[Incarnation, CodecChoice] = field(default_factory=dict)
+    """As long as the facts and the cost are the same."""
+
+    def met(self, peer: Incarnation, facts: KvFacts) -> None:
+        self._facts[peer] = facts
+        self._choices.pop(peer, None)
+
+    def measured(self, peer: Incarnation, cost: LinkCost) -> None:
+        self._costs[peer] = cost
+        self._choices.pop(peer, None)
+
+    def forget_cost(self, peer: Incarnation) -> None:
+        """A direct read has failed: slabs, until the link is measured again."""
+        self._costs.pop(peer, None)
+        self._choices.pop(peer, None)
+
+    def lost(self, peer: Incarnation) -> None:
+        self._facts.pop(peer, None)
+        self.forget_cost(peer)
+
+    def choice(self, peer: Incarnation) -> CodecChoice:
+        """The codec of the peer's slabs, so far as its hello and the link's cost tell."""
+        chosen = self._choices.get(peer)
+        if chosen is None:
+            chosen = self._choices[peer] = self._choose(peer)
+        return chosen
+
+    def _choose(self, peer: Incarnation) -> CodecChoice:
+        facts = self._facts.get(peer)
+        if facts is None:
+            return CodecChoice()
+        return choose_codec(facts.offer, self.offer, self._wire_layout(peer), self._costs.get(peer))
+
+    def canary_distance(self, peer: Incarnation) -> float:
+        """How far digests of the peer's KV and of its copy here may be apart."""
+        facts, own = self._facts.get(peer), self.layout.dtype
+        return allowed_distance(facts.dtype if facts else own, own, codecs=bool(self.offer.codecs))
+
+    def writes_of(
+        self, peer: Incarnation, ahead: PiecesAhead, wanted: range, next_position: int
+    ) -> tuple[Write, ...]:
+        """`wanted` are the tokens up to the prompt's end that are not held here. Raises PeerError
+        for a piece that this worker's cut of them has not."""
+        layout, size = self._wire_layout(peer), self.slab_bytes
+        return check_cut(layout, ahead.piece, ahead.count, size, wanted, next_position)
+
+    def _wire_layout(self, peer: Incarnation) -> KvLayout:
+        """Both sides make the same cut of it."""
+        facts, own = self._facts.get(peer), self.layout.dtype
+        dtype = wire_dtype(facts.dtype, own) if facts else own
+        return self.layout if dtype == own else replace(self.layout, dtype=dtype)
+
+    def ways(
+        self, peer: Incarnation, ahead: PiecesAhead, writes: Sequence[Write], tables: Tables
+    ) -> list[FetchPiece | Write]:
+        """How each piece comes: read where it lies, if that is possible and the faster way for so
+        many like it, else in a slab, as the link's codec writes it. Raises PeerError when the peer
+        has not named its blocks."""
+        target = Side(tables=tables, block_size=self.layout.block_size)
+        sections = [section for write in writes for section in write.sections]
+        assert holds(target, sections), f"{ahead.key} lacks blocks for {ahead.piece}"
+        choice, facts = self.choice(peer), self._facts.get(peer)
+        if facts is None or choice.cost is None or not self._is_readable(facts):
+            return [_encoded(write, choice.codec) for write in writes]
+        source = self._source(facts, ahead, sections)
+        ranks, ways = (facts.ranks, self.ranks), list[FetchPiece | Write]()
+        for number, write in enumerate(writes, ahead.number):
+            shape = transfer_shape(write, source, target, ranks).times(len(writes))
+            if choice.cost.choose(shape) is Way.COLLATED:
+                ways.append(_encoded(write, choice.codec))
+                continue
+            fetch = FetchPiece(
+                peer=peer,
+                key=ahead.key,
+                piece=number,
+                write=write,
+                kv=facts,
+                source=source,
+                tables=tables,
+            )
+            ways.append(fetch)
+        return ways
+
+    def _is_readable(self, facts: KvFacts) -> bool:
+        """What is read where it lies is not converted."""
+        return bool(facts.region) and facts.dtype == self.layout.dtype
+
+    def _source(self, facts: KvFacts, ahead: PiecesAhead, sections: Iterable[Section]) -> Side:
+        return source_side(
+            sections,
+            ahead.held,
+            groups=len(self.layout.groups),
+            block_size=facts.block_size,
+            blocks=facts.blocks,
+        )
+
+
+def _encoded(write: Write, codec: Codec) -> Write:
+    """Without the codec where that takes fewer bytes."""
+    encoded = write.encoded(codec)
+    return encoded if encoded.nbytes < write.nbytes else write

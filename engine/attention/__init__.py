@@ -1,0 +1,1 @@
+"""Paged attention: the backends' common interface, their inputs, and those in plain PyTorch."""

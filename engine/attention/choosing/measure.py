@@ -1,0 +1,88 @@
+"""Times a backend's attention on a CUDA device, on the model's own heads."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from engine.attention.backend import Backend, GroupShape
+from engine.attention.choosing.needs import Wanted
+from engine.core.step import SequenceSlice
+from engine.model.interface import AttentionState, Scores
+from kvpool.core.layout.layout import BlockId, KvLayout
+from kvpool.memory.kv_memory import KvMemory
+from kvrelay.types import RequestKey
+
+Open = Callable[[KvMemory, tuple[GroupShape, ...], Mapping[int, tuple[int, int]]], Backend]
+
+GRID = {
+    "decode 1 x 4096": (1, 1, 4095),
+    "decode 32 x 2048": (32, 1, 2047),
+    "prefill 512 after 1536": (1, 512, 1536),
+}
+"""# name |-> (sequences, tokens of each, tokens before them)"""
+_WARM, _RUNS = 3, 15
+
+
+def measure(open_backend: Open, wanted: Wanted) -> dict[str, float]:
+    """# work |-> seconds of one layer of the group that has most layers, the median"""
+    with torch.cuda.device(wanted.device):
+        return {name: measure_work(open_backend, wanted, *work) for name, work in GRID.items()}
+
+
+@torch.inference_mode()
+def measure_work(
+    open_backend: Open, wanted: Wanted, sequences: int, tokens: int, cached: int
+) -> float:
+    """Of so many sequences with so many new tokens each, after `cached` others."""
+    group = max(range(len(wanted.groups)), key=lambda g: len(wanted.layout.groups[g].layers))
+    shape, layout = wanted.groups[group], _one_layer(wanted.layout, group)
+    blocks = layout.blocks_for(tokens + cached)
+    memory = KvMemory(layout, sequences * blocks, wanted.device)
+    for plane in memory.planes[0]:
+        plane.copy_(torch.randn_like(plane, dtype=wanted.dtype))
+    backend = open_backend(memory, (shape,), {0: (0, 0)})
+    state = backend.prepare([piece(i, tokens, cached, blocks) for i in range(sequences)]).state
+    return time_layer(state, shape, wanted, sequences * tokens)
+
+
+def piece(number: int, tokens: int, cached: int, blocks: int) -> SequenceSlice:
+    """Sequence `number`, whose blocks are those after the ones before it."""
+    table = tuple(BlockId(number * blocks + i) for i in range(blocks))
+    key = RequestKey(f"measured-{number}", 0)
+    return SequenceSlice(key=key, choice=0, token_ids=(0,) * tokens, start=cached, tables=(table,))
+
+
+def time_layer(state: AttentionState, shape: GroupShape, wanted: Wanted, tokens: int) -> float:
+    """Seconds of one layer's call, the median."""
+
+    def random(heads: int, dim: int) -> torch.Tensor:
+        made = torch.randn(1, tokens, heads, dim, dtype=wanted.dtype, device=wanted.device)
+        return made.transpose(1, 2)
+
+    query = random(shape.query_heads, shape.dim)
+    key, value = random(shape.kv_heads, shape.dim), random(shape.kv_heads, shape.value_dim)
+    scores = Scores(scaling=shape.dim**-0.5, window=shape.window)
+    return time_device(lambda: state.attend(0, query, key, value, scores))
+
+
+def time_device(run: Callable[[], object]) -> float:
+    """Seconds on the device, the median of some runs after some to warm up."""
+    for _ in range(_WARM):
+        run()
+    times = []
+    for _ in range(_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def _one_layer(layout: KvLayout, group: int) -> KvLayout:
+    return replace(layout, groups=(replace(layout.groups[group], layers=(0,)),))

@@ -1,0 +1,1 @@
+"""Attention backends of libraries for CUDA, and decoding by captured graphs."""

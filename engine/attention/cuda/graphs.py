@@ -1,0 +1,162 @@
+"""Decode steps recorded once for each of some batch sizes, and replayed: the device gets all of a
+step's kernels at once, so Python's time per kernel no longer shows.
+
+The inputs of decode steps always at the same place, as a recorded graph reads them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.attention.backend import Prepared
+from engine.attention.inputs import Inputs, Ints, Named, Packing
+from engine.attention.triton.backend import TritonBackend
+from engine.attention.triton.work import most_pieces
+from engine.core.step import SequenceSlice
+from engine.model.model import Model
+
+_PADDING = {"token_ids": 0, "positions": 0, "slots": -1}
+"""What rows hold that are no sequence's: a slot of -1 takes no KV, and no query tile has them."""
+
+
+class StaticDecode:
+    """Steps of up to `rows` sequences of a token each, of up to `most_tokens` tokens."""
+
+    def __init__(self, backend: TritonBackend, rows: int, most_tokens: int) -> None:
+        self._backend, self._rows = backend, rows
+        self._tilings = {f"{g}.decode": backend.tiling(g, 1) for g in range(len(backend.shapes))}
+        self._packing = Packing(self._shapes(most_tokens))
+        elements, device = self._packing.elements, backend.memory.device
+        self._buffer = torch.zeros(elements, dtype=torch.int32, device=device)
+        self._inputs = Inputs(self._packing.views(self._buffer))
+
+    def load(self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None) -> None:
+        """For the steps that are run next. `token_ids` `[slices]`: instead of the slices' own."""
+        step = self._backend.step(slices)
+        assert step.decodes == len(slices) <= self._rows, (step.decodes, self._rows)
+        named, _ = self._backend.arrays(step)
+        padded = {name: self._padded(name, array) for name, array in named.arrays.items()}
+        host = self._packing.pack(padded, pinned=self._buffer.is_cuda)
+        self._buffer[: host.numel()].copy_(host, non_blocking=True)
+        if token_ids is not None:
+            self._inputs.views["token_ids"][: len(slices)].copy_(token_ids)
+
+    def prepared(self, rows: int) -> Prepared:
+        """Over the first `rows` rows; the logits are those of each."""
+        return self._backend.prepared(self._inputs, self._tilings, None, rows)
+
+    def _padded(self, name: str, array: Ints) -> Ints:
+        if name == "logit_rows":
+            return np.arange(self._rows)
+        filling = _PADDING.get(name.rpartition(".")[2])
+        if filling is None:
+            return array
+        return np.concatenate([array, np.full(self._rows - len(array), filling)])
+
+    def _shapes(self, most_tokens: int) -> dict[str, tuple[int, ...]]:
+        """In the order that the backend names arrays in."""
+        backend, rows = self._backend, self._rows
+        groups = range(len(backend.shapes))
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(Named.inputs(len(groups)), (rows,))
+        for g in groups:
+            programs = backend.programs(self._tilings[f"{g}.decode"])
+            pieces = most_pieces(rows, backend.shapes[g].kv_heads, programs)
+            shapes |= {
+                f"{g}.decode.queries": (rows, 4),
+                f"{g}.decode.pieces": (pieces, 5),
+                f"{g}.decode.starts": (programs + 1,),
+                f"{g}.decode.joins": (programs, 4),
+            }
+        blocks = backend.memory.layout.blocks_for(most_tokens)
+        return {**shapes, "tables": (rows * blocks * len(groups),)}
+
+
+Run = Callable[[], torch.Tensor]
+Record = Callable[[Run], Run]
+"""Makes of a run one that does the same over the same memory, at once."""
+
+_WARM = 2
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """Batch sizes that are recorded: half of the rows at most are padding, from 16 on a third."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        between = size + size // 2
+        if size >= 16 and between < most:
+            sizes.append(between)
+        size *= 2
+    return (*sizes, most)
+
+
+class DecodeGraphs:
+    """`inputs` are large enough for `most` sequences."""
+
+    def __init__(self, model: Model, inputs: StaticDecode, most: int, record: Record) -> None:
+        self._inputs = inputs
+        self._sizes = bucket_sizes(most)
+        self._replays: dict[int, Run] = {}
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            self._replays[size] = record(self._forward(model, size))
+
+    def logits(
+        self, slices: Sequence[SequenceSlice], token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Of the slices that sample; None where the step is none of those recorded. Overwritten by
+        the next step. `token_ids`: see Replays."""
+        if len(slices) > self._sizes[-1] or any(len(s.token_ids) > 1 or s.scoring for s in slices):
+            return None
+        self._inputs.load(slices, token_ids)
+        rows = self.replay(len(slices))[: len(slices)]
+        if all(s.samples for s in slices):
+            return rows
+        return rows[[i for i, s in enumerate(slices) if s.samples]]
+
+    def replay(self, sequences: int) -> torch.Tensor:
+        """The step loaded last, of so many; logits `[rows, vocab]`, of padding too."""
+        return self._replays[self._sizes[bisect_left(self._sizes, sequences)]]()
+
+    def _forward(self, model: Model, size: int) -> Run:
+        def run() -> torch.Tensor:
+            step = self._inputs.prepared(size)
+            return model.forward(step.token_ids, step.positions, step.logit_rows, step.state)
+
+        return run
+
+
+class CudaRecorder:
+    """Records CUDA graphs on `device`, which share their memory: only one of them runs at a
+    time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._beside = torch.cuda.Stream(device)
+
+    def __call__(self, run: Run) -> Run:
+        with torch.cuda.device(self._device):
+            self._warm_up(run)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._beside, capture_error_mode="thread_local"
+            ):
+                out = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    def _warm_up(self, run: Run) -> None:
+        usual = torch.cuda.current_stream(self._device)
+        self._beside.wait_stream(usual)
+        with torch.cuda.stream(self._beside):
+            for _ in range(_WARM):
+                run()
+        usual.wait_stream(self._beside)

@@ -1,0 +1,287 @@
+"""What every backend sends the device for a step: the model's inputs and the new KV's slots.
+
+One step's indices as numpy arrays, without work per token in Python. Pure.
+
+The flattened tokens hold the decode rows (slices of one token) first, then the chunks; each in the
+batch's order.
+
+Named int32 arrays in one buffer, so that a step sends the device one copy.
+
+What libraries that follow block tables take: each slice's blocks, from the first that its window
+shows on. Positions only matter relative to the last token, so the rest may be left out. Pure.
+
+The head of every layer's attention: its new KV goes into its slots, and who waits for it is
+told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.attention.backend import Prepared
+from engine.core.step import SequenceSlice, scored_rows
+from engine.device.layer_marks import LayerMarks
+from engine.model.interface import AttentionState
+from kvpool.core.layout.layout import KvLayout, Tables
+from kvpool.memory.kv_memory import KvMemory
+from kvrelay.types import RequestKey
+
+Ints = NDArray[np.integer]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupArrays:
+    """One layer group's: each token's slot, all slices' blocks, and where each's begin."""
+
+    slots: Int64s  # [tokens]
+    tables: Int32s  # [blocks]
+    table_starts: Int64s  # [slices]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """`order` is slice, as arranged here |-> slice of the batch; `rows`, `counts` and `starts` are
+    each one's first row, tokens and position. The first `decodes` of them are of one token."""
+
+    order: list[int]
+    decodes: int
+    token_ids: Int64s
+    positions: Int64s
+    logit_rows: Int64s  # as `engine.core.step` orders them
+    rows: Int64s
+    counts: Int64s
+    starts: Int64s
+    groups: tuple[GroupArrays, ...]
+
+
+@dataclass(slots=True)
+class TableCache:
+    """Block tables of the last step as arrays: most of them stay as they are."""
+
+    _held: dict[tuple[RequestKey, int], tuple[Tables, tuple[Int32s, ...]]] = field(
+        default_factory=dict
+    )
+
+    def arrays(self, slices: Sequence[SequenceSlice]) -> list[tuple[Int32s, ...]]:
+        """# slice |-> layer group |-> blocks"""
+        fresh, found = {}, []
+        for piece in slices:
+            name = (piece.key, piece.choice)
+            known = self._held.get(name)
+            if known is None or known[0] != piece.tables:
+                arrays = tuple(np.array(table, dtype=np.int32) for table in piece.tables)
+                known = (piece.tables, arrays)
+            fresh[name] = known
+            found.append(known[1])
+        self._held = fresh
+        return found
+
+
+def step_arrays(layout: KvLayout, slices: Sequence[SequenceSlice], cache: TableCache) -> StepArrays:
+    lengths = [len(s.token_ids) for s in slices]
+    order = sorted(range(len(slices)), key=lambda i: lengths[i] > 1)
+    ordered = [slices[i] for i in order]
+    counts = np.array([lengths[i] for i in order], dtype=np.int64)
+    ends = np.cumsum(counts)
+    starts = np.array([s.start for s in ordered], dtype=np.int64)
+    owner = np.repeat(np.arange(len(ordered)), counts)
+    positions = np.arange(int(ends[-1])) - (ends - counts - starts)[owner]
+    last_rows = np.empty(len(slices), dtype=np.int64)
+    last_rows[order] = ends - 1
+    decodes = int((counts == 1).sum())
+    tables = cache.arrays(ordered)
+    return StepArrays(
+        order=order,
+        decodes=decodes,
+        token_ids=np.array([t for s in ordered for t in s.token_ids], dtype=np.int64),
+        positions=positions,
+        logit_rows=_logit_rows(slices, last_rows, decodes),
+        rows=ends - counts,
+        counts=counts,
+        starts=starts,
+        groups=tuple(
+            _group([t[g] for t in tables], owner, positions, layout.block_size)
+            for g in range(len(layout.groups))
+        ),
+    )
+
+
+def _logit_rows(slices: Sequence[SequenceSlice], last_rows: Int64s, decodes: int) -> Int64s:
+    """A slice of one token that samples scores nothing."""
+    rows: Int64s = last_rows[[i for i, s in enumerate(slices) if s.samples]]
+    if decodes == len(slices) == len(rows):
+        return rows
+    scored = scored_rows(slices, last_rows)
+    return np.concatenate([rows, np.array(scored)]) if scored else rows
+
+
+def _group(tables: list[Int32s], owner: Int64s, positions: Int64s, size: int) -> GroupArrays:
+    lengths = np.array([len(table) for table in tables])
+    flat = np.concatenate(tables)
+    starts = np.cumsum(lengths) - lengths
+    blocks = flat[starts[owner] + positions // size].astype(np.int64)
+    return GroupArrays(slots=blocks * size + positions % size, tables=flat, table_starts=starts)
+
+
+_ALIGNED = 4
+"""Elements: arrays begin at multiples of 16 bytes, which lets kernels load them in one go."""
+
+
+class Packing:
+    """`shapes` are the most that each array holds; the last may be sent in part."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = dict(shapes)
+        self._begins: dict[str, int] = {}
+        self.elements = 0
+        for name, shape in self._shapes.items():
+            self._begins[name] = self.elements
+            self.elements += -(-prod(shape) // _ALIGNED) * _ALIGNED
+
+    def pack(self, arrays: Mapping[str, Ints], *, pinned: bool) -> torch.Tensor:
+        """What is to be sent; what an array doesn't fill is left as it comes."""
+        last = next(reversed(self._shapes))
+        used = self._begins[last] + arrays[last].size
+        host = torch.empty(used, dtype=torch.int32, pin_memory=pinned)
+        flat = host.numpy()
+        for name, array in arrays.items():
+            begin = self._begins[name]
+            assert array.size <= prod(self._shapes[name]), (name, array.shape)
+            flat[begin : begin + array.size] = array.ravel()
+        return host
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays in a buffer that holds what `pack` made."""
+        return {
+            name: flat[begin : begin + prod(self._shapes[name])].view(self._shapes[name])
+            for name, begin in self._begins.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """int32 tensors by name, sent in one copy."""
+
+    views: Mapping[str, torch.Tensor]
+
+    @property
+    def slots(self) -> list[torch.Tensor]:
+        """# layer group |->"""
+        return [view for name, view in self.views.items() if name.endswith(".slots")]
+
+    def prepared(self, state: AttentionState, rows: int | None = None) -> Prepared:
+        """`rows`: only the first of them."""
+        return Prepared(
+            token_ids=self.views["token_ids"][None, :rows].long(),
+            positions=self.views["positions"][None, :rows].long(),
+            logit_rows=self.views["logit_rows"][:rows].long(),
+            state=state,
+        )
+
+
+@dataclass(slots=True)
+class Named:
+    """The arrays to be sent."""
+
+    arrays: dict[str, Ints] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, step: StepArrays) -> Named:
+        arrays = [step.token_ids, step.positions, step.logit_rows]
+        arrays += [group.slots for group in step.groups]
+        return cls(dict(zip(cls.inputs(len(step.groups)), arrays, strict=True)))
+
+    @staticmethod
+    def inputs(groups: int) -> list[str]:
+        """The names that `of` gives."""
+        return ["token_ids", "positions", "logit_rows", *(f"{g}.slots" for g in range(groups))]
+
+    def send(self, device: torch.device) -> Inputs:
+        packing = Packing({name: array.shape for name, array in self.arrays.items()})
+        host = packing.pack(self.arrays, pinned=device.type == "cuda")
+        return Inputs(packing.views(host.to(device, non_blocking=True)))
+
+
+def blocks_view(plane: torch.Tensor, block_size: int) -> torch.Tensor:
+    """`[slots, heads, dim]` as `[blocks, block_size, heads, dim]`."""
+    return plane.view(-1, block_size, *plane.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visible:
+    """One layer group's view of the step, as in `StepArrays`' order of slices."""
+
+    blocks: Ints  # [all blocks]
+    counts: Ints  # [slices], blocks
+    tokens: Ints  # [slices], from the first visible block's first token on
+
+    def table(self) -> Ints:
+        """`[slices, most blocks]`, padded by block 0."""
+        padded = np.zeros((len(self.counts), int(self.counts.max())), dtype=np.int32)
+        padded[np.arange(padded.shape[1]) < self.counts[:, None]] = self.blocks
+        return padded
+
+
+def visible(layout: KvLayout, group: int, step: StepArrays) -> Visible:
+    size, window = layout.block_size, layout.groups[group].window
+    first = np.zeros_like(step.starts)
+    if window is not None:
+        first = np.maximum(0, step.starts - window + 1) // size
+    tokens = step.starts + step.counts - first * size
+    counts = -(-tokens // size)
+    begins = step.groups[group].table_starts + first
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    blocks = step.groups[group].tables[np.repeat(begins, counts) + within]
+    return Visible(blocks=blocks, counts=counts, tokens=tokens)
+
+
+def starts_of(counts: Ints) -> Ints:
+    """Where each of some runs begins, and the last one's end."""
+    return np.concatenate([[0], np.cumsum(counts)])
+
+
+Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""New keys and values `[kv_heads, tokens, dim]`, the layer's planes, slots int32 `[tokens]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A layer's planes `[slots, kv_heads, dim]`, with the KV of this step."""
+
+    group: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    block_size: int
+
+    @property
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The planes as `[blocks, block_size, kv_heads, dim]`."""
+        return blocks_view(self.keys, self.block_size), blocks_view(self.values, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KvWriter:
+    """Of one step. `places` is layer |-> (layer group, index in it), `slots` the groups'."""
+
+    memory: KvMemory
+    places: Mapping[int, tuple[int, int]]
+    slots: Sequence[torch.Tensor]
+    marks: LayerMarks | None
+    store: Store
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Held:
+        """`key`, `value` as `AttentionState.attend` gets them."""
+        group, index = self.places[layer]
+        keys, values = self.memory.layer(group, index)
+        self.store(key[0], value[0], keys, values, self.slots[group])
+        if self.marks is not None:
+            self.marks.wrote(layer)
+        return Held(group, keys, values, self.memory.layout.block_size)

@@ -1,0 +1,1 @@
+"""Paged attention on CPUs by our C++ kernel."""

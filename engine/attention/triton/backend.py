@@ -1,0 +1,220 @@
+"""Attention by our own Triton kernels: steps are prepared on the CPU and sent in one copy.
+
+One step's attention by the Triton kernels: what every layer's call reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.backend import GroupShape, Prepared
+from engine.attention.inputs import (
+    Inputs,
+    Ints,
+    KvWriter,
+    Named,
+    StepArrays,
+    TableCache,
+    step_arrays,
+)
+from engine.attention.triton.launch import DeviceWork, Parts, attend, part_elements, store
+from engine.attention.triton.work import (
+    CHUNK,
+    DECODE,
+    Tiling,
+    chunk_tiling,
+    decode_tiling,
+    divide,
+    most_parts,
+    query_tiles,
+)
+from engine.core.step import SequenceSlice
+from engine.device.layer_marks import LayerMarks
+from engine.model.interface import Scores
+from kvpool.memory.kv_memory import KvMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Query tiles of one kind, decode rows or chunks."""
+
+    work: DeviceWork
+    tiling: Tiling
+    joined_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class TritonState:
+    """`launches` are the layer groups'. `is_padded`: not every row belongs to a query tile."""
+
+    writer: KvWriter
+    launches: Sequence[Sequence[Launch]]
+    parts: Parts
+    is_padded: bool = False
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        held = self.writer.write(layer, key, value)
+        asked = query[0].transpose(0, 1)
+        new = query.new_zeros if self.is_padded else query.new_empty
+        out = new(1, asked.shape[0], asked.shape[1], held.values.shape[2])
+        for launch in self.launches[held.group]:
+            attend(
+                asked,
+                held.keys,
+                held.values,
+                out[0],
+                launch.work,
+                self.parts,
+                scores,
+                launch.tiling,
+                block_size=held.block_size,
+                joined_rows=launch.joined_rows,
+            )
+        return out
+
+
+_LEAST_KEYS = 256
+"""A program gets no fewer: cutting finer costs more in joins than it gains."""
+_INTERPRETED_PROCESSORS = 4
+
+
+class TritonBackend:
+    """`places` is layer |-> (layer group, index in it), `shapes` are the layer groups'."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        shapes: tuple[GroupShape, ...],
+        places: Mapping[int, tuple[int, int]],
+        *,
+        decode: Tiling = DECODE,
+        chunk: Tiling = CHUNK,
+    ) -> None:
+        self.memory, self.shapes, self.places = memory, shapes, places
+        self._decode, self._chunk = decode, chunk
+        self._processors = _processors(memory.device)
+        self._tables = TableCache()
+        self.parts = self._new_parts()
+
+    def prepare(self, slices: Sequence[SequenceSlice], marks: LayerMarks | None = None) -> Prepared:
+        named, tilings = self.arrays(self.step(slices))
+        return self.prepared(named.send(self.memory.device), tilings, marks)
+
+    def step(self, slices: Sequence[SequenceSlice]) -> StepArrays:
+        return step_arrays(self.memory.layout, slices, self._tables)
+
+    def arrays(self, step: StepArrays) -> tuple[Named, dict[str, Tiling]]:
+        """All that the device is sent, the block tables last; and # launch |-> tiling"""
+        named, tilings, begin = Named.of(step), {}, 0
+        for g, group in enumerate(step.groups):
+            for kind, chosen in _kinds(step):
+                tiling = self.tiling(g, int(step.counts[chosen].max()))
+                tilings[f"{g}.{kind}"] = tiling
+                work = self._work(g, step, chosen, group.table_starts + begin, tiling)
+                named.arrays |= {f"{g}.{kind}.{name}": array for name, array in work.items()}
+            begin += len(group.tables)
+        named.arrays["tables"] = np.concatenate([group.tables for group in step.groups])
+        return named, tilings
+
+    def programs(self, tiling: Tiling) -> int:
+        return self._processors * tiling.per_processor
+
+    def prepared(
+        self,
+        inputs: Inputs,
+        tilings: Mapping[str, Tiling],
+        marks: LayerMarks | None,
+        rows: int | None = None,
+    ) -> Prepared:
+        """`rows`: that many of the rows, some of which may be padding."""
+        slots = [group[:rows] for group in inputs.slots]
+        writer = KvWriter(self.memory, self.places, slots, marks, store)
+        launches = [
+            [
+                self._launch(g, name, inputs.views, tiling)
+                for name, tiling in tilings.items()
+                if name.startswith(f"{g}.")
+            ]
+            for g in range(len(self.shapes))
+        ]
+        state = TritonState(writer, launches, self.parts, is_padded=rows is not None)
+        return inputs.prepared(state, rows)
+
+    def tiling(self, group: int, tokens: int) -> Tiling:
+        shape = self.shapes[group]
+        dim, size = max(shape.dim, shape.value_dim), self.memory.layout.element_bytes
+        if tokens == 1:
+            return decode_tiling(shape.group, dim, size, self._decode)
+        return chunk_tiling(tokens, shape.group, dim, size, self._chunk)
+
+    def _work(
+        self, group: int, step: StepArrays, chosen: slice, table_starts: Ints, tiling: Tiling
+    ) -> dict[str, Ints]:
+        shape = self.shapes[group]
+        tiles = query_tiles(
+            rows=step.rows[chosen],
+            counts=step.counts[chosen],
+            positions=step.starts[chosen],
+            tables=table_starts[chosen],
+            tile_tokens=tiling.rows // shape.group,
+            window=shape.window,
+        )
+        work = divide(
+            tiles,
+            kv_heads=shape.kv_heads,
+            programs=self.programs(tiling),
+            key_tile=tiling.keys,
+            least_tiles=_LEAST_KEYS // tiling.keys,
+        )
+        return {
+            "queries": tiles.rows,
+            "pieces": work.pieces,
+            "starts": work.starts,
+            "joins": work.joins,
+        }
+
+    def _launch(
+        self, group: int, name: str, views: Mapping[str, torch.Tensor], tiling: Tiling
+    ) -> Launch:
+        parts = ("queries", "pieces", "starts", "joins")
+        work = DeviceWork(tables=views["tables"], **{p: views[f"{name}.{p}"] for p in parts})
+        is_decode = name.endswith(".decode")
+        rows = self.shapes[group].group if is_decode else tiling.rows
+        return Launch(work=work, tiling=tiling, joined_rows=rows)
+
+    def _new_parts(self) -> Parts:
+        """Enough for any launch."""
+        values, sizes = 0, 0
+        for group, shape in enumerate(self.shapes):
+            for tokens in (1, self._chunk.rows):
+                tiling = self.tiling(group, tokens)
+                slots = most_parts(self.programs(tiling))
+                found = part_elements(tiling.rows, shape.value_dim, slots)
+                values, sizes = max(values, found[0]), max(sizes, found[1])
+        device = self.memory.device
+        return Parts(
+            values=torch.empty(values, dtype=torch.float32, device=device),
+            sizes=torch.empty(sizes, dtype=torch.float32, device=device),
+        )
+
+
+def _kinds(step: StepArrays) -> list[tuple[str, slice]]:
+    kinds = [("decode", slice(0, step.decodes)), ("chunk", slice(step.decodes, None))]
+    return [(name, chosen) for name, chosen in kinds if len(step.counts[chosen])]
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,164 @@
+"""How a launch's attention is divided among its programs: evenly, whatever the lengths. Pure.
+
+A tile of queries meets the keys that it sees once for each KV head. Those meetings, in tiles of
+keys, form one line, and every program gets an equal stretch of it ("stream-K"; FlashInfer and
+ThunderMLA divide decode attention likewise). Built once per step, for all layers of a group.
+
+Which tiles the Triton kernels work in, by head dim, dtype and what is asked. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer]
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryTiles:
+    """`rows` `[tiles, 4]`: first row, tokens, first token's position, where its block table begins.
+    Tile i sees keys of positions `[first_keys[i], end_keys[i])`."""
+
+    rows: Int32s
+    first_keys: Int64s
+    end_keys: Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Program p runs `pieces[starts[p] : starts[p + 1]]`.
+
+    A piece is (query tile, KV head, first key, end key, slot). With a slot of -1 it is all that its
+    tile and head see; others leave a part there, and a join (query tile, KV head, first slot,
+    slots) puts consecutive parts together; joins without slots do nothing.
+    """
+
+    pieces: Int32s  # [pieces, 5]
+    starts: Int32s  # [programs + 1]
+    joins: Int32s  # [programs, 4]
+
+
+def query_tiles(
+    *,
+    rows: Ints,
+    counts: Ints,
+    positions: Ints,
+    tables: Ints,
+    tile_tokens: int,
+    window: int | None,
+) -> QueryTiles:
+    """Slice i has `counts[i]` tokens from row `rows[i]` and position `positions[i]` on; its blocks
+    stand from `tables[i]` on."""
+    tiles = -(-counts // tile_tokens)
+    owner = np.repeat(np.arange(len(counts)), tiles)
+    skipped = (np.arange(len(owner)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
+    taken = np.minimum(tile_tokens, counts[owner] - skipped)
+    first = positions[owner] + skipped
+    found = np.stack([rows[owner] + skipped, taken, first, tables[owner]], axis=1)
+    low = np.zeros_like(first) if window is None else np.maximum(0, first - window + 1)
+    return QueryTiles(rows=found.astype(np.int32), first_keys=low, end_keys=first + taken)
+
+
+def divide(
+    tiles: QueryTiles, *, kv_heads: int, programs: int, key_tile: int, least_tiles: int = 1
+) -> Work:
+    """No program gets more than one tile of keys more than another; none gets fewer than
+    `least_tiles`, so that little work is not cut into many parts."""
+    lengths = -(-(tiles.end_keys - tiles.first_keys) // key_tile)
+    lengths = np.repeat(lengths, kv_heads)
+    begins = np.cumsum(lengths) - lengths
+    bounds = _bounds(int(lengths.sum()), programs, least_tiles)
+    cuts = _distinct(np.concatenate([begins, bounds[bounds < bounds[-1]]]))
+    sizes = np.diff(cuts, append=bounds[-1])
+    owner = np.searchsorted(begins, cuts, side="right") - 1
+    tile, head = np.divmod(owner, kv_heads)
+    offset = cuts - begins[owner]
+    first = tiles.first_keys[tile] + offset * key_tile
+    end = np.minimum(tiles.end_keys[tile], first + sizes * key_tile)
+    is_part = sizes < lengths[owner]
+    slot = np.where(is_part, np.cumsum(is_part) - 1, -1)
+    opening = np.flatnonzero(is_part & (offset == 0))
+    parts = np.searchsorted(owner, owner[opening], side="right") - opening
+    joins = np.zeros((programs, 4), dtype=np.int32)
+    joins[: len(opening)] = np.stack([tile[opening], head[opening], slot[opening], parts], axis=1)
+    return Work(
+        pieces=np.stack([tile, head, first, end, slot], axis=1).astype(np.int32),
+        starts=np.searchsorted(cuts, bounds).astype(np.int32),
+        joins=joins,
+    )
+
+
+def _bounds(total: int, programs: int, least: int) -> Int64s:
+    """Where each program's stretch begins, and the last one's end: `[programs + 1]`."""
+    used = max(1, min(programs, total // least))
+    return total * np.minimum(np.arange(programs + 1), used) // used
+
+
+def _distinct(values: Int64s) -> Int64s:
+    values = np.sort(values)
+    return values[np.concatenate([[True], values[1:] != values[:-1]])]
+
+
+def most_pieces(tiles: int, kv_heads: int, programs: int) -> int:
+    """As many pieces as `divide` can make of so many query tiles."""
+    return tiles * kv_heads + programs
+
+
+def most_parts(programs: int) -> int:
+    """As many slots as `divide` can ask for: a program's first and last piece may be parts."""
+    return 2 * programs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """`rows` of (token, head of the group) meet `keys` at a time; `per_processor` programs share a
+    multiprocessor; `stages` tiles of keys are on their way at once."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    per_processor: int
+
+
+DECODE = Tiling(rows=16, keys=64, warps=4, stages=4, per_processor=2)
+"""Memory bound: two tiles of keys and of values on their way in each of two programs; a stage is
+taken by the block tables, which are loaded before."""
+CHUNK = Tiling(rows=128, keys=64, warps=8, stages=3, per_processor=1)
+"""Compute bound: a row of matrix units for each of two warp groups."""
+_TILE_BYTES = 16 << 10
+"""Of keys, for the tilings as they stand: 64 of 128 dims in 16 bits."""
+
+
+def decode_tiling(group: int, dim: int, element_bytes: int, base: Tiling = DECODE) -> Tiling:
+    """For one token of each sequence. `group`: query heads of a KV head."""
+    return _fitted(replace(base, rows=_power_of_two(group, 16)), dim, element_bytes)
+
+
+def chunk_tiling(
+    tokens: int, group: int, dim: int, element_bytes: int, base: Tiling = CHUNK
+) -> Tiling:
+    """For slices of up to `tokens` tokens. Few kinds, since each is compiled when it first runs."""
+    if tokens * group <= DECODE.rows:
+        return decode_tiling(group, dim, element_bytes)
+    rows = _power_of_two(group, base.rows if dim <= 128 else base.rows // 2)
+    return _fitted(replace(base, rows=rows), dim, element_bytes)
+
+
+def _fitted(tiling: Tiling, dim: int, element_bytes: int) -> Tiling:
+    """Fewer keys at a time where each takes more memory: shared memory holds as many stages."""
+    keys = tiling.keys
+    while keys > 16 and keys * dim * element_bytes > _TILE_BYTES:
+        keys //= 2
+    return replace(tiling, keys=keys)
+
+
+def _power_of_two(least: int, start: int) -> int:
+    while start < least:
+        start *= 2
+    return start

@@ -1,0 +1,267 @@
+"""Finds rotary embeddings and gated activations in a captured graph.
+
+Finds RMS norms (arXiv:1910.07467 §4) in a captured graph, and the sums before them.
+
+Rotary embeddings that choose their factors while they run (LongRoPE) stay whole in a capture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from engine.compiled.graph import Captured, is_call, kind, only_user, other_operand
+from engine.compiled.library import Fused
+
+aten = torch.ops.aten
+
+
+def fuse_rotary(made: Captured, fused: Fused) -> int:
+    """One call for each rotated query or key; how many were found."""
+    count = sum(_rotary(made, node, fused) for node in list(made.graph.nodes))
+    made.graph.eliminate_dead_code()
+    return count
+
+
+def _rotary(made: Captured, turned: Node, fused: Fused) -> bool:
+    """x * cos + cat(-far, near) * sin, where x = cat(near, far)."""
+    source = _halves(turned)
+    by_sin = only_user(turned) if source is not None else None
+    if source is None or by_sin is None or not is_call(by_sin, aten.mul.Tensor, 1):
+        return False
+    result = only_user(by_sin)
+    if result is None or not is_call(result, aten.add.Tensor):
+        return False
+    by_cos: Any = other_operand(result, by_sin)
+    if not is_call(by_cos, aten.mul.Tensor, 1) or source not in by_cos.args:
+        return False
+    cos, sin = other_operand(by_cos, source), other_operand(by_sin, turned)
+    if not (_are_angles(cos, source) and _are_angles(sin, source)):
+        return False
+    with made.graph.inserting_before(result):
+        new = made.graph.call_function(fused.rotate, (source, cos, sin))
+    new.meta["kind"] = kind(result)
+    result.replace_all_uses_with(new)
+    return True
+
+
+def _halves(turned: Node) -> Node | None:
+    """The x of cat(-x[half:], x[:half])."""
+    parts: Any = turned.args[0] if is_call(turned, aten.cat.default) else ()
+    if len(parts) != 2:
+        return None
+    minus, near = parts
+    far: Any = minus.args[0] if is_call(minus, aten.neg.default) else None
+    slices = aten.slice.Tensor
+    if not (is_call(near, slices) and is_call(far, slices) and near.args[0] is far.args[0]):
+        return None
+    source: Node = near.args[0]
+    shape = kind(source).shape
+    if len(shape) != 4 or not isinstance(shape[3], int) or not kind(source).is_step:
+        return None
+    half = shape[3] // 2
+    is_whole = near.args[1:] == (3, 0, half) and far.args[1:3] == (3, half)
+    return source if is_whole else None
+
+
+def _are_angles(node: object, source: Node) -> bool:
+    """`[1, 1, tokens, dim]`, as wide as `source`."""
+    if not isinstance(node, Node):
+        return False
+    found, own = kind(node), kind(source)
+    is_shared = len(found.shape) == 4 and found.shape[:2] == (1, 1)
+    fits = found.shape[2:] == own.shape[2:] and found.dtype == own.dtype
+    return is_shared and fits and found.is_step
+
+
+def fuse_gates(made: Captured, fused: Fused) -> int:
+    """One call for each activation of a gate and its product with the rest."""
+    count = sum(_gate(made, node, fused) for node in list(made.graph.nodes))
+    made.graph.eliminate_dead_code()
+    return count
+
+
+def _gate(made: Captured, activated: Node, fused: Fused) -> bool:
+    function = None
+    if is_call(activated, aten.silu.default, 1):
+        function = fused.silu_mul
+    elif is_call(activated, aten.gelu.default, 1) and activated.kwargs == {"approximate": "tanh"}:
+        function = fused.gelu_tanh_mul
+    product = only_user(activated) if function is not None else None
+    if function is None or product is None or not is_call(product, aten.mul.Tensor):
+        return False
+    gate, up = activated.args[0], other_operand(product, activated)
+    if not (isinstance(gate, Node) and isinstance(up, Node) and _are_alike(gate, up)):
+        return False
+    with made.graph.inserting_before(product):
+        new = made.graph.call_function(function, (gate, up))
+    new.meta["kind"] = kind(product)
+    product.replace_all_uses_with(new)
+    return True
+
+
+def _are_alike(gate: Node, up: Node) -> bool:
+    a, b = kind(gate), kind(up)
+    is_same = len(a.shape) == 3 and a.shape == b.shape and a.dtype == b.dtype
+    return is_same and a.is_step and b.is_step
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    source: Node
+    weight: torch.Tensor  # [width], fp32
+    eps: float
+    rounds: bool  # before the weight
+    result: Node
+
+
+def fuse_norms(made: Captured, fused: Fused) -> int:
+    """One call for each norm, and for a sum with the norm of it; how many norms were found."""
+    found = [_match(made, node) for node in list(made.graph.nodes)]
+    norms = [norm for norm in found if norm is not None]
+    for norm in norms:
+        weight = made.add_constant(norm.weight, norm.source.next)
+        if _is_sum(norm.source):
+            _replace_both(made, norm, weight, fused)
+        else:
+            _replace(made, norm, weight, fused)
+    made.graph.eliminate_dead_code()
+    return len(norms)
+
+
+def _match(made: Captured, rsqrt: Node) -> _Norm | None:
+    """x * rsqrt(mean(x^2) + eps), in fp32, times a weight, in whatever order it is rounded."""
+    if not is_call(rsqrt, aten.rsqrt.default, 1):
+        return None
+    total: Any = rsqrt.args[0]
+    if not (is_call(total, aten.add.Tensor, 1) and isinstance(total.args[1], float)):
+        return None
+    mean: Any = total.args[0]
+    if not (is_call(mean, aten.mean.dim, 1) and mean.args[1:] == ([-1], True)):
+        return None
+    power: Any = mean.args[0]
+    if not (is_call(power, aten.pow.Tensor_Scalar, 1) and power.args[1] == 2):
+        return None
+    wide: Any = power.args[0]
+    source: Any = wide.args[0] if is_call(wide, aten._to_copy.default) else wide
+    scaled = only_user(rsqrt)
+    assert scaled is not None
+    if not is_call(scaled, aten.mul.Tensor) or other_operand(scaled, rsqrt) is not wide:
+        return None
+    eps: float = total.args[1]
+    return _finish(made, source, scaled, eps)
+
+
+def _finish(made: Captured, source: Node, scaled: Node, eps: float) -> _Norm | None:
+    """Follows the weight and the roundings behind `scaled`."""
+    dtype, width = kind(source).dtype, kind(source).shape[-1]
+    node, weight, result, rounds = scaled, None, None, False
+    while (user := only_user(node)) is not None:
+        if is_call(user, aten.mul.Tensor) and weight is None:
+            weight, rounds = made.constant(other_operand(user, node)), kind(node).dtype == dtype
+            if weight is None or weight.shape != (width,):
+                break
+        elif not is_call(user, aten._to_copy.default):
+            break
+        node = user
+        if weight is not None and kind(node).dtype == dtype:
+            result = node
+            break
+    if weight is None or result is None or not _is_ranked(source):
+        return None
+    return _Norm(source, weight.detach().float(), eps, rounds, result)
+
+
+def _is_ranked(source: Node) -> bool:
+    """`[1, tokens, width]` or `[1, tokens, heads, width]`."""
+    return len(kind(source).shape) in (3, 4) and kind(source).is_step
+
+
+def _is_sum(node: Node) -> bool:
+    if not is_call(node, aten.add.Tensor) or node.kwargs or len(kind(node).shape) != 3:
+        return False
+    if not kind(node).is_step:
+        return False
+    return all(isinstance(part, Node) and kind(part) == kind(node) for part in node.args)
+
+
+def _replace(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
+    with made.graph.inserting_before(norm.result):
+        new = made.graph.call_function(fused.rms_norm, (norm.source, weight, norm.eps, norm.rounds))
+    new.meta["kind"] = kind(norm.result)
+    norm.result.replace_all_uses_with(new)
+
+
+def _replace_both(made: Captured, norm: _Norm, weight: Node, fused: Fused) -> None:
+    source = norm.source
+    with made.graph.inserting_after(weight):
+        both = made.graph.call_function(
+            fused.add_rms_norm, (*source.args, weight, norm.eps, norm.rounds)
+        )
+    with made.graph.inserting_after(both):
+        new = made.graph.call_function(operator.getitem, (both, 1))
+        total = made.graph.call_function(operator.getitem, (both, 0))
+    new.meta["kind"], total.meta["kind"] = kind(norm.result), kind(source)
+    norm.result.replace_all_uses_with(new)
+    source.replace_all_uses_with(total)
+
+
+_LIBRARY = torch.library.Library("kvrelay", "FRAGMENT")
+_LIBRARY.define("angles(Tensor x, Tensor positions, str name, int width) -> (Tensor, Tensor)")
+_ANGLES = torch.ops.kvrelay.angles.default
+
+
+@torch.library.register_fake("kvrelay::angles", lib=_LIBRARY)
+def _shapes(
+    x: torch.Tensor, positions: torch.Tensor, _: str, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*positions.shape, width)
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+@contextmanager
+def whole_rotaries(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A graph captured inside names these modules instead of what they compute."""
+    found = {name: part for name, part in model.named_modules() if _is_rotary(part)}
+    try:
+        for name, part in found.items():
+            part.forward = _Named(name, _width(part, dtype))
+        yield
+    finally:
+        for part in found.values():
+            del part.forward
+
+
+def call_rotaries(made: Captured, model: torch.nn.Module) -> None:
+    """The modules that a captured graph names."""
+    for node in made.graph.find_nodes(op="call_function", target=_ANGLES):
+        x, positions, name, _ = node.args
+        module = made.add_constant(model.get_submodule(str(name)), node)
+        with made.graph.inserting_before(node):
+            angles = made.graph.call_function(operator.call, (module, x, positions))
+        node.replace_all_uses_with(angles)
+        made.graph.erase_node(node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    name: str
+    width: int
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> object:
+        return _ANGLES(x, position_ids, self.name, self.width)
+
+
+def _is_rotary(part: torch.nn.Module) -> bool:
+    return type(part).__name__.endswith("RotaryEmbedding")
+
+
+def _width(part: torch.nn.Module, dtype: torch.dtype) -> int:
+    cos, _ = part(torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=torch.long))
+    return cos.shape[-1]

@@ -1,0 +1,121 @@
+"""How much longer steps take than predicted, learnt as they run. Pure; one per worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, log
+from typing import NamedTuple
+
+from engine.core.step_times import NotCovered, StepTimes, StepWork
+
+_NEW_SHARE = 0.05
+"""Weight of the newest step: after 14 the older ones count for half. The first ones weigh more."""
+_PROFILE_STEPS = 3
+"""Before any step the profile counts for so many."""
+_UNEVEN_SHARE = 0.01
+"""Weight of the newest step for how uneven they are: a few that were held up are the rule."""
+_MOST_SURPRISE = log(4)
+"""One step that was held up says no more than this."""
+_MOST = log(32)
+
+
+class CorrectedTimes(NamedTuple):
+    """Implements `engine.core.step_times.StepTimes`: `times`, multiplied by what was learnt
+    since."""
+
+    times: StepTimes
+    prefill: float
+    decode: float
+
+    def step_s(self, work: StepWork) -> float:
+        if not work.decode_sequences:
+            return self.times.step_s(work) * self.prefill
+        if not work.prefill_tokens:
+            return self.times.step_s(work) * self.decode
+        prefill_s = self.times.step_s(_prompts_of(work))
+        return prefill_s * self.prefill + (self.times.step_s(work) - prefill_s) * self.decode
+
+
+def _prompts_of(work: StepWork) -> StepWork:
+    return StepWork(
+        prefill_tokens=work.prefill_tokens,
+        prefill_sequences=work.prefill_sequences,
+        attended_tokens=work.attended_tokens,
+    )
+
+
+@dataclass(slots=True)
+class Correction:
+    """The mean of actual by predicted seconds, exponentially weighted: the geometric one (`level`),
+    which is soon right and which single steps change little. `by_sum`: times that by which the
+    arithmetic mean of steps' ratios is above the geometric one, since many steps of about the same
+    length together, as a pace is, go by the arithmetic mean."""
+
+    by_sum: bool = False
+    factor: float = 1.0
+    level: float = 1.0
+    _log_level: float = 0.0
+    _mean: float = 1.0
+    _mean_log: float = 0.0
+    _steps: int = _PROFILE_STEPS
+
+    def observe(self, surprise: float) -> None:
+        """`surprise`: the logarithm of actual seconds by those of `level`."""
+        bounded = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, surprise))
+        self._steps += 1
+        learnt = self._log_level + max(_NEW_SHARE, 1 / self._steps) * bounded
+        self._log_level = max(-_MOST, min(_MOST, learnt))
+        self._mean += _UNEVEN_SHARE * (exp(bounded) - self._mean)
+        self._mean_log += _UNEVEN_SHARE * (bounded - self._mean_log)
+        self.level = exp(self._log_level)
+        uneven = self._mean / exp(self._mean_log) if self.by_sum else 1.0
+        self.factor = min(exp(_MOST), self.level * uneven)
+
+
+@dataclass(slots=True)
+class StepPace:
+    """Compares each step with `times`, and implements StepTimes as corrected by then. A step begins
+    when the device is free for it: what a worker does between two belongs to the second."""
+
+    times: StepTimes
+    prefill: Correction = field(default_factory=Correction)
+    decode: Correction = field(default_factory=lambda: Correction(by_sum=True))
+    _work: StepWork | None = None
+    _begun_s: float = 0.0
+    _free_s: float | None = None
+
+    @property
+    def corrected(self) -> CorrectedTimes:
+        return CorrectedTimes(self.times, self.prefill.factor, self.decode.factor)
+
+    def step_s(self, work: StepWork) -> float:
+        """As corrected now."""
+        return self.corrected.step_s(work)
+
+    def begun(self, work: StepWork, now_s: float) -> None:
+        self._work = work
+        self._begun_s = now_s if self._free_s is None else self._free_s
+
+    def ended(self, now_s: float, steps: int = 1) -> None:
+        """So many like it have run in a row."""
+        assert self._work is not None, "a step ended that was not begun"
+        self._learn(self._work, (now_s - self._begun_s) / steps)
+        self._work, self._free_s = None, now_s
+
+    def idle(self) -> None:
+        """There is no step to run now."""
+        self._free_s = None
+
+    def _learn(self, work: StepWork, seconds: float) -> None:
+        level = CorrectedTimes(self.times, self.prefill.level, self.decode.level)
+        try:
+            predicted_s = level.step_s(work)
+        except NotCovered:
+            return
+        if seconds <= 0 or predicted_s <= 0:
+            return
+        surprise = log(seconds / predicted_s)
+        if work.prefill_tokens:
+            self.prefill.observe(surprise)
+        if work.decode_sequences:
+            self.decode.observe(surprise)

@@ -1,0 +1,133 @@
+"""How many KV blocks a device takes. Pure arithmetic; what is measured comes from `profile`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.core.layout.layout import KvLayout
+from kvrelay.errors import ModelError
+
+_USEFUL_TOKENS = 64
+"""Fewer than this for the longest sequence (unless the model asks for fewer) is no service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What the configuration asks for. `max_model_len` None: what the model can do.
+
+    `share` workers divide the device's memory; `kv_memory_bytes` replaces what would be computed.
+    `staging_slabs` slabs of together `staging_bytes` (None: of a chunk each) are lent to peers, and
+    `sending_slabs` more hold what is sent over links that can't map the peer's memory.
+    """
+
+    max_model_len: int | None
+    prefill_chunk_tokens: int
+    max_running_requests: int
+    memory_fraction: float = 0.9
+    kv_memory_bytes: int | None = None
+    share: int = 1
+    staging_slabs: int = 0
+    staging_bytes: int | None = None
+    sending_slabs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """`total_bytes` may be divided among workers; the others are this worker's own needs."""
+
+    total_bytes: int
+    weight_bytes: int
+    activation_bytes: int
+    staging_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvSizing:
+    """The device tier's size and the longest sequence served. `reason` is a line for the log."""
+
+    blocks: int
+    tokens: int
+    max_model_len: int
+    kv_bytes: int
+    reason: str
+
+
+def kv_budget_bytes(profile: MemoryProfile, limits: EngineLimits) -> int:
+    """What is left for KV on the device."""
+    if limits.kv_memory_bytes is not None:
+        return limits.kv_memory_bytes
+    share = int(limits.memory_fraction * profile.total_bytes / limits.share)
+    used = profile.weight_bytes + profile.activation_bytes + profile.staging_bytes
+    return max(0, share - used)
+
+
+def size_kv(
+    layout: KvLayout,
+    limits: EngineLimits,
+    profile: MemoryProfile,
+    *,
+    max_model_len: int,
+    blocks: int | None = None,
+    block_bytes: int | None = None,
+) -> KvSizing:
+    """As many blocks as fit, up to what `max_running_requests` sequences of `max_model_len` need.
+
+    Where one such sequence doesn't fit, `max_model_len` is lowered. `blocks` fixes the count.
+    `block_bytes`: what one takes, where ranks keep heads twice. Raises ModelError when nothing
+    useful fits.
+    """
+    budget = kv_budget_bytes(profile, limits)
+    block_bytes = block_bytes or layout.bytes_per_block
+    fitting = budget // block_bytes
+    needed = limits.max_running_requests * layout.blocks_for(max_model_len)
+    count = blocks if blocks is not None else min(fitting, needed)
+    tokens, token_bytes = count * layout.block_size, block_bytes / layout.block_size
+    if tokens < min(max_model_len, _USEFUL_TOKENS):
+        raise ModelError(
+            f"only {tokens} tokens of KV fit: {_account(token_bytes, limits, profile)}; raise "
+            "memory_fraction, use a smaller dtype or lower prefill_chunk_tokens"
+        )
+    if blocks is not None:
+        why = "as configured"
+    elif needed <= fitting:
+        why = f"all that {limits.max_running_requests} requests can need"
+    else:
+        why = _account(token_bytes, limits, profile)
+    served = min(max_model_len, tokens)
+    return KvSizing(
+        blocks=count,
+        tokens=tokens,
+        max_model_len=served,
+        kv_bytes=count * block_bytes,
+        reason=_sentence(tokens, count, token_bytes, why) + _lowered(served, max_model_len),
+    )
+
+
+def _sentence(tokens: int, blocks: int, token_bytes: float, why: str) -> str:
+    size = _human(tokens * token_bytes)
+    return f"{tokens} tokens of KV fit ({blocks} blocks, {size}): {why}"
+
+
+def _lowered(served: int, wanted: int) -> str:
+    return f"; max_model_len is lowered from {wanted} to {served}" if served < wanted else ""
+
+
+def _account(token_bytes: float, limits: EngineLimits, profile: MemoryProfile) -> str:
+    per_token = _human(token_bytes)
+    if limits.kv_memory_bytes is not None:
+        return f"kv_memory_bytes is {_human(limits.kv_memory_bytes)} at {per_token} per token"
+    share = f" / {limits.share} workers" if limits.share > 1 else ""
+    return (
+        f"{limits.memory_fraction:g} x {_human(profile.total_bytes)}{share}"
+        f" - weights {_human(profile.weight_bytes)}"
+        f" - activations {_human(profile.activation_bytes)}"
+        f" - staging {_human(profile.staging_bytes)}, at {per_token} per token"
+    )
+
+
+def _human(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

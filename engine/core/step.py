@@ -1,0 +1,240 @@
+"""One engine step, as values: what a scheduler asks for and what comes back. Pure.
+
+The batch is ragged: one call serves prefill chunks and decode tokens of many sequences.
+
+When a choice is over. Pure; the same rule on both workers.
+
+Which of a prompt's tokens a step scores, and at which rows of its logits. Pure.
+
+A token's log probability is told by the logits of the token before it. So all tokens of such a
+prompt are computed, also those whose KV is cached.
+
+A step's logits have one row for each slice that samples, then one for each token that is scored;
+both in the batch's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, SupportsInt
+
+from engine.core.step_times import StepWork, mixed_work
+from kvpool.core.blocks.holding import CopyPairs
+from kvpool.core.layout.layout import Tables
+from kvpool.core.transfer.commands import FetchPiece, ReplaceSlab, ScatterSlab, SendPeer, WriteSlab
+from kvpool.core.transfer.messages import DigestBlocks
+from kvrelay.messages import PromptLogprobs, WorkerEvent
+from kvrelay.types import (
+    FinishReason,
+    PromptLogprob,
+    RequestKey,
+    RequestSpec,
+    Sampling,
+    TokenLogprobs,
+    value,
+)
+
+
+@value
+class SampleRequest:
+    """Sample the token after the last one of this slice.
+
+    `index` counts the choice's tokens so far: the draw depends on `(seed, choice, index)` alone.
+    `prompt_ids` and `emitted_ids` feed the penalties.
+    """
+
+    sampling: Sampling
+    choice: int
+    index: int
+    prompt_ids: Sequence[int]
+    emitted_ids: tuple[int, ...]
+
+
+@value
+class Scoring:
+    """Log probabilities are wanted of known tokens: `next_ids[i]` follows the slice's i-th token.
+    `top` alternatives are told beside each."""
+
+    next_ids: Sequence[int]
+    top: int = 0
+
+
+@value
+class SequenceSlice:
+    """Consecutive tokens of one sequence to run, with the blocks that hold its KV.
+
+    `tables` cover positions `[0, start + len(token_ids))`. With several `samples` (the choices of
+    one prompt) each is drawn from the same logits. `prompt_tokens` is the whole prompt's length
+    when this is only a chunk of it: some models (LongRoPE) treat long sequences differently from
+    their first token on.
+
+    With `follows` its one token is not known yet: what that slice of the step before draws.
+    """
+
+    key: RequestKey
+    choice: int
+    token_ids: Sequence[int]
+    start: int
+    tables: Tables
+    samples: tuple[SampleRequest, ...] = ()
+    prompt_tokens: int = 0
+    follows: int | None = None
+    scoring: Scoring | None = None
+
+
+@value
+class StepBatch:
+    slices: tuple[SequenceSlice, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.slices)
+
+    @property
+    def work(self) -> StepWork:
+        """A slice of one token decodes."""
+        contexts = [s.start for s in self.slices if len(s.token_ids) == 1]
+        chunks = [(len(s.token_ids), s.start) for s in self.slices if len(s.token_ids) > 1]
+        return mixed_work(chunks, decoding=len(contexts), kv_tokens=sum(contexts))
+
+
+@value
+class Sampled:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@value
+class StepOutcome:
+    """# slice of the batch |-> one Sampled for each of its samples; and the log probabilities of
+    known tokens if wanted
+
+    After several steps: one Sampled for each step.
+    """
+
+    sampled: tuple[tuple[Sampled, ...], ...]
+    prompt_logprobs: Mapping[int, tuple[PromptLogprob, ...]] = field(default_factory=dict)
+
+
+# --- between a scheduler and its worker ---------------------------------------------------------
+
+
+@value
+class StepWanted:
+    """The device is free: is there a step to run? Up to `most_steps` may be run in a row."""
+
+    most_steps: int = 1
+
+
+@value
+class StepBehindWanted:
+    """A step of the scheduler's is on the device: can the next one be launched behind it, before
+    its tokens are known?"""
+
+
+@value
+class StepDone:
+    """Of the step that was launched first. `steps` of those that RunStep allowed have run;
+    `seconds` is what they took together."""
+
+    outcome: StepOutcome
+    seconds: float
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; leases may have ended."""
+
+
+@value
+class RunStep:
+    """Make the copies, then run the batch; its outcome comes back as StepDone.
+
+    LayersWritten comes for each layer of `layer_marks` once its KV is written. With `steps` above 1
+    every slice is one token of one choice, and its tables have room for so many: the batch may be
+    run so often, each time with the tokens just drawn, up to the step that ends a sequence.
+    """
+
+    batch: StepBatch
+    steps: int = 1
+    copies: tuple[CopyPairs, ...] = ()
+    layer_marks: frozenset[int] = frozenset()
+
+
+@value
+class Emit:
+    """Tell the router that the request came from."""
+
+    events: tuple[WorkerEvent, ...]
+
+
+Move = WriteSlab | ScatterSlab | FetchPiece | ReplaceSlab | DigestBlocks
+Command = RunStep | Emit | SendPeer | Move
+
+
+def finish_reason(sampling: Sampling, *, token_id: int, emitted: int) -> FinishReason | None:
+    """After `token_id` became the `emitted`-th token of its choice (1-based); None: go on.
+
+    Stop ids can't be drawn before `min_tokens` (the sampler masks them).
+    """
+    if token_id in sampling.stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if emitted >= sampling.max_tokens else None
+
+
+def needs_history(sampling: Sampling) -> bool:
+    """Whether the sampler must see the earlier tokens."""
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+class Rows(Protocol):
+    """# slice |-> its last row"""
+
+    def __getitem__(self, index: int, /) -> SupportsInt: ...
+
+
+MOST_SCORED_TOKENS = 512
+"""Of one step. Each takes a row of logits: of a vocabulary of 128,000 ids half a megabyte."""
+
+
+def scoring_of(spec: RequestSpec, start: int, end: int) -> Scoring | None:
+    """Of a slice `[start, end)`; None: nothing of it is scored."""
+    top = spec.sampling.prompt_logprobs
+    if top is None:
+        return None
+    next_ids = spec.prompt_ids[start + 1 : end + 1]
+    return Scoring(next_ids=next_ids, top=top) if next_ids else None
+
+
+def scored_event(
+    spec: RequestSpec, end: int, take: int, entries: tuple[PromptLogprob, ...], now_s: float
+) -> PromptLogprobs:
+    """Of a step that has computed `take` tokens, up to `end`."""
+    first = end - take + 1
+    return PromptLogprobs(key=spec.key, at_s=now_s, first_position=first, entries=entries)
+
+
+def scored_rows(slices: Sequence[SequenceSlice], last_rows: Rows) -> list[int]:
+    """Whose logits score a token, slice by slice."""
+    rows: list[int] = []
+    for i, piece in enumerate(slices):
+        if piece.scoring is not None:
+            first = int(last_rows[i]) - len(piece.token_ids) + 1
+            rows += range(first, first + len(piece.scoring.next_ids))
+    return rows
+
+
+def row_owners(slices: Sequence[SequenceSlice], picked: Sequence[int]) -> list[tuple[bool, int]]:
+    """Of a step of the `picked` slices alone: whether each row scores, and its slice. Sorted, the
+    rows of several such steps are in the order of all."""
+    owners = [(False, i) for i in picked if slices[i].samples]
+    for i in picked:
+        scoring = slices[i].scoring
+        owners += [(True, i)] * len(scoring.next_ids if scoring is not None else ())
+    return owners

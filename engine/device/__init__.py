@@ -1,0 +1,1 @@
+"""Threads, streams, rank groups and compiled code of one device."""

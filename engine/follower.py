@@ -1,0 +1,125 @@
+"""The process of a rank but the first: loads its share, then runs the steps that rank 0 tells.
+
+Started by `leader` as `python -m engine.follower DESCRIPTOR`; it ends when that line does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from engine.core.options import CudaOptions
+from engine.core.sizing import EngineLimits
+from engine.core.step import SequenceSlice
+from engine.device.group import Group
+from engine.device.threads import use_threads
+from engine.load import load_engine
+from engine.model.checkpoint import open_checkpoint
+from engine.parallel.channel import Channel
+from engine.parallel.message import StepHearer
+from engine.parallel.opening import open_group
+from engine.parallel.ranks import offer_part
+from engine.runner import Engine
+from kvpool.core.layout.layout import KvLayout
+from kvpool.core.transfer.pool_map import PoolMap
+from kvpool.memory.kv_memory import Allocate, KvMemory
+from kvrelay.errors import PeerError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Following:
+    """This rank's side."""
+
+    def __init__(self, channel: Channel, group: Group, timeout_s: float) -> None:
+        self.group = group
+        self._channel = channel
+        self._timeout_s = timeout_s
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        done = work()
+        self._channel.send_facts(done=True)
+        self.group.connect(self._channel.receive_memory())
+        self.group.sum(torch.zeros(1))
+        return done
+
+    def memory(
+        self, layout: KvLayout, blocks: int, device: torch.device, allocate: Allocate | None
+    ) -> KvMemory:
+        blocks = self._channel.receive_facts()["blocks"]
+        pool = PoolMap(layout=layout, blocks=blocks, ranks=self.group.size)
+        self.group.bound(self._timeout_s)
+        if device.type == "cuda":
+            return offer_part(pool.parts[self.group.rank], device, self._channel)
+        return KvMemory.over(pool, self._channel.receive_memory()).parts[self.group.rank]
+
+    def tell(self, slices: Sequence[SequenceSlice], is_long: bool) -> None:
+        pass
+
+    def watch(self, lost: Callable[[PeerError], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def load_followed(channel: Channel) -> Engine:
+    """By rank 0's orders, which come when it is this rank's turn. Raises ModelError."""
+    orders: dict[str, Any] = channel.receive_facts()
+    use_threads(orders["threads"])
+    device, meeting = orders["device"], Path(orders["meeting"])
+    group = open_group(device, orders["rank"], orders["size"], meeting)
+    return load_engine(
+        open_checkpoint(orders["path"]),
+        device=device,
+        dtype=orders["dtype"],
+        block_size=orders["block_size"],
+        blocks=orders["blocks"],
+        limits=EngineLimits(**orders["limits"]),
+        attention=orders["attention"],
+        cuda=CudaOptions(**orders["cuda"]),
+        compiled=orders["compiled"],
+        ranks=Following(channel, group, orders["timeout_s"]),
+    )
+
+
+def follow(channel: Channel) -> None:
+    engine, hearer = load_followed(channel), StepHearer()
+    while True:
+        engine.follow(*hearer.decode(channel.receive()))
+
+
+def _end_with(channel: Channel) -> None:
+    """Wherever this rank is: rank 0 is gone, or has no more need of it."""
+    channel.wait_end()
+    os._exit(0)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains first
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    threading.Thread(target=_end_with, args=(channel,), daemon=True).start()
+    try:
+        follow(channel)
+    except EOFError:
+        pass
+    except Exception as error:
+        log.exception("a rank gives up")
+        channel.send_facts(error=" ".join(str(error).split()))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

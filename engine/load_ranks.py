@@ -1,0 +1,63 @@
+"""Loads an engine whose model is shared out among several ranks of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from engine.core.activity import Report, unheard
+from engine.core.options import DEFAULT_OPTIONS, CudaOptions
+from engine.core.sizing import EngineLimits
+from engine.load import load_engine
+from engine.model.checkpoint import Checkpoint
+from engine.parallel.leader import Leader
+from engine.parallel.ranks import check_gpus, rank_devices
+from engine.runner import Engine
+from kvrelay.errors import ModelError, PeerError
+
+
+def load_split(
+    checkpoint: Checkpoint,
+    size: int,
+    *,
+    threads: int,
+    device: str,
+    dtype: str,
+    block_size: int,
+    blocks: int | None,
+    limits: EngineLimits,
+    attention: str = "auto",
+    cuda: CudaOptions = DEFAULT_OPTIONS,
+    compiled: bool = True,
+    timeout_s: float = 60.0,
+    report: Report = unheard,
+) -> Engine:
+    """As `load_engine`, on `size` ranks of `threads` threads each. The engine is rank 0, and is to
+    be closed; the calling thread is to have its number of threads. A rank that another one waits
+    for longer than `timeout_s` ends the step with PeerError."""
+    devices = rank_devices(device, size)
+    if device != "cpu":
+        check_gpus(size)
+    settings = {"dtype": dtype, "block_size": block_size, "blocks": blocks}
+    orders = {**settings, "path": str(checkpoint.path), "limits": asdict(limits)}
+    orders |= {"attention": attention, "cuda": asdict(cuda), "compiled": compiled}
+    leader = Leader(devices, threads, orders, timeout_s)
+    try:
+        return load_engine(
+            checkpoint,
+            device=devices[0],
+            dtype=dtype,
+            block_size=block_size,
+            blocks=blocks,
+            limits=limits,
+            attention=attention,
+            cuda=cuda,
+            compiled=compiled,
+            ranks=leader,
+            report=report,
+        )
+    except BaseException as error:
+        words = leader.last_words() if isinstance(error, PeerError) else None
+        leader.close()
+        if words is not None:  # a sum whose other parts don't come
+            raise ModelError(words) from error
+        raise

@@ -1,0 +1,55 @@
+"""Reports how far a download from the Hugging Face hub is, by the progress bars that the hub's
+client moves. Nothing is drawn."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.core.activity import Activity, Report, Stage
+
+
+class _Nowhere:
+    """A file for bars that are not drawn."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def bars_for(report: Report) -> type[tqdm]:
+    """A class of progress bars, for `snapshot_download(tqdm_class=...)`. Of the bars that count
+    bytes the one that is furthest tells: the others count files, or bytes before they are unpacked.
+    """
+    furthest = Activity(stage=Stage.DOWNLOADS)
+    lock = threading.Lock()
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._counts_bytes = options.get("unit") == "B"
+            options.pop("name", None)
+            super().__init__(*args, **(options | {"file": _Nowhere(), "disable": False}))
+
+        def update(self, n: float | None = 1) -> bool | None:
+            drawn = super().update(n)
+            self._report()
+            return drawn
+
+        def _report(self) -> None:
+            nonlocal furthest
+            if not self._counts_bytes:
+                return
+            with lock:
+                furthest = Activity(
+                    stage=Stage.DOWNLOADS,
+                    done_bytes=max(furthest.done_bytes, int(self.n)),
+                    total_bytes=max(furthest.total_bytes, int(self.total or 0)),
+                )
+            report(furthest)
+
+    Bar.set_lock(threading.RLock())
+    return Bar

@@ -1,0 +1,127 @@
+"""Which model families can be served, decided from the configuration before weights are loaded.
+
+LongRoPE picks its factors by the longest position of a call (arXiv:2402.13753 §3); a chunk of a
+long sequence must have the long factors even where its own positions are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from engine.core.step import SequenceSlice
+from kvrelay.errors import ModelError
+
+_SPANS = {"full_attention", "sliding_attention"}
+_REFUSED = {
+    "falcon": "its attention bypasses transformers' attention interface",
+    "bloom": "its attention bypasses transformers' attention interface",
+    "mpt": "its attention bypasses transformers' attention interface",
+    "qwen3_next": "its linear-attention layers keep a state that is no KV",
+    "llama4_text": "its chunked attention is not supported",
+    "llama4": "its chunked attention is not supported",
+}
+
+
+def refusal(kind: str, check: str, reason: str) -> ModelError:
+    """Says which check found that a family would give wrong tokens."""
+    return ModelError(f"the {kind} family can't be served ({check} check): {reason}")
+
+
+def check_family(config: PretrainedConfig) -> None:
+    """Raises ModelError, with the reason, for a family that would give wrong tokens."""
+    kind = config.model_type
+    if kind in _REFUSED:
+        raise refusal(kind, "family", _REFUSED[kind])
+    _check_class(config)
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SPANS)
+    if odd:
+        raise refusal(kind, "layer types", f"it has {', '.join(odd)} layers")
+    if any(rope.get("rope_type") == "dynamic" for rope in _ropes(config)):
+        raise refusal(
+            kind,
+            "RoPE",
+            "with dynamic RoPE a token's KV depends on the longest sequence of its batch",
+        )
+
+
+def _check_class(config: PretrainedConfig) -> None:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refusal(
+            config.model_type, "architecture", "it has no causal language model in transformers"
+        )
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not model_class._supports_attention_backend:
+        raise refusal(
+            config.model_type,
+            "interface",
+            "its attention bypasses transformers' attention interface",
+        )
+
+
+def longrope_border_tokens(config: PretrainedConfig) -> int | None:
+    """Sequences longer than this use other RoPE factors (LongRoPE, arXiv:2402.13753 §3); None:
+    the model doesn't."""
+    borders = [
+        int(rope["original_max_position_embeddings"])
+        for rope in _ropes(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(borders, default=None)
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Each token picks some of several feed-forward networks."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(config, name, None) or 0) > 1 for name in names)
+
+
+def _ropes(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """The RoPE parameters, of all layers or of each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        yield parameters
+    else:
+        yield from (value for value in parameters.values() if isinstance(value, Mapping))
+
+
+class LongRope:
+    """Makes a model's rotary embedding take the long factors inside `long()`.
+
+    `border_tokens`: sequences longer than this use the long factors.
+    """
+
+    def __init__(self, module: torch.nn.Module, border_tokens: int) -> None:
+        self.border_tokens = border_tokens
+        self._is_long = False
+        for part in module.modules():
+            if type(part).__name__.endswith("RotaryEmbedding"):
+                part.register_forward_pre_hook(self._lengthen, with_kwargs=True)
+                part.register_forward_hook(self._cut)
+
+    def needs_long(self, piece: SequenceSlice) -> bool:
+        length = max(piece.prompt_tokens, piece.start + len(piece.token_ids))
+        return length > self.border_tokens
+
+    @contextmanager
+    def long(self, is_long: bool) -> Iterator[None]:
+        self._is_long = is_long
+        try:
+            yield
+        finally:
+            self._is_long = False
+
+    def _lengthen(self, _: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """One position beyond the border joins the call; its embedding is cut off again."""
+        if not self._is_long:
+            return None
+        x, positions = (*args, *kwargs.values())[:2]
+        beyond = positions.new_full((*positions.shape[:-1], 1), self.border_tokens)
+        return (x, torch.cat([positions, beyond], dim=-1)), {}
+
+    def _cut(self, _: torch.nn.Module, __: Any, output: Any) -> Any:
+        return tuple(part[..., :-1, :] for part in output) if self._is_long else None

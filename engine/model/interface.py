@@ -1,0 +1,157 @@
+"""The door from transformers' models to kvrelay's own attention. Runs in the worker.
+
+Model families look the implementation up by its name; what a layer's call means in this step is
+said by the `AttentionState` of the `ContextVar`, set around the forward pass. In between lies one
+`torch.library` operator, so that graph captures see attention as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from engine.model.families import refusal
+from kvrelay.errors import ModelError
+
+NAME = "kvrelay"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer turns queries and keys into weights, beyond plain softmax attention.
+
+    `softcap` c replaces each score s by c * tanh(s / c) (Gemma 2); `sinks` `[heads]` are logits
+    that take weight and give no value (GPT-OSS). `window` counts the token itself.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class AttentionState(Protocol):
+    """What the attention of one forward pass reads and writes."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        """`query` `[1, heads, tokens, dim]`, `key` and `value` `[1, kv_heads, tokens, dim]`, not
+        yet cached. Returns `[1, tokens, heads, value_dim]`."""
+
+
+_STATE: ContextVar[AttentionState] = ContextVar("kvrelay_attention")
+
+_LIBRARY = torch.library.Library("kvrelay", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, int layer, float scaling, int? window, "
+    "float? softcap, Tensor? sinks) -> Tensor"
+)
+OPERATOR = torch.ops.kvrelay.attention.default
+"""One layer's attention, as graph captures see it."""
+
+
+@contextmanager
+def attention_state(state: AttentionState) -> Iterator[None]:
+    """Every attention layer called inside uses `state`."""
+    token = _STATE.set(state)
+    try:
+        yield
+    finally:
+        _STATE.reset(token)
+
+
+def current_state() -> AttentionState:
+    return _STATE.get()
+
+
+@torch.library.impl(_LIBRARY, "attention", "CompositeExplicitAutograd")
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    scores = Scores(scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+    return _STATE.get().attend(layer, query, key, value, scores)
+
+
+@torch.library.register_fake("kvrelay::attention", lib=_LIBRARY)
+def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+_IGNORED = {
+    "cache_position",
+    "dropout",
+    "is_causal",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+"""Keywords that change nothing for a causal model in evaluation mode."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' layers call. Raises ModelError for an argument that would be ignored."""
+    if attention_mask is not None:
+        raise _refused(module, "mask", "it makes a mask of its own")
+    _check_keywords(module, others)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    return OPERATOR(query, key, value, layer, scaling, sliding_window, softcap, s_aux), None
+
+
+def _check_keywords(module: torch.nn.Module, others: Mapping[str, object]) -> None:
+    odd = [name for name in others if name not in _IGNORED and others[name] is not None]
+    if odd:
+        raise _refused(module, "keyword", f"it calls attention with {', '.join(sorted(odd))}")
+    if others.get("is_causal") is False:
+        raise _refused(module, "keyword", "its attention is not causal")
+
+
+def _refused(module: torch.nn.Module, check: str, reason: str) -> ModelError:
+    kind = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
+    return refusal(str(kind), check, f"layer {module.layer_idx}: {reason}")
+
+
+def register() -> None:
+    """Make `attn_implementation="kvrelay"` known to transformers. Idempotent.
+
+    No mask function is registered under the name, so models build no mask.
+    """
+    AttentionInterface.register(NAME, attention)

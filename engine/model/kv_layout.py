@@ -1,0 +1,154 @@
+"""Derives the KV layout from what the model's attention layers really do with one token.
+
+Where each layer's KV lies. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.model.families import refusal
+from engine.model.interface import NAME, Scores
+from engine.model.masks import Visible, cached_windows, composed_masks, mask_difference
+from engine.model.model import LOAD_ERRORS, Model
+from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
+
+_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What one attention layer keeps per token, how far it looks back, and how it scores."""
+
+    planes: tuple[Plane, ...]
+    window: int | None
+    query_heads: int
+    has_softcap: bool
+    has_sinks: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.has_softcap or self.has_sinks)
+
+
+@dataclass(slots=True)
+class _Recorder:
+    kind: str
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scores: Scores,
+    ) -> torch.Tensor:
+        if layer in self.shapes:
+            raise refusal(self.kind, "single call", f"layer {layer} calls attention twice")
+        planes = (
+            Plane(name="k", heads=key.shape[1], dim=key.shape[3]),
+            Plane(name="v", heads=value.shape[1], dim=value.shape[3]),
+        )
+        self.shapes[layer] = LayerShape(
+            planes=planes,
+            window=scores.window,
+            query_heads=query.shape[1],
+            has_softcap=scores.softcap is not None,
+            has_sinks=scores.sinks is not None,
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def probe(model: Model) -> dict[int, LayerShape]:
+    """# layer |-> its shape. Raises ModelError when the family hides layers or their windows, or
+    asks for more than causal attention."""
+    recorder = _Recorder(model.config.model_type)
+    _run(model, recorder)
+    _check_layers(model, recorder.shapes)
+    return recorder.shapes
+
+
+def check_masks(model: Model, shapes: dict[int, LayerShape], longest: int) -> None:
+    """The mask that transformers composes for a layer, and the tokens that its cache keeps, must be
+    those that its call describes, in sequences of up to `longest` tokens. Raises ModelError."""
+    kind = model.config.model_type
+    with composed_masks(model.module, NAME) as masks:
+        _run(model, _Recorder(kind))
+    for layer, shape in shapes.items():
+        _check_mask(kind, layer, masks.of_layer(layer), shape.window, longest)
+    for layer, kept in enumerate(cached_windows(model.module.config)):
+        _check_cache(kind, layer, kept, shapes[layer].window, longest)
+
+
+def _run(model: Model, recorder: _Recorder) -> None:
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device=model.device)
+    positions = torch.arange(_TOKENS, device=model.device)
+    try:
+        model.forward(ids, positions[None], positions, recorder)
+    except torch.OutOfMemoryError:
+        raise
+    except LOAD_ERRORS as error:
+        reason = f"it fails by itself: {' '.join(str(error).split())}"
+        raise refusal(recorder.kind, "forward", reason) from error
+
+
+def _check_layers(model: Model, shapes: dict[int, LayerShape]) -> None:
+    config = model.config
+    if sorted(shapes) != list(range(config.num_hidden_layers)):
+        raise refusal(
+            config.model_type,
+            "layers",
+            f"attention reached the interface in layers {sorted(shapes)} of "
+            f"{config.num_hidden_layers}",
+        )
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if (kind == "sliding_attention") != (shapes[layer].window is not None):
+            raise refusal(
+                config.model_type,
+                "layers",
+                f"layer {layer} is {kind} but its attention was called with a window of "
+                f"{shapes[layer].window}",
+            )
+
+
+def _check_mask(
+    kind: str, layer: int, visible: Visible | None, window: int | None, longest: int
+) -> None:
+    if visible is None:
+        raise refusal(kind, "mask", f"layer {layer} uses a mask that transformers did not compose")
+    if difference := mask_difference(visible, window, longest):
+        raise refusal(kind, "mask", f"layer {layer}: {difference}")
+
+
+def _check_cache(kind: str, layer: int, kept: int | None, window: int | None, longest: int) -> None:
+    if kept is not None and kept < longest and (window is None or window > kept):
+        raise refusal(
+            kind,
+            "cache",
+            f"layer {layer}: transformers caches {kept} tokens, but its attention was called with "
+            f"a window of {window}",
+        )
+
+
+def derive_layout(shapes: dict[int, LayerShape], *, dtype: str, block_size: int) -> KvLayout:
+    """Layers of equal span and planes share a group; groups in order of their first layer."""
+    members: dict[tuple[tuple[Plane, ...], int | None], list[int]] = {}
+    for layer, shape in sorted(shapes.items()):
+        members.setdefault((shape.planes, shape.window), []).append(layer)
+    groups = tuple(
+        LayerGroup(layers=tuple(layers), planes=planes, window=window)
+        for (planes, window), layers in members.items()
+    )
+    return KvLayout(groups=groups, dtype=dtype, block_size=block_size)
+
+
+def layer_places(layout: KvLayout) -> dict[int, tuple[int, int]]:
+    """# layer |-> (layer group, index in it)"""
+    return {
+        layer: (g, i)
+        for g, group in enumerate(layout.groups)
+        for i, layer in enumerate(group.layers)
+    }

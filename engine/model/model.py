@@ -1,0 +1,185 @@
+"""Loads a checkpoint through transformers and runs it ragged over an attention state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from engine.device.group import Group
+from engine.model import interface
+from engine.model.capture import Forward
+from engine.model.checkpoint import Checkpoint
+from engine.model.families import LongRope, check_family, longrope_border_tokens
+from engine.model.interface import AttentionState, attention_state
+from engine.model.packed_linear import packed_bytes, prepare, rounded
+from kvrelay.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    ImportError,
+    LookupError,
+    AttributeError,
+    TypeError,
+)
+"""What transformers raises where it can't read a checkpoint or lacks a package for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A causal language model with kvrelay's attention. Frozen, in evaluation mode."""
+
+    module: Any
+    config: PretrainedConfig
+    device: torch.device
+    dtype: torch.dtype
+    longrope: LongRope | None = None
+    flat: Forward | None = None
+    """The forward pass as a graph, where there is one."""
+    own_tokens: int = 0
+    """Steps of up to so many use no product of oneDNN's."""
+    group: Group | None = None
+    """The ranks that share the model, of which this holds one's part; None: all of it is here."""
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def weight_bytes(self) -> int:
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum(tensor.nbytes for tensor in tensors) + packed_bytes(self.module)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        state: AttentionState,
+    ) -> torch.Tensor:
+        """One ragged call. `token_ids`, `positions` `[1, tokens]`; logits `[rows, vocab]`."""
+        with attention_state(state):
+            return self.whole(token_ids, positions, logit_rows)
+
+    def prepare(self, tokens: int, rows: int) -> None:
+        """What the first step of so many tokens, and of so many rows of logits, does besides."""
+        if tokens <= self.own_tokens:
+            return
+        prepare(getattr(self.module, self.module.base_model_prefix), rounded(tokens))
+        head = self.module.get_output_embeddings()
+        if head is not None:
+            prepare(head, rounded(rows))
+
+    def whole(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Inside an `attention_state`."""
+        if self.flat is not None:
+            return self.flat(token_ids, positions, logit_rows)
+        output = self.module(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=logit_rows,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def eager_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """transformers' own eager forward of whole sequences: `[batch, tokens, vocab]`."""
+        self.module.set_attn_implementation("eager")
+        try:
+            logits: torch.Tensor = self.module(input_ids=token_ids, use_cache=False).logits
+        finally:
+            self.module.set_attn_implementation(interface.NAME)
+        return logits
+
+
+def load_model(checkpoint: Checkpoint, *, device: str, dtype: str) -> Model:
+    """`dtype` is a key of DTYPES or "auto" (the checkpoint's own). Raises ModelError."""
+    _use_device(torch.device(device))
+    config = _load_config(checkpoint)
+    check_family(config)
+    interface.register()
+    disable_progress_bar()  # several workers share one log
+    wanted = _resolve_dtype(config, dtype)
+    try:
+        module, told = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=wanted,
+            attn_implementation=interface.NAME,
+            output_loading_info=True,
+        )
+        module = module.to(torch.device(device)).eval().requires_grad_(False)
+    except LOAD_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{checkpoint.path} can't be loaded on {device}: {reason}") from error
+    _check_complete(checkpoint, told["missing_keys"])
+    border = longrope_border_tokens(config)
+    return Model(
+        module=module,
+        config=config,
+        device=torch.device(device),
+        dtype=wanted,
+        longrope=None if border is None else LongRope(module, border),
+    )
+
+
+def _check_complete(checkpoint: Checkpoint, missing: Iterable[str]) -> None:
+    """transformers gives weights that are missing random values."""
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        raise ModelError(
+            f"{checkpoint.path} lacks weights of its {checkpoint.architecture}: "
+            f"{', '.join(names[:2])}{more}: download it again"
+        )
+
+
+def _use_device(device: torch.device) -> None:
+    """What this thread launches without naming a GPU runs on this one. Raises ModelError."""
+    if device.type != "cuda":
+        return
+    if torch.version.cuda is None:
+        raise ModelError(
+            f"no CUDA device here: torch {torch.__version__} is built without CUDA: install torch "
+            "with CUDA or use the device cpu"
+        )
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ModelError(
+            f"no CUDA device here: {device} was asked for and torch sees {count}: check "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
+    if device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def _load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(checkpoint.path)
+    except (*LOAD_ERRORS, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{checkpoint.path}/config.json can't be used: {reason}") from error
+
+
+def _resolve_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    own = getattr(config, "dtype", None)
+    return next((known for known in DTYPES.values() if known == own), torch.float32)

@@ -1,0 +1,1 @@
+"""What decides about KV blocks: pure, without a clock, a socket or a device."""

@@ -1,0 +1,148 @@
+"""Who holds which block of one group's device tier. Pure; runs in the worker that owns the blocks.
+
+Every block is in exactly one state. Shared blocks (the choices of one prompt, a cached prefix)
+count their holders; a named block's KV stands in the prefix index under a hash.
+
+    free --allocate--> active --release (last holder)--> free, or cached when it has a name
+    free --lease-----> leased --activate---------------> active
+                          `----release-----------------> free
+    cached --hold----> active
+    cached --forget--> free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvpool.core.layout.layout import BlockId
+
+
+class BlockState(Enum):
+    FREE = auto()
+    LEASED = auto()
+    ACTIVE = auto()
+    CACHED = auto()
+
+
+@dataclass(slots=True)
+class BlockPool:
+    """`count` blocks of one layer group; all-or-nothing allocation."""
+
+    count: int
+    _free: list[BlockId] = field(init=False)
+    _holders: dict[BlockId, int] = field(init=False, default_factory=dict)
+    _leased: set[BlockId] = field(init=False, default_factory=set)
+    _named: set[BlockId] = field(init=False, default_factory=set)
+    _cached: set[BlockId] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._free = [BlockId(i) for i in reversed(range(self.count))]
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Free, or cached and held by no one: what can be had."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def leased(self) -> int:
+        return len(self._leased)
+
+    @property
+    def active(self) -> int:
+        return len(self._holders) - len(self._leased)
+
+    @property
+    def cached(self) -> int:
+        """Held by no one, but named."""
+        return len(self._cached)
+
+    def counts(self) -> dict[BlockState, int]:
+        """# state |-> blocks; the four always add up to `count`"""
+        return {
+            BlockState.FREE: self.free,
+            BlockState.LEASED: self.leased,
+            BlockState.ACTIVE: self.active,
+            BlockState.CACHED: self.cached,
+        }
+
+    def try_allocate(self, blocks: int, *, leased: bool = False) -> tuple[BlockId, ...] | None:
+        """`blocks` free blocks with one holder each, or None and nothing changed."""
+        if blocks > len(self._free):
+            return None
+        first = len(self._free) - blocks
+        taken = tuple(reversed(self._free[first:]))
+        del self._free[first:]
+        self._holders.update(dict.fromkeys(taken, 1))
+        if leased:
+            self._leased.update(taken)
+        return taken
+
+    def activate(self, blocks: Collection[BlockId]) -> None:
+        """The peer that the blocks were leased to has delivered; they are the owner's now."""
+        assert self._leased.issuperset(blocks), f"some of {blocks} are not leased"
+        self._leased.difference_update(blocks)
+
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """One more holder of each: of active blocks, or of cached ones, which become active."""
+        for block in blocks:
+            assert block not in self._leased, f"block {block} is leased"
+            if block in self._cached:
+                self._cached.discard(block)
+                self._holders[block] = 1
+            else:
+                self._holders[block] += 1
+
+    def is_shared(self, block: BlockId) -> bool:
+        return self._holders[block] > 1
+
+    def is_cached(self, block: BlockId) -> bool:
+        return block in self._cached
+
+    def cached_among(self, blocks: Iterable[BlockId]) -> int:
+        return len(self._cached.intersection(blocks))
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Drop one holder of each; a block without a holder is cached if it is named, else free."""
+        holders, named = self._holders, self._named
+        self._leased.difference_update(blocks)  # these have one holder
+        for block in reversed(blocks):
+            left = holders[block] - 1
+            if left:
+                holders[block] = left
+                continue
+            del holders[block]
+            if block in named:
+                self._cached.add(block)
+            else:
+                self._free.append(block)
+
+    def name(self, block: BlockId) -> None:
+        """A held block's KV now stands in the prefix index."""
+        assert block in self._holders and block not in self._leased, block
+        self._named.add(block)
+
+    def forget(self, block: BlockId) -> None:
+        """The prefix index has dropped it: free, unless someone holds it."""
+        self._named.remove(block)
+        if block in self._cached:
+            self._cached.discard(block)
+            self._free.append(block)
+
+    def validate(self) -> None:
+        """The conservation law: each block exactly once free, cached or held, no holder count
+        below 1."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        held = self._holders.keys()
+        assert not free & held and not free & self._cached and not self._cached & held
+        assert free | held | self._cached == set(range(self.count)), "a block is lost"
+        assert all(n > 0 for n in self._holders.values())
+        assert self._leased <= held
+        assert self._cached <= self._named and not self._named & (free | self._leased)
+        assert sum(self.counts().values()) == self.count

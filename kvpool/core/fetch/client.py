@@ -1,0 +1,419 @@
+"""A worker's side of its host's pool node: what it stores there and fetches from there. Pure.
+
+Storing is write-behind: at most so much waits, more is dropped, and nothing of serving ever waits
+for it. Offered blocks must keep their content until OfferSettled, the targets of a fetch belong to
+it until PrefixFetched; both come exactly once, also when the node is lost or was never there.
+
+A worker's fetches from its pool node: which are asked and which are being read. Pure.
+
+A worker's offers to its pool node: what waits, what is asked, what is being gathered. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from kvpool.core.fetch.client_events import (
+    BlocksFetched,
+    BlocksStored,
+    ClientCommand,
+    ClientEvent,
+    ClientTick,
+    DropPrefix,
+    FetchBlocks,
+    FromNode,
+    OfferBlocks,
+    OfferedBlock,
+    OfferSettled,
+    PoolJoined,
+    PoolLost,
+    PrefixFetched,
+    PrefixFound,
+    SeekPrefix,
+    SendPool,
+    StoreBlocks,
+    WantPrefix,
+)
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.node.messages import (
+    ChainBlock,
+    FetchDone,
+    Fetched,
+    FetchWanted,
+    FromPool,
+    LookedUp,
+    LookupWanted,
+    PoolRefused,
+    PoolWelcome,
+    StoreAbandoned,
+    Stored,
+    StoreGranted,
+    StoreWanted,
+    ToPool,
+)
+from kvrelay.types import RequestKey
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """`void`: what is read is of no use, because it isn't wanted or isn't held any more."""
+
+    wanted: WantPrefix
+    asked_s: float
+    reading: bool = False
+    void: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientFetches:
+    """Commands go to `outbox`."""
+
+    outbox: list[ClientCommand]
+    fetches: int = 0
+    fetched_blocks: int = 0
+    damaged_blocks: int = 0
+    _open: dict[int, _Fetch] = field(init=False, default_factory=dict)
+    _late: set[int] = field(init=False, default_factory=set)  # given up, not yet answered
+
+    @property
+    def idle(self) -> bool:
+        return not self._open
+
+    def ask(self, number: int, wanted: WantPrefix, now_s: float) -> None:
+        self._open[number] = _Fetch(wanted=wanted, asked_s=now_s)
+        message = FetchWanted(request_no=number, hashes=wanted.hashes, skip=wanted.skip)
+        self.outbox.append(SendPool(message=message))
+
+    def fetched(self, fetched: Fetched, *, region: str) -> None:
+        number = fetched.request_no
+        fetch = self._open.get(number)
+        if fetch is None:
+            if number in self._late and fetched.places:
+                self.outbox.append(SendPool(message=FetchDone(request_no=number)))
+            self._late.discard(number)
+            return
+        if not fetched.places:
+            self._end(number, 0)
+            return
+        fetch.reading = True
+        command = FetchBlocks(
+            request_no=number,
+            region=region,
+            places=fetched.places,
+            checksums=fetched.checksums,
+            targets=fetch.wanted.targets[: len(fetched.places)],
+        )
+        self.outbox.append(command)
+
+    def scattered(self, done: BlocksFetched, now_s: float, *, lease_ttl_s: float | None) -> None:
+        """`lease_ttl_s` None: the node that held the places is gone.
+
+        After the lease's end a place may have been another's while it was read.
+        """
+        fetch = self._open[done.request_no]
+        late = lease_ttl_s is None or now_s - fetch.asked_s >= lease_ttl_s
+        damaged = _after(fetch.wanted, done.sound_blocks) if done.damaged and not late else ()
+        self.damaged_blocks += len(damaged)
+        fetch.void |= late
+        if lease_ttl_s is not None:
+            message = FetchDone(request_no=done.request_no, damaged=damaged)
+            self.outbox.append(SendPool(message=message))
+        self._end(done.request_no, done.sound_blocks)
+
+    def drop(self, key: RequestKey) -> None:
+        for number, fetch in list(self._open.items()):
+            if fetch.wanted.key == key:
+                fetch.void = True
+                if not fetch.reading:
+                    self._late.add(number)
+                    self._end(number, 0)
+
+    def lost(self) -> None:
+        """What is being read comes to its own end, for nothing; all else ends now."""
+        self._late.clear()
+        for number, fetch in list(self._open.items()):
+            fetch.void = True
+            if not fetch.reading:
+                self._end(number, 0)
+
+    def expire(self, asked_before_s: float) -> None:
+        for number, fetch in list(self._open.items()):
+            if not fetch.reading and fetch.asked_s <= asked_before_s:
+                self._late.add(number)
+                self._end(number, 0)
+
+    def _end(self, number: int, blocks: int) -> None:
+        fetch = self._open.pop(number)
+        blocks = 0 if fetch.void else blocks
+        self.fetches += 1
+        self.fetched_blocks += blocks
+        self.outbox.append(PrefixFetched(key=fetch.wanted.key, blocks=blocks))
+
+    def validate(self) -> None:
+        assert not self._late & self._open.keys()
+
+
+def _after(wanted: WantPrefix, blocks: int) -> tuple[BlockHash, ...]:
+    """The block behind the first `blocks` that were fetched."""
+    return wanted.hashes[wanted.skip + blocks : wanted.skip + blocks + 1]
+
+
+@dataclass(slots=True)
+class _Store:
+    blocks: list[tuple[int, OfferedBlock]]  # (offer, block)
+    asked_s: float
+    gathering: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientStores:
+    """Commands go to `outbox`."""
+
+    outbox: list[ClientCommand]
+    max_waiting_blocks: int
+    batch_blocks: int
+    max_stores: int
+    stored_blocks: int = 0
+    dropped_blocks: int = 0
+    _waiting: deque[tuple[int, OfferedBlock]] = field(init=False, default_factory=deque)
+    _unsettled: dict[int, int] = field(init=False, default_factory=dict)  # offer |-> blocks
+    _open: dict[int, _Store] = field(init=False, default_factory=dict)
+    _late: set[int] = field(init=False, default_factory=set)  # given up, not yet answered
+
+    @property
+    def idle(self) -> bool:
+        return not self._unsettled
+
+    def offer(self, offer: OfferBlocks, *, connected: bool) -> None:
+        """What finds no room is dropped."""
+        assert offer.offer not in self._unsettled, f"offer {offer.offer} is open"
+        room = self.max_waiting_blocks - len(self._waiting) if connected else 0
+        taken = offer.blocks[: max(0, room)]
+        self.dropped_blocks += len(offer.blocks) - len(taken)
+        if not taken:
+            self.outbox.append(OfferSettled(offer=offer.offer))
+            return
+        self._unsettled[offer.offer] = len(taken)
+        self._waiting.extend((offer.offer, block) for block in taken)
+
+    @property
+    def wants_more(self) -> bool:
+        return bool(self._waiting) and len(self._open) < self.max_stores
+
+    def ask(self, number: int, now_s: float) -> None:
+        """A store of the blocks that have waited longest."""
+        count = min(self.batch_blocks, len(self._waiting))
+        blocks = [self._waiting.popleft() for _ in range(count)]
+        self._open[number] = _Store(blocks=blocks, asked_s=now_s)
+        wanted = tuple(ChainBlock(block.hash, block.parent, block.tenant) for _, block in blocks)
+        self.outbox.append(SendPool(message=StoreWanted(request_no=number, blocks=wanted)))
+
+    def granted(self, granted: StoreGranted, *, region: str) -> None:
+        number = granted.request_no
+        store = self._open.get(number)
+        if store is None:
+            self._refuse(granted)
+            return
+        wanted = set(granted.indices)
+        self._settle(block for i, block in enumerate(store.blocks) if i not in wanted)
+        store.blocks = [store.blocks[i] for i in granted.indices]
+        if not store.blocks:
+            del self._open[number]
+            return
+        store.gathering = True
+        command = StoreBlocks(
+            request_no=number,
+            region=region,
+            sources=tuple(block.place for _, block in store.blocks),
+            places=granted.places,
+        )
+        self.outbox.append(command)
+
+    def _refuse(self, granted: StoreGranted) -> None:
+        if granted.request_no in self._late and granted.indices:
+            self.outbox.append(SendPool(message=StoreAbandoned(request_no=granted.request_no)))
+        self._late.discard(granted.request_no)
+
+    def gathered(self, done: BlocksStored, *, tell: bool) -> None:
+        """`tell`: the node that granted the places is still there."""
+        self._settle(self._open.pop(done.request_no).blocks)
+        message: Stored | StoreAbandoned = StoreAbandoned(request_no=done.request_no)
+        if done.error is None:
+            self.stored_blocks += len(done.checksums)
+            message = Stored(request_no=done.request_no, checksums=done.checksums)
+        if tell:
+            self.outbox.append(SendPool(message=message))
+
+    def lost(self) -> None:
+        """What is being gathered comes to its own end; all else ends now."""
+        self._late.clear()
+        self._settle(self._waiting)
+        self._waiting.clear()
+        for number in [n for n, store in self._open.items() if not store.gathering]:
+            self._settle(self._open.pop(number).blocks)
+
+    def expire(self, asked_before_s: float) -> None:
+        for number, store in list(self._open.items()):
+            if not store.gathering and store.asked_s <= asked_before_s:
+                self._late.add(number)
+                self._settle(self._open.pop(number).blocks)
+
+    def _settle(self, blocks: Iterable[tuple[int, OfferedBlock]]) -> None:
+        """These blocks are not read (any more)."""
+        for offer, _ in blocks:
+            self._unsettled[offer] -= 1
+            if not self._unsettled[offer]:
+                del self._unsettled[offer]
+                self.outbox.append(OfferSettled(offer=offer))
+
+    def validate(self) -> None:
+        """Every unsettled block is waiting or in exactly one store."""
+        counts: dict[int, int] = {}
+        for offer, _ in (*self._waiting, *(b for s in self._open.values() for b in s.blocks)):
+            counts[offer] = counts.get(offer, 0) + 1
+        assert counts == self._unsettled
+        assert len(self._waiting) <= self.max_waiting_blocks
+        assert not self._late & self._open.keys()
+
+
+class PoolClient:
+    """`max_waiting_blocks` bounds what offers may hold; `patience_s` is how long the node may take
+    to answer, before the worker goes on without it."""
+
+    def __init__(
+        self,
+        *,
+        max_waiting_blocks: int = 512,
+        batch_blocks: int = 64,
+        max_stores: int = 2,
+        patience_s: float = 5.0,
+    ) -> None:
+        self._patience_s = patience_s
+        self._welcome: PoolWelcome | None = None
+        self._requests = 0
+        self._commands: list[ClientCommand] = []
+        self._asked: dict[int, tuple[SeekPrefix, float]] = {}
+        self.fetches = ClientFetches(outbox=self._commands)
+        self.stores = ClientStores(
+            outbox=self._commands,
+            max_waiting_blocks=max_waiting_blocks,
+            batch_blocks=batch_blocks,
+            max_stores=max_stores,
+        )
+
+    @property
+    def connected(self) -> bool:
+        return self._welcome is not None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of the worker's is held for the pool."""
+        return self.stores.idle and self.fetches.idle and not self._asked
+
+    def handle(self, event: ClientEvent, now_s: float) -> list[ClientCommand]:
+        self._settle(event, now_s)
+        while self.connected and self.stores.wants_more:
+            self.stores.ask(self._next_request(), now_s)
+        commands = self._commands.copy()
+        self._commands.clear()
+        return commands
+
+    def _settle(self, event: ClientEvent, now_s: float) -> None:
+        match event:
+            case PoolJoined(welcome=welcome):
+                self._welcome = welcome
+            case PoolLost():
+                self._lost()
+            case FromNode(message=message):
+                if self._welcome is not None:
+                    self._from_node(message, self._welcome.region)
+            case OfferBlocks():
+                self.stores.offer(event, connected=self.connected)
+            case SeekPrefix():
+                self._seek(event, now_s)
+            case WantPrefix():
+                self._want(event, now_s)
+            case DropPrefix(key=key):
+                self.fetches.drop(key)
+            case BlocksStored():
+                self.stores.gathered(event, tell=self._is_at(event.region))
+            case BlocksFetched():
+                self.fetches.scattered(event, now_s, lease_ttl_s=self._lease_ttl_s(event.region))
+            case ClientTick():
+                self._expire(now_s - self._patience_s)
+            case _:
+                assert_never(event)
+
+    def _from_node(self, message: FromPool, region: str) -> None:
+        match message:
+            case StoreGranted():
+                self.stores.granted(message, region=region)
+            case Fetched():
+                self.fetches.fetched(message, region=region)
+            case LookedUp(request_no=number):
+                self._found(number, message.host_blocks, message.disk_blocks)
+            case PoolWelcome() | PoolRefused():
+                pass  # for the link
+            case _:
+                assert_never(message)
+
+    def _send(self, message: ToPool) -> None:
+        self._commands.append(SendPool(message=message))
+
+    def _next_request(self) -> int:
+        self._requests += 1
+        return self._requests
+
+    def _is_at(self, region: str) -> bool:
+        return self._welcome is not None and self._welcome.region == region
+
+    def _lease_ttl_s(self, region: str) -> float | None:
+        if self._welcome is None or self._welcome.region != region:
+            return None
+        return self._welcome.lease_ttl_s
+
+    def _lost(self) -> None:
+        self._welcome = None
+        self.stores.lost()
+        self.fetches.lost()
+        for number in list(self._asked):
+            self._found(number, 0, 0)
+
+    def _expire(self, asked_before_s: float) -> None:
+        """The node may be hung."""
+        self.stores.expire(asked_before_s)
+        self.fetches.expire(asked_before_s)
+        for number, (_, asked_s) in list(self._asked.items()):
+            if asked_s <= asked_before_s:
+                self._found(number, 0, 0)
+
+    def _want(self, wanted: WantPrefix, now_s: float) -> None:
+        assert len(wanted.targets) == len(wanted.hashes) - wanted.skip, "a target for each block"
+        if self.connected and wanted.targets:
+            self.fetches.ask(self._next_request(), wanted, now_s)
+        else:
+            self._commands.append(PrefixFetched(key=wanted.key, blocks=0))
+
+    # --- questions ------------------------------------------------------------------------------
+
+    def _seek(self, question: SeekPrefix, now_s: float) -> None:
+        number = self._next_request()
+        self._asked[number] = question, now_s
+        if self.connected:
+            self._send(LookupWanted(request_no=number, hashes=question.hashes))
+        else:
+            self._found(number, 0, 0)
+
+    def _found(self, number: int, host_blocks: int, disk_blocks: int) -> None:
+        if number not in self._asked:
+            return
+        question, _ = self._asked.pop(number)
+        found = PrefixFound(key=question.key, host_blocks=host_blocks, disk_blocks=disk_blocks)
+        self._commands.append(found)
+
+    def validate(self) -> None:
+        self.stores.validate()
+        self.fetches.validate()

@@ -1,0 +1,183 @@
+"""What a worker's pool client hears and what it orders, as values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.core.blocks.eviction import Place
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.node.messages import FromPool, PoolWelcome, ToPool
+from kvpool.core.node.tier_blocks import PoolPlace
+from kvrelay.types import RequestKey
+
+# --- from the link ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolJoined:
+    """The host's pool node takes this worker's blocks."""
+
+    welcome: PoolWelcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLost:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromNode:
+    message: FromPool
+
+
+# --- from the schedulers ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedBlock:
+    """A whole block, filled: `place` has a block in every layer group. `tenant` is a label."""
+
+    hash: BlockHash
+    parent: BlockHash | None
+    place: Place
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferBlocks:
+    """Newly cached blocks, parents before their children. They stay as they are until
+    OfferSettled; `offer` is a number of the caller's."""
+
+    offer: int
+    blocks: tuple[OfferedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeekPrefix:
+    """How much of the chain is there? Answered by PrefixFound."""
+
+    key: RequestKey
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantPrefix:
+    """Fill `targets`, blocks of this worker, with blocks `skip, skip + 1, ...` of the chain.
+
+    Answered by PrefixFetched; until then the targets are the fetch's.
+    """
+
+    key: RequestKey
+    hashes: tuple[BlockHash, ...]
+    targets: tuple[Place, ...]
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPrefix:
+    """The request is over; PrefixFetched comes as soon as no target is written any more."""
+
+    key: RequestKey
+
+
+# --- from the executor --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksStored:
+    """The places are written (`error` None), or not all of them and nothing more will be."""
+
+    request_no: int
+    region: str
+    checksums: tuple[int, ...] = ()
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksFetched:
+    """The first `sound_blocks` targets hold what the checksums are of; `damaged`: the place after
+    them did not. `error` says why it ended early otherwise."""
+
+    request_no: int
+    region: str
+    sound_blocks: int
+    damaged: bool = False
+    bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTick:
+    """Time has passed; comes several times a second."""
+
+
+ClientEvent = (
+    PoolJoined
+    | PoolLost
+    | FromNode
+    | OfferBlocks
+    | SeekPrefix
+    | WantPrefix
+    | DropPrefix
+    | BlocksStored
+    | BlocksFetched
+    | ClientTick
+)
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPool:
+    message: ToPool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBlocks:
+    """Gather `sources[i]` into `places[i]` of the node's `region`; ends in BlocksStored."""
+
+    request_no: int
+    region: str
+    sources: tuple[Place, ...]
+    places: tuple[PoolPlace, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchBlocks:
+    """Scatter `places[i]` of the node's `region` into `targets[i]`; ends in BlocksFetched."""
+
+    request_no: int
+    region: str
+    places: tuple[PoolPlace, ...]
+    checksums: tuple[int, ...]
+    targets: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferSettled:
+    """Nothing of the offer is read any more."""
+
+    offer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFound:
+    """`host_blocks` in the node's memory, `disk_blocks` after them on its disk."""
+
+    key: RequestKey
+    host_blocks: int
+    disk_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFetched:
+    """The first `blocks` targets are filled; what is in the others means nothing."""
+
+    key: RequestKey
+    blocks: int
+
+
+ClientCommand = SendPool | StoreBlocks | FetchBlocks | OfferSettled | PrefixFound | PrefixFetched

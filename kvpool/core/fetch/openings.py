@@ -1,0 +1,202 @@
+"""Opens sequences with all of their KV that can be had: here, in a pool, or at a peer. Pure.
+
+A sequence whose prefix is on its way holds its blocks and waits, until Restored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.client_events import (
+    DropPrefix,
+    PrefixFetched,
+    PrefixFound,
+    SeekPrefix,
+    WantPrefix,
+)
+from kvpool.core.fetch.peer_pull import PullEvent, PullGrants, Pulls
+from kvpool.core.fetch.pool_fetch import AskFar, FarFetches, Restored, Restores
+from kvpool.core.fetch.write_behind import WriteBehind
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.transfer.commands import SendPeer
+from kvpool.core.transfer.pull import PullBlocks
+from kvrelay.messages import PrefixSource
+from kvrelay.types import PrefixOrigin, RequestKey
+
+log = logging.getLogger(__name__)
+
+PoolQuestion = SeekPrefix | WantPrefix | DropPrefix | AskFar
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a peer or far pool seems to have for one that asks its host's pool first."""
+
+    holder: Holder
+    hashes: tuple[BlockHash, ...]
+    source: PrefixSource
+
+
+@dataclass(slots=True, kw_only=True)
+class Openings:
+    """`restores` and `write_behind` None: there is no pool; `far` None: nor do pools of other hosts
+    give anything; `pulls` and `grants` None: peers neither give nor get anything. Questions for
+    the pools wait in an outbox. `origins` counts where the prefixes came from."""
+
+    tables: BlockTables
+    restores: Restores | None = None
+    write_behind: WriteBehind | None = None
+    far: FarFetches | None = None
+    pulls: Pulls | None = None
+    grants: PullGrants | None = None
+    origins: dict[PrefixOrigin, int] = field(default_factory=lambda: dict.fromkeys(PrefixOrigin, 0))
+    _offers: dict[RequestKey, _Offer] = field(default_factory=dict)
+    _outbox: list[PoolQuestion] = field(default_factory=list)
+
+    def try_open(
+        self,
+        holder: Holder,
+        tokens: int,
+        *,
+        hashes: Sequence[BlockHash],
+        ahead_tokens: int,
+        now_s: float,
+        source: PrefixSource | None = None,
+    ) -> int | None:
+        """Like `BlockTables.try_open`; then `waits` may be true. `source` may have more."""
+        found = self.tables.try_open(
+            holder, tokens, hashes=hashes, ahead_tokens=ahead_tokens, now_s=now_s
+        )
+        if found is None:
+            return None
+        if not self._seek(holder, hashes, found, source, now_s):
+            self._opened(Restored.found_here(holder, found))
+        return found
+
+    def _seek(
+        self,
+        holder: Holder,
+        hashes: Sequence[BlockHash],
+        found: int,
+        source: PrefixSource | None,
+        now_s: float,
+    ) -> bool:
+        """Whether there is anything to wait for. The pool is asked first."""
+        asked = self.restores.begin(holder, hashes, found) if self.restores is not None else None
+        self._ask(asked)
+        if source is None:
+            return asked is not None
+        offer = _Offer(holder, tuple(hashes), source)
+        if asked is not None:
+            self._offers[holder.key] = offer
+            return True
+        return self._try_source(offer, found // self.tables.layout.block_size, now_s)
+
+    def _try_source(
+        self, offer: _Offer, here: int, now_s: float, host: int = 0, disk: int = 0
+    ) -> bool:
+        """Whether the rest is on its way from there: because there is more than in the host's
+        pool (`host` and `disk` blocks), or because that is faster."""
+        source = offer.source
+        way = self.far if source.is_pool_node else self.pulls
+        if way is None or not way.prefers(offer.hashes, source, here, host, disk):
+            return False
+        if isinstance(way, Pulls):
+            way.begin(offer.holder, offer.hashes, here, source, now_s)
+            return True
+        asked = way.try_begin(offer.holder, offer.hashes, here, source, now_s)
+        self._ask(asked)
+        return asked is not None
+
+    def waits(self, holder: Holder) -> bool:
+        """Its prefix is being fetched: nothing of it may run, or be freed."""
+        ways = (self.restores, self.far, self.pulls)
+        return any(way is not None and holder in way for way in ways)
+
+    def drop(self, holder: Holder) -> bool:
+        """The sequence is over. True: its blocks must stay until Restored."""
+        self._offers.pop(holder.key, None)
+        if self.pulls is not None and holder in self.pulls:
+            return self.pulls.drop(holder)
+        if self.far is not None and holder in self.far:
+            self._ask(self.far.drop(holder))
+            return True
+        if self.restores is None or holder not in self.restores:
+            return False
+        self._ask(self.restores.drop(holder))
+        return True
+
+    def is_stored(self, hashes: Iterable[BlockHash]) -> bool:
+        """The pool has taken these, or won't."""
+        return self.write_behind is None or self.write_behind.has_settled(hashes)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """How long a prefill took, to compare fetching with."""
+        waiting = self.restores or self.pulls
+        if waiting is not None:
+            waiting.cost.computed(tokens, seconds)
+
+    @property
+    def declined_tokens(self) -> int:
+        """They were in a pool, but had faster otherwise."""
+        restored = self.restores.declined_tokens if self.restores is not None else 0
+        return restored + (self.far.declined_tokens if self.far is not None else 0)
+
+    def answer(self, event: PrefixFound | PrefixFetched, now_s: float) -> Restored | None:
+        """What the pool said, for the scheduler that waits."""
+        assert self.restores is not None
+        if isinstance(event, PrefixFetched):
+            far = self.far.fetched(event, now_s) if self.far is not None else None
+            return self._opened(far or self.restores.fetched(event, now_s))
+        if self._found_elsewhere(event, now_s):
+            return None
+        found = self.restores.found(event, now_s)
+        if isinstance(found, WantPrefix):
+            self._ask(found)
+            return None
+        return self._opened(found)
+
+    def _found_elsewhere(self, event: PrefixFound, now_s: float) -> bool:
+        """What the host's pool has is left there."""
+        offer = self._offers.pop(event.key, None)
+        if offer is None or self.restores is None:
+            return False
+        here = self.restores.here(event.key)
+        host = max(0, event.host_blocks - here)
+        disk = max(0, event.host_blocks + event.disk_blocks - here) - host
+        if not self._try_source(offer, here, now_s, host, disk):
+            return False
+        self.restores.leave(event.key)
+        return True
+
+    def pulled(self, event: PullEvent, now_s: float) -> list[Restored]:
+        """What a peer said of a pull, for the schedulers that wait."""
+        if self.pulls is None:
+            return []
+        return [*filter(self._opened, self.pulls.handle(event, now_s))]
+
+    def expire(self, now_s: float) -> list[Restored]:
+        return [] if self.pulls is None else [*filter(self._opened, self.pulls.expire(now_s))]
+
+    def _opened(self, restored: Restored | None) -> Restored | None:
+        """All that is to be had is in the holder's blocks now."""
+        if restored is not None:
+            self.origins[restored.origin] += 1
+            log.debug("%s: %d tokens, %s", restored.holder, restored.tokens, restored.origin)
+        return restored
+
+    def take_outbox(self) -> list[PoolQuestion]:
+        taken, self._outbox = self._outbox, []
+        return taken
+
+    def take_pulls(self) -> list[SendPeer | PullBlocks]:
+        """To be executed, in order."""
+        return [] if self.pulls is None else self.pulls.take_outbox()
+
+    def _ask(self, question: PoolQuestion | None) -> None:
+        if question is not None:
+            self._outbox.append(question)

@@ -1,0 +1,1 @@
+"""How a sequence's KV is cut into blocks and shards, and what the blocks are called."""

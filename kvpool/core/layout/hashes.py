@@ -1,0 +1,173 @@
+"""Names of cached blocks: chained cryptographic hashes of what they hold. Pure.
+
+A block's hash covers all tokens from the sequence's start to the block's end, and everything else
+that decides what its KV is or who may see it. Equal hashes mean interchangeable blocks, on every
+worker and in every tier; a hash tells nothing about the tokens of another salt.
+
+Whose cached blocks are whose, as far as reports may tell. Pure.
+
+Who knows a tenant's name (over HTTP: `cache_salt`) finds its cache, so reports show a digest of it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NewType, Protocol
+
+BlockHash = NewType("BlockHash", bytes)
+"""32 bytes. Collisions must be infeasible: one would serve a tenant another tenant's KV."""
+
+CacheSalt = NewType("CacheSalt", bytes)
+"""32 bytes; what the tokens alone don't say. Made by `cache_salt` only."""
+
+_TOKEN_BYTES = 4
+_HASH_BYTES = 32
+_MOST_SHARED = 4096
+"""Pieces of prompts; with 16 blocks of 16 tokens each, about 12 MB."""
+_NO_PARENT = bytes(_HASH_BYTES)
+_TOKEN_TYPE = next(code for code in "IL" if array(code).itemsize == _TOKEN_BYTES)
+
+
+class SupportsTokens(Protocol):
+    """Token ids of a sequence, from its start; a sequence of them is one."""
+
+    def __getitem__(self, positions: slice, /) -> Sequence[int]: ...
+
+
+class NamedTokens(Sequence[int]):
+    """Token ids of a whole prompt that know their blocks' names, such as a trace's: it says which
+    blocks are equal, not what stands in them."""
+
+    @abstractmethod
+    def names(self, blocks: range, block_size: int, salt: CacheSalt) -> Sequence[BlockHash]:
+        """Of these blocks, which are full. Equal names under one salt: equal up to the block's
+        end."""
+
+
+@lru_cache(maxsize=1024)
+def cache_salt(*, fingerprint: str, physical_format: str, tenant: str) -> CacheSalt:
+    """Blocks of different models, formats or tenants never meet. Tenants that shall share their
+    cache are given one name."""
+    digest = blake2b(digest_size=_HASH_BYTES, person=b"kvrelay-salt")
+    for part in (fingerprint, physical_format, tenant):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return CacheSalt(digest.digest())
+
+
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Four bytes for each token. Raises OverflowError for ids outside 0..2^32-1."""
+    return array(_TOKEN_TYPE, token_ids).tobytes()
+
+
+def block_hashes(
+    parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
+) -> list[BlockHash]:
+    """Of blocks one after another, from their `token_bytes`. `parent` is the block before them,
+    None at the start."""
+    copy, step = _keyed(salt).copy, block_size * _TOKEN_BYTES
+    above = parent or BlockHash(_NO_PARENT)
+    found: list[BlockHash] = []
+    for at in range(0, len(tokens), step):
+        digest = copy()
+        digest.update(above + tokens[at : at + step])
+        above = BlockHash(digest.digest())
+        found.append(above)
+    return found
+
+
+@lru_cache(maxsize=_MOST_SHARED)
+def shared_hashes(
+    parent: BlockHash | None, tokens: bytes, block_size: int, salt: CacheSalt
+) -> Sequence[BlockHash]:
+    """As `block_hashes`, of blocks with which several prompts begin."""
+    return block_hashes(parent, tokens, block_size, salt)
+
+
+@lru_cache(maxsize=1024)
+def _keyed(salt: CacheSalt) -> blake2b:
+    """To be copied: half the time of taking the key in again."""
+    return blake2b(digest_size=_HASH_BYTES, key=salt, person=b"kvrelay-block")
+
+
+def extend_chain(
+    chain: list[BlockHash],
+    token_ids: SupportsTokens,
+    tokens: int,
+    *,
+    block_size: int,
+    salt: CacheSalt,
+) -> None:
+    """Append the hashes of the blocks that the first `tokens` of a sequence's `token_ids` fill.
+
+    Called again as the sequence grows, it hashes only what is new; a partial block has no hash.
+    """
+    if isinstance(token_ids, NamedTokens):
+        chain += token_ids.names(range(len(chain), tokens // block_size), block_size, salt)
+        return
+    first, end = len(chain) * block_size, tokens // block_size * block_size
+    if first < end:
+        new = token_bytes(token_ids[first:end])
+        chain += block_hashes(chain[-1] if chain else None, new, block_size, salt)
+
+
+_ROOTS_MOST = 16_384
+"""Of sequences whose first block is computed or cached."""
+_SHOWN_MOST = 100
+"""Tenants of one tier of one process."""
+OTHERS = "others"
+
+
+def tenant_label(tenant: str) -> str:
+    """Eight hex digits; empty for those without a tenant."""
+    if not tenant:
+        return ""
+    return blake2b(tenant.encode(), digest_size=4, person=b"kvrelay-tenant").hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantBlocks:
+    """Cached blocks under one label, with the ages of the first and the last that came."""
+
+    tenant: str
+    blocks: int
+    oldest_s: float
+    newest_s: float
+
+
+def most_of(found: Iterable[TenantBlocks]) -> list[TenantBlocks]:
+    """Those with the most blocks, the others together as `others`."""
+    ordered = sorted(found, key=lambda one: (-one.blocks, one.tenant))
+    shown, rest = ordered[:_SHOWN_MOST], ordered[_SHOWN_MOST:]
+    if not rest:
+        return shown
+    others = TenantBlocks(
+        tenant=OTHERS,
+        blocks=sum(one.blocks for one in rest),
+        oldest_s=max(one.oldest_s for one in rest),
+        newest_s=min(one.newest_s for one in rest),
+    )
+    return [*shown, others]
+
+
+@dataclass(slots=True)
+class TenantRoots:
+    """# first block of a tenant's sequence |-> the tenant's label; of the latest ones"""
+
+    _labels: OrderedDict[BlockHash, str] = field(default_factory=OrderedDict)
+
+    def note(self, root: BlockHash, label: str) -> None:
+        self._labels[root] = label
+        self._labels.move_to_end(root)
+        while len(self._labels) > _ROOTS_MOST:
+            self._labels.popitem(last=False)
+
+    def label(self, root: BlockHash) -> str:
+        return self._labels.get(root, "")

@@ -1,0 +1,1 @@
+"""What a pool node decides: its tiers, its stores and its fetches."""

@@ -1,0 +1,137 @@
+"""What a worker's handoffs hear and what they order, as values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.core.layout.layout import Tables
+from kvpool.core.transfer.link_cost import LinkCost
+from kvpool.core.transfer.messages import PeerMessage, SlabFilled, SlabLent
+from kvpool.core.transfer.piece import Piece
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.slabs import LeaseId, SlabId
+from kvpool.core.transfer.write import Side, Write
+from kvrelay.types import Incarnation, RequestKey, value
+
+
+@value
+class FromPeer:
+    """What a peer said, with who it is."""
+
+    peer: Incarnation
+    message: PeerMessage
+
+
+@value
+class PeerLost:
+    peer: Incarnation
+    reason: str
+
+
+@value
+class SlabWritten:
+    """The transfer thread has written a piece and told the peer so (`error` None), or failed."""
+
+    key: RequestKey
+    piece: int
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@value
+class LinkMeasured:
+    """What the link to a connected peer costs; until it is known slabs are used."""
+
+    peer: Incarnation
+    cost: LinkCost
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersWritten:
+    """The running step has written the KV of all layers up to this one."""
+
+    layer: int
+
+
+@value
+class SlabScattered:
+    """The transfer thread has checked and scattered a slab (`error` None), or refused it."""
+
+    key: RequestKey
+    piece: int
+    slab_id: SlabId
+    lease_id: LeaseId
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@value
+class PieceFetched:
+    """The transfer thread has read a piece out of the peer's blocks, or failed."""
+
+    key: RequestKey
+    piece: int
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@value
+class SendPeer:
+    """`addresses`, one per transport of the peer, let the shell connect first; without any the
+    answer goes over the connection that there is."""
+
+    peer: Incarnation
+    message: PeerMessage
+    addresses: tuple[str, ...] = ()
+
+
+@value
+class WriteSlab:
+    """Gather a piece out of the blocks of `tables` and write it into the lent slab."""
+
+    peer: Incarnation
+    lent: SlabLent
+    piece: Piece
+    write: Write
+    tables: Tables
+
+
+@value
+class ScatterSlab:
+    """Check a slab that `peer` has filled and scatter it into this worker's own blocks."""
+
+    peer: Incarnation
+    filled: SlabFilled
+    piece: Piece
+    write: Write
+    tables: Tables
+
+
+@value
+class FetchPiece:
+    """Read a piece from `source`, slots of the peer's pool `kv`, into this worker's own blocks."""
+
+    peer: Incarnation
+    key: RequestKey
+    piece: int
+    write: Write
+    kv: KvFacts
+    source: Side
+    tables: Tables
+
+
+@value
+class ReplaceSlab:
+    """Its writer fell silent: deregister the region and register a fresh one in its place."""
+
+    slab_id: SlabId
+
+
+@value
+class SlabReplaced:
+    slab_id: SlabId
+    region: str

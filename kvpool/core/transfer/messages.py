@@ -1,0 +1,305 @@
+"""How a prefill and a decode worker hand one request over, as values. Pure.
+
+    prefill worker                          decode worker
+      PeerHello  <----------------------->  PeerHello       once per connection
+      PiecesAhead(pieces, blocks) -------->  chooses each one's way; collated:
+                         <------------------  SlabLent(piece, codec), when a slab is free
+      gathers, writes, SlabFilled  -------->  scatters into the blocks it reserved
+                                             or direct:
+                         <------------------  PiecesAwaited(pieces)
+      PieceComputed(piece)  --------------->  reads it into the blocks it reserved
+                         <------------------  PiecesRead(pieces), when none is left to read
+      Commit(first tokens)  --------------->  joins the running batch
+      frees its blocks   <------------------  Committed
+
+Pieces are announced before they are computed. With `push` the decode worker holds its blocks from
+the reservation on; with `pull` it takes them when the first piece is announced, or later, when it
+has some: until then pieces wait.
+
+Either side may end it early, by CancelTransfer or, once no write is in flight, TransferCancelled.
+That is the fence: until it comes, or the slab is retired at its lease's end, it is not reused.
+
+Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
+but they can't be used: Commit follows PiecesRead, so the owner still held every block when it heard
+that the last of them had been read, however late anyone is, and without Commit no request joins.
+So the owner frees its blocks whenever it likes, and no clock is trusted.
+
+The KV canary: both ends of a handoff digest its KV where it lies, and compare. Pure.
+
+    prefill worker                            decode worker
+      all pieces are sent
+      DigestBlocks -> BlocksDigested
+      Commit(digest) --------------------->     all pieces have landed
+                                                DigestBlocks -> BlocksDigested
+                                                joins the batch, or fails with kv_mismatch
+
+The checksum of a slab ends where the slab is scattered, and a piece that is read directly has none.
+A digest covers what follows: a wrong block table, a wrong scatter or read, a block that somebody
+else wrote meanwhile. It can't find KV that was computed wrong, nor wrong KV that comes from a pool.
+
+A digest is linear in the KV: for each run of tokens of each plane, `SUMS` sums over all layers with
+signs that depend on token, layer, head and dimension (AMS sketch: Alon, Matias, Szegedy 1996). So
+ranks add up theirs, and an error that a codec may make changes a sum by little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from hashlib import blake2b
+from math import inf, isfinite
+
+from kvpool.core.blocks.holding import Holder
+from kvpool.core.layout.codec import Codec
+from kvpool.core.layout.layout import DTYPE_BYTES, KvLayout, Tables
+from kvpool.core.transfer.codec_choice import wire_dtype
+from kvpool.core.transfer.piece import Piece, PieceBlocks
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.pull import PullMessage
+from kvpool.core.transfer.slabs import LeaseId, SlabId
+from kvpool.core.transfer.write import TokenSpan
+from kvrelay.types import Incarnation, RequestKey, value
+
+SUMS = 4
+"""One sum of noise misses a wrong block in 1 of 4 cases where a codec is allowed (`LOSSY`)."""
+RUN_TOKENS = 16
+MOST_RUNS = 2048
+"""Of one digest, 20 bytes each: a message has at most 64 KiB."""
+
+EXACT = 1e-3
+"""Two orders of summation in float32 differ by about 1e-6."""
+CONVERTED = 0.02
+"""A rounding to bfloat16 changes each element by 2^-9 at most: a sum by 0.0012 (one sigma)."""
+LOSSY = 0.5
+"""An 8-bit codec changes a sum by 0.01 (one sigma), by 0.1 where one element outweighs the rest."""
+
+
+@value
+class PlaneDigest:
+    """# run of tokens |-> its Euclidean norm, and `SUMS` sums"""
+
+    norms: tuple[float, ...]
+    sums: tuple[float, ...]
+
+    def distance(self, other: PlaneDigest) -> float:
+        """The largest difference of two sums, in norms of the run or of a run beside it: a codec
+        has one scale for tokens of both."""
+        if len(self.sums) != len(other.sums) or len(self.sums) != SUMS * len(self.norms):
+            return inf
+        beside = [max(around) for around in zip(self.norms, *_beside(self.norms), strict=True)]
+        sums = enumerate(zip(self.sums, other.sums, strict=True))
+        return max((_distance(a - b, beside[i // SUMS]) for i, (a, b) in sums), default=0.0)
+
+
+@value
+class KvDigest:
+    """Of the KV of tokens from `start` to the prompt's end, as far as the next query sees it.
+    # plane, of one layer group after another |-> its digest"""
+
+    start: int
+    planes: tuple[PlaneDigest, ...]
+
+    def distance(self, other: KvDigest) -> float:
+        if len(self.planes) != len(other.planes) or self.start != other.start:
+            return inf
+        pairs = zip(self.planes, other.planes, strict=True)
+        return max((mine.distance(theirs) for mine, theirs in pairs), default=0.0)
+
+
+@value
+class DigestBlocks:
+    """Digest the KV of `span` in the blocks of `tables`; answered by BlocksDigested."""
+
+    holder: Holder
+    span: TokenSpan
+    tables: Tables
+
+
+@value
+class BlocksDigested:
+    """`digests`: one for each copy of the heads, where ranks hold several."""
+
+    holder: Holder
+    digests: tuple[KvDigest, ...]
+
+
+def is_chosen(request_id: str, every: int) -> bool:
+    """One request in `every` (0: none), with all its tries: the rerun of one that failed its check
+    is checked again."""
+    if every == 0:
+        return False
+    digest = blake2b(request_id.encode(), digest_size=8, person=b"kvrelay-canary").digest()
+    return int.from_bytes(digest, "little") % every == 0
+
+
+def prompt_from(start: int, prompt_tokens: int) -> TokenSpan:
+    """What is digested."""
+    return TokenSpan(start=start, tokens=prompt_tokens - start, next_position=prompt_tokens)
+
+
+def run_tokens(layout: KvLayout, tokens: int) -> int:
+    """The tokens of one run."""
+    planes = sum(len(group.planes) for group in layout.groups)
+    return max(RUN_TOKENS, -(-tokens * planes // (MOST_RUNS - planes)))
+
+
+def allowed_distance(sender_dtype: str, own_dtype: str, *, codecs: bool) -> float:
+    """Of KV that is right; `codecs`: this worker allows some."""
+    if codecs:
+        return LOSSY
+    if sender_dtype == own_dtype:
+        return EXACT
+    return LOSSY if DTYPE_BYTES[wire_dtype(sender_dtype, own_dtype)] == 1 else CONVERTED
+
+
+def mismatch(sent: KvDigest, found: tuple[KvDigest, ...], allowed: float) -> str | None:
+    """Why the KV that was `found` here can't be what was `sent`; None: it is."""
+    distance = max(sent.distance(one) for one in found)
+    if distance <= allowed:
+        return None
+    return f"the KV's digest differs by {distance:.2g} of its norm (allowed {allowed:.2g})"
+
+
+def _beside(norms: tuple[float, ...]) -> tuple[list[float], list[float]]:
+    """# run |-> the norm of the run before it, and behind it"""
+    return [0.0, *norms][:-1], [*norms, 0.0][1:]
+
+
+def _distance(difference: float, norm: float) -> float:
+    if difference == 0.0 and isfinite(norm):
+        return 0.0
+    return abs(difference) / norm if isfinite(difference) and 0.0 < norm < inf else inf
+
+
+class HandoffMode(StrEnum):
+    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: they leave so
+    as soon as the decode worker has room. `pool`: through the host's pool node."""
+
+    PUSH = "push"
+    PULL = "pull"
+    POOL = "pool"
+
+
+@value
+class PeerHello:
+    wire_version: int
+    incarnation: Incarnation
+    fingerprint: str
+    kv: KvFacts
+    name: str = ""
+    probe_region: str = ""
+
+
+@value
+class PiecesAhead:
+    """Of one span `count` pieces, from `piece` on; `number`, of the first, counts the request's
+    pieces. `held` are the sender's blocks of all of them, fixed until the end."""
+
+    key: RequestKey
+    number: int
+    piece: Piece
+    held: tuple[PieceBlocks, ...]
+    count: int = 1
+
+    def numbered(self) -> Iterator[tuple[int, Piece]]:
+        """# number, piece"""
+        for i in range(self.count):
+            yield self.number + i, Piece(span=self.piece.span, index=self.piece.index + i)
+
+
+@value
+class SlabLent:
+    key: RequestKey
+    piece: int
+    slab_id: SlabId
+    region: str
+    lease_id: LeaseId
+    codec: Codec = Codec.NONE
+
+
+@value
+class SlabFilled:
+    key: RequestKey
+    piece: int
+    slab_id: SlabId
+    lease_id: LeaseId
+
+
+@value
+class PiecesAwaited:
+    """Not into slabs: say when each is computed, it will be read where it lies."""
+
+    key: RequestKey
+    pieces: tuple[int, ...]
+
+
+@value
+class PieceComputed:
+    key: RequestKey
+    piece: int
+
+
+@value
+class PiecesRead:
+    key: RequestKey
+    pieces: tuple[int, ...]
+
+
+@value
+class Commit:
+    """The next token of each choice; `finished_choices` ended with it and need no decoding. With
+    a `digest` the KV is checked before it is used. A request of one choice that was moved here has
+    emitted `resumed_ids` since this worker was asked; the first of them is its next token."""
+
+    key: RequestKey
+    pieces: int
+    first_token_ids: tuple[int, ...]
+    finished_choices: tuple[int, ...] = ()
+    resumed_ids: tuple[int, ...] = ()
+    digest: KvDigest | None = None
+
+
+@value
+class Committed:
+    key: RequestKey
+
+
+@value
+class CancelTransfer:
+    key: RequestKey
+    reason: str
+
+
+@value
+class TransferCancelled:
+    key: RequestKey
+    reason: str
+
+
+@value
+class RenewLeases:
+    keys: tuple[RequestKey, ...]
+
+
+@value
+class Ping:
+    """How long does a message take? Links answer it themselves."""
+
+
+@value
+class Pong:
+    pass
+
+
+@value
+class LinkProbed:
+    """The side that was connected to has measured the link: now the other one may."""
+
+
+PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PiecesRead
+EndMessage = Commit | Committed | CancelTransfer | TransferCancelled
+LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed
+PeerMessage = PieceMessage | EndMessage | LinkMessage | PullMessage
+
+TO_PREFILL = (SlabLent, PiecesAwaited, PiecesRead, Committed, CancelTransfer)
+"""What a decode worker says; all but the hello, which either says, is the prefill worker's."""

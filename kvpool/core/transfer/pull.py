@@ -1,0 +1,117 @@
+"""Cached blocks read out of another worker's pool, as values. Pure.
+
+    puller                                  worker that has the blocks
+      PullWanted(hashes)  --------------->  holds what it has of the chain
+                          <---------------  PullGranted(its blocks)
+      reads them into blocks of its own
+      PullRead            --------------->  lets go of them
+                          <---------------  PullSettled(held all the time?)
+
+The reads are one-sided, like those of a handoff, and end the same way: only the worker that holds
+the blocks knows whether it still did when the last of them had been read, so what was read is used
+after PullSettled says so. It may let go whenever it likes, and does when the puller is lost or
+silent for too long. Whatever goes wrong, the puller computes what it wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import KvLayout, Tables
+from kvpool.core.layout.shards import Shard, ShardLayout
+from kvpool.core.transfer.piece import PieceBlocks, span_tokens_most
+from kvpool.core.transfer.plan import cut
+from kvpool.core.transfer.pool_map import KvFacts
+from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvrelay.types import Incarnation
+
+_HASHES_MOST = 1792
+"""What one message of 64 KiB holds."""
+_ANY_SIZE_BYTES = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullWanted:
+    """`pull` counts the sender's pulls. `hashes` are a chain's, from its start; the sender has the
+    first `skip` blocks."""
+
+    pull: int
+    hashes: tuple[BlockHash, ...]
+    skip: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullGranted:
+    """The chain's first `blocks` are here; `held` says where those behind the skipped ones are."""
+
+    pull: int
+    blocks: int = 0
+    held: tuple[PieceBlocks, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullRead:
+    """No read is in flight, and none will follow."""
+
+    pull: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullSettled:
+    """`held` False: what was read is of no use."""
+
+    pull: int
+    held: bool
+
+
+PullMessage = PullWanted | PullGranted | PullRead | PullSettled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullBlocks:
+    """Read `write` from `source`, slots of the peer's pool `kv`, into this worker's own blocks.
+    Ends in BlocksPulled."""
+
+    peer: Incarnation
+    pull: int
+    write: Write
+    kv: KvFacts
+    source: Side
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksPulled:
+    """The transfer thread has read them (`error` None), or failed."""
+
+    pull: int
+    bytes: int
+    seconds: float
+    error: str | None = None
+
+
+def pulled_writes(
+    layout: KvLayout, skip: int, blocks: int, most_bytes: int = _ANY_SIZE_BYTES
+) -> tuple[Write, ...]:
+    """Blocks `[skip, blocks)` of a chain, all of each that the token after them sees anything of,
+    in writes of at most `most_bytes`; just one if it isn't given."""
+    start, end = skip * layout.block_size, blocks * layout.block_size
+    span = TokenSpan(start=start, tokens=end - start, next_position=end)
+    one = ShardLayout(model=_seen_by_block(layout, end), shard=Shard())
+    return cut(one, one, span=span, staging_bytes=most_bytes)
+
+
+def _seen_by_block(layout: KvLayout, end: int) -> KvLayout:
+    """With windows from whose first block the token at `end` sees everything."""
+    size = layout.block_size
+    groups = (
+        replace(group, window=group.window and end - group.first_block(end, size) * size + 1)
+        for group in layout.groups
+    )
+    return replace(layout, groups=tuple(groups))
+
+
+def pull_blocks_most(layout: KvLayout) -> int:
+    """A longer chain's names, or places, could be more than one message holds."""
+    return min(_HASHES_MOST, span_tokens_most(layout) // layout.block_size)

@@ -1,0 +1,150 @@
+"""What travels at once from one rank's pool to another's, and where it lies at each end. Pure.
+
+Where a sequence's tokens lie in the pool: the copies of one gather or scatter. Pure.
+
+A slab is laid out per token, so the two sides of a handoff may have different block sizes: each
+plans its own copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from kvpool.core.layout.codec import Codec, WireFormat
+from kvpool.core.layout.layout import BlockId, KvLayout, Tables
+from kvpool.core.layout.shards import GroupSlice
+from kvrelay.types import value
+
+
+@value
+class TokenRun:
+    """Pool slots `[slot, slot + tokens)` hold slab tokens `[position, position + tokens)`."""
+
+    slot: int
+    position: int
+    tokens: int
+
+
+TokenPlace = tuple[tuple[BlockId, ...], int, int, int]
+"""What token_runs is asked."""
+
+
+@lru_cache(maxsize=256)
+def token_runs(
+    table: tuple[BlockId, ...], start: int, tokens: int, block_size: int
+) -> tuple[TokenRun, ...]:
+    """Runs for tokens `[start, start + tokens)` of the sequence whose blocks `table` lists.
+
+    In slab order, each token exactly once; adjacent blocks merge into one run. The layers of a span
+    lie alike, and are asked for one after another.
+    """
+    assert 0 <= start <= start + tokens <= len(table) * block_size, (start, tokens, len(table))
+    return tuple(_merged(table, start, start + tokens, block_size)) if tokens else ()
+
+
+def chunk_bytes(layout: KvLayout, tokens: int) -> int:
+    """Payload of a slab that holds `tokens` tokens of every layer group."""
+    return layout.bytes_per_token * tokens
+
+
+def _merged(table: Sequence[BlockId], start: int, end: int, block_size: int) -> Iterator[TokenRun]:
+    """A run goes on while each block is the one behind the last."""
+    first, begin = start // block_size, start
+    previous = table[first]
+    for index in range(first + 1, -(-end // block_size)):
+        if table[index] != previous + 1:
+            yield _run(table, begin, index * block_size, start, block_size)
+            begin = index * block_size
+        previous = table[index]
+    yield _run(table, begin, end, start, block_size)
+
+
+def _run(table: Sequence[BlockId], begin: int, end: int, start: int, block_size: int) -> TokenRun:
+    block, within = divmod(begin, block_size)
+    slot = table[block] * block_size + within
+    return TokenRun(slot=slot, position=begin - start, tokens=end - begin)
+
+
+@value
+class TokenSpan:
+    """Tokens `[start, start + tokens)` of a sequence whose next query is at `next_position`."""
+
+    start: int
+    tokens: int
+    next_position: int
+
+    def seen(self, window: int | None) -> range:
+        """Those that the next query, or one after it, still sees; a window counts the query."""
+        visible = 0 if window is None else self.next_position - window + 1
+        end = self.start + self.tokens
+        return range(min(max(self.start, visible), end), end)
+
+
+@value
+class Section:
+    """One group's tokens `[start, start + tokens)` at `offset_bytes` of a slab's payload, laid out
+    as `kvpool.core.layout.codec` says. `last_layer` is the model's index of its last layer.
+    """
+
+    part: GroupSlice
+    last_layer: int
+    start: int
+    tokens: int
+    offset_bytes: int
+    nbytes: int
+
+    def encoded(self, wire: WireFormat, offset_bytes: int) -> Section:
+        shape = [(plane.heads, plane.dim) for plane in self.part.planes]
+        nbytes = wire.encoded_bytes(self.part.layers, self.tokens, shape)
+        return replace(self, offset_bytes=offset_bytes, nbytes=nbytes)
+
+
+@value
+class Write:
+    """One slab's payload: sections one after another, without gaps, all in one format."""
+
+    sections: tuple[Section, ...]
+    wire: WireFormat
+
+    @property
+    def nbytes(self) -> int:
+        return sum([section.nbytes for section in self.sections])
+
+    @property
+    def last_layer(self) -> int:
+        """The layer of the model after which a write that isn't empty may be gathered."""
+        return max(section.last_layer for section in self.sections)
+
+    def encoded(self, codec: Codec) -> Write:
+        """The same tokens of the same layers with another codec. Where heads are tiny a codec may
+        need more bytes than none does."""
+        if codec is self.wire.codec:
+            return self
+        wire = replace(self.wire, codec=codec)
+        sections: list[Section] = []
+        for section in self.sections:
+            offset_bytes = sum(before.nbytes for before in sections)
+            sections.append(section.encoded(wire, offset_bytes))
+        return Write(sections=tuple(sections), wire=wire)
+
+
+@value
+class Side:
+    """Where the sequence lies in one rank's pool."""
+
+    tables: Tables
+    block_size: int
+
+    def runs(self, section: Section) -> tuple[TokenRun, ...]:
+        """The copies between pool and section, adjacent blocks merged; positions are from the
+        section's first token."""
+        return token_runs(*self.place(section))
+
+    def place(self, section: Section) -> TokenPlace:
+        """Of the table only what the section takes."""
+        first, within = divmod(section.start, self.block_size)
+        last = -(-(section.start + section.tokens) // self.block_size)
+        table = self.tables[section.part.group][first:last]
+        return table, within, section.tokens, self.block_size

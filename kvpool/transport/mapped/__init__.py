@@ -1,0 +1,1 @@
+"""Transports that map the peer's memory: shared memory and CUDA IPC."""

@@ -1,0 +1,164 @@
+"""Anonymous shared memory: a sealed memfd, mapped as a torch tensor by its maker and by peers.
+
+No name is left behind, and the memory is freed with its last mapping. One page after it tells peers
+which of the regions lent out of it are still registered, so a retired one is known at once without
+a message.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvrelay.errors import ConfigError, PeerError
+
+_Pages = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_LIVE, _RETIRED = 1, 0
+_POPULATE_WRITE = 23  # madvise(2); no constant of Python's
+_libc = ctypes.CDLL(None)
+_MAX_LOANS = mmap.PAGESIZE  # out of one piece of memory, in its whole life: one byte of state each
+
+_made: dict[int, _Made] = {}  # address |-> memory of this process that is still alive
+_made_lock = threading.Lock()
+
+
+def allocate(nbytes: int, name: str = "kvrelay-memory", *, lazily: bool = False) -> torch.Tensor:
+    """Zeros, uint8 `[nbytes]`, that the shm transport can adopt, whole or any part. All pages are
+    taken and touched now, with OSError when there are none, or `lazily` one by one. Freed
+    with the last tensor over it, here and at the peers. `name` is what process listings show."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        reserve = os.truncate if lazily else _fill
+        reserve(fd, _file_bytes(nbytes))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        pages = _map(fd, nbytes).numpy()
+        if not lazily:
+            _touch(pages)
+    except BaseException:
+        os.close(fd)
+        raise
+    start = pages.ctypes.data
+    _made[start] = _Made(fd, start, nbytes, weakref.ref(pages))
+    weakref.finalize(pages, _unmake, start)
+    return torch.from_numpy(pages)[:nbytes]
+
+
+def lend(memory: torch.Tensor) -> Loan:
+    """Raises ConfigError for memory that `allocate` has not made."""
+    assert memory.dtype is torch.uint8 and memory.is_contiguous()
+    start = memory.untyped_storage().data_ptr() + int(memory.storage_offset())
+    with _made_lock:
+        for made in list(_made.values()):
+            pages = made.pages() if made.holds(start, memory.numel()) else None
+            if pages is not None:
+                return made.lend(pages, start, memory.numel())
+    raise ConfigError(
+        "only memory of kvpool.transport.mapped.memfd.allocate can be shared between processes; "
+        f"{memory.numel()} bytes on {memory.device} are not of it"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where in a memfd a region lies, as told to peers."""
+
+    made_bytes: int  # all that the memfd holds but its page of states
+    offset: int
+    nbytes: int
+    loan: int  # its number, and that of its state
+
+    @property
+    def state_at(self) -> int:
+        return _aligned(self.made_bytes) + self.loan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loan:
+    """A region of this process that peers may map; keeps its memory, and `fd`, until dropped."""
+
+    fd: int
+    place: Place
+    pages: _Pages
+
+    def retire(self) -> None:
+        self.pages[self.place.state_at] = _RETIRED
+
+
+class Mapping:
+    """A region of another process, as local memory. Unmapped with its last tensor."""
+
+    def __init__(self, fd: int, place: Place) -> None:
+        """The descriptor stays the caller's and need not outlive the call. Raises PeerError."""
+        size = os.fstat(fd).st_size
+        fits = 0 <= place.offset <= place.offset + place.nbytes <= place.made_bytes
+        if size != _file_bytes(place.made_bytes) or not fits or place.loan >= _MAX_LOANS:
+            raise PeerError(f"shared memory of {size} bytes cannot hold {place}")
+        whole = _map(fd, place.made_bytes)
+        self.memory = whole[place.offset : place.offset + place.nbytes]
+        self._state = whole[place.state_at :][:1]
+
+    @property
+    def retired(self) -> bool:
+        return self._state.item() == _RETIRED
+
+
+class _Made:
+    def __init__(
+        self,
+        fd: int,
+        start: int,
+        nbytes: int,
+        pages: weakref.ref[_Pages],
+    ) -> None:
+        self.fd = fd
+        self.pages = pages
+        self._start = start
+        self._nbytes = nbytes
+        self._loans = 0
+
+    def holds(self, start: int, nbytes: int) -> bool:
+        return self._start <= start and start + nbytes <= self._start + self._nbytes
+
+    def lend(self, pages: _Pages, start: int, nbytes: int) -> Loan:
+        assert self._loans < _MAX_LOANS, self._loans
+        place = Place(
+            made_bytes=self._nbytes, offset=start - self._start, nbytes=nbytes, loan=self._loans
+        )
+        self._loans += 1
+        pages[place.state_at] = _LIVE
+        return Loan(fd=self.fd, place=place, pages=pages)
+
+
+def _unmake(start: int) -> None:
+    os.close(_made.pop(start).fd)
+
+
+def _fill(fd: int, nbytes: int) -> None:
+    os.posix_fallocate(fd, 0, nbytes)
+
+
+def _touch(pages: _Pages) -> None:
+    """What is first touched later, in the middle of a transfer, takes several times as long as
+    its copy: the kernel clears each page then. An older one than Linux 5.14 leaves it at that."""
+    _libc.madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), _POPULATE_WRITE)
+
+
+def _map(fd: int, nbytes: int) -> torch.Tensor:
+    path, size = f"/proc/self/fd/{fd}", _file_bytes(nbytes)
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+def _file_bytes(nbytes: int) -> int:
+    return _aligned(nbytes) + mmap.PAGESIZE
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,1 @@
+"""Connections between two peers: handshake, control messages, exposed memory."""

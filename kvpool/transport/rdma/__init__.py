@@ -1,0 +1,1 @@
+"""Transports that read and write the peer's memory from afar: NIXL and UCX."""

@@ -1,0 +1,92 @@
+"""What an RDMA library must do for kvpool.transport.rdma.one_sided.
+
+It moves bytes between registered memory here and registered memory of a peer, by the side that
+asks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from kvpool.transport.peer.base import RegionName
+from kvpool.transport.peer.exposure import Check
+from kvrelay.errors import PeerError
+
+_PLACE = struct.Struct("<QQ")  # address, bytes
+
+
+class Operation(Enum):
+    WRITE = "write"
+    READ = "read"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a region is, as told to peers."""
+
+    address: int
+    nbytes: int
+    key: bytes  # what the peer's agent needs to reach it
+
+    def pack(self) -> bytes:
+        return _PLACE.pack(self.address, self.nbytes) + self.key
+
+    @staticmethod
+    def unpack(payload: bytes) -> Place:
+        """Raises PeerError."""
+        if len(payload) < _PLACE.size:
+            raise PeerError(f"the peer granted a region in {len(payload)} bytes")
+        address, nbytes = _PLACE.unpack_from(payload)
+        return Place(address=address, nbytes=nbytes, key=payload[_PLACE.size :])
+
+    def overlaps(self, other: Place) -> bool:
+        return (
+            self.address < other.address + other.nbytes
+            and other.address < self.address + self.nbytes
+        )
+
+
+Piece = tuple[torch.Tensor, RegionName, int]
+"""Contiguous registered memory here, of at least one byte; a learnt region of the peer, and an
+address in it."""
+
+
+class Remote(Protocol):
+    """What an agent knows of one peer. Used by one thread at a time."""
+
+    def learn(self, region: RegionName, place: Place) -> None:
+        """Raises PeerError when the key is of no use here."""
+
+    def forget(self, region: RegionName) -> None:
+        """The peer has retired it."""
+
+    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+        """One batch. Returns once all bytes have arrived and are visible. Raises PeerError when
+        they could not, and what `check` raises once it has taken long."""
+
+    def rest(self) -> bool:
+        """Every region is forgotten. Whether all of it may be dropped, if no one uses it."""
+
+
+class Agent(Protocol):
+    """Called by one thread at a time. Memory is uint8 `[bytes]`, of at least one byte, on the
+    host."""
+
+    def register(self, memory: torch.Tensor) -> None: ...
+
+    def deregister(self, memory: torch.Tensor) -> None:
+        """Once for each `register` of this very tensor."""
+
+    def key(self, memory: torch.Tensor) -> bytes:
+        """What peers need to reach this registered memory."""
+
+    def remote(self) -> Remote: ...
+
+    def close(self) -> None:
+        """Nothing is registered and no transfer runs any more."""

@@ -1,0 +1,1 @@
+"""Messages about KV to protobuf and back."""

@@ -1,0 +1,244 @@
+"""Prompts whose KV is still to be computed, and what of them runs next. Pure.
+
+Prompts are chunked under a token budget, so memory is bounded whatever their length. A prompt's
+blocks are taken all at once before its first chunk (in groups with a window, those of one chunk).
+One that is half computed keeps its blocks when another goes before it, and that one takes all of
+its own at once, window or not: so at most one asks for more, and all others can end without. Where
+the first in order lacks blocks, none behind it takes any: those it waits for are on their way out.
+
+The prompts of a prefill worker, from arrival to release, and how they end early. Pure.
+
+awaiting_prefill -> prefilling -> handing_over -> gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.core.prompt_order import Order
+from engine.core.step import MOST_SCORED_TOKENS, Command, Emit
+from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.fetch.openings import Openings
+from kvpool.core.layout.layout import Tables
+from kvpool.core.transfer.commands import SendPeer
+from kvrelay.messages import Released, RequestFailed
+from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
+from prefill_worker.job import Job
+
+
+@dataclass(slots=True)
+class PromptQueue:
+    order: Order[Job] = field(default_factory=Order)
+    awaiting_prefill: dict[RequestKey, Job] = field(default_factory=dict)
+    on_device: tuple[tuple[Job, int], ...] = ()  # job, its tokens in the step
+    _opened: dict[RequestKey, Job] = field(default_factory=dict)  # of those that wait
+    _growing: Job | None = None
+    """It has yet to ask for some of its blocks."""
+
+    def __len__(self) -> int:
+        return len(self.awaiting_prefill)
+
+    @property
+    def tokens(self) -> int:
+        return sum([job.remaining for job in self.awaiting_prefill.values()])
+
+    def add(self, job: Job, now_s: float) -> None:
+        self.awaiting_prefill[job.key] = job
+        self.order.add(job, now_s)
+
+    def remove(self, job: Job) -> None:
+        """Removing what doesn't wait is fine."""
+        if self.awaiting_prefill.pop(job.key, None) is not None:
+            self.order.remove(job)
+            self._opened.pop(job.key, None)
+            if self._growing is job:
+                self._growing = None
+
+    # --- choosing -------------------------------------------------------------------------------
+
+    def pack(
+        self, openings: Openings, *, budget_tokens: int, now_s: float
+    ) -> tuple[tuple[Job, int], ...]:
+        """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
+        assert not self.on_device, "a step is on the device"
+        step = _Step(openings=openings, now_s=now_s, budget_tokens=budget_tokens)
+        for job in self.order.order(now_s):
+            if not step.budget_tokens:
+                break
+            if not self._try_choose(job, step):
+                self._choose_opened(step)
+                break
+        self.on_device = tuple(step.chosen.items())
+        return self.on_device
+
+    def _try_choose(self, job: Job, step: _Step) -> bool:
+        """False when it lacks blocks."""
+        if job.holder in step.openings.tables:
+            return step.try_go_on(job)
+        if not step.try_open(job, whole=self._growing is not None):
+            return False
+        self._opened[job.key] = job
+        if not step.has_all_blocks(job):
+            self._growing = job
+        return step.try_go_on(job)
+
+    def _choose_opened(self, step: _Step) -> None:
+        """Only what has its blocks goes on."""
+        for job in self._opened.values():
+            if step.budget_tokens and job not in step.chosen:
+                step.try_go_on(job)
+
+    # --- afterwards -----------------------------------------------------------------------------
+
+    def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[Job, int], ...]:
+        """A step is over that took so long."""
+        ran, self.on_device = self.on_device, ()
+        for job, take in ran:
+            job.ran(take)
+        self.order.ran(ran, seconds, now_s)
+        return ran
+
+    def runs(self, job: Job) -> bool:
+        return any(job is running for running, _ in self.on_device)
+
+    def validate(self) -> None:
+        """Each waiting prompt has something left to compute, and is in the order once."""
+        waiting = self.awaiting_prefill
+        assert all(job.remaining > 0 for job in waiting.values())
+        assert waiting.keys() >= self._opened.keys()
+        self.order.validate(waiting.values())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One step being put together; `budget_tokens` are left, and of prompts that are scored
+    `scored_tokens`."""
+
+    openings: Openings
+    now_s: float
+    budget_tokens: int
+    scored_tokens: int = MOST_SCORED_TOKENS
+    chosen: dict[Job, int] = field(default_factory=dict)  # its tokens in the step
+
+    def try_open(self, job: Job, *, whole: bool) -> bool:
+        """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
+        found = self.openings.try_open(
+            job.holder,
+            len(job.prompt),
+            hashes=job.reusable,
+            ahead_tokens=len(job.prompt) if whole else self.budget_tokens,
+            now_s=self.now_s,
+            source=None if job.is_scored else job.message.prefix_source,
+        )
+        if found is None:
+            return False
+        job.opened(found, PrefixOrigin.DEVICE if found else PrefixOrigin.COMPUTED)
+        return True
+
+    def has_all_blocks(self, job: Job) -> bool:
+        return self.openings.tables.capacity(job.holder) >= len(job.prompt)
+
+    def try_go_on(self, job: Job) -> bool:
+        """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
+        tables = self.openings.tables
+        end = min(len(job.prompt), job.computed + self.budget_tokens)
+        if not tables.try_grow(job.holder, len(job.prompt), window_tokens=end, now_s=self.now_s):
+            return False
+        if not self.openings.waits(job.holder):
+            self._take(job)
+        return True
+
+    def _take(self, job: Job) -> None:
+        take = min(self.budget_tokens, job.remaining)
+        if job.is_scored:
+            take = min(take, self.scored_tokens)
+            self.scored_tokens -= take
+        if take:
+            self.budget_tokens -= take
+            self.chosen[job] = take
+
+
+@dataclass(slots=True, kw_only=True)
+class Jobs:
+    openings: Openings
+    queue: PromptQueue = field(default_factory=PromptQueue)
+    _jobs: dict[RequestKey, Job] = field(default_factory=dict)
+
+    @property
+    def block_tables(self) -> BlockTables:
+        return self.openings.tables
+
+    @property
+    def handing_over(self) -> int:
+        return len(self._jobs) - len(self.queue)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._jobs
+
+    def __getitem__(self, key: RequestKey) -> Job:
+        return self._jobs[key]
+
+    def add(self, job: Job, now_s: float) -> None:
+        assert job.key not in self._jobs, f"{job.key} is here already"
+        self._jobs[job.key] = job
+        self.queue.add(job, now_s)
+
+    def live(self) -> Iterator[Job]:
+        """Those not cancelled, though they may be while this is read."""
+        return (job for job in [*self._jobs.values()] if job.cancelled is None)
+
+    def live_for(self, peer: str) -> Iterator[Job]:
+        return (job for job in self.live() if job.message.target == peer)
+
+    def find(self, key: RequestKey, peer: str) -> Job | None:
+        """The live job of that key, if it is for this peer."""
+        job = self._jobs.get(key)
+        if job is None or job.cancelled is not None or job.message.target != peer:
+            return None
+        return job
+
+    def tables(self, job: Job) -> Tables:
+        """None yet for one that waits: nothing of it is planned either."""
+        held = job.holder in self.block_tables
+        return self.block_tables.tables(job.holder) if held else ()
+
+    # --- endings --------------------------------------------------------------------------------
+
+    def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
+        """Stop at once; the blocks and the fence wait for a step or writes in flight."""
+        job = self._jobs.get(key)
+        if job is None:
+            return []
+        job.sender.cancelled = reason
+        self.queue.remove(job)
+        fetching = self.openings.drop(job.holder)
+        if fetching or self.queue.runs(job) or not job.sender.settled:
+            return []
+        return [*job.sender.fence(reason), *self.gone(key, now_s)]
+
+    def fail(self, job: Job, reason: str, message: str, now_s: float) -> list[Command]:
+        failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)
+        return [Emit(events=(failed,)), *self.cancel(job.key, reason, now_s)]
+
+    def peer_lost(self, peer: Incarnation, reason: str, now_s: float) -> list[Command]:
+        return [
+            command
+            for job in self.live_for(peer)
+            for command in self.fail(job, "peer_lost", reason, now_s)
+            if not isinstance(command, SendPeer)
+        ]
+
+    def gone(self, key: RequestKey, now_s: float) -> list[Command]:
+        job = self._jobs.pop(key, None)
+        if job is None:
+            return []
+        self.block_tables.release(job.holder)
+        return [Emit(events=(Released(key=key, at_s=now_s),))]
+
+    def validate(self) -> None:
+        """Each held prompt is one job's, and each job waits, runs or hands over."""
+        held = {h.holder for h in self.block_tables.held() if h.holder.side == "prefill"}
+        assert held <= {job.holder for job in self._jobs.values()}, held
+        assert self.queue.awaiting_prefill.keys() <= self._jobs.keys()
+        self.queue.validate()

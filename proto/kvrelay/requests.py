@@ -1,0 +1,435 @@
+"""The client's arguments -> protobuf, and protobuf -> the client's results.
+
+What `generate` and `stream` of both clients take, by name, and what `help()` says of it.
+
+Which of several routers a client talks to. Pure.
+
+The one that answered last, until it is gone; then the next one that has not been tried.
+
+When a client comes back after a refusal: at the time that the refusal names. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, cleandoc, signature
+from textwrap import fill
+from typing import Generic, TypedDict, TypeVar
+
+from kvrelay.errors import InvalidRequest, KvrelayError, Refused, RequestFailedError
+from kvrelay.reports_wire import decode_step_times
+from kvrelay.results import (
+    ChatMessage,
+    Choice,
+    Chunk,
+    Generated,
+    LinkInfo,
+    ModelInfo,
+    QuarantinedPair,
+    ServerInfo,
+    Slo,
+    WorkerInfo,
+)
+from kvrelay.status import LEDGER_KEY, Metadata
+from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
+from kvrelay.v1 import inference_pb2 as pb
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Absent: the model's generation config, then the neutral value."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    n: int
+    logprobs: int
+    prompt_logprobs: int
+    seed: int
+    logit_bias: Mapping[int, float]
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """The sampling options, and those of the request itself."""
+
+    request_id: str
+    model: str
+    chat_template_kwargs: Mapping[str, object]
+    tenant: str
+    tier: str
+    slo: Slo
+    deadline_s: float
+    ledger: bool
+
+
+REQUEST_FIELDS = (
+    *("request_id", "model", "chat_template_kwargs"),
+    *("tenant", "tier", "slo", "deadline_s", "ledger"),
+)
+
+RETRIES_HELP = (
+    "A refused request is sent again up to so many times, each at the time that its refusal names."
+)
+HELP: Mapping[str, str] = {
+    "temperature": "0 takes the likeliest token; higher values draw more evenly.",
+    "top_p": "Draw from the likeliest tokens that together have this probability.",
+    "top_k": "Draw from this many likeliest tokens; 0 or -1: from all.",
+    "min_p": "Leave out tokens below this share of the likeliest one's probability.",
+    "frequency_penalty": "Taken off a token's logit for each time it was generated.",
+    "presence_penalty": "Taken off a token's logit once it was generated.",
+    "repetition_penalty": "Divides the logits of tokens of the prompt and the output; 1: none.",
+    "max_tokens": "The most tokens to generate; absent: what is left of the context.",
+    "min_tokens": "No end and no stop before this many tokens.",
+    "stop": "Strings that end the output.",
+    "stop_token_ids": "Tokens that end the output.",
+    "skip_special_tokens": "Leave special tokens out of the text; on by default.",
+    "include_stop_str_in_output": "Keep the stop string in the text.",
+    "ignore_eos": "Go on after the model's own end, up to max_tokens.",
+    "n": "How many answers to draw.",
+    "logprobs": "Return each token's log probability, and this many of the likeliest.",
+    "prompt_logprobs": "The same for the tokens of the prompt, which is then computed whole.",
+    "seed": "The same seed draws the same tokens; absent: a random one, which the answer names.",
+    "logit_bias": "Added to the logits, by token id.",
+    "request_id": "The id in logs and in `kvrelay status --kv`; absent: a random one.",
+    "model": "Refuse to be served by any other model.",
+    "chat_template_kwargs": "Variables for the chat template, such as enable_thinking.",
+    "tenant": "Requests of different tenants share no cached KV.",
+    "tier": "The QoS tier, one of those that the cluster file names.",
+    "slo": "Objectives: time to first token and per token; absent: those of the tier.",
+    "deadline_s": "Stop when this many seconds have passed, waits before retries included.",
+    "ledger": "Return the time that each phase took, in `ledger_ms`.",
+}
+"""# option |-> what it does"""
+
+
+class _Absent:
+    """The default that `help()` shows: the option is not sent."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
+def with_options(method: Method) -> Method:
+    """Shows each option in the signature and the docstring; an option without help is a bug."""
+    given = signature(method)
+    own = [p for p in given.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    options = [_parameter(name, kind) for name, kind in _annotations().items()]
+    method.__signature__ = given.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    lines = [_described("retries", RETRIES_HELP)]
+    lines += [_described(name, HELP[name]) for name in _annotations()]
+    method.__doc__ = "\n".join([cleandoc(method.__doc__ or ""), "", "Options:", *lines])
+    return method
+
+
+def _annotations() -> dict[str, object]:
+    return SamplingOptions.__annotations__ | GenerateOptions.__annotations__
+
+
+def _parameter(name: str, kind: object) -> Parameter:
+    text = getattr(kind, "__forward_arg__", kind)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=ABSENT, annotation=text)
+
+
+def _described(name: str, text: str) -> str:
+    return fill(f"{name}: {text}", 96, initial_indent="    ", subsequent_indent="        ")
+
+
+Stub = TypeVar("Stub")
+
+CHANNEL_OPTIONS = (("grpc.max_receive_message_length", -1),)
+"""Log probabilities of a long prompt are more than the 4 MiB that gRPC takes by itself."""
+
+
+def addresses_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Raises ValueError when there is none."""
+    addresses = (given,) if isinstance(given, str) else tuple(given)
+    if not addresses:
+        raise ValueError("expected at least one HOST:PORT")
+    return addresses
+
+
+class Routers(Generic[Stub]):
+    """In the order that they were given."""
+
+    def __init__(self, stubs: Sequence[Stub]) -> None:
+        self.stubs = tuple(stubs)
+        self.current = 0
+
+    def tour(self) -> Tour[Stub]:
+        return Tour(self)
+
+
+class Tour(Generic[Stub]):
+    """Of one request: it tries each router once."""
+
+    def __init__(self, routers: Routers[Stub]) -> None:
+        self._routers = routers
+        self._at = routers.current
+        self._left = len(routers.stubs) - 1
+
+    @property
+    def stub(self) -> Stub:
+        return self._routers.stubs[self._at]
+
+    def try_next(self, error: KvrelayError) -> bool:
+        """Whether the router is gone, as the error of a call that has delivered nothing says, and
+        there is another one to try."""
+        if not is_gone(error) or not self._left:
+            return False
+        self._left -= 1
+        self._at = (self._at + 1) % len(self._routers.stubs)
+        self._routers.current = self._at
+        return True
+
+
+def is_gone(error: KvrelayError) -> bool:
+    """No router says so itself."""
+    return isinstance(error, RequestFailedError) and error.reason == "unavailable"
+
+
+@dataclass(slots=True, kw_only=True)
+class Retries:
+    """Of one request: at most `left` more, all of them by `until_s`, where it has a deadline."""
+
+    left: int
+    until_s: float | None = None
+
+    def delay_s(self, error: KvrelayError, now_s: float) -> float | None:
+        """None: coming back won't help, or may not be. A delay that is given counts as a retry."""
+        if not isinstance(error, Refused) or error.retry_after_s is None or not self.left:
+            return None
+        if self.until_s is not None and now_s + error.retry_after_s >= self.until_s:
+            return None
+        self.left -= 1
+        return error.retry_after_s
+
+    def remaining_s(self, now_s: float) -> float | None:
+        """Of the deadline; None without one."""
+        return None if self.until_s is None else max(0.0, self.until_s - now_s)
+
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Text, token ids or a chat."""
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """Raises InvalidRequest for a value that the protocol can't carry."""
+    try:
+        return _generate_request(prompt, options)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"a value has the wrong type or range: {error}") from error
+
+
+def _generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    sampling = {name: value for name, value in options.items() if name not in REQUEST_FIELDS}
+    request = pb.GenerateRequest(
+        request_id=options.get("request_id") or f"gen-{uuid.uuid4().hex}",
+        model=options.get("model", ""),
+        tenant=options.get("tenant", ""),
+        tier=options.get("tier", ""),
+        slo=_slo(options.get("slo", Slo()), options.get("deadline_s")),
+        ledger=options.get("ledger", False),
+        sampling_params=pb.SamplingParams(**sampling),  # type: ignore[arg-type]
+    )
+    _check_variables(prompt, options)
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif _is_chat(prompt):
+        request.chat.CopyFrom(pb.ChatInput(messages=[_message(part) for part in prompt]))
+        variables = options.get("chat_template_kwargs", {})
+        request.chat.chat_template_kwargs.update(variables)  # type: ignore[arg-type]
+    else:
+        request.tokenized.CopyFrom(pb.TokenizedInput(input_ids=prompt))  # type: ignore[arg-type]
+    return request
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return any(isinstance(part, ChatMessage) for part in prompt)
+
+
+def _check_variables(prompt: Prompt, options: GenerateOptions) -> None:
+    if options.get("chat_template_kwargs") and not _is_chat(prompt):
+        raise InvalidRequest(
+            "chat_template_kwargs are for a chat: send ChatMessages", param="chat_template_kwargs"
+        )
+
+
+def _slo(slo: Slo, deadline_s: float | None) -> pb.Slo:
+    given = {"ttft_ms": slo.ttft_s, "tpot_ms": slo.tpot_s, "deadline_ms": deadline_s}
+    return pb.Slo(**{name: 1000 * s for name, s in given.items() if s is not None})
+
+
+def retries_of(request: pb.GenerateRequest, retries: int, now_s: float) -> Retries:
+    has_deadline = request.slo.HasField("deadline_ms")
+    until_s = now_s + request.slo.deadline_ms / 1000 if has_deadline else None
+    return Retries(left=retries, until_s=until_s)
+
+
+def renew_deadline(request: pb.GenerateRequest, retries: Retries, now_s: float) -> None:
+    """Of a request that is sent again: what is left of it."""
+    remaining_s = retries.remaining_s(now_s)
+    if remaining_s is not None:
+        request.slo.deadline_ms = max(1.0, 1000 * remaining_s)
+
+
+def _message(part: object) -> pb.ChatMessage:
+    if not isinstance(part, ChatMessage):
+        raise TypeError(f"a chat is made of ChatMessage, not {part!r}")
+    return pb.ChatMessage(role=part.role, content=part.content)
+
+
+def chunk_of(response: pb.GenerateResponse) -> Chunk:
+    reason = response.WhichOneof("stop_reason")
+    finish = FinishReason(response.finish_reason) if response.finish_reason else None
+    return Chunk(
+        request_id=response.request_id,
+        index=response.index,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        logprobs=tuple(_logprobs(entry) for entry in response.logprobs),
+        finish_reason=finish,
+        stop_string=response.stop_string if reason == "stop_string" else None,
+        stop_token_id=response.stop_token_id if reason == "stop_token_id" else None,
+        prompt_tokens=response.prompt_tokens,
+        cached_tokens=response.cached_tokens,
+        completion_tokens=response.completion_tokens,
+        seed=response.seed,
+        capped_tokens=response.capped_tokens if response.HasField("capped_tokens") else None,
+        prompt_logprobs=tuple(_prompt_logprob(entry) for entry in response.input_logprobs),
+        tier=response.tier,
+    )
+
+
+def _prompt_logprob(entry: pb.PromptLogprob) -> PromptLogprob:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return PromptLogprob(entry.token.token_id, entry.token.logprob, entry.rank, top)
+
+
+def _logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return TokenLogprobs(entry.chosen.token_id, entry.chosen.logprob, top)
+
+
+def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Generated:
+    indexes = sorted({chunk.index for chunk in chunks})
+    by_choice = [[chunk for chunk in chunks if chunk.index == index] for index in indexes]
+    return Generated(
+        request_id=chunks[0].request_id,
+        choices=tuple(_choice(own) for own in by_choice),
+        prompt_tokens=chunks[0].prompt_tokens,
+        cached_tokens=chunks[0].cached_tokens,
+        completion_tokens=sum(own[-1].completion_tokens for own in by_choice),
+        seed=chunks[0].seed,
+        capped_tokens=chunks[0].capped_tokens,
+        prompt_logprobs=chunks[0].prompt_logprobs,
+        tier=chunks[0].tier,
+        ledger_ms=ledger_ms,
+    )
+
+
+def _choice(chunks: Sequence[Chunk]) -> Choice:
+    last = chunks[-1]
+    assert last.finish_reason is not None, f"choice {last.index} ended without a finish reason"
+    return Choice(
+        index=last.index,
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(i for chunk in chunks for i in chunk.token_ids),
+        logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+        finish_reason=last.finish_reason,
+        stop_string=last.stop_string,
+        stop_token_id=last.stop_token_id,
+    )
+
+
+def ledger_of(trailing: Metadata | None) -> dict[str, float]:
+    found = [value for key, value in trailing or () if key == LEDGER_KEY]
+    return json.loads(found[0]) if found else {}
+
+
+def model_info_of(response: pb.GetModelInfoResponse) -> ModelInfo:
+    return ModelInfo(
+        model=response.model,
+        architecture=response.architecture,
+        vocab_size=response.vocab_size,
+        max_model_len=response.max_model_len,
+        eos_token_ids=tuple(response.eos_token_ids),
+        fingerprint=response.fingerprint,
+    )
+
+
+def server_info_of(response: pb.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=response.version,
+        cluster=response.cluster,
+        uptime_s=response.uptime_s,
+        ready=response.ready,
+        running_requests=response.running_requests,
+        workers=tuple(_workers(response.workers)),
+        quarantined=tuple(_quarantined(pair) for pair in response.quarantined),
+    )
+
+
+def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
+    for w in workers:
+        yield WorkerInfo(
+            name=w.name,
+            address=w.address,
+            incarnation=w.incarnation,
+            role=w.role,
+            device=w.device,
+            cpus=w.cpus,
+            transport=w.transport,
+            total_blocks=w.total_blocks,
+            free_blocks=w.free_blocks,
+            cached_blocks=w.cached_blocks,
+            block_size=w.block_size,
+            running=w.running,
+            waiting=w.waiting,
+            links=tuple(_link(link) for link in w.links),
+            step_times=decode_step_times(w.step_times),
+            prefill_correction=w.prefill_correction,
+            decode_correction=w.decode_correction,
+            prompt_tokens_per_s=w.prompt_tokens_per_s,
+            generated_tokens_per_s=w.generated_tokens_per_s,
+            kv_used=w.kv_used,
+            hit_rate=w.hit_rate if w.HasField("hit_rate") else None,
+            transfer_bytes_per_s=w.transfer_bytes_per_s,
+            kv_token_bytes=w.kv_token_bytes,
+        )
+
+
+def _quarantined(pair: pb.QuarantinedPair) -> QuarantinedPair:
+    return QuarantinedPair(
+        prefill=pair.prefill,
+        decode=pair.decode,
+        reason=pair.reason,
+        failures=pair.failures,
+        remaining_s=pair.remaining_s,
+    )
+
+
+def _link(link: pb.LinkInfo) -> LinkInfo:
+    return LinkInfo(
+        peer=link.peer,
+        transport=link.transport,
+        bytes_per_s=link.bytes_per_s,
+        latency_s=link.latency_s,
+    )

@@ -1,1 +1,0 @@
-"""Policies that decide whether a request is taken now."""

@@ -1,0 +1,1 @@
+"""The router's state machine: what happens to a request, from submission to last token. Pure."""

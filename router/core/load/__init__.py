@@ -1,0 +1,1 @@
+"""What the router expects of its workers: queues, step times, output lengths. Pure."""

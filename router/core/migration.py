@@ -1,0 +1,322 @@
+"""Moves of requests that decode from one worker to another. Pure; part of a router's core.
+
+Which sequences leave a worker before it overflows, and where to, is TetriInfer's policy
+(arXiv:2401.11181 §3.4: long sequences are moved). A worker is a hot spot when what runs there will,
+at its fullest moment, have more blocks than there are, or take longer for a step than the strictest
+of its objectives. It sheds until it is below its low mark, to workers that stay below theirs: what
+lies between the marks moves nothing.
+
+    decodes -> Reserve at the target, still decodes -> (Reserved) aborted here, resumed there
+                                           `-> (ReserveRefused) decodes on
+
+The worker that it leaves prefills the new attempt: it has the KV of all full blocks in its cache.
+What it says between Reserve and Reserved is not drawn again: the prefill says what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol
+
+from kvrelay.messages import Abort, Reserved, WorkerEvent
+from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
+from router.core import dispatch
+from router.core.decision import Deciding
+from router.core.events import Command, Send
+from router.core.lifecycle import Legs
+from router.core.policy.admission import Admitted
+from router.core.request import Request
+from router.core.state.candidate import Candidate, Prediction
+from router.core.state.quarantine import Pair
+from router.core.state.worker_view import WorkerView
+
+PRESSED = 0.7
+"""A worker with fewer of its blocks taken is not looked at."""
+LOOK_S = 0.25
+"""Between two looks at one worker."""
+MOST_MOVING = 2
+"""From one worker at a time."""
+MOST_MOVES = 2
+"""Of one request."""
+MOST_TARGETS = 4
+"""That are looked at: those with the most free blocks."""
+WORTH = 0.25
+"""A move may pause a request for this share of the time that it still takes."""
+HIGH, LOW = 1.0, 0.9
+"""Shares of a worker's blocks, and of its objective for a step."""
+FEWEST_LEFT_TOKENS = 32
+"""One that ends sooner isn't worth its handoff."""
+
+
+class Moves(Protocol):
+    """`moved` counts those whose target has taken them."""
+
+    @property
+    def moved(self) -> int: ...
+
+    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        """The worker has told its load: some may leave it."""
+
+    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
+        """None: the event is of no move."""
+
+    def lost(self, worker: Incarnation, now_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoMoves:
+    moved: int = 0
+
+    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        return []
+
+    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
+        return None
+
+    def lost(self, worker: Incarnation, now_s: float) -> None:
+        return
+
+
+OpenMoves = Callable[[Deciding, Legs, Iterator[int]], Moves]
+
+
+def no_moves(deciding: Deciding, legs: Legs, attempts: Iterator[int]) -> NoMoves:
+    return NoMoves()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """A sequence with a context of `tokens` now, which yields `left_tokens` more."""
+
+    request_id: str
+    tokens: int
+    left_tokens: int
+    may_move: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What decodes at a worker. `other_blocks` are held there for others than `sequences`."""
+
+    worker: WorkerView
+    sequences: Sequence[Decoding]
+    other_blocks: int = 0
+
+    def without(self, one: Decoding) -> Load:
+        kept = [other for other in self.sequences if other is not one]
+        return Load(worker=self.worker, sequences=kept, other_blocks=self.other_blocks)
+
+    def beside(self, one: Decoding) -> Load:
+        return Load(
+            worker=self.worker,
+            sequences=[*self.sequences, one],
+            other_blocks=self.other_blocks,
+        )
+
+    def share(self) -> float:
+        """Of the blocks, or of the strictest objective, whichever is nearer to its end."""
+        hello, objective_s = self.worker.hello, self.worker.outlook.strictest_tpot_s
+        tokens, sequences = fullest(self.sequences)
+        blocks = self.other_blocks + tokens / hello.block_size + sequences
+        if objective_s is None:
+            return blocks / hello.total_blocks
+        step_s = self.worker.decode_s(sequences, tokens)
+        return max(blocks / hello.total_blocks, step_s / objective_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """What `left` runs at `source` so far."""
+
+    left: RequestKey
+    source: Incarnation
+    spec: RequestSpec
+    admitted: Admitted
+
+
+@dataclass(slots=True)
+class Moving:
+    """Implements `Moves`."""
+
+    deciding: Deciding
+    legs: Legs
+    attempts: Iterator[int]
+    moved: int = 0
+    _pending: dict[RequestKey, Move] = field(default_factory=dict)
+    _looked_s: dict[Incarnation, float] = field(default_factory=dict)
+
+    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
+        """Asks the targets of those that are to leave it; they decode on meanwhile."""
+        return [
+            command
+            for request, target in self._wanted(view, now_s)
+            for command in self._begin(request, view, target, now_s)
+        ]
+
+    def _wanted(self, view: WorkerView, now_s: float) -> list[tuple[Request, WorkerView]]:
+        """Who is to go where."""
+        if not self._is_due(view, now_s):
+            return []
+        self._looked_s[view.incarnation] = now_s
+        load = self._load(view)
+        most = MOST_MOVING - sum(m.source == view.incarnation for m in self._pending.values())
+        targets = [self._load(target) for target in self._targets(view)]
+        moves = suggest(load, targets, most)
+        return [(self.deciding.requests[one.request_id], target) for one, target in moves]
+
+    def _is_due(self, view: WorkerView, now_s: float) -> bool:
+        """One that drains ends with what it has, perhaps before it had handed that over."""
+        if view.draining or _taken_blocks(view) < PRESSED * view.hello.total_blocks:
+            return False
+        return now_s >= self._looked_s.get(view.incarnation, -LOOK_S) + LOOK_S
+
+    def _targets(self, source: WorkerView) -> list[WorkerView]:
+        others = [
+            view
+            for view in self.deciding.workers.values()
+            if view is not source
+            and view.hello.role is not Role.PREFILL
+            and not view.draining
+            and view.free_places > 0
+            and _taken_blocks(view) < PRESSED * view.hello.total_blocks
+        ]
+        free = sorted(others, key=lambda v: v.hello.total_blocks - _taken_blocks(v), reverse=True)
+        return free[:MOST_TARGETS]
+
+    def _load(self, view: WorkerView) -> Load:
+        """Of other routers' sequences nothing is known but their blocks."""
+        sequences = [*self._decoding(view)]
+        own = sum(-(-one.tokens // view.hello.block_size) for one in sequences)
+        others = max(0, _taken_blocks(view) - own)
+        return Load(worker=view, sequences=sequences, other_blocks=others)
+
+    def _decoding(self, view: WorkerView) -> Iterator[Decoding]:
+        for key in view.outlook:
+            request = self.deciding.requests.get(key.request_id)
+            if request is None or key not in (request.key, *self._pending):
+                continue
+            for order in request.choices:
+                emitted, most = order.next_index, request.sampling.max_tokens
+                length = self.deciding.lengths.quantile(
+                    request.tier.name, 0.5, max_tokens=most, emitted=emitted
+                )
+                yield Decoding(
+                    request_id=request.request_id,
+                    tokens=len(request.submitted.prompt_ids) + emitted,
+                    left_tokens=max(0, length - emitted),
+                    may_move=self._may_move(request, view),
+                )
+
+    def _may_move(self, request: Request, view: WorkerView) -> bool:
+        alone = len(request.choices) == 1 and request.moves < MOST_MOVES
+        here = request.legs == (view.incarnation,) and request.decodes
+        return alone and here and all(m.left != request.key for m in self._pending.values())
+
+    # --- a move's life --------------------------------------------------------------------------
+
+    def _begin(
+        self, request: Request, source: WorkerView, target: WorkerView, now_s: float
+    ) -> list[Command]:
+        pair = Pair(source.incarnation, target.incarnation)
+        if self.deciding.quarantine.objection(pair, request.avoided, now_s)[0]:
+            return []
+        spec = self._spec(request)
+        demand = self.deciding.demand(request, spec, now_s)
+        candidate = Candidate(decode=target, prefill=source)
+        prediction = self.deciding.forecast.predict(demand, candidate, now_s)
+        if not _is_worth(prediction, demand.output_tokens):
+            return []
+        admitted = Admitted(candidate=candidate, prediction=prediction)
+        self._pending[spec.key] = Move(
+            left=request.key, source=source.incarnation, spec=spec, admitted=admitted
+        )
+        self.deciding.workers.book(demand, admitted, now_s)
+        return [dispatch.ask(spec, admitted, None)]
+
+    def _spec(self, request: Request) -> RequestSpec:
+        """Of its next attempt, behind all that it has delivered."""
+        key = RequestKey(request.request_id, next(self.attempts))
+        emitted = tuple(request.choices[0].delivered)
+        return replace(request.spec, key=key, emitted_ids=emitted, resumed=())
+
+    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
+        """Nothing changes where the target refuses, or the request went on otherwise."""
+        if event.key not in self._pending:
+            return None
+        move = self._take(event.key, now_s)
+        if not isinstance(event, Reserved):
+            return []
+        request = self.deciding.requests.get(event.key.request_id)
+        candidate = move.admitted.candidate
+        if request is None or request.key != move.left:
+            return [Send(worker=candidate.decode.incarnation, message=Abort(key=event.key))]
+        aborts = self.legs.abort(request, now_s)
+        self.legs.forget(request, now_s)
+        request.move(move.spec)
+        request.place(move.admitted, now_s)
+        self.moved += 1
+        return [*aborts, *dispatch.begin(request, candidate, event.held_tokens, None)]
+
+    def _take(self, key: RequestKey, now_s: float) -> Move:
+        """What it would have kept its source busy with is not booked any more."""
+        move = self._pending.pop(key)
+        if move.source in self.deciding.workers:
+            self.deciding.workers[move.source].queue.remove(key, now_s)
+        return move
+
+    def lost(self, worker: Incarnation, now_s: float) -> None:
+        """Nothing comes of the moves to it."""
+        for key, move in [*self._pending.items()]:
+            if move.admitted.candidate.decode.incarnation == worker:
+                self._take(key, now_s)
+        self._looked_s.pop(worker, None)
+
+
+def _taken_blocks(view: WorkerView) -> int:
+    counters = view.counters
+    return counters.active_blocks + counters.leased_blocks
+
+
+def _is_worth(prediction: Prediction, left_tokens: int) -> bool:
+    """So it is where the workers haven't told their times."""
+    decode = prediction.decode
+    return not decode.step_s or decode.joins_in_s < WORTH * left_tokens * decode.step_s
+
+
+# --- which of them --------------------------------------------------------------------------------
+
+
+def fullest(sequences: Iterable[Decoding]) -> tuple[int, int]:
+    """The most tokens that they will have at once, each growing by one a step until it ends, and
+    how many sequences have them."""
+    longest_first = sorted(sequences, key=lambda one: one.left_tokens, reverse=True)
+    sums = accumulate(one.tokens for one in longest_first)
+    moments = zip(sums, enumerate(longest_first, 1), strict=True)
+    return max(((now + n * one.left_tokens, n) for now, (n, one) in moments), default=(0, 0))
+
+
+def suggest(load: Load, targets: Sequence[Load], most: int) -> list[tuple[Decoding, WorkerView]]:
+    """At most so many moves, longest sequences first; none while the worker will not overflow."""
+    if load.share() <= HIGH:
+        return []
+    moves: list[tuple[Decoding, WorkerView]] = []
+    room = list(targets)
+    for one in sorted(load.sequences, key=lambda one: one.tokens, reverse=True):
+        if len(moves) == most or load.share() <= LOW:
+            break
+        if not one.may_move or one.left_tokens < FEWEST_LEFT_TOKENS:
+            continue
+        target = _roomiest(one, room)
+        if target is not None:
+            moves.append((one, target.worker))
+            room = [t.beside(one) if t is target else t for t in room]
+            load = load.without(one)
+    return moves
+
+
+def _roomiest(one: Decoding, targets: Sequence[Load]) -> Load | None:
+    shares = [(target.beside(one).share(), at) for at, target in enumerate(targets)]
+    share, at = min(shares, default=(LOW, 0))
+    return targets[at] if share < LOW else None

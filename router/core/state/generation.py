@@ -1,0 +1,203 @@
+"""The seam between the faces (text, HTTP, gRPC) and the dispatcher (placement, workers).
+
+Above it a request is text; below it token ids. The dispatcher yields tokens of each choice in
+index order, without duplicates, and never takes one back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.gc_pauses import GcPauses
+from kvrelay.messages import NO_ACTIVITY, Activity, Counters
+from kvrelay.types import (
+    NO_OBJECTIVES,
+    FinishReason,
+    Objectives,
+    PromptLogprob,
+    Sampling,
+    StepCoefficients,
+    TokenLogprobs,
+)
+from kvrelay.v1.admin_pb2 import GetKvResponse
+from router.core.state.quarantine import Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A validated request. Those of different `tenant`s share no cached KV."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    tenant: str = ""
+    qos_tier: str = ""
+    objectives: Objectives = NO_OBJECTIVES
+    phases_s: Mapping[str, float] = field(default_factory=dict)
+    """# phase before submission (for example tokenize) |-> seconds, in order"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceTokens:
+    """Next tokens of one choice. The last one has the finish reason and may have no tokens."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class Generation(Protocol):
+    """One admitted request. Closing the iterator early, or `abort`, stops all its work."""
+
+    def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
+        """Raises RequestFailedError when the workers could not finish it."""
+
+    def stop(self, choice: int, valid_tokens: int) -> None:
+        """A stop string ended this choice: no more tokens of it are wanted."""
+
+    def abort(self) -> None: ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found, not computed; known with the first token."""
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Of each token of the prompt but the first, where wanted; known with the first token."""
+
+    @property
+    def capped_tokens(self) -> int | None:
+        """What its max_tokens were cut to, so as to serve it; None: they weren't."""
+
+    def ledger(self) -> dict[str, float]:
+        """# phase |-> seconds, from received to the last token so far, in the order of events"""
+
+    def prediction_errors(self) -> dict[str, float]:
+        """# ttft, tpot |-> predicted by actual seconds, of those that were predicted"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStatus:
+    """A worker's connection to the worker `peer` (its name); speed 0 until it is measured."""
+
+    peer: str
+    transport: str
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    name: str
+    address: str
+    incarnation: str
+    role: str
+    device: str
+    transport: str
+    total_blocks: int
+    block_size: int
+    counters: Counters
+    step_times: StepCoefficients
+    links: tuple[LinkStatus, ...] = ()
+    cpus: str = ""
+    activity: Activity = NO_ACTIVITY
+    kv_token_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNodeStatus:
+    name: str
+    orphaned_blocks: int
+    blocks: Mapping[tuple[str, str], int]
+    """# (tier, state) |-> blocks"""
+    pauses: GcPauses = field(default_factory=GcPauses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuarantinedPair:
+    """Two workers, by name, between which handoffs failed lately, so others are preferred."""
+
+    prefill: str
+    decode: str
+    reason: str
+    failures: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStatus:
+    """Of a QoS tier with objectives: the step that its ladder is at, and its latest latencies."""
+
+    name: str
+    step: int
+    latencies_s: Mapping[tuple[str, str], float]
+    """# (ttft or tpot, quantile) |-> seconds, of those known since the last step"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the workers say about the model they serve."""
+
+    architecture: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSnapshot:
+    """What a router knows of its cluster at one moment: values that another thread may read. It is
+    taken in the event loop for each scrape, so taking it copies references and little else.
+
+    `workers` are without `links`: these are in their counters, by the peers' incarnations.
+    `linked`: pairs between which KV travelled lately. `promises`: # outcome |-> how often.
+    """
+
+    ready: bool
+    running_requests: int
+    quarantined_pairs: int
+    queued_prompts: int
+    moved_requests: int
+    local_prefills: int
+    promises: Mapping[str, int]
+    workers: tuple[WorkerStatus, ...]
+    linked: tuple[Pair, ...]
+    pool_nodes: tuple[PoolNodeStatus, ...]
+    tiers: tuple[TierStatus, ...]
+    pauses: GcPauses
+
+
+class Dispatcher(Protocol):
+    """Admits, places and follows requests. Lives in the router's event loop."""
+
+    async def submit(self, request: GenerationRequest) -> Generation:
+        """Raises Refused (not now) or InvalidRequest (never). Returns once admitted."""
+
+    def abort(self, request_id: str) -> None:
+        """Unknown ids are ignored."""
+
+    def ready(self) -> bool:
+        """A pair of workers, or one alone, can serve."""
+
+    def not_ready(self) -> str | None:
+        """Why none can; None: some can."""
+
+    def workers(self) -> tuple[WorkerStatus, ...]: ...
+
+    def snapshot(self) -> ClusterSnapshot:
+        """What metrics say, to be read in another thread."""
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]: ...
+
+    def model(self) -> ModelFacts | None:
+        """None until the first worker has said what it serves."""
+
+    def running_requests(self) -> int: ...
+
+    async def debug_kv(self) -> GetKvResponse:
+        """Blocks by state, and all that is held with holder and age, of every worker and pool
+        node."""

@@ -1,0 +1,241 @@
+"""The router's soft view of one worker. Pure.
+
+Doubts in what a worker says of its own speed. Pure.
+
+A worker measures itself when it starts, and corrects that by what it runs. One that measured itself
+on a busy machine would be asked for nothing that has objectives, and so never learn better. So once
+in a while one that idles gets what it says it is too slow for.
+
+Whether a worker can serve together with those that are here, before any request is. Pure.
+
+How long it usually takes until a message to a worker has an effect. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+from statistics import median_low
+
+from engine.core.step_times import NotCovered, StepWork
+from kvpool.core.layout.block_names import NamedFormat
+from kvrelay.errors import PeerError
+from kvrelay.messages import Counters, LinkState, WorkerHello
+from kvrelay.types import Incarnation, RequestKey, Role
+from router.core.load.decode_outlook import DecodeOutlook, StepPeaks
+from router.core.load.prefill_queue import PrefillQueue
+from router.core.load.step_times import NoTimes, ToldTimes, WorkerTimes
+
+BELIEVED = 4.0
+"""It may be this many times as fast as it says, no more."""
+FIRST_S, LONGEST_S = 5.0, 300.0
+"""Between two trials: twice as long each time."""
+
+
+@dataclass(slots=True)
+class Doubt:
+    _again_s: float = FIRST_S
+    _pause_s: float = FIRST_S
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s >= self._again_s
+
+    def tried(self, now_s: float) -> None:
+        self._again_s = now_s + self._pause_s
+        self._pause_s = min(LONGEST_S, 2 * self._pause_s)
+
+
+def check_joins(hello: WorkerHello, others: Iterable[WorkerHello]) -> None:
+    """Raises PeerError, saying what differs and what to do."""
+    for other in others:
+        if other.fingerprint != hello.fingerprint:
+            raise PeerError(
+                f"worker {hello.name} serves another model than {other.name} "
+                f"(fingerprint {hello.fingerprint}, not {other.fingerprint})"
+            )
+        if {hello.role, other.role} == {Role.PREFILL, Role.DECODE}:
+            _check_formats(hello, other)
+
+
+def _check_formats(hello: WorkerHello, other: WorkerHello) -> None:
+    """KV would be handed over between these two."""
+    ours, theirs = (NamedFormat.of(one.physical_format) for one in (hello, other))
+    if ours.dtype != theirs.dtype and not (ours.mixed_precision and theirs.mixed_precision):
+        raise PeerError(
+            f"worker {hello.name} has KV in {ours.dtype}, {other.name} in {theirs.dtype}: give "
+            "both the same dtype, or set transfer.allow_mixed_precision: true on both to have it "
+            "converted"
+        )
+
+
+_LATEST = 9
+
+
+@dataclass(slots=True)
+class Delay:
+    """The median of the latest ones: one that was far too long is not what is usual. 0 before any
+    was seen."""
+
+    usual_s: float = 0.0
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
+
+    def observe(self, seconds: float) -> None:
+        self._latest.append(max(0.0, seconds))
+        self.usual_s = median_low(self._latest)
+
+
+_KILO = 1024
+_NEW_SHARE = 0.05
+NOTHING_TOLD = Counters()
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A worker's times as lines through the origin, for a first look: seconds per token of a
+    prompt, and of a decode step with all places taken."""
+
+    prompt_token_s: float
+    full_step_s: float
+
+
+Naming = tuple[str, str, int | None, int]
+"""What the names of a worker's blocks depend on."""
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerView:
+    """Its last counters, and what this router has sent it: prompts not yet prefilled (`queue`) and
+    sequences on its decode side (`outlook`), with what was predicted of their steps (`peaks`)."""
+
+    hello: WorkerHello
+    counters: Counters = NOTHING_TOLD
+    times: ToldTimes = field(default_factory=NoTimes)
+    queue: PrefillQueue = field(default_factory=PrefillQueue)
+    outlook: DecodeOutlook = field(default_factory=DecodeOutlook)
+    peaks: StepPeaks = field(default_factory=StepPeaks)
+    doubt: Doubt = field(default_factory=Doubt)
+    reserving: Delay = field(default_factory=Delay)  # from asking it to its answer
+    dispatching: Delay = field(default_factory=Delay)  # what prompts take beside their computing
+    own_usually: float = 0.0  # sequences here, lately: from this router
+    all_usually: float = 0.0  # and from all
+    draining: bool = False
+    incarnation: Incarnation = field(init=False)
+    naming: Naming = field(init=False)
+    _speed: tuple[ToldTimes, Speed] | None = None
+    _links: dict[Incarnation, LinkState] = field(default_factory=dict)
+    _linked: tuple[LinkState, ...] = ()
+    _slowest: float | None = None
+
+    def __post_init__(self) -> None:
+        hello = self.hello
+        names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
+        self.naming = (*names, hello.block_size)
+        self.incarnation = hello.incarnation
+
+    @staticmethod
+    def of(hello: WorkerHello) -> WorkerView:
+        return WorkerView(hello=hello, times=WorkerTimes.of(hello))
+
+    def said(self, counters: Counters) -> None:
+        first = self.counters is NOTHING_TOLD
+        self.counters = counters
+        self.draining |= counters.draining
+        own, share = self.outlook.sequences, 1.0 if first else _NEW_SHARE
+        self.own_usually += share * (own - self.own_usually)
+        self.all_usually += share * (max(own, counters.running) - self.all_usually)
+        if isinstance(self.times, WorkerTimes):
+            self.times = self.times.corrected(counters)
+
+    def step_s(self, work: StepWork) -> float:
+        """Infinite for what the worker's times don't cover."""
+        try:
+            return self.times.step_s(work)
+        except NotCovered:
+            return inf
+
+    def prefill_s(self, new_tokens: int, context_tokens: int) -> float:
+        """A chunk of one prompt."""
+        try:
+            return self.times.prefill_s(new_tokens, context_tokens)
+        except NotCovered:
+            return inf
+
+    def prompt_s(self, tokens: int, cached: int) -> float:
+        """What is not `cached` of a prompt, chunk by chunk."""
+        try:
+            return self.times.prompt_s(tokens, cached, self.hello.prefill_chunk_tokens)
+        except NotCovered:
+            return inf
+
+    def decode_s(self, sequences: int, kv_tokens: int) -> float:
+        try:
+            return self.times.decode_s(sequences, kv_tokens)
+        except NotCovered:
+            return inf
+
+    @property
+    def speed(self) -> Speed:
+        known = self._speed
+        if known is None or known[0] is not self.times:
+            known = self._speed = (self.times, self._look_at_times())
+        return known[1]
+
+    def _look_at_times(self) -> Speed:
+        """What isn't covered counts for nothing: a closer look tells."""
+        prompt_s = self.prefill_s(_KILO, 0)
+        step_s = self.decode_s(self.hello.max_running_requests, 0)
+        return Speed(
+            prompt_s / _KILO if prompt_s < inf else 0.0,
+            step_s if step_s < inf else 0.0,
+        )
+
+    def link(self, peer: Incarnation) -> LinkState | None:
+        """The one that the worker has opened to `peer`."""
+        if self._linked is not self.counters.links:
+            self._linked = self.counters.links
+            self._links = {link.peer: link for link in self._linked}
+            speeds = (link.bytes_per_s for link in self._linked if link.bytes_per_s)
+            self._slowest = min(speeds, default=None)
+        return self._links.get(peer)
+
+    @property
+    def slowest_bytes_per_s(self) -> float | None:
+        """Of the links that were measured, as of the last `link`."""
+        return self._slowest
+
+    @property
+    def prefills(self) -> bool:
+        return self.hello.role is Role.PREFILL
+
+    @property
+    def is_idle(self) -> bool:
+        sequences = self.outlook.sequences or self.counters.running
+        return not (sequences or self.queue or self.counters.prefill_waiting_tokens)
+
+    @property
+    def decode_load(self) -> float:
+        """Share of the batch that is taken."""
+        sequences, running = self.outlook.sequences, self.counters.running
+        return (sequences if sequences > running else running) / self.hello.max_running_requests
+
+    @property
+    def prefill_load(self) -> int:
+        """Prompt tokens ahead of a new request."""
+        return max(self.queue.tokens, self.counters.prefill_waiting_tokens)
+
+    @property
+    def free_places(self) -> int:
+        """As far as is known: other routers ask too."""
+        sequences, running = self.outlook.sequences, self.counters.running
+        return self.hello.max_running_requests - (sequences if sequences > running else running)
+
+    def held(self, tier: str) -> int:
+        """Its sequences, here or on their way; those of other routers as the worker told."""
+        told = (load.running for load in self.counters.tiers if load.tier == tier)
+        return max(self.outlook.of_tier[tier], *told, 0)
+
+    def forget(self, key: RequestKey, now_s: float) -> None:
+        self.outlook.remove(key)
+        self.queue.remove(key, now_s)

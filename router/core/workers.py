@@ -1,0 +1,260 @@
+"""The workers as this router sees them, and what it has placed there. Pure.
+
+Whether some request can be served now, and if not, why. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from math import inf, isfinite
+
+from kvrelay.messages import WorkerHello
+from kvrelay.types import Incarnation, RequestKey, Role
+from router.core.load.decode_outlook import Expected
+from router.core.load.prefill_queue import Ahead
+from router.core.policy.admission import Admitted
+from router.core.policy.forecast import Forecast
+from router.core.policy.placement import Choice, least_against
+from router.core.state.candidate import PromptPrediction
+from router.core.state.demand import Demand
+from router.core.state.generation import ModelFacts
+from router.core.state.promises import Promised
+from router.core.state.quarantine import Objections, Pair
+from router.core.state.worker_view import WorkerView
+
+MOST_ALIKE = 3.0
+"""A router that few ask must not take its few promises for those of many."""
+_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
+
+
+class Workers(dict[Incarnation, WorkerView]):
+    """Those connected. A place stays taken until the worker says that it is free. `decode_alone`:
+    decode workers can do without prefill workers."""
+
+    def __init__(
+        self,
+        views: Mapping[Incarnation, WorkerView] | None = None,
+        *,
+        decode_alone: bool = False,
+    ) -> None:
+        super().__init__(views or {})
+        self.decode_alone = decode_alone
+        self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
+
+    def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
+        super().__setitem__(worker, view)
+        self._of_role.clear()
+
+    def leave(self, worker: Incarnation) -> WorkerView | None:
+        """None where it isn't here."""
+        self._of_role.clear()
+        return self.pop(worker, None)
+
+    def of_role(self, role: Role) -> tuple[WorkerView, ...]:
+        """In the order in which they joined."""
+        if role not in self._of_role:
+            self._of_role[role] = tuple(v for v in self.values() if v.hello.role is role)
+        return self._of_role[role]
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest sequence that some pair of workers, or one alone, can hold; 0 when none can
+        serve."""
+        longest = dict.fromkeys(Role, 0)
+        for view in self.values():
+            role = view.hello.role
+            longest[role] = max(longest[role], view.hello.max_model_len)
+        decode = longest[Role.DECODE]
+        pair = decode if self.decode_alone else min(longest[Role.PREFILL], decode)
+        return max(longest[Role.BOTH], pair)
+
+    @property
+    def least_tokens(self) -> int:
+        """The longest sequence that each of them can hold; 0 without any."""
+        return min([view.hello.max_model_len for view in self.values()], default=0)
+
+    @property
+    def most_places(self) -> int:
+        """Of one worker that decodes; 0 without any."""
+        hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
+        return max((hello.max_running_requests for hello in hellos), default=0)
+
+    @property
+    def decode_places(self) -> int:
+        """Of all workers that decode."""
+        hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
+        return sum(hello.max_running_requests for hello in hellos)
+
+    def held(self, tier: str) -> int:
+        """Its sequences at all workers that decode, also those of other routers."""
+        decoding = (view for view in self.values() if view.hello.role is not Role.PREFILL)
+        return sum(view.held(tier) for view in decoding)
+
+    def model(self) -> ModelFacts | None:
+        """What they serve, as the first one says; None without any."""
+        hello = next((view.hello for view in self.values()), None)
+        if hello is None:
+            return None
+        return ModelFacts(
+            architecture=hello.architecture,
+            fingerprint=hello.fingerprint,
+            max_model_len=self.longest_tokens or hello.max_model_len,
+            vocab_size=hello.vocab_size,
+        )
+
+    def name_of(self, worker: Incarnation) -> str:
+        """Its incarnation where it isn't here (any more)."""
+        view = self.get(worker)
+        return view.hello.name if view is not None else worker
+
+    def join(self, hello: WorkerHello) -> None:
+        self[hello.incarnation] = WorkerView.of(hello)
+
+    def choice(
+        self,
+        demand: Demand,
+        tried: Collection[Incarnation],
+        objections: Objections,
+        forecast: Forecast,
+    ) -> Choice:
+        """Those that could serve it, without the decode workers `tried` and those that drain."""
+        prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
+        if demand.is_prompt_only:
+            prefills, decodes, both = [], [], [*prefills, *both] or decodes
+        return Choice(
+            prefills=prefills,
+            decodes=[view for view in decodes if view.incarnation not in tried],
+            alone=[view for view in both if view.incarnation not in tried],
+            objections=objections,
+            forecast=forecast,
+            workers=self,
+            least_against=0 if both else least_against(prefills, decodes, objections),
+        )
+
+    def per_worker(self, promised: Promised) -> Promised:
+        """Spread evenly over those of each role."""
+        prefills, decodes, both = (len(self.of_role(role)) for role in _ROLES)
+        prefills, decodes = prefills + both, decodes + both
+        return Promised(
+            prefill_s=promised.prefill_s / max(1, prefills),
+            sequences=promised.sequences / max(1, decodes),
+            kv_tokens=promised.kv_tokens / max(1, decodes),
+        )
+
+    def all_by_own(self) -> float:
+        """Sequences of all routers by those of this one, lately; 1 before it has any. Their
+        promises are taken to be as many more."""
+        decoding = (*self.of_role(Role.DECODE), *self.of_role(Role.BOTH))
+        own = sum([view.own_usually for view in decoding])
+        told = sum([view.all_usually for view in decoding])
+        return min(MOST_ALIKE, told / own) if own else 1.0
+
+    def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
+        self.book_decode(demand, admitted, now_s)
+        self.book_prefill(demand, admitted.candidate.prefiller, admitted.prediction.prompt, now_s)
+
+    @staticmethod
+    def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
+        if demand.is_prompt_only:
+            return
+        candidate, prediction = admitted.candidate, admitted.prediction
+        key = demand.spec.key
+        joins_in_s, step_s = map(_known, (prediction.decode.joins_in_s, prediction.decode.step_s))
+        joins_s = now_s + joins_in_s
+        expected = Expected(
+            joins_s=joins_s,
+            ends_s=joins_s + step_s * max(1, demand.output_tokens - 1),
+            tokens=demand.mean_tokens,
+            prompt_tokens=len(demand.spec.prompt_ids),
+            most_tokens=demand.spec.sampling.max_tokens,
+            choices=demand.choices,
+            tpot_s=_kept_tpot_s(demand, candidate.decode),
+            gaps=max(1, demand.output_tokens - 1),
+            tier=demand.tier.name,
+        )
+        candidate.decode.outlook.add(key, expected)
+        candidate.decode.peaks.add(step_s, now_s)
+        if prediction.prompt.pause_s:
+            candidate.decode.outlook.pauses.add(prediction.prompt.pause_s, now_s)
+
+    @staticmethod
+    def book_prefill(
+        demand: Demand, worker: WorkerView, prompt: PromptPrediction, now_s: float
+    ) -> None:
+        ahead = Ahead(
+            seconds=prompt.pull_s + prompt.prefill_s,
+            tokens=demand.prompt_tokens,
+            priority=demand.priority,
+            cached=demand.held.tokens(worker),
+        )
+        worker.queue.add(demand.spec.key, ahead, now_s)
+
+    def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
+        """Its prompt is ahead of no other request any more."""
+        for leg in legs:
+            if leg in self:
+                self[leg].queue.remove(key, now_s)
+
+    def forget(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
+        for leg in legs:
+            if leg in self:
+                self[leg].forget(key, now_s)
+
+
+def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
+    """Those that could serve it when idle, and take requests."""
+    choices, tokens = demand.choices, demand.longest_tokens
+    return [
+        view
+        for view in views
+        if tokens <= view.hello.max_model_len
+        and choices <= view.hello.max_running_requests
+        and not view.draining
+    ]
+
+
+def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:
+    """What it asks for, unless the worker can't keep it even with this one alone: then nobody is
+    refused for it."""
+    tpot_s = demand.objectives.tpot_s
+    if tpot_s is None:
+        return None
+    alone_s = worker.decode_s(demand.choices, demand.kv_tokens)
+    return None if tpot_s < alone_s < inf else tpot_s
+
+
+def _known(seconds: float) -> float:
+    """What no measured time covers is booked as nothing."""
+    return seconds if isfinite(seconds) else 0.0
+
+
+_NEEDED_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
+_QUARANTINED = "handoffs failed lately between all prefill and decode workers: they are quarantined"
+
+
+def obstacle(workers: Workers, quarantined: Collection[Pair]) -> str | None:
+    """Why nothing can be served; None: something can."""
+    if not workers:
+        return "no worker has joined yet"
+    if not workers.longest_tokens:
+        return _missing(workers)
+    prefills, decodes, alone = (_taking(workers, role) for role in _NEEDED_ROLES)
+    if alone or (decodes and workers.decode_alone):
+        return None
+    if not prefills and not decodes:
+        return "all workers drain"
+    if not prefills or not decodes:
+        return f"all {Role.PREFILL if decodes else Role.DECODE} workers drain"
+    pairs = (Pair(p.incarnation, d.incarnation) for p in prefills for d in decodes)
+    return _QUARANTINED if all(pair in quarantined for pair in pairs) else None
+
+
+def _taking(workers: Workers, role: Role) -> list[WorkerView]:
+    """Those of this role that take requests."""
+    return [view for view in workers.of_role(role) if not view.draining]
+
+
+def _missing(workers: Workers) -> str:
+    """No pair of them can serve."""
+    missing = [role for role in (Role.PREFILL, Role.DECODE) if not workers.of_role(role)]
+    return f"no {' and no '.join(missing)} worker has joined yet"

@@ -1,0 +1,1 @@
+"""The running router around its core: connections, metrics, status, records."""

@@ -1,0 +1,314 @@
+"""The router's shell: turns the core's commands into messages, and their answers into events.
+
+Lives in one event loop. A request's handle is a queue that the core's deliveries fill.
+
+One request that runs on the workers, as the faces follow it. Lives in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from secrets import randbits
+from typing import Protocol
+from uuid import uuid4
+
+from kvrelay.errors import InvalidRequest, Refused, RequestFailedError
+from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
+from kvrelay.qos import ONE_TIER, QosTiers
+from kvrelay.types import Incarnation, PromptLogprob, RequestSpec
+from router.core.events import (
+    Aborted,
+    Admit,
+    ChoiceStopped,
+    Command,
+    DeadlinePassed,
+    Deliver,
+    Event,
+    Fail,
+    LadderStepped,
+    PairQuarantined,
+    PairTrusted,
+    Refuse,
+    Rejected,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
+from router.core.policy.choice import DEFAULT_POLICIES, Policies
+from router.core.request import Request
+from router.core.start import Beginning, begin
+from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.worker_view import check_joins
+from router.live import status
+from router.live.link import WorkerLink
+from router.live.pool_nodes import PoolNodes
+from router.live.recorder import Recorder
+from router.live.status import ClusterViews, RecentActivity
+
+log = logging.getLogger(__name__)
+
+
+class GenerationOwner(Protocol):
+    """Whose it is: the dispatcher."""
+
+    def runs(self, generation: WorkerGeneration) -> bool: ...
+
+    def stop(self, request_id: str, choice: int, valid_tokens: int) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class WorkerGeneration:
+    """A request on the workers. What it yields comes in index order, each token once."""
+
+    def __init__(self, owner: GenerationOwner, request_id: str) -> None:
+        self.request_id = request_id
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.request: Request | None = None
+        self.alarm: asyncio.TimerHandle | None = None  # rings when its deadline passes
+        self._owner = owner
+        self._deliveries: asyncio.Queue[Deliver | Fail | None] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[ChoiceTokens]:
+        try:
+            while (delivery := await self._deliveries.get()) is not None:
+                if isinstance(delivery, Fail):
+                    raise RequestFailedError(delivery.reason, delivery.message)
+                for tokens in delivery.tokens:
+                    yield tokens
+                if delivery.done:
+                    return
+        finally:
+            self.abort()
+
+    def stop(self, choice: int, valid_tokens: int) -> None:
+        if self._owner.runs(self):
+            self._owner.stop(self.request_id, choice, valid_tokens)
+
+    def abort(self) -> None:
+        if self._owner.runs(self):  # the id may be another request's by now
+            self._owner.abort(self.request_id)
+
+    def ledger(self) -> dict[str, float]:
+        return self.request.ledger.phases() if self.request is not None else {}
+
+    def prediction_errors(self) -> dict[str, float]:
+        return self.request.prediction_errors() if self.request is not None else {}
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.request.cached_tokens if self.request is not None else 0
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        return self.request.prompt_logprobs if self.request is not None else ()
+
+    @property
+    def capped_tokens(self) -> int | None:
+        return self.request.capped_tokens if self.request is not None else None
+
+    def put(self, delivery: Deliver | Fail | None) -> None:
+        self._deliveries.put_nowait(delivery)
+
+
+MAX_REQUEST_ID_BYTES = 256
+"""It stands in every message between workers, and these are at most 64 KiB."""
+
+
+class WorkerDispatcher(ClusterViews):
+    """Implements `router.core.state.generation.Dispatcher` over real workers."""
+
+    def __init__(
+        self,
+        preloads: tuple[RequestSpec, ...] = (),
+        policies: Policies = DEFAULT_POLICIES,
+        tiers: QosTiers = ONE_TIER,
+        *,
+        record: Callable[[Beginning], Recorder] | None = None,
+    ) -> None:
+        """`record` opens a file for all that the core hears and decides."""
+        beginning = Beginning(
+            first_attempt=randbits(30),  # of 32 bits on the wire
+            seed=randbits(62),
+            policies=policies,
+            tiers=tiers,
+            preloads=preloads,
+        )
+        super().__init__(begin(beginning), PoolNodes(self._post))
+        self._recorder = record(beginning) if record is not None else None
+        self.incarnation = Incarnation(uuid4().hex)
+        self._links: dict[str, WorkerLink] = {}  # address |-> link
+        self._generations: dict[str, WorkerGeneration] = {}
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def add_worker(self, address: str) -> None:
+        if address not in self._links:
+            self._links[address] = WorkerLink(address, self.incarnation, self)
+
+    async def remove_worker(self, address: str) -> None:
+        link = self._links.pop(address, None)
+        if link is not None:
+            await link.close()
+
+    async def close(self) -> None:
+        for address in list(self._links):
+            await self.remove_worker(address)
+        await self.pools.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+        check_joins(hello, (view.hello for view in self.core.workers.values()))
+        log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
+        self.attached[hello.incarnation] = link
+        self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
+        self._post(WorkerJoined(hello=hello))
+
+    def said(
+        self,
+        worker: Incarnation,
+        events: tuple[WorkerEvent, ...],
+        counters: Counters,
+        blocks: tuple[BlockChanges, ...],
+    ) -> None:
+        if (recent := self.recent.get(worker)) is not None:
+            recent.heard(counters, time.monotonic())
+        said = WorkerSaid(incarnation=worker, events=events, counters=counters, blocks=blocks)
+        self._post(said)
+
+    def lost(self, worker: Incarnation, reason: str) -> None:
+        link = self.attached.pop(worker, None)
+        self.recent.pop(worker, None)
+        if link is not None:
+            if link.address in self._links:
+                log.warning("lost the worker at %s: %s", link.address, reason)
+            else:
+                log.info("the worker at %s has left", link.address)
+            self._post(WorkerLost(incarnation=worker))
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerationRequest) -> WorkerGeneration:
+        self._check(request)
+        generation = WorkerGeneration(self, request.request_id)
+        self._generations[request.request_id] = generation
+        self._post(Submitted(request=request))
+        generation.request = self.core.requests.get(request.request_id)
+        self._watch_deadline(generation, request)
+        try:
+            await generation.admitted
+        except BaseException:
+            generation.abort()
+            raise
+        return generation
+
+    def _watch_deadline(self, generation: WorkerGeneration, request: GenerationRequest) -> None:
+        deadline_s = request.objectives.deadline_s
+        if deadline_s is not None and generation.request is not None:
+            left_s = deadline_s - sum(request.phases_s.values())
+            loop = asyncio.get_running_loop()
+            passed = DeadlinePassed(request_id=request.request_id)
+            generation.alarm = loop.call_later(max(0.0, left_s), self._post, passed)
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raises InvalidRequest for what no worker could take, even when idle."""
+        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+            raise InvalidRequest(
+                f"request_id has more than {MAX_REQUEST_ID_BYTES} bytes: choose a shorter one",
+                param="request_id",
+            )
+        if request.request_id in self.core.requests:
+            raise InvalidRequest(
+                f"request id {request.request_id} is running already: choose another",
+                code="duplicate_request_id",
+                param="request_id",
+            )
+        places = self.core.workers.most_places
+        if places and request.sampling.n > places:
+            raise InvalidRequest(
+                f"n is {request.sampling.n}, but a worker runs at most {places} sequences "
+                "at once: ask for fewer choices",
+                param="n",
+            )
+
+    def runs(self, generation: WorkerGeneration) -> bool:
+        return self._generations.get(generation.request_id) is generation
+
+    def stop(self, request_id: str, choice: int, valid_tokens: int) -> None:
+        stopped = ChoiceStopped(request_id=request_id, choice=choice, valid_tokens=valid_tokens)
+        self._post(stopped)
+        self._end_if_gone(request_id)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.core.requests:
+            self._post(Aborted(request_id=request_id))
+        self._end_if_gone(request_id)
+
+    def _end_if_gone(self, request_id: str) -> None:
+        if request_id not in self.core.requests and request_id in self._generations:
+            self._forget(request_id).put(None)
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _post(self, event: Event) -> None:
+        now_s = time.monotonic()
+        try:
+            commands = self.core.handle(event, now_s)
+        except Rejected as rejected:
+            self._execute_all(rejected.commands)
+            raise
+        if self._recorder is not None:
+            self._recorder.heard(event, commands, now_s)
+        self._execute_all(commands)
+
+    def _execute_all(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case Send(worker=worker, message=message):
+                link = self.attached.get(worker)
+                if link is not None:
+                    link.send(message)
+            case Deliver(request_id=request_id, done=done):
+                self._generation(request_id, done=done).put(command)
+            case Admit(request_id=request_id):
+                self._settle_admission(self._generations[request_id], None)
+            case Refuse(request_id=request_id, refusal=refusal):
+                retry_after_s = refusal.retry_after_s
+                error = Refused(refusal.reason, refusal.message, retry_after_s=retry_after_s)
+                self._settle_admission(self._generation(request_id, done=True), error)
+            case Fail(request_id=request_id):
+                generation = self._generation(request_id, done=True)
+                failure = RequestFailedError(command.reason, command.message)
+                self._settle_admission(generation, failure)
+                generation.put(command)
+            case PairQuarantined() | PairTrusted():
+                status.tell_quarantine(command, self.core.workers)
+            case LadderStepped():
+                status.tell_ladder_steps(command)
+
+    def _generation(self, request_id: str, *, done: bool) -> WorkerGeneration:
+        return self._forget(request_id) if done else self._generations[request_id]
+
+    def _forget(self, request_id: str) -> WorkerGeneration:
+        generation = self._generations.pop(request_id)
+        if generation.alarm is not None:
+            generation.alarm.cancel()
+        return generation
+
+    @staticmethod
+    def _settle_admission(generation: WorkerGeneration, error: Exception | None) -> None:
+        if generation.admitted.done():
+            return
+        if error is None:
+            generation.admitted.set_result(None)
+        else:
+            generation.admitted.set_exception(error)

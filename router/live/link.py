@@ -1,0 +1,184 @@
+"""One worker as the router reaches it: an Attach stream that is opened again when it breaks, also
+when the router's core rejects what came."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from kvrelay.commands_wire import encode_to_worker
+from kvrelay.errors import PeerError
+from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
+from kvrelay.reports_wire import decode_changes, decode_counters, decode_event, decode_hello
+from kvrelay.types import WIRE_VERSION, Incarnation
+from kvrelay.v1 import worker_pb2 as pb
+from kvrelay.v1 import worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 5.0
+REFUSAL_S = 5.0
+MESSAGE_BYTES = 64 * 1024 * 1024
+PING_MS, PATIENCE_MS = 5_000, 10_000
+"""A worker that answers no ping for so long is gone, with its host, or hangs: it is lost. (gRPC's
+keepalive_timeout_ms doesn't bound this wait, ping_timeout_ms does.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Why a stream ended. `fault`: by what the worker said."""
+
+    reason: str
+    fault: bool = False
+
+
+class LinkOwner(Protocol):
+    """Called in the event loop."""
+
+    def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
+        """Raises PeerError to refuse the worker for good."""
+
+    def said(
+        self,
+        worker: Incarnation,
+        events: tuple[WorkerEvent, ...],
+        counters: Counters,
+        blocks: tuple[BlockChanges, ...],
+    ) -> None: ...
+
+    def lost(self, worker: Incarnation, reason: str) -> None: ...
+
+
+class WorkerLink:
+    def __init__(self, address: str, router: Incarnation, owner: LinkOwner) -> None:
+        self.address = address
+        self.hello: WorkerHello | None = None
+        self._refused = False  # for good
+        self._router = router
+        self._owner = owner
+        self._outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._task = asyncio.ensure_future(self._run())
+
+    def send(self, message: ToWorker) -> None:
+        """Queued; lost with the stream, as `lost` then tells."""
+        self._outgoing.put_nowait(encode_to_worker(message))
+
+    async def debug_kv(self) -> pb.DebugKvResponse:
+        return await self._stub.DebugKv(pb.DebugKvRequest(), timeout=30)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    async def _run(self) -> None:
+        """Attach again and again, more and more slowly while it fails."""
+        retry_s = FIRST_RETRY_S
+        while not self._refused:
+            ended = _Ended("the link was closed")
+            try:
+                ended = await self._attach_once()
+            finally:
+                was_attached = self._detached(ended.reason)
+            well = was_attached and not ended.fault
+            retry_s = FIRST_RETRY_S if well else min(2 * retry_s, LAST_RETRY_S)
+            log.debug("worker at %s: %s; trying again", self.address, ended.reason)
+            await asyncio.sleep(retry_s)
+
+    async def _attach_once(self) -> _Ended:
+        """Until the stream ends, for whatever reason."""
+        try:
+            await self._attach()
+        except grpc.aio.AioRpcError as error:
+            return _Ended(error.details() or error.code().name)
+        except PeerError as error:
+            if self.hello is None:
+                self._refused = True
+                log.error("worker at %s refused: %s", self.address, error)
+            return self._fault(error)
+        except Exception as error:
+            return self._fault(error)
+        return _Ended("it closed the stream")
+
+    def _fault(self, error: Exception) -> _Ended:
+        """What the worker said can't be taken: a bug, on one of the two sides."""
+        if not self._refused:
+            text = "worker at %s: its message was rejected, so its link is closed and opened again"
+            log.error(text, self.address, exc_info=error)
+        return _Ended(f"its message was rejected: {error!r}", fault=True)
+
+    async def _attach(self) -> None:
+        outgoing: asyncio.Queue[pb.ToWorker | None] = asyncio.Queue()
+        self._outgoing = outgoing
+        stream = self._stub.Attach(self._requests(outgoing))
+        try:
+            async for batch in stream:
+                if batch.HasField("hello"):
+                    await self._joined(decode_hello(batch.hello), stream)
+                elif self.hello is not None:
+                    self._said(self.hello.incarnation, batch)
+        finally:
+            stream.cancel()
+            outgoing.put_nowait(None)
+
+    async def _joined(self, hello: WorkerHello, stream: AsyncIterator[pb.FromWorker]) -> None:
+        """Raises PeerError, which the worker is told first."""
+        self.hello = hello
+        try:
+            self._owner.joined(self, hello)
+        except PeerError as error:
+            self.hello = None
+            self._outgoing.put_nowait(pb.ToWorker(refused=pb.RouterRefused(reason=str(error))))
+            self._outgoing.put_nowait(None)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_end_of(stream), REFUSAL_S)
+            raise
+
+    def _said(self, worker: Incarnation, batch: pb.FromWorker) -> None:
+        now_s = time.monotonic()
+        events = tuple(decode_event(event, now_s) for event in batch.events)
+        blocks = decode_changes(batch.blocks)
+        self._owner.said(worker, events, decode_counters(batch.counters), blocks)
+
+    def _detached(self, reason: str) -> bool:
+        """Whether there was a worker to lose."""
+        hello, self.hello = self.hello, None
+        if hello is None:
+            return False
+        try:
+            self._owner.lost(hello.incarnation, reason)
+        except Exception:
+            log.exception("worker at %s: its loss was not handled well", self.address)
+        return True
+
+    async def _requests(
+        self, outgoing: asyncio.Queue[pb.ToWorker | None]
+    ) -> AsyncIterator[pb.ToWorker]:
+        hello = pb.RouterHello(wire_version=WIRE_VERSION, router_incarnation=self._router)
+        yield pb.ToWorker(hello=hello)
+        while (message := await outgoing.get()) is not None:
+            yield message
+
+
+async def _end_of(stream: AsyncIterator[pb.FromWorker]) -> None:
+    async for _ in stream:
+        pass
+
+
+def channel_options() -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.http2.ping_timeout_ms", PATIENCE_MS),
+    ]

@@ -1,0 +1,136 @@
+"""The pool nodes of a router. Each tells it of its blocks by a stream, and is asked every second
+for a report.
+
+Requests never wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from kvrelay.errors import PeerError
+from kvrelay.gc_pauses import GcPauses
+from kvrelay.reports_wire import decode_update
+from kvrelay.types import WIRE_VERSION, Incarnation
+from kvrelay.v1 import pool_node_pb2 as pb
+from kvrelay.v1 import pool_node_pb2_grpc
+from router.core.events import PoolNodeLost, PoolNodeSaid
+from router.core.state.generation import PoolNodeStatus
+from router.live.link import channel_options
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+PATIENCE_S = 5.0
+
+
+Post = Callable[[PoolNodeSaid | PoolNodeLost], None]
+
+
+class PoolNodeLink:
+    """`latest` is None while the node doesn't answer."""
+
+    def __init__(self, address: str, post: Post) -> None:
+        self.address = address
+        self.latest: pb.PoolReport | None = None
+        self._post = post
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._stub = pool_node_pb2_grpc.PoolNodeStub(self._channel)
+        self._tasks = [asyncio.ensure_future(run) for run in (self._ask(), self._watch())]
+
+    async def report(self) -> pb.PoolReport:
+        """Raises grpc.aio.AioRpcError."""
+        return await self._stub.Report(pb.PoolReportRequest(), timeout=PATIENCE_S)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    async def _watch(self) -> None:
+        """Follow its stream, and begin anew when that ends."""
+        told = ""
+        while True:
+            reason = await self._follow()
+            if reason not in ("", told):
+                log.warning("pool node at %s tells nothing of its blocks: %s", self.address, reason)
+            told = reason
+            await asyncio.sleep(PERIOD_S)
+
+    async def _follow(self) -> str:
+        """Until the stream ends; why it has, or nothing if the node is silent altogether. What the
+        node held is forgotten then."""
+        nodes: set[Incarnation] = set()
+        stream = self._stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION))
+        try:
+            async for message in stream:
+                nodes.add(Incarnation(message.incarnation))
+                self._post(PoolNodeSaid(update=decode_update(message)))
+        except grpc.aio.AioRpcError as error:
+            is_silent = error.code() is grpc.StatusCode.UNAVAILABLE
+            return "" if is_silent else error.details() or error.code().name
+        except PeerError as error:
+            return str(error)
+        except Exception as error:
+            log.exception("an update of the pool node at %s was not handled well", self.address)
+            return repr(error)
+        finally:
+            stream.cancel()
+            for node in nodes:
+                self._post(PoolNodeLost(node=node))
+        return "it closed the stream"
+
+    async def _ask(self) -> None:
+        while True:
+            before = self.latest
+            try:
+                self.latest = await self.report()
+            except grpc.aio.AioRpcError as error:
+                self.latest = None
+                if before is not None:
+                    log.warning("pool node at %s is silent: %s", self.address, error.details())
+            if before is None and self.latest is not None:
+                log.info("pool node %s answers at %s", self.latest.name, self.address)
+            await asyncio.sleep(PERIOD_S)
+
+
+class PoolNodes:
+    """`post` hears what the nodes hold."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._links: dict[str, PoolNodeLink] = {}  # address |-> link
+
+    def add(self, address: str) -> None:
+        if address not in self._links:
+            self._links[address] = PoolNodeLink(address, self._post)
+
+    async def remove(self, address: str) -> None:
+        link = self._links.pop(address, None)
+        if link is not None:
+            await link.close()
+
+    async def close(self) -> None:
+        for address in list(self._links):
+            await self.remove(address)
+
+    def links(self) -> tuple[PoolNodeLink, ...]:
+        return tuple(self._links.values())
+
+    def statuses(self) -> tuple[PoolNodeStatus, ...]:
+        """Of those that answer."""
+        return tuple(_status(link.latest) for link in self.links() if link.latest is not None)
+
+
+def _status(report: pb.PoolReport) -> PoolNodeStatus:
+    return PoolNodeStatus(
+        name=report.name,
+        orphaned_blocks=report.orphaned_blocks,
+        blocks={(t.tier, s.state): s.blocks for t in report.tiers for s in t.states},
+        pauses=GcPauses(report.gc_pauses, report.gc_pause_s, report.gc_longest_pause_s),
+    )

@@ -1,0 +1,50 @@
+"""Writes what a live router's core hears and decides to a file, up to a bound."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from kvrelay.errors import ConfigError
+from router.core.events import Command, Event
+from router.core.record import Entry, to_line
+from router.core.start import Beginning
+
+log = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 1 << 20
+
+
+class Recorder:
+    """Raises ConfigError where it can't write. At `most_bytes` it stops, and says so."""
+
+    def __init__(self, path: Path, most_bytes: int, beginning: Beginning) -> None:
+        self._path = path
+        self._left_bytes = most_bytes
+        self._file: TextIO | None = None
+        try:
+            self._file = path.open("w", encoding="ascii", buffering=_BUFFER_BYTES)
+        except OSError as error:
+            reason = f"can't write it: {error.strerror}"
+            raise ConfigError(f"router.record: {path}: {reason}") from None
+        self._write(to_line(beginning))
+
+    def heard(self, event: Event, commands: Sequence[Command], at_s: float) -> None:
+        if self._file is not None:
+            self._write(to_line(Entry(at_s=at_s, event=event, commands=tuple(commands))))
+
+    def _write(self, line: str) -> None:
+        assert self._file is not None
+        self._left_bytes -= len(line) + 1
+        if self._left_bytes < 0:
+            log.warning("%s is full: no more is recorded", self._path)
+            self.close()
+            return
+        self._file.write(line + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,260 @@
+"""What a router can tell of its cluster: the part of `Dispatcher` that changes nothing.
+
+What the workers and pool nodes of a cluster hold, asked now: `/debug/kv` and Admin.GetKv.
+
+What the log and `/metrics` say of the tiers' ladders.
+
+What the log and `kvrelay status` say of quarantined pairs: workers by name.
+
+A worker's activity over the last seconds, from the counters that it sends. Pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import grpc
+
+from kvpool.core.layout.hashes import tenant_label
+from kvrelay.gc_pauses import PAUSES
+from kvrelay.messages import NO_ACTIVITY, Activity, Counters, LinkState, activity
+from kvrelay.types import Incarnation
+from kvrelay.v1 import admin_pb2 as pb
+from kvrelay.v1.admin_pb2 import GetKvResponse
+from kvrelay.v1.pool_node_pb2 import PoolReport
+from kvrelay.v1.worker_pb2 import DebugKvResponse
+from router.core.core import RouterCore
+from router.core.events import LadderStepped, PairQuarantined, PairTrusted
+from router.core.state.generation import (
+    ClusterSnapshot,
+    LinkStatus,
+    ModelFacts,
+    QuarantinedPair,
+    TierStatus,
+    WorkerStatus,
+)
+from router.core.state.ladder import P99, P999, Ladder, Ladders, Step
+from router.core.state.quarantine import Quarantine
+from router.core.state.worker_view import WorkerView
+from router.core.workers import Workers, obstacle
+from router.live.link import WorkerLink
+from router.live.pool_nodes import PoolNodeLink, PoolNodes
+
+log = logging.getLogger(__name__)
+
+
+Report = TypeVar("Report")
+
+
+async def kv_reports(
+    workers: Iterable[WorkerLink],
+    pool_nodes: Iterable[PoolNodeLink],
+    tenant_of: Callable[[str], str],
+) -> pb.GetKvResponse:
+    """`tenant_of` a request's id, as reports show it; empty where it isn't known."""
+    answers, pools = await asyncio.gather(
+        asyncio.gather(*(_asked(link.debug_kv(), link.address) for link in workers)),
+        asyncio.gather(*(_asked(link.report(), link.address) for link in pool_nodes)),
+    )
+    found = pb.GetKvResponse()
+    for answer in (*answers, *pools):
+        _add(found, answer)
+    _name(found, tenant_of)
+    return found
+
+
+async def _asked(asked: Awaitable[Report], address: str) -> Report | pb.SilentProcess:
+    """One that does not answer hides none of the others."""
+    try:
+        return await asked
+    except grpc.aio.AioRpcError as error:
+        return pb.SilentProcess(address=address, error=error.details() or error.code().name)
+
+
+def _add(found: pb.GetKvResponse, answer: object) -> None:
+    match answer:
+        case pb.SilentProcess():
+            found.silent.append(answer)
+        case DebugKvResponse():
+            found.workers.append(answer)
+        case PoolReport():
+            found.pool_nodes.append(answer)
+
+
+def _name(found: pb.GetKvResponse, tenant_of: Callable[[str], str]) -> None:
+    for held in (held for worker in found.workers for held in worker.held):
+        held.tenant = tenant_of(held.request_id)
+    names = {worker.incarnation: worker.worker for worker in found.workers}
+    for pool_held in (held for node in found.pool_nodes for held in node.held):
+        pool_held.worker = names.get(pool_held.worker, pool_held.worker)
+
+
+def ladder_statuses(ladders: Ladders, now_s: float) -> tuple[TierStatus, ...]:
+    return tuple(
+        TierStatus(name=one.tier.name, step=one.step, latencies_s=_latencies_s(one, now_s))
+        for one in ladders
+    )
+
+
+def _latencies_s(ladder: Ladder, now_s: float) -> dict[tuple[str, str], float]:
+    found = {
+        (kind, str(share)): recent.quantile(share, now_s)
+        for kind, recent in (("ttft", ladder.ttft), ("tpot", ladder.tpot))
+        for share in (P99, P999)
+    }
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def tell_ladder_steps(event: LadderStepped) -> None:
+    step = Step(event.step).name.lower()
+    log.warning("tier %s: admission at step %d (%s): %s", event.tier, event.step, step, event.cause)
+
+
+def quarantine_statuses(
+    quarantine: Quarantine, workers: Workers, now_s: float
+) -> tuple[QuarantinedPair, ...]:
+    return tuple(
+        QuarantinedPair(
+            prefill=workers.name_of(pair.prefill),
+            decode=workers.name_of(pair.decode),
+            reason=record.reason,
+            failures=record.failures,
+            remaining_s=record.until_s - now_s,
+        )
+        for pair, record in quarantine.active(now_s).items()
+    )
+
+
+def tell_quarantine(event: PairQuarantined | PairTrusted, workers: Workers) -> None:
+    prefill, decode = workers.name_of(event.pair.prefill), workers.name_of(event.pair.decode)
+    if isinstance(event, PairTrusted):
+        log.info("%s -> %s is trusted again", prefill, decode)
+        return
+    why = f"{event.reason}: {event.message}"
+    log.warning("%s -> %s is quarantined for %g s: %s", prefill, decode, event.seconds, why)
+
+
+WINDOW_S = 10.0
+SAMPLE_S = 1.0
+"""Counters come with every batch of events: only one reading a second is kept."""
+
+
+@dataclass(slots=True)
+class RecentActivity:
+    """The latest counters of one worker, and one earlier reading for each second of the window."""
+
+    total_blocks: int
+    _samples: deque[tuple[float, Counters]] = field(default_factory=deque)  # oldest first
+    _latest: tuple[float, Counters] | None = None
+
+    def heard(self, counters: Counters, now_s: float) -> None:
+        self._latest = now_s, counters
+        if not self._samples or now_s - self._samples[-1][0] >= SAMPLE_S:
+            self._samples.append(self._latest)
+            self._forget(now_s)
+
+    def _forget(self, now_s: float) -> None:
+        """One sample that is older than the window stays: the window begins there."""
+        while len(self._samples) > 1 and now_s - self._samples[1][0] >= WINDOW_S:
+            self._samples.popleft()
+
+    def activity(self) -> Activity:
+        if self._latest is None:
+            return NO_ACTIVITY
+        (from_s, before), (to_s, after) = self._samples[0], self._latest
+        return activity(before, after, to_s - from_s, self.total_blocks)
+
+
+class ClusterViews:
+    """`attached`: # worker |-> its link, while there is one; `recent`: # worker |-> its activity"""
+
+    def __init__(self, core: RouterCore, pools: PoolNodes) -> None:
+        self.core = core
+        self.pools = pools
+        self.attached: dict[Incarnation, WorkerLink] = {}
+        self.recent: dict[Incarnation, RecentActivity] = {}
+
+    def ready(self) -> bool:
+        return self.not_ready() is None
+
+    def not_ready(self) -> str | None:
+        """A worker that drains or is quarantined serves nobody."""
+        quarantined = self.core.quarantine.active(time.monotonic())
+        return obstacle(self.core.workers, quarantined)
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        return tuple(map(self._with_links, self.core.workers.values()))
+
+    def snapshot(self) -> ClusterSnapshot:
+        core, told, now_s = self.core, self.core.promises, time.monotonic()
+        return ClusterSnapshot(
+            ready=self.ready(),
+            running_requests=self.running_requests(),
+            quarantined_pairs=len(core.quarantine.active(now_s)),
+            queued_prompts=core.dispatch.waiting,
+            moved_requests=core.moving.moved,
+            local_prefills=core.local_prefills,
+            promises={"kept": told.kept, "broken": told.broken, "expired": told.expired},
+            workers=tuple(map(self._status, core.workers.values())),
+            linked=core.recent_pairs.lately(now_s),
+            pool_nodes=self.pools.statuses(),
+            tiers=ladder_statuses(core.ladders, now_s),
+            pauses=PAUSES,
+        )
+
+    def _status(self, view: WorkerView) -> WorkerStatus:
+        """Without its links."""
+        hello = view.hello
+        link = self.attached.get(hello.incarnation)
+        recent = self.recent.get(hello.incarnation)
+        return WorkerStatus(
+            name=hello.name,
+            address=link.address if link is not None else "",
+            incarnation=hello.incarnation,
+            role=hello.role,
+            device=hello.device,
+            cpus=hello.cpus,
+            transport=hello.transport,
+            total_blocks=hello.total_blocks,
+            block_size=hello.block_size,
+            counters=view.counters,
+            step_times=hello.step_times,
+            activity=recent.activity() if recent is not None else NO_ACTIVITY,
+            kv_token_bytes=hello.kv_token_bytes,
+        )
+
+    def _with_links(self, view: WorkerView) -> WorkerStatus:
+        links = tuple(self._link_status(state) for state in view.counters.links)
+        return replace(self._status(view), links=links)
+
+    def _link_status(self, state: LinkState) -> LinkStatus:
+        return LinkStatus(
+            peer=self.core.workers.name_of(state.peer),
+            transport=state.transport,
+            bytes_per_s=state.bytes_per_s,
+            latency_s=state.latency_s,
+        )
+
+    def quarantined(self) -> tuple[QuarantinedPair, ...]:
+        core = self.core
+        return quarantine_statuses(core.quarantine, core.workers, time.monotonic())
+
+    def model(self) -> ModelFacts | None:
+        return self.core.workers.model()
+
+    def running_requests(self) -> int:
+        return len(self.core.requests)
+
+    async def debug_kv(self) -> GetKvResponse:
+        links = list(self.attached.values())
+        return await kv_reports(links, self.pools.links(), self._tenant_of)
+
+    def _tenant_of(self, request_id: str) -> str:
+        request = self.core.requests.get(request_id)
+        return tenant_label(request.submitted.tenant) if request is not None else ""

@@ -1,0 +1,1 @@
+"""Text becomes token ids, and tokens become text."""

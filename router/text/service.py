@@ -1,0 +1,464 @@
+"""Text in, text out: ties tokenizer, validation and the dispatcher together for both faces.
+
+Runs in the router's event loop. Knows nothing of HTTP or gRPC.
+
+One choice of a request: its tokens as the dispatcher yields them -> what a face sends.
+
+Several prompts of one HTTP request, run side by side, their deltas merged as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
+from kvrelay.types import (
+    NO_OBJECTIVES,
+    FinishReason,
+    Objectives,
+    PromptLogprob,
+    Sampling,
+    TokenLogprobs,
+)
+from router.core.state.generation import (
+    ChoiceTokens,
+    Dispatcher,
+    Generation,
+    GenerationRequest,
+    ModelFacts,
+)
+from router.live.metrics import RequestTimer, RouterMetrics
+from router.live.refusal_log import RefusalLog
+from router.text.detokenizer import Delta, TextStream
+from router.text.request_fields import ONE_FOR_ALL, TierRules
+from router.text.sampling import GenerationDefaults, RequestedSampling, check_prompt, resolve
+from router.text.tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """What one choice gained. The last one of a choice has its finish reason.
+
+    `token_ids` and `logprobs` run ahead of `text` while text is held back.
+    """
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    completion_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+class DeltaSum:
+    """A choice that isn't streamed: all its deltas as one."""
+
+    def __init__(self) -> None:
+        self._deltas: list[TextDelta] = []
+
+    def add(self, delta: TextDelta) -> None:
+        self._deltas.append(delta)
+
+    def total(self) -> TextDelta:
+        return replace(
+            self._deltas[-1],
+            text="".join(delta.text for delta in self._deltas),
+            token_ids=tuple(i for delta in self._deltas for i in delta.token_ids),
+            logprobs=tuple(entry for delta in self._deltas for entry in delta.logprobs),
+        )
+
+
+class ChoiceText:
+    def __init__(self, index: int, stream: TextStream, *, keep_stop_token: bool) -> None:
+        self.index = index
+        self.finished = False
+        self.completion_tokens = 0
+        self._stream = stream
+        self._keep_stop_token = keep_stop_token
+
+    def push(self, tokens: ChoiceTokens) -> TextDelta:
+        delta = self._text_of(tokens)
+        if delta.stopped is not None:
+            return self._stopped(tokens, delta)
+        self.completion_tokens += len(tokens.token_ids)
+        self.finished = tokens.finish_reason is not None
+        return TextDelta(
+            choice=self.index,
+            text=delta.text,
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            completion_tokens=self.completion_tokens,
+            finish_reason=tokens.finish_reason,
+            stop_token_id=tokens.stop_token_id,
+        )
+
+    def _text_of(self, tokens: ChoiceTokens) -> Delta:
+        delta = self._stream.push(self._spoken_ids(tokens))
+        if tokens.finish_reason is None or delta.stopped is not None:
+            return delta
+        rest = self._stream.finish()
+        return Delta(text=delta.text + rest.text, stopped=rest.stopped)
+
+    def _spoken_ids(self, tokens: ChoiceTokens) -> tuple[int, ...]:
+        """The token that stopped the choice is counted, but it isn't part of the text."""
+        ids = tokens.token_ids
+        if tokens.stop_token_id is None or self._keep_stop_token:
+            return ids
+        return ids[:-1] if ids and ids[-1] == tokens.stop_token_id else ids
+
+    def _stopped(self, tokens: ChoiceTokens, delta: Delta) -> TextDelta:
+        assert delta.stopped is not None
+        valid = delta.stopped.valid_tokens - self.completion_tokens
+        self.completion_tokens = delta.stopped.valid_tokens
+        self.finished = True
+        return TextDelta(
+            choice=self.index,
+            text=delta.text,
+            token_ids=tokens.token_ids[:valid],
+            logprobs=tokens.logprobs[:valid],
+            completion_tokens=self.completion_tokens,
+            finish_reason=FinishReason.STOP,
+            stop_string=delta.stopped.stop_string,
+        )
+
+
+INLINE_CHARACTERS = 20_000
+"""A longer text is tokenized on a thread: it would hold up every stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: Sequence[Mapping[str, Any]]
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
+
+
+Prompt = str | tuple[int, ...] | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """`tier` is that of QoS. `received_s`: perf_counter when the face got the request's first
+    byte."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: RequestedSampling
+    model: str = ""
+    tenant: str = ""
+    tier: str = ""
+    objectives: Objectives = NO_OBJECTIVES
+    add_special_tokens: bool = True
+    received_s: float = field(default_factory=time.perf_counter)
+
+
+class TextService:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: TextTokenizer,
+        *,
+        model_name: str,
+        defaults: GenerationDefaults,
+        metrics: RouterMetrics,
+        tiers: TierRules = ONE_FOR_ALL,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.defaults = defaults
+        self.metrics = metrics
+        self.tiers = tiers
+        self.draining = False
+        self.refusals = RefusalLog()
+
+    async def start(self, request: TextRequest) -> TextGeneration:
+        """Raises InvalidRequest, ModelNotFound or Refused; the request runs once it returns."""
+        try:
+            return await self._start(request)
+        except Refused as refusal:
+            after_s = time.perf_counter() - request.received_s
+            self.metrics.refused(refusal.reason, request.tier, after_s)
+            refusal.tier = request.tier
+            self.refusals.refused(refusal.reason, request.tier, request.request_id)
+            raise
+        except InvalidRequest as invalid:
+            self.metrics.invalid(invalid.code, request.tier)
+            raise
+
+    def check_model(self, model: str) -> None:
+        if model and model != self.model_name:
+            raise ModelNotFound(
+                f"the model {model!r} does not exist: this cluster serves {self.model_name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def facts(self) -> ModelFacts:
+        """Raises Refused while no worker has said what it serves."""
+        facts = self.dispatcher.model()
+        if facts is None:
+            raise Refused("no_capacity", "no worker has joined yet", retry_after_s=1.0)
+        return facts
+
+    async def prompt_ids(
+        self, prompt: Prompt, *, add_special_tokens: bool = True
+    ) -> tuple[int, ...]:
+        match prompt:
+            case tuple():
+                return prompt
+            case ChatPrompt() as chat:
+                text = self.tokenizer.render_chat(
+                    chat.messages,
+                    add_generation_prompt=chat.add_generation_prompt,
+                    template_kwargs=chat.template_kwargs,
+                )
+                return await self._encode(text, add_special_tokens=chat.add_special_tokens)
+            case str():
+                return await self._encode(prompt, add_special_tokens=add_special_tokens)
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        if len(text) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(
+            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
+        )
+
+    async def _start(self, request: TextRequest) -> TextGeneration:
+        parsed_s = time.perf_counter()
+        if self.draining:
+            raise Refused("draining", "this router stops and takes nothing new", retry_after_s=1.0)
+        self.check_model(request.model)
+        facts = self.facts()
+        if request.prompt == "":
+            raise InvalidRequest("the prompt is empty: send some text", param="prompt")
+        prompt_ids = await self.prompt_ids(
+            request.prompt, add_special_tokens=request.add_special_tokens
+        )
+        check_prompt(prompt_ids, facts)
+        sampling = resolve(
+            request.sampling, prompt_tokens=len(prompt_ids), defaults=self.defaults, facts=facts
+        )
+        phases_s = {
+            "receive": parsed_s - request.received_s,
+            "tokenize": time.perf_counter() - parsed_s,
+        }
+        generation = await self.dispatcher.submit(
+            GenerationRequest(
+                request_id=request.request_id,
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                tenant=request.tenant,
+                qos_tier=request.tier,
+                objectives=request.objectives,
+                phases_s=phases_s,
+            )
+        )
+        timer = self.metrics.started(request.received_s, len(prompt_ids))
+        return TextGeneration(self, request, prompt_ids, sampling, generation, timer)
+
+
+class TextGeneration:
+    """One admitted request as text. Iterate `deltas` once; closing it early aborts the request."""
+
+    def __init__(
+        self,
+        service: TextService,
+        request: TextRequest,
+        prompt_ids: tuple[int, ...],
+        sampling: Sampling,
+        generation: Generation,
+        timer: RequestTimer,
+    ) -> None:
+        self.request_id = request.request_id
+        self.prompt = request.prompt
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self._generation = generation
+        self._timer = timer
+        self._metrics = service.metrics
+        self._tier = request.tier
+        self._last_token_s = request.received_s
+        self._ended = False
+        self._cut = False  # by a stop string: the dispatcher may have more to say
+        asked = request.sampling
+        keep = asked.include_stop_str_in_output
+        self._choices = [
+            ChoiceText(index, _text_stream(service.tokenizer, asked), keep_stop_token=keep)
+            for index in range(sampling.n)
+        ]
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.completion_tokens for choice in self._choices)
+
+    @property
+    def prompt_logprobs(self) -> Sequence[PromptLogprob]:
+        """Of each token of the prompt but the first, once the first token is here."""
+        return self._generation.prompt_logprobs
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, once the first token is here."""
+        return self._generation.cached_tokens
+
+    @property
+    def tier(self) -> str:
+        """The QoS tier that was applied."""
+        return self._tier
+
+    @property
+    def capped_tokens(self) -> int | None:
+        """What its max_tokens were cut to, so as to serve it; None: they weren't."""
+        return self._generation.capped_tokens
+
+    def abort(self) -> None:
+        """Nothing happens when it has ended already."""
+        if not self._ended:
+            self._generation.abort()
+            self._end("abort")
+
+    def ledger_ms(self) -> dict[str, float]:
+        """# phase |-> milliseconds, in order, up to now"""
+        phases = {name: 1000 * s for name, s in self._generation.ledger().items()}
+        phases["respond"] = 1000 * (time.perf_counter() - self._last_token_s)
+        return phases
+
+    async def deltas(self) -> AsyncGenerator[TextDelta]:
+        """Raises RequestFailedError when the workers could not finish it."""
+        arriving = aiter(self._generation)
+        try:
+            async for tokens in arriving:
+                choice = self._choices[tokens.choice]
+                if choice.finished:
+                    continue
+                delta = self._push(choice, tokens)
+                yield delta
+                if self._ended and self._cut:
+                    return
+            if not self._ended:
+                raise RequestFailedError("aborted", "the request was aborted")
+        except RequestFailedError as failure:
+            self._log_failure(failure)
+            self._end("error")
+            raise
+        finally:
+            if isinstance(arriving, AsyncGenerator):
+                await arriving.aclose()
+            self.abort()
+
+    def _push(self, choice: ChoiceText, tokens: ChoiceTokens) -> TextDelta:
+        self._last_token_s = time.perf_counter()
+        delta = choice.push(tokens)
+        self._timer.tokens(choice.index, len(delta.token_ids), self._last_token_s)
+        if delta.stop_string is not None and tokens.finish_reason is None:
+            self._cut = True
+            self._generation.stop(choice.index, choice.completion_tokens)
+        if delta.finish_reason is not None and all(c.finished for c in self._choices):
+            self._end(delta.finish_reason.value)
+        return delta
+
+    def _log_failure(self, failure: RequestFailedError) -> None:
+        asked_for = failure.reason in ("aborted", "deadline_exceeded")
+        level = logging.DEBUG if asked_for else logging.WARNING
+        log.log(level, "a request failed: %s", failure, extra={"request_id": self.request_id})
+
+    def _end(self, reason: str) -> None:
+        if not self._ended:
+            self._ended = True
+            log.debug(
+                "a request ended: %s, %d tokens in, %d out",
+                reason,
+                len(self.prompt_ids),
+                self.completion_tokens,
+                extra={"request_id": self.request_id},
+            )
+            self._timer.finished(reason, self._generation.ledger())
+            self._metrics.predicted(self._generation.prediction_errors())
+
+
+def _text_stream(tokenizer: TextTokenizer, asked: RequestedSampling) -> TextStream:
+    return TextStream(
+        tokenizer,
+        stop_strings=asked.stop,
+        skip_special_tokens=asked.skip_special_tokens,
+        include_stop_str_in_output=asked.include_stop_str_in_output,
+        min_tokens=asked.min_tokens,
+    )
+
+
+async def start_all(service: TextService, requests: Sequence[TextRequest]) -> list[TextGeneration]:
+    """All or none: when one is refused, those already admitted are aborted."""
+    started: list[TextGeneration] = []
+    try:
+        for request in requests:
+            started.append(await service.start(request))
+    except BaseException:
+        for generation in started:
+            generation.abort()
+        raise
+    return started
+
+
+async def merged(
+    generations: Sequence[TextGeneration],
+) -> AsyncGenerator[tuple[int, TextDelta]]:
+    """Yields (position of the prompt, delta). Closing it early aborts them all."""
+    if len(generations) == 1:
+        async with aclosing(generations[0].deltas()) as deltas:
+            async for delta in deltas:
+                yield 0, delta
+        return
+    arrived: asyncio.Queue[tuple[int, TextDelta] | None] = asyncio.Queue()
+    pumps = [
+        asyncio.create_task(_pump(position, generation, arrived))
+        for position, generation in enumerate(generations)
+    ]
+    try:
+        async for item in _until_all_done(arrived, pumps):
+            yield item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        for generation in generations:
+            generation.abort()
+
+
+async def _pump(
+    position: int,
+    generation: TextGeneration,
+    arrived: asyncio.Queue[tuple[int, TextDelta] | None],
+) -> None:
+    try:
+        async with aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                arrived.put_nowait((position, delta))
+    finally:
+        arrived.put_nowait(None)
+
+
+async def _until_all_done(
+    arrived: asyncio.Queue[tuple[int, TextDelta] | None], pumps: Sequence[asyncio.Task[None]]
+) -> AsyncIterator[tuple[int, TextDelta]]:
+    running = len(pumps)
+    while running:
+        item = await arrived.get()
+        if item is not None:
+            yield item
+            continue
+        running -= 1
+        for pump in pumps:
+            if pump.done():
+                pump.result()

@@ -1,0 +1,224 @@
+"""The model's tokenizer, without torch or transformers: text <-> token ids, and chat -> text.
+
+Runs in the router. Gives the ids that transformers' AutoTokenizer gives for the same folder.
+
+The exact bytes of single tokens, for logprobs: a token may be half a character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from kvrelay.errors import InvalidRequest, ModelError
+from router.text.chat_template import ChatTemplate
+
+BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """# character |-> byte, of byte-level BPE (GPT-2): printable bytes stand for themselves"""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = tokenizer.decoder
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+class TokenBytes:
+    """Knows byte-level BPE, byte-fallback pieces and metaspace; other tokens are plain text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
+        self._alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else None
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token_id: int) -> bytes:
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        if self._alphabet is not None:
+            return bytes(self._alphabet[c] for c in piece if c in self._alphabet)
+        byte = BYTE_PIECE.fullmatch(piece)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        return piece.replace("▁", " ").encode()
+
+
+NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+EXTRA_SPECIAL_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty when the file is absent. Raises ModelError when it isn't a JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+class TextTokenizer:
+    def __init__(
+        self, tokenizer: Tokenizer, special: Mapping[str, str], template: str | None
+    ) -> None:
+        self.backend = tokenizer
+        self.special_tokens = dict(special)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._token_bytes = TokenBytes(tokenizer)
+        self._template = ChatTemplate(template, special) if template is not None else None
+
+    @classmethod
+    def load(cls, folder: Path) -> TextTokenizer:
+        """Raises ModelError when the folder has no usable tokenizer.json."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{folder} has no tokenizer.json: save the model's fast tokenizer there"
+            )
+        try:
+            backend = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ModelError(f"{path} can't be loaded: {error}") from error
+        config = {
+            **read_json(folder / "special_tokens_map.json"),
+            **read_json(folder / "tokenizer_config.json"),
+        }
+        special = _special_tokens(config)
+        _configure(backend, config, special)
+        return cls(backend, special, _chat_template(folder, config))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Raises InvalidRequest when the text holds half of a surrogate pair."""
+        try:
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:
+            raise InvalidRequest("the text is not valid Unicode: half a surrogate pair") from error
+        return tuple(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text; half a character where it is half a character."""
+        return self._token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        return self._token_bytes(token_id).decode(errors="replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Raises InvalidRequest: no template, or the template refuses the messages."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use /v1/completions (or text input), "
+                "or add chat_template.jinja to the checkpoint",
+                code="no_chat_template",
+                param="messages",
+            )
+        return self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    named = {name: _token_text(config.get(name)) for name in NAMED_SPECIAL_TOKENS}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _configure(backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """What tokenizer_config.json says beyond tokenizer.json.
+
+    Not add_bos_token and add_eos_token: tokenizer.json's post-processor has the last word.
+    """
+    backend.no_truncation()
+    backend.no_padding()
+    _add_missing_tokens(backend, config, special)
+
+
+def _add_missing_tokens(
+    backend: Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder") or {}
+    by_id = [value for _, value in sorted(declared.items(), key=lambda item: int(item[0]))]
+    extra = [value for name in EXTRA_SPECIAL_TOKENS for value in _values(config.get(name))]
+    for value in [*by_id, *special.values(), *extra]:
+        text = _token_text(value)
+        if text and text not in known:
+            backend.add_tokens([_added_token(value, text, special)])
+            known.add(text)
+
+
+def _values(tokens: object) -> list[object]:
+    match tokens:
+        case dict():
+            return list(tokens.values())
+        case list():
+            return tokens
+        case _:
+            return []
+
+
+def _added_token(value: object, text: str, special: Mapping[str, str]) -> AddedToken:
+    options = dict(value) if isinstance(value, dict) else {"special": True}
+    allowed = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    kept = {name: bool(options[name]) for name in allowed if name in options}
+    if text in special.values():
+        kept["special"] = True
+    return AddedToken(text, **kept)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """A file of its own wins; a list of named templates gives the one named default."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    match config.get("chat_template"):
+        case str() as source:
+            return source
+        case list() as named:
+            return next((t["template"] for t in named if t.get("name") == "default"), None)
+        case _:
+            return None
