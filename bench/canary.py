@@ -30,7 +30,7 @@ from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.layout import BlockId, Tables
 from kvpool.core.transfer.messages import EXACT, LOSSY, KvDigest, prompt_from
 from kvpool.core.transfer.piece import cut_span
-from kvpool.core.transfer.write import Side, Write
+from kvpool.core.transfer.write import Side, SlabWrite
 from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.digest import digest
 from kvrelay.types import RequestKey, Sampling
@@ -65,7 +65,7 @@ class Work:
         slab_bytes = sum(write.nbytes for write in self.writes())
         self._slab = torch.empty(slab_bytes, dtype=torch.uint8)
 
-    def writes(self) -> tuple[Write, ...]:
+    def writes(self) -> tuple[SlabWrite, ...]:
         return cut_span(self.engine.layout, self.span, 2**62)
 
     def side(self, number: int) -> Side:

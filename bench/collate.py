@@ -21,7 +21,7 @@ from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane
 from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.plan import cut
-from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
 
@@ -65,7 +65,7 @@ class Collation:
         self._contiguous = torch.empty(load.nbytes, dtype=torch.uint8, device=load.device).random_()
         self._slab = torch.zeros(load.slab_bytes, dtype=torch.uint8, device=load.device)
 
-    def writes(self, codec: Codec) -> tuple[Write, ...]:
+    def writes(self, codec: Codec) -> tuple[SlabWrite, ...]:
         one = ShardLayout(model=self._load.layout, shard=Shard())
         tokens = self._load.tokens
         span = TokenSpan(start=0, tokens=tokens, next_position=tokens)
@@ -76,11 +76,11 @@ class Collation:
             source = self._contiguous[start : start + self._load.slab_bytes]
             self._slab[: len(source)].copy_(source)
 
-    def gather(self, writes: Sequence[Write]) -> None:
+    def gather(self, writes: Sequence[SlabWrite]) -> None:
         for write in writes:
             gather_write(self._memory, self._side, write, self._slab[: write.nbytes])
 
-    def scatter(self, writes: Sequence[Write]) -> None:
+    def scatter(self, writes: Sequence[SlabWrite]) -> None:
         for write in writes:
             scatter_write(self._memory, self._side, write, self._slab[: write.nbytes])
 

@@ -15,11 +15,11 @@ from kvpool.core.transfer.codec_choice import (
     wire_dtype,
 )
 from kvpool.core.transfer.commands import FetchPiece
-from kvpool.core.transfer.link_cost import LinkCost, Way
+from kvpool.core.transfer.link_cost import LinkCost, TransferWay
 from kvpool.core.transfer.messages import PiecesAhead, allowed_distance
 from kvpool.core.transfer.piece import check_cut, holds, source_side, transfer_shape
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.core.transfer.write import Section, Side, Write
+from kvpool.core.transfer.write import Side, SlabSection, SlabWrite
 from kvrelay.types import Incarnation
 
 
@@ -74,7 +74,7 @@ class PeerPools:
 
     def writes_of(
         self, peer: Incarnation, ahead: PiecesAhead, wanted: range, next_position: int
-    ) -> tuple[Write, ...]:
+    ) -> tuple[SlabWrite, ...]:
         """`wanted` are the tokens up to the prompt's end that are not held here. Raises PeerError
         for a piece that this worker's cut of them has not."""
         layout, size = self._wire_layout(peer), self.slab_bytes
@@ -87,8 +87,8 @@ class PeerPools:
         return self.layout if dtype == own else replace(self.layout, dtype=dtype)
 
     def ways(
-        self, peer: Incarnation, ahead: PiecesAhead, writes: Sequence[Write], tables: Tables
-    ) -> list[FetchPiece | Write]:
+        self, peer: Incarnation, ahead: PiecesAhead, writes: Sequence[SlabWrite], tables: Tables
+    ) -> list[FetchPiece | SlabWrite]:
         """How each piece comes: read where it lies, if that is possible and the faster way for so
         many like it, else in a slab, as the link's codec writes it. Raises PeerError when the peer
         has not named its blocks."""
@@ -99,10 +99,10 @@ class PeerPools:
         if facts is None or choice.cost is None or not self._is_readable(facts):
             return [_encoded(write, choice.codec) for write in writes]
         source = self._source(facts, ahead, sections)
-        ranks, ways = (facts.ranks, self.ranks), list[FetchPiece | Write]()
+        ranks, ways = (facts.ranks, self.ranks), list[FetchPiece | SlabWrite]()
         for number, write in enumerate(writes, ahead.number):
             shape = transfer_shape(write, source, target, ranks).times(len(writes))
-            if choice.cost.choose(shape) is Way.COLLATED:
+            if choice.cost.choose(shape) is TransferWay.COLLATED:
                 ways.append(_encoded(write, choice.codec))
                 continue
             fetch = FetchPiece(
@@ -121,7 +121,7 @@ class PeerPools:
         """What is read where it lies is not converted."""
         return bool(facts.region) and facts.dtype == self.layout.dtype
 
-    def _source(self, facts: KvFacts, ahead: PiecesAhead, sections: Iterable[Section]) -> Side:
+    def _source(self, facts: KvFacts, ahead: PiecesAhead, sections: Iterable[SlabSection]) -> Side:
         return source_side(
             sections,
             ahead.held,
@@ -131,7 +131,7 @@ class PeerPools:
         )
 
 
-def _encoded(write: Write, codec: Codec) -> Write:
+def _encoded(write: SlabWrite, codec: Codec) -> SlabWrite:
     """Without the codec where that takes fewer bytes."""
     encoded = write.encoded(codec)
     return encoded if encoded.nbytes < write.nbytes else write

@@ -48,7 +48,7 @@ from kvpool.core.transfer.messages import (
     prompt_from,
 )
 from kvpool.core.transfer.slabs import Expired, LeaseId, SlabId, SlabPool
-from kvpool.core.transfer.write import Write
+from kvpool.core.transfer.write import SlabWrite
 from kvrelay.errors import PeerError
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
@@ -60,7 +60,7 @@ class _Asked(NamedTuple):
     peer: Incarnation
     key: RequestKey
     number: int
-    write: Write
+    write: SlabWrite
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Lending:
     _lent: dict[RequestKey, dict[SlabId, tuple[LeaseId, int]]] = field(default_factory=dict)
     """# key |-> slab |-> lease, number of the piece"""
 
-    def ask(self, peer: Incarnation, key: RequestKey, number: int, write: Write) -> None:
+    def ask(self, peer: Incarnation, key: RequestKey, number: int, write: SlabWrite) -> None:
         self._awaiting_slab.append(_Asked(peer, key, number, write))
 
     def forget_asked(self, key: RequestKey) -> None:
@@ -199,7 +199,7 @@ class Pieces:
         self,
         reservation: Reservation,
         ahead: PiecesAhead,
-        writes: Sequence[Write],
+        writes: Sequence[SlabWrite],
         now_s: float,
     ) -> list[Command]:
         """Each through a slab, or directly."""
@@ -211,7 +211,7 @@ class Pieces:
             return [cancel_at(peer, ahead.key, str(error))]
         awaited: list[int] = []
         for (number, piece), way in zip(ahead.numbered(), ways, strict=True):
-            if isinstance(way, Write):
+            if isinstance(way, SlabWrite):
                 reservation.collated[number] = (piece, way)
                 self.lending.ask(peer, ahead.key, number, way)
             else:

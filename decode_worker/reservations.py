@@ -27,7 +27,7 @@ from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.transfer.commands import FetchPiece, SendPeer
 from kvpool.core.transfer.messages import Commit, Committed, HandoffMode, PiecesAhead
 from kvpool.core.transfer.piece import Piece
-from kvpool.core.transfer.write import Write
+from kvpool.core.transfer.write import SlabWrite
 from kvrelay.messages import Reserve
 from kvrelay.types import Incarnation, RequestKey
 
@@ -48,8 +48,8 @@ class Reservation:
     names: HashChain
     held_tokens: int = 0
     announced: set[int] = field(default_factory=set)
-    awaiting_blocks: list[tuple[PiecesAhead, Ordered[Write]]] = field(default_factory=list)
-    collated: dict[int, tuple[Piece, Write]] = field(default_factory=dict)
+    awaiting_blocks: list[tuple[PiecesAhead, Ordered[SlabWrite]]] = field(default_factory=list)
+    collated: dict[int, tuple[Piece, SlabWrite]] = field(default_factory=dict)
     direct: dict[int, FetchPiece] = field(default_factory=dict)
     unread: int = 0
     read: list[int] = field(default_factory=list)

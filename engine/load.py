@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.attention.choosing.choice import Chosen, choose_backend
+from engine.attention.choosing.choice import ChosenBackend, choose_backend
 from engine.compiled.build import compile_model
-from engine.core.activity import Activity, Report, Stage, unheard
+from engine.core.activity import Report, Stage, StartActivity, unheard
 from engine.core.options import DEFAULT_OPTIONS, CudaOptions
 from engine.core.sizing import EngineLimits, KvSizing, MemoryProfile, size_kv
 from engine.core.step import StepBatch
@@ -49,7 +49,7 @@ class Assembly:
     facts: EngineFacts
     layout: KvLayout
     own: KvLayout
-    backend: Chosen
+    backend: ChosenBackend
     limits: EngineLimits
     needs_masks: bool
     goes_first: bool
@@ -182,12 +182,12 @@ def load_engine(
     def load_share() -> Loaded:
         return share_out(load_model(checkpoint, device=device, dtype=dtype), ranks.group, longest)
 
-    report(Activity(stage=Stage.LOADS))
+    report(StartActivity(stage=Stage.LOADS))
     with _memory_errors(device):
         loaded = ranks.in_turn(load_share)
     own_shapes = check_shares(loaded, ranks.group)
     if compiled:
-        report(Activity(stage=Stage.COMPILES))
+        report(StartActivity(stage=Stage.COMPILES))
     model = _compiled(loaded.model, limits) if compiled else loaded.model
     kept = "float8_e4m3fn" if cuda.fp8_kv else model.dtype_name
     layout = derive_layout(loaded.shapes, dtype=kept, block_size=block_size)
@@ -203,13 +203,13 @@ def load_engine(
         goes_first=cuda.goes_first,
         ranks=ranks,
     )
-    report(Activity(stage=Stage.CHECKS))
+    report(StartActivity(stage=Stage.CHECKS))
     with _memory_errors(device):
         assembly.check(loaded.reference)
         engine = assembly.serving(assembly.sizing(blocks), allocate)
         prepare_draws(model.device, checkpoint.vocab_size)
         if cuda.graphs and model.device.type == "cuda":
-            report(Activity(stage=Stage.RECORDS))
+            report(StartActivity(stage=Stage.RECORDS))
         if cuda.graphs:
             record_decode(engine, limits.max_running_requests)
         return engine

@@ -34,7 +34,7 @@ from kvpool.core.transfer.messages import (
 )
 from kvpool.core.transfer.piece import Piece, cut_span, piece_blocks, span_tokens_most
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.core.transfer.write import TokenSpan, Write
+from kvpool.core.transfer.write import SlabWrite, TokenSpan
 from kvrelay.messages import Prefill
 from kvrelay.types import Incarnation, value
 
@@ -46,7 +46,7 @@ class _Announced:
     """Of tokens up to `end`, in layers up to `last_layer`."""
 
     piece: Piece
-    write: Write
+    write: SlabWrite
     end: int
     last_layer: int
 
@@ -124,7 +124,7 @@ class Sender:
         cuts = ((span, cut_span(wire, span, self.peer.slab_bytes)) for span in spans)
         return [self._ahead(span, writes, tables) for span, writes in cuts if writes]
 
-    def _ahead(self, span: TokenSpan, writes: tuple[Write, ...], tables: Tables) -> SendPeer:
+    def _ahead(self, span: TokenSpan, writes: tuple[SlabWrite, ...], tables: Tables) -> SendPeer:
         sections = [section for write in writes for section in write.sections]
         ahead = PiecesAhead(
             key=self.message.spec.key,

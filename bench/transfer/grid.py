@@ -13,7 +13,7 @@ from bench.report import Row
 from bench.transfer.link import link
 from bench.transfer.sender import Sender
 from bench.transfer.shape import Shape
-from kvpool.core.transfer.link_cost import Way
+from kvpool.core.transfer.link_cost import TransferWay
 
 GRID_TOKENS = (64, 256, 512, 1024, 2048, 4096, 7500)
 _RUN_BLOCKS = (1, 4, 32)  # and all
@@ -25,18 +25,20 @@ class GridPoint:
 
     tokens: int
     run_blocks: int
-    chosen: Way = Way.COLLATED
-    expected_s: dict[Way, float] = field(default_factory=dict)
-    taken_s: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
+    chosen: TransferWay = TransferWay.COLLATED
+    expected_s: dict[TransferWay, float] = field(default_factory=dict)
+    taken_s: dict[TransferWay, list[float]] = field(
+        default_factory=lambda: {way: [] for way in TransferWay}
+    )
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, way: TransferWay) -> float:
         """What disturbs a transfer makes it slower, never faster."""
         return min(self.taken_s[way][1:])
 
     @property
     def times_the_better(self) -> float:
         """What the way chosen takes, by what the better one does."""
-        return self.seconds(self.chosen) / min(map(self.seconds, Way))
+        return self.seconds(self.chosen) / min(map(self.seconds, TransferWay))
 
     @property
     def right(self) -> bool:
@@ -46,7 +48,7 @@ class GridPoint:
     def __str__(self) -> str:
         each = "; ".join(
             f"{way} {1e3 * self.seconds(way):.2f} ms, expected {1e3 * self.expected_s[way]:.2f}"
-            for way in Way
+            for way in TransferWay
         )
         return f"{self.tokens} tokens, runs of {self.run_blocks} blocks: {each}"
 
@@ -76,7 +78,7 @@ def measure(sender: Sender, points: Sequence[GridPoint], repeats: int) -> None:
         _lay_out(sender, point)
         point.chosen = sender.way(cost, point.tokens)
         point.expected_s = sender.expected_s(cost, point.tokens)
-    moves = {Way.COLLATED: sender.collated, Way.DIRECT: sender.direct_pieces}
+    moves = {TransferWay.COLLATED: sender.collated, TransferWay.DIRECT: sender.direct_pieces}
     for _ in range(1 + repeats):
         for way, move in moves.items():
             for point in points:

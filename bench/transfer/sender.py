@@ -11,9 +11,9 @@ import torch
 
 from bench.transfer.end import FINGERPRINT, End, Message
 from bench.transfer.shape import Shape
-from kvpool.core.transfer.link_cost import LinkCost, TransferShape, Way, fit
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay, fit
 from kvpool.core.transfer.piece import Piece, transfer_shape
-from kvpool.core.transfer.write import Side, Write
+from kvpool.core.transfer.write import Side, SlabWrite
 from kvpool.memory.collate import write_slab
 from kvpool.memory.probe import measure_copies
 from kvpool.transport import probe
@@ -56,7 +56,7 @@ class Sender(End):
             free.append(int(self.hear("free")["slab"]))
         return time.monotonic() - started_s
 
-    def _send(self, slab: int, piece: Piece, write: Write) -> None:
+    def _send(self, slab: int, piece: Piece, write: SlabWrite) -> None:
         region = self._slabs[slab]
         window = self.peer.window(region)
         size = write_slab(
@@ -134,13 +134,15 @@ class Sender(End):
         target = Side(tables=self.shape.tables(seed=2), block_size=self.side.block_size)
         return [transfer_shape(write, self.side, target) for write in self.shape.cut(tokens)]
 
-    def expected_s(self, cost: LinkCost, tokens: int | None = None) -> dict[Way, float]:
+    def expected_s(self, cost: LinkCost, tokens: int | None = None) -> dict[TransferWay, float]:
         """Piece by piece, as workers choose."""
         pieces = self.pieces(tokens)
         count = len(pieces)
-        return {w: sum(cost.seconds(w, p.times(count)) for p in pieces) / count for w in Way}
+        return {
+            w: sum(cost.seconds(w, p.times(count)) for p in pieces) / count for w in TransferWay
+        }
 
-    def way(self, cost: LinkCost, tokens: int | None = None) -> Way:
+    def way(self, cost: LinkCost, tokens: int | None = None) -> TransferWay:
         """As workers choose for the first piece; the others are like it."""
         pieces = self.pieces(tokens)
         return cost.choose(pieces[0].times(len(pieces)))

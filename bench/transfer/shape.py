@@ -10,7 +10,7 @@ from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane, Tabl
 from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.slabs import Staging, plan_staging
-from kvpool.core.transfer.write import TokenSpan, Write
+from kvpool.core.transfer.write import SlabWrite, TokenSpan
 
 SLABS = 4
 
@@ -52,11 +52,11 @@ class Shape:
         count = self.tokens if tokens is None else tokens
         return TokenSpan(start=0, tokens=count, next_position=count)
 
-    def cut(self, tokens: int | None = None) -> tuple[Write, ...]:
+    def cut(self, tokens: int | None = None) -> tuple[SlabWrite, ...]:
         """As the workers cut it, into what their slabs hold."""
         return _cut(self, self.span(tokens), self.staging.payload_bytes)
 
-    def whole(self, tokens: int | None = None) -> tuple[Write, ...]:
+    def whole(self, tokens: int | None = None) -> tuple[SlabWrite, ...]:
         """All in one write."""
         return _cut(self, self.span(tokens), self.nbytes)
 
@@ -73,6 +73,6 @@ class Shape:
 
 
 @lru_cache(maxsize=32)
-def _cut(shape: Shape, span: TokenSpan, staging_bytes: int) -> tuple[Write, ...]:
+def _cut(shape: Shape, span: TokenSpan, staging_bytes: int) -> tuple[SlabWrite, ...]:
     one = ShardLayout(model=shape.layout, shard=Shard())
     return cut(one, one, span=span, staging_bytes=staging_bytes)

@@ -10,7 +10,7 @@ from bench.report import Reading, Row, interleave
 from bench.transfer.link import link
 from bench.transfer.sender import MESSAGE_LINKS
 from bench.transfer.shape import Shape
-from kvpool.core.transfer.link_cost import Way
+from kvpool.core.transfer.link_cost import TransferWay
 
 COLLATED, DIRECT, WRITE, MEMCPY = "collated", "direct", "one write", "memcpy"
 PASSES = 2
@@ -50,8 +50,8 @@ def _speed(times: Reading, nbytes: int) -> Reading:
     return Reading(values=tuple(nbytes / 1e9 / seconds for seconds in times.values))
 
 
-def _rows(scheme: str, speeds: dict[str, Reading], way: Way, note: str) -> Iterator[Row]:
-    chosen = COLLATED if way is Way.COLLATED else DIRECT
+def _rows(scheme: str, speeds: dict[str, Reading], way: TransferWay, note: str) -> Iterator[Row]:
+    chosen = COLLATED if way is TransferWay.COLLATED else DIRECT
     better = max((COLLATED, DIRECT), key=lambda name: speeds[name].median)
 
     def row(name: str, what: str, against: str, goal: float | None, passes: int = 1) -> Row:

@@ -27,7 +27,7 @@ Event = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class DemoAnswer:
     """`ledger_ms`: # phase |-> milliseconds, as the router says; `seen_ms`: as the client saw."""
 
     title: str
@@ -66,7 +66,7 @@ def run_demo() -> None:
         say("stopped, nothing is left")
 
 
-def _over_grpc(address: str) -> Iterator[Answered]:
+def _over_grpc(address: str) -> Iterator[DemoAnswer]:
     """Asks for the model first, so that the time to connect is in no request."""
     with Client(address, timeout_s=TIMEOUT_S) as client:
         client.model_info()
@@ -77,7 +77,7 @@ def _over_grpc(address: str) -> Iterator[Answered]:
             yield _end("gRPC", stream.ledger_ms, began_s)
 
 
-def _over_http(base: str) -> Iterator[Answered]:
+def _over_http(base: str) -> Iterator[DemoAnswer]:
     began_s = _begin("HTTP completions", PROMPT)
     events = _events(f"{base}/v1/completions", {"prompt": PROMPT})
     yield _stream_http("HTTP completions", events, began_s)
@@ -87,7 +87,7 @@ def _over_http(base: str) -> Iterator[Answered]:
     yield _stream_http("HTTP chat", events, began_s)
 
 
-def _stream_http(title: str, events: Iterator[Event], began_s: float) -> Answered:
+def _stream_http(title: str, events: Iterator[Event], began_s: float) -> DemoAnswer:
     ledger: Mapping[str, float] = {}
     for event in events:
         print(_text(event), end="", flush=True)
@@ -128,15 +128,15 @@ def _begin(title: str, prompt: str) -> float:
     return time.monotonic()
 
 
-def _end(title: str, ledger_ms: Mapping[str, float], began_s: float) -> Answered:
+def _end(title: str, ledger_ms: Mapping[str, float], began_s: float) -> DemoAnswer:
     print(flush=True)
     if not ledger_ms:
         raise KvrelayError(f"{title}: the answer came without its ledger")
     seen_ms = (time.monotonic() - began_s) * 1000
-    return Answered(title=title, ledger_ms=dict(ledger_ms), seen_ms=seen_ms)
+    return DemoAnswer(title=title, ledger_ms=dict(ledger_ms), seen_ms=seen_ms)
 
 
-def _print_ledgers(answers: list[Answered]) -> None:
+def _print_ledgers(answers: list[DemoAnswer]) -> None:
     """One column per request, one row per phase, in the order of events."""
     table = Table(title="\nWhere the time went, in ms", box=None, title_justify="left")
     table.add_column("phase")

@@ -21,7 +21,7 @@ from rich.console import Console
 from cluster.core.settings import PoolNodeSettings, RouterSettings, WorkerSettings
 from cluster.process.admin import NOT_INTERNAL
 from cluster.process.bars import DownloadBars
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 from kvrelay.errors import ConfigError
 from kvrelay.gc_pauses import freeze
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
@@ -39,7 +39,7 @@ SHOW_S = 0.25
 
 
 class Active(Protocol):
-    activity: Activity
+    activity: StartActivity
 
 
 class Stoppable(Protocol):

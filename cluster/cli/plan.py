@@ -13,7 +13,7 @@ import typer
 from cluster.cli.options import Format, FormatOption
 
 if TYPE_CHECKING:
-    from cluster.sim.profiles.capacity import Capacity, ModelFacts
+    from cluster.sim.profiles.capacity import CopyCapacity, PlannedModel
     from cluster.sim.profiles.schema import Dtype
 
 
@@ -104,7 +104,7 @@ def plan(
 
 
 def _plan_alone(
-    facts: ModelFacts, gpus: str, context: int, memory_fraction: float, format_: Format
+    facts: PlannedModel, gpus: str, context: int, memory_fraction: float, format_: Format
 ) -> None:
     from cluster.sim.profiles.capacity import smallest_copy
     from cluster.sim.profiles.load import known_device
@@ -133,7 +133,7 @@ def _dtype(given: str | None) -> Dtype | None:
     raise ConfigError(f"{given}: unknown format, expected one of {', '.join(BYTES_PER_PARAMETER)}")
 
 
-def _as_json(facts: ModelFacts, copies: dict[str, Capacity | None]) -> dict[str, object]:
+def _as_json(facts: PlannedModel, copies: dict[str, CopyCapacity | None]) -> dict[str, object]:
     return {
         "model": facts.shape.name,
         "parameters": facts.shape.parameters,
@@ -147,7 +147,7 @@ def _as_json(facts: ModelFacts, copies: dict[str, Capacity | None]) -> dict[str,
     }
 
 
-def _print(facts: ModelFacts, copies: dict[str, Capacity | None], context: int) -> None:
+def _print(facts: PlannedModel, copies: dict[str, CopyCapacity | None], context: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -177,7 +177,7 @@ _HEADINGS = (
 )
 
 
-def _cells(copy: Capacity) -> tuple[str, ...]:
+def _cells(copy: CopyCapacity) -> tuple[str, ...]:
     return (
         copy.device,
         str(copy.devices),
@@ -192,7 +192,7 @@ def _cells(copy: Capacity) -> tuple[str, ...]:
     )
 
 
-def _facts_lines(facts: ModelFacts) -> list[str]:
+def _facts_lines(facts: PlannedModel) -> list[str]:
     shape = facts.shape
     active = shape.active_parameters + shape.head_parameters
     lines = [

@@ -16,11 +16,11 @@ from rich.table import Table
 from cluster.cli.options import Format
 from cluster.config.types import parse_duration_s
 from cluster.sim.planning.candidates import fastest, fits, kinds, obstacles, servable_file, smallest
-from cluster.sim.planning.estimate import Objectives, Workload, copies, workload
+from cluster.sim.planning.estimate import PlanObjectives, Workload, copies, workload
 from cluster.sim.planning.settle import Settled, Task, parallel_enough, parallel_fastest
-from cluster.sim.profiles.capacity import ModelFacts
+from cluster.sim.profiles.capacity import PlannedModel
 from cluster.sim.profiles.load import known_device
-from cluster.sim.profiles.schema import Device
+from cluster.sim.profiles.schema import DeviceProfile
 from cluster.sim.readers import read_trace
 from kvrelay.errors import ConfigError
 
@@ -54,7 +54,7 @@ class Found:
     fastest: list[Settled]
 
 
-def search(facts: ModelFacts, asked: Asked, format_: Format) -> None:
+def search(facts: PlannedModel, asked: Asked, format_: Format) -> None:
     """Raises ConfigError: an option is wrong, or nothing holds."""
     task, work = _task(facts, asked)
     found = _search(task, work, asked)
@@ -82,7 +82,7 @@ def _named(found: Found) -> Iterable[tuple[str, list[Settled]]]:
 # --- what was asked -----------------------------------------------------------------------------
 
 
-def _task(facts: ModelFacts, asked: Asked) -> tuple[Task, Workload]:
+def _task(facts: PlannedModel, asked: Asked) -> tuple[Task, Workload]:
     if asked.trace is None or asked.slo is None:
         raise ConfigError("--trace and --slo: give both to search fleets, or none")
     requests = read_trace(asked.trace, asked.limit)
@@ -97,12 +97,12 @@ def _task(facts: ModelFacts, asked: Asked) -> tuple[Task, Workload]:
     return task, workload(requests, asked.rate_scale)
 
 
-def _objectives(slo: str, attainment: float) -> Objectives:
+def _objectives(slo: str, attainment: float) -> PlanObjectives:
     try:
         ttft_s, tpot_s = (parse_duration_s(part.strip()) for part in slo.split(","))
     except ValueError:
         raise ConfigError(f"--slo {slo}: expected TTFT,TPOT such as 2s,100ms") from None
-    return Objectives(ttft_s=ttft_s, tpot_s=tpot_s, attainment=attainment)
+    return PlanObjectives(ttft_s=ttft_s, tpot_s=tpot_s, attainment=attainment)
 
 
 def _stock(gpus: str) -> dict[str, int]:
@@ -116,7 +116,7 @@ def _stock(gpus: str) -> dict[str, int]:
     return stock
 
 
-def _devices(stock: Iterable[str], prices: Sequence[str]) -> dict[str, Device]:
+def _devices(stock: Iterable[str], prices: Sequence[str]) -> dict[str, DeviceProfile]:
     devices = {name: known_device(name) for name in stock}
     for text in prices:
         name, _, number = text.partition("=")

@@ -19,7 +19,7 @@ class Degrade(Section):
     """It may wait for so long until it can be served; null: not at all."""
 
 
-class Tier(Section):
+class TierSection(Section):
     """Requests that are served alike. Objectives hold for requests that bring none of their own."""
 
     priority: Annotated[int, Field(ge=0)] = 0
@@ -43,7 +43,7 @@ class Tier(Section):
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Ladder(Section):
+class LadderSection(Section):
     """How the admission of a tier is tightened while its latencies leave its objectives: first it
     is stricter, then output is cut where `degrade.max_tokens` allows it, then only the tier's
     reserve is served. For tiers with objectives."""
@@ -68,7 +68,7 @@ class Ladder(Section):
     """The 99.9th percentile may be so many times the objective."""
 
     @model_validator(mode="after")
-    def _can_ease(self) -> Ladder:
+    def _can_ease(self) -> LadderSection:
         filled = self.stricter * self.tolerance
         if self.easing <= filled:
             raise ValueError(f"easing: more than stricter x tolerance, which is {filled:g}")
@@ -82,8 +82,8 @@ class Qos(Section):
 
     header: str = "x-customer-tier"
     """The HTTP header, or gRPC metadata, that names a request's tier."""
-    tiers: dict[Name, Tier] = Field(default_factory=dict)
-    ladder: Ladder = Ladder()
+    tiers: dict[Name, TierSection] = Field(default_factory=dict)
+    ladder: LadderSection = LadderSection()
     tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """Inside a tier tenants get prefill time in proportion to these; 1 where none is given."""
 
@@ -98,7 +98,7 @@ class Qos(Section):
 
     @field_validator("tiers")
     @classmethod
-    def _shares_fit(cls, given: dict[str, Tier]) -> dict[str, Tier]:
+    def _shares_fit(cls, given: dict[str, TierSection]) -> dict[str, TierSection]:
         total = sum(tier.share for tier in given.values())
         if total > 1 + 1e-9:
             raise ValueError(f"shares that sum to 1 at most, not {total:g}")

@@ -43,7 +43,7 @@ PORT_KINDS = {
 """# key of a port |-> what listens there"""
 
 
-class Placement(Section):
+class PlacementSection(Section):
     """Which workers serve a request."""
 
     policy: Literal["kv_aware", "local_cache", "least_loaded", "round_robin", "random"] = "kv_aware"
@@ -58,7 +58,7 @@ class Placement(Section):
     another one has room."""
 
 
-class Admission(Section):
+class AdmissionSection(Section):
     """Which requests are taken."""
 
     policy: Literal["predictive", "early_rejection", "queue_limit", "none"] = "predictive"
@@ -69,7 +69,7 @@ class Admission(Section):
     """Prompts that wait at a prefill worker, with queue_limit."""
 
 
-class Router(Section):
+class RouterSection(Section):
     replicas: Count = 1
     """Router processes, each with its own faces and metrics; they share the workers."""
     host: str = "127.0.0.1"
@@ -98,12 +98,12 @@ class Router(Section):
     with its number before the suffix."""
     record_size: Bytes = 2**30
     """The most that is recorded in one."""
-    placement: Placement = Placement()
+    placement: PlacementSection = PlacementSection()
     dispatch: Literal["direct", "shared_queue"] = "direct"
     """direct: a prompt goes to its prefill worker as soon as it is admitted, and waits there;
     shared_queue: it waits at the router, for the next prefill worker that is about to be free; for
 one router only."""
-    admission: Admission = Admission()
+    admission: AdmissionSection = AdmissionSection()
     resources: dict[str, Quantity] = Field(default_factory=dict)
     """What Ray sets aside for each router."""
 
@@ -126,7 +126,7 @@ one router only."""
         return above if public and above + self.replicas - 1 <= MOST_PORT else 0
 
     @model_validator(mode="after")
-    def _one_queue(self) -> Router:
+    def _one_queue(self) -> RouterSection:
         if self.replicas > 1 and self.dispatch == "shared_queue":
             raise ValueError(
                 "one router with dispatch: shared_queue: each would have a queue of its own, which "
@@ -135,7 +135,7 @@ one router only."""
         return self
 
     @model_validator(mode="after")
-    def _ports_apart(self) -> Router:
+    def _ports_apart(self) -> RouterSection:
         taken = self._taken()
         for (one, its), (other, others) in combinations(taken.items(), 2):
             if common := its & others:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cluster.config.qos import Qos
-from cluster.config.router import Router
+from cluster.config.router import RouterSection
 from cluster.config.simulation import Simulation
 from cluster.config.types import (
     AttentionBackend,
@@ -37,7 +37,7 @@ from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
 
 
-class Model(Section):
+class ModelSection(Section):
     """Which checkpoint is served, and how."""
 
     path: str | None = None
@@ -52,7 +52,7 @@ class Model(Section):
     """Prompt plus output, in tokens; auto: what the model was made for."""
 
 
-class Engine(Section):
+class EngineSection(Section):
     """The paged KV pool of each worker."""
 
     block_size: Annotated[int, Field(ge=8, le=128)] = 16
@@ -90,7 +90,7 @@ class Engine(Section):
     step, hangs, and the worker ends."""
 
 
-class Attention(Section):
+class AttentionSection(Section):
     """How attention over the paged KV is computed."""
 
     backend: AttentionBackend = "auto"
@@ -100,7 +100,7 @@ class Attention(Section):
     operations."""
 
 
-class Scheduler(Section):
+class SchedulerSection(Section):
     prefill_chunk_tokens: Annotated[int, Field(ge=16)] = 512
     """The most prompt tokens that one step computes."""
     mixed_chunk_tokens: Annotated[int, Field(ge=16)] = 512
@@ -162,7 +162,7 @@ class Transfer(Section):
         return given
 
 
-class Preload(Section):
+class PreloadSection(Section):
     """A prompt's beginning that every prefill worker computes when it starts, and keeps."""
 
     system: str | None = None
@@ -173,13 +173,13 @@ class Preload(Section):
     """Whose requests find it."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Preload:
+    def _one_of_both(self) -> PreloadSection:
         if (self.system is None) == (self.text is None):
             raise ValueError("either system or text")
         return self
 
 
-class Pool(Section):
+class PoolSection(Section):
     """The pool node of each host (kvrelay pool-node): there KV outlives the workers."""
 
     enabled: bool = False
@@ -200,7 +200,7 @@ class Pool(Section):
     """What Ray sets aside for each pool node."""
 
 
-class Network(Section):
+class NetworkSection(Section):
     host: AutoText = None
     """Address of workers and pool nodes; auto: loopback on a Ray of our own, else the node's."""
     port_range: tuple[Port, Port] | None = None
@@ -242,18 +242,18 @@ class Config(Section):
 
     name: Name = "kvrelay"
     """Several clusters share one Ray by name."""
-    model: Model = Model()
-    engine: Engine = Engine()
-    attention: Attention = Attention()
-    scheduler: Scheduler = Scheduler()
+    model: ModelSection = ModelSection()
+    engine: EngineSection = EngineSection()
+    attention: AttentionSection = AttentionSection()
+    scheduler: SchedulerSection = SchedulerSection()
     workers: tuple[WorkerPool, ...] = DEFAULT_POOLS
-    router: Router = Router()
+    router: RouterSection = RouterSection()
     qos: Qos = Qos()
     transfer: Transfer = Transfer()
-    preload: tuple[Preload, ...] = ()
+    preload: tuple[PreloadSection, ...] = ()
     """Prompts that many requests begin with."""
-    pool: Pool = Pool()
-    network: Network = Network()
+    pool: PoolSection = PoolSection()
+    network: NetworkSection = NetworkSection()
     observability: Observability = Observability()
     ray: RaySection = RaySection()
     simulation: Simulation = Simulation()

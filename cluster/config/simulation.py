@@ -23,7 +23,7 @@ class Kv(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
 
-class Fabric(Section):
+class FabricSection(Section):
     """The links between the workers, all alike. Each worker sends, and receives, one transfer after
     another."""
 
@@ -37,7 +37,7 @@ class Fabric(Section):
     """Of a message between router and worker, one way."""
 
 
-class Slo(Section):
+class SloSection(Section):
     """What a request must meet to count as good."""
 
     ttft: Seconds = 2.0
@@ -57,7 +57,7 @@ class SimulatedPool(Section):
     """KV blocks; none: simulation.blocks."""
 
 
-class Failure(Section):
+class FailureSection(Section):
     """A worker that dies, as on SIGKILL."""
 
     worker: str
@@ -82,8 +82,8 @@ class Simulation(Section):
     pools: tuple[SimulatedPool, ...] = ()
     """In the order of `workers`; those left out are as `profile` and `blocks` say."""
     kv: Kv = Kv()
-    fabric: Fabric = Fabric()
-    slo: Slo = Slo()
+    fabric: FabricSection = FabricSection()
+    slo: SloSection = SloSection()
     max_model_len: Count = 262_144
     """Prompt plus output, in tokens."""
     max_tokens: AutoCount = None
@@ -95,7 +95,7 @@ class Simulation(Section):
     retry_rounding: Seconds | None = None
     """Clients wait for a multiple of it, no less than they were told: 1 s is what HTTP's
     `retry-after` can say."""
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[FailureSection, ...] = ()
     """Workers that die."""
     most_steps: Annotated[int, Field(ge=1, le=4096)] = 256
     """Decode steps that are computed together while nothing happens. The result is that of single

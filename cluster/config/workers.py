@@ -8,7 +8,7 @@ from cluster.config.types import AutoCount, AutoOrOff, Count, Device, Dtype, Qua
 from kvrelay.types import Role
 
 
-class Parallel(Section):
+class ParallelSection(Section):
     tensor: Count = 1
     """Processes of one machine that share one model copy, each with some of its heads; on device
     cuda each on a GPU of its own."""
@@ -31,7 +31,7 @@ class WorkerPool(Section):
     cpu_pinning: AutoOrOff = "auto"
     """auto: a worker on device cpu runs on as many CPUs as it has threads, which no other worker of
     the host uses, where there are enough; off: wherever the system puts it."""
-    parallel: Parallel = Parallel()
+    parallel: ParallelSection = ParallelSection()
     dtype: Dtype | None = None
     """null: as model.dtype says."""
 
@@ -44,7 +44,7 @@ class WorkerPool(Section):
 
     @field_validator("parallel")
     @classmethod
-    def _on_its_device(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+    def _on_its_device(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
         device = others.data.get("device", "auto")
         if given.tensor > 1 and ":" in device:
             raise ValueError(f"tensor: 1 on device {device}: several ranks need cuda, or cpu")
@@ -52,7 +52,7 @@ class WorkerPool(Section):
 
     @field_validator("parallel")
     @classmethod
-    def _has_its_gpus(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+    def _has_its_gpus(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
         gpus = others.data.get("resources", {}).get("GPU", given.tensor)
         if given.tensor > 1 and gpus != given.tensor and others.data.get("device") != "cpu":
             raise ValueError(f"tensor: as many ranks as resources.GPU, which is {gpus:g}")
@@ -60,7 +60,7 @@ class WorkerPool(Section):
 
     @field_validator("parallel")
     @classmethod
-    def _has_its_threads(cls, given: Parallel, others: ValidationInfo) -> Parallel:
+    def _has_its_threads(cls, given: ParallelSection, others: ValidationInfo) -> ParallelSection:
         threads = others.data.get("cpu_threads")
         if threads is not None and threads % given.tensor:
             raise ValueError(f"tensor: a degree that divides the {threads} cpu_threads")

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import get_args
 
-from cluster.config.router import Router
-from cluster.config.schema import Config, Preload, Ucx
+from cluster.config.router import RouterSection
+from cluster.config.schema import Config, PreloadSection, Ucx
 from cluster.config.types import FarTransport
 from cluster.config.workers import WorkerPool
 from cluster.core.qos import qos_tiers, router_tiers, tier_match
@@ -44,7 +44,7 @@ ACCELERATOR_MARK = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RayResources:
     """What Ray sets aside. `machine_devices`: device numbers are the machine's, not Ray's."""
 
     cpus: float = 0.0
@@ -69,19 +69,19 @@ class Placement:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterPlan:
     settings: RouterSettings
-    placement: Placement
+    placement: RayResources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
     settings: WorkerSettings
-    placement: Placement
+    placement: RayResources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNodePlan:
     settings: PoolNodeSettings
-    placement: Placement
+    placement: RayResources
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def plan_cluster(config: Config) -> ClusterPlan:
     )
 
 
-def placements(plan: ClusterPlan) -> dict[str, Placement]:
+def placements(plan: ClusterPlan) -> dict[str, RayResources]:
     """# process |-> its place; without the pool nodes, whose number shows when workers run"""
     routers = {router.settings.process: router.placement for router in plan.routers}
     return routers | {worker.settings.name: worker.placement for worker in plan.workers}
@@ -235,12 +235,12 @@ def router_settings(config: Config, number: int = 0) -> RouterSettings:
     )
 
 
-def internal_host(router: Router) -> str:
+def internal_host(router: RouterSection) -> str:
     assert router.internal_host is not None, "resolved"
     return NODE_HOST if router.internal_host == "node" else router.internal_host
 
 
-def _record(router: Router, number: int) -> str | None:
+def _record(router: RouterSection, number: int) -> str | None:
     """Each router writes a file of its own."""
     if router.record is None or router.replicas == 1:
         return router.record
@@ -248,7 +248,7 @@ def _record(router: Router, number: int) -> str | None:
     return str(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
-def _preload(one: Preload) -> PreloadText:
+def _preload(one: PreloadSection) -> PreloadText:
     text = one.text if one.system is None else one.system
     assert text is not None, "one of them is set"
     return PreloadText(text=text, is_system=one.system is not None, tenant=one.tenant)
@@ -289,15 +289,15 @@ def ucx_options(ucx: Ucx) -> tuple[tuple[str, str | int], ...]:
     return tuple((name, value) for name, value in ucx if value is not None)
 
 
-def _placement(pool: WorkerPool) -> Placement:
+def _placement(pool: WorkerPool) -> RayResources:
     return _place(pool.resources, pool.accelerator_type, ":" in pool.device)
 
 
 def _place(
     resources: dict[str, float], accelerator: str | None = None, machine_devices: bool = False
-) -> Placement:
+) -> RayResources:
     known = ("CPU", "GPU", "memory")
-    return Placement(
+    return RayResources(
         cpus=resources.get("CPU", 0.0),
         gpus=resources.get("GPU", 0.0),
         memory_bytes=resources.get("memory", 0.0),

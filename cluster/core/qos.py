@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.config.qos import Qos, Tier
+from cluster.config.qos import Qos, TierSection
 from cluster.core.settings import WorkerSettings
 from decode_worker.shares import Standing
 from engine.core.prompt_order import Order
@@ -43,7 +43,7 @@ def router_tiers(qos: Qos, admission: str) -> QosTiers:
     return replace(qos_tiers(qos), ladder=rules)
 
 
-def _tier(name: str, tier: Tier) -> QosTier:
+def _tier(name: str, tier: TierSection) -> QosTier:
     return QosTier(
         name=name,
         priority=tier.priority,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 from pathlib import PurePath
 
-from cluster.config.schema import Config, Model
+from cluster.config.schema import Config, ModelSection
 from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
 
@@ -143,7 +143,7 @@ def _ranks(pool: WorkerPool) -> int:
     return pool.replicas * pool.parallel.tensor
 
 
-def _resolve_model(model: Model, site: Site) -> Model:
+def _resolve_model(model: ModelSection, site: Site) -> ModelSection:
     path = model.path or site.bundled_path
     served = model.served_name or ("kvrelay-tiny" if model.path is None else _name_of(path))
     return model.model_copy(update={"path": path, "served_name": served})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.core.activity import Activity
+from engine.core.activity import StartActivity
 
 
 class Phase(StrEnum):
@@ -23,7 +23,7 @@ class State(StrEnum):
     GONE = "gone"
 
 
-class Kind(StrEnum):
+class ProcessKind(StrEnum):
     ROUTER = "router"
     WORKER = "worker"
     POOL_NODE = "pool node"
@@ -55,7 +55,7 @@ class Does:
 
     name: str
     life: int
-    activity: Activity
+    activity: StartActivity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class ProcessJoined:
     """A router knows this worker or pool node; or `refused` says why it uses it not."""
 
     name: str
@@ -88,7 +88,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
+class ProcessAnswered:
     """To a `Ping`: the process does not hang."""
 
     name: str
@@ -96,7 +96,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class ProcessStopped:
     name: str
 
 
@@ -118,7 +118,7 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class SupervisionTick:
     pass
 
 
@@ -127,13 +127,13 @@ Event = (
     | Does
     | Serving
     | Lost
-    | Joined
-    | Answered
-    | Stopped
+    | ProcessJoined
+    | ProcessAnswered
+    | ProcessStopped
     | Recalled
     | DriverSeen
     | StopAsked
-    | Tick
+    | SupervisionTick
 )
 
 
@@ -157,7 +157,7 @@ class Announce:
     name: str
     life: int
     address: str
-    kind: Kind = Kind.WORKER
+    kind: ProcessKind = ProcessKind.WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +166,11 @@ class Withdraw:
 
     router: str
     address: str
-    kind: Kind = Kind.WORKER
+    kind: ProcessKind = ProcessKind.WORKER
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopProcess:
     """Remove the process, after a drain if it serves; answered by `Stopped`."""
 
     name: str
@@ -185,7 +185,7 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class PingProcess:
     """Ask a process that serves for a sign of life; answered by `Answered`."""
 
     name: str
@@ -206,4 +206,4 @@ class Note:
     text: str
 
 
-Command = Start | Announce | Withdraw | Stop | Remove | Ping | Remember | Note
+Command = Start | Announce | Withdraw | StopProcess | Remove | PingProcess | Remember | Note

@@ -21,32 +21,32 @@ from typing import assert_never
 
 from cluster.core.supervision import (
     Announce,
-    Answered,
     Command,
     Does,
     DriverSeen,
     Event,
     Home,
-    Joined,
-    Kind,
     Lost,
     Note,
     Phase,
-    Ping,
+    PingProcess,
     Placed,
+    ProcessAnswered,
+    ProcessJoined,
+    ProcessKind,
+    ProcessStopped,
     Recalled,
     Remember,
     Remove,
     Serving,
     Start,
     State,
-    Stop,
     StopAsked,
-    Stopped,
-    Tick,
+    StopProcess,
+    SupervisionTick,
     Withdraw,
 )
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 60.0
@@ -56,7 +56,7 @@ STARTS_BEFORE_FATAL = 3
 """A process that never served is given up after so many starts."""
 
 
-STARTS = Activity(stage=Stage.STARTS)
+STARTS = StartActivity(stage=Stage.STARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Process:
     routers that know it."""
 
     name: str
-    kind: Kind
+    kind: ProcessKind
     state: State = State.GONE
     life: int = 0
     failures: int = 0
@@ -83,7 +83,7 @@ class Process:
     address: str | None = None
     start_at_s: float = 0.0
     home: Home | None = None
-    activity: Activity = STARTS  # what it does while its state is STARTING
+    activity: StartActivity = STARTS  # what it does while its state is STARTING
     asked_s: float | None = None  # for a sign of life, not answered yet
     heard_s: float = 0.0  # when there was the last one
 
@@ -121,7 +121,9 @@ class Watching:
     timeout_s: float
     looked_s: float
 
-    def look(self, serving: Sequence[Process], now_s: float) -> tuple[list[Ping], list[Process]]:
+    def look(
+        self, serving: Sequence[Process], now_s: float
+    ) -> tuple[list[PingProcess], list[Process]]:
         """(whom to ask, who has been silent for too long)"""
         stood_still = now_s - self.looked_s > self.timeout_s / PINGS
         self.looked_s = now_s
@@ -131,7 +133,7 @@ class Watching:
         silent = [p for p in serving if self._is_silent(p, now_s)]
         for process in due:
             process.asked_s = now_s
-        return [Ping(process.name, process.life) for process in due], silent
+        return [PingProcess(process.name, process.life) for process in due], silent
 
     def _is_due(self, process: Process, now_s: float) -> bool:
         return process.asked_s is None and now_s - process.heard_s >= self.timeout_s / PINGS
@@ -184,7 +186,7 @@ class PoolHomes:
 
     def _want(self, home: Home, homes: set[Home], now_s: float) -> None:
         name = pool_process(home.host)
-        pool = self._known.setdefault(name, Process(name=name, kind=Kind.POOL_NODE))
+        pool = self._known.setdefault(name, Process(name=name, kind=ProcessKind.POOL_NODE))
         if pool.home not in homes:
             pool.home = home
         if pool.state is State.GONE:
@@ -214,9 +216,11 @@ class Supervisor:
         """`needs`: # router or worker |-> what it asks of Ray, in words; `pool_needs`: a pool node,
         or None when there shall be none. `restarted`: processes of a former controller are there;
         no rule of the start applies before `Recalled` tells what they say."""
-        self.routers = {name: Process(name=name, kind=Kind.ROUTER) for name in routers}
+        self.routers = {name: Process(name=name, kind=ProcessKind.ROUTER) for name in routers}
         self.workers = {
-            name: Process(name=name, kind=Kind.WORKER) for name in needs if name not in self.routers
+            name: Process(name=name, kind=ProcessKind.WORKER)
+            for name in needs
+            if name not in self.routers
         }
         self.pools = PoolHomes()
         self._needs = needs
@@ -237,7 +241,7 @@ class Supervisor:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         match event:
-            case Tick():
+            case SupervisionTick():
                 return self._tick(now_s)
             case Placed():
                 return self._placed(event, now_s)
@@ -247,13 +251,13 @@ class Supervisor:
                 return self._serving(event, now_s)
             case Lost():
                 return self._lost(event, now_s)
-            case Joined():
+            case ProcessJoined():
                 return self._joined(event)
-            case Answered(name=name, life=life):
+            case ProcessAnswered(name=name, life=life):
                 if (process := self._current(name, life)) is not None:
                     process.hears(now_s)
                 return []
-            case Stopped(name=name):
+            case ProcessStopped(name=name):
                 return self._stopped(name, now_s)
             case Recalled():
                 return self._recalled(event)
@@ -309,7 +313,9 @@ class Supervisor:
             case State.STARTING:
                 return str(process.activity)
             case State.SERVING:
-                knows_all = process.kind is Kind.ROUTER or process.joined == self.routers.keys()
+                knows_all = (
+                    process.kind is ProcessKind.ROUTER or process.joined == self.routers.keys()
+                )
                 return "" if knows_all else "joins"
             case state:
                 return state.value
@@ -343,7 +349,7 @@ class Supervisor:
     def _start(self, process: Process) -> list[Command]:
         process.life += 1
         process.state, process.activity = State.STARTING, STARTS
-        home = process.home if process.kind is Kind.POOL_NODE else None
+        home = process.home if process.kind is ProcessKind.POOL_NODE else None
         start = Start(process.name, process.life, home.node if home else None)
         return [Note(f"starting {process.name} ..."), start]
 
@@ -385,7 +391,7 @@ class Supervisor:
 
     def _announcements(self, newcomer: Process) -> list[Command]:
         """All that serve to a new router; a newcomer to every router that serves."""
-        is_router = newcomer.kind is Kind.ROUTER
+        is_router = newcomer.kind is ProcessKind.ROUTER
         routers = [newcomer] if is_router else self._serving_routers()
         known = self._announced() if is_router else (newcomer,)
         return [
@@ -401,7 +407,7 @@ class Supervisor:
     def _announced(self) -> tuple[Process, ...]:
         return (*self.workers.values(), *self.pools.processes())
 
-    def _joined(self, event: Joined) -> list[Command]:
+    def _joined(self, event: ProcessJoined) -> list[Command]:
         joined, router = self._current(event.name, event.life), self.routers[event.router]
         if joined is None or {joined.state, router.state} != {State.SERVING}:
             return []
@@ -439,7 +445,7 @@ class Supervisor:
         return event.fatal or process.failures + 1 >= STARTS_BEFORE_FATAL
 
     def _withdrawal(self, process: Process, address: str | None) -> list[Command]:
-        if process.kind is Kind.ROUTER or address is None:
+        if process.kind is ProcessKind.ROUTER or address is None:
             return []
         return [Withdraw(one.name, address, process.kind) for one in self._serving_routers()]
 
@@ -461,14 +467,14 @@ class Supervisor:
         process = self._named(name)
         assert process is not None, name
         process.state = State.GONE
-        if process.kind is Kind.ROUTER:
+        if process.kind is ProcessKind.ROUTER:
             return self._router_stopped()
         if self.phase is not Phase.STOPPING:
             return self._settle_pools(now_s)
         left = [p for p in self.processes() if p.state is not State.GONE]
         if not left:
             self.phase = Phase.STOPPED
-        elif all(p.kind is Kind.POOL_NODE for p in left):
+        elif all(p.kind is ProcessKind.POOL_NODE for p in left):
             return [self._stop_process(p) for p in left if p.state is not State.STOPPING]
         return []
 
@@ -482,7 +488,7 @@ class Supervisor:
         drain = process.state is State.SERVING
         process.state, process.address, process.joined = State.STOPPING, None, set()
         self._forget_router(process.name)
-        return Stop(process.name, drain)
+        return StopProcess(process.name, drain)
 
     def _named(self, name: str) -> Process | None:
         return self.routers.get(name) or self.workers.get(name) or self.pools.find(name)

@@ -14,7 +14,7 @@ from cluster.core.supervision import Home
 from cluster.core.supervisor import STARTS
 from cluster.process.logs import configure_logging
 from cluster.process.net import host_id
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 from kvrelay.errors import KvrelayError
 from kvrelay.gc_pauses import freeze
 
@@ -32,7 +32,7 @@ class Doing:
     """What a process that starts does now; `chosen`: the device and the transports that it took,
     once it has."""
 
-    activity: Activity = STARTS
+    activity: StartActivity = STARTS
     chosen: str = ""
 
 
@@ -105,7 +105,7 @@ class WorkerHost(Member):
         return Doing(activity=self._worker.activity, chosen=self._worker.chosen)
 
     async def start(self) -> str | StartFailed:
-        self._activity = Activity(stage=Stage.IMPORTS)
+        self._activity = StartActivity(stage=Stage.IMPORTS)
         try:
             kind = await asyncio.to_thread(_worker_class)
             self._worker = self._worker or kind(self._settings)

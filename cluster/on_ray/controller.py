@@ -26,42 +26,42 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.core.plan import ClusterPlan, placements
 from cluster.core.supervision import (
     Announce,
-    Answered,
     Command,
     Does,
     DriverSeen,
     Event,
     Home,
-    Joined,
-    Kind,
     Lost,
     Note,
     Phase,
-    Ping,
+    PingProcess,
     Placed,
+    ProcessAnswered,
+    ProcessJoined,
+    ProcessKind,
+    ProcessStopped,
     Recalled,
     Remember,
     Remove,
     Serving,
     Start,
     State,
-    Stop,
     StopAsked,
-    Stopped,
-    Tick,
+    StopProcess,
+    SupervisionTick,
     Withdraw,
 )
 from cluster.core.supervisor import Limits, Supervisor
 from cluster.on_ray.actor import Doing, RouterAt, StartFailed
 from cluster.on_ray.fleet import Fleet, Handle
 from cluster.process.logs import configure_logging
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ControllerReport:
     """What the driver prints and acts on. `notes` are the new ones only, `noted` counts all.
     `controller` is another id after each start of the controller."""
 
@@ -72,7 +72,7 @@ class Report:
     noted: int
     model: str
     routers: tuple[RouterAt, ...]
-    downloads: Mapping[str, Activity]
+    downloads: Mapping[str, StartActivity]
     """# process |-> how far it is"""
 
 
@@ -146,10 +146,10 @@ class Controller:
         if former:
             self._spawn(self._recall(former))
 
-    async def heartbeat(self, seen: int, stop: bool) -> Report:
+    async def heartbeat(self, seen: int, stop: bool) -> ControllerReport:
         """The driver lives and has `seen` so many notes; `stop`: it wants the cluster gone."""
         self._events.put_nowait(StopAsked() if stop else DriverSeen())
-        report = Report(
+        report = ControllerReport(
             controller=self._id,
             phase=self._core.phase,
             error=self._core.error,
@@ -212,7 +212,7 @@ class Controller:
 
     async def _run(self) -> None:
         try:
-            event: Event = Tick()
+            event: Event = SupervisionTick()
             while self._core.phase is not Phase.STOPPED:
                 for command in self._core.handle(event, time.monotonic()):
                     self._execute(command)
@@ -228,7 +228,7 @@ class Controller:
         try:
             return await asyncio.wait_for(self._events.get(), TICK_S)
         except TimeoutError:
-            return Tick()
+            return SupervisionTick()
 
     async def _linger(self) -> None:
         """A driver that is still there reads the last report before this actor goes."""
@@ -245,7 +245,7 @@ class Controller:
         match command:
             case Start():
                 self._spawn(self._start(command))
-            case Stop():
+            case StopProcess():
                 self._spawn(self._stop(command))
             case Remove(name=name):
                 self._fleet.kill(name)
@@ -253,7 +253,7 @@ class Controller:
                 self._spawn(self._announce(command))
             case Withdraw():
                 self._spawn(self._withdraw(command))
-            case Ping():
+            case PingProcess():
                 self._spawn(self._ping(command))
             case Remember(name=name):
                 self._spawn(self._remember(name))
@@ -326,9 +326,9 @@ class Controller:
 
     async def _hear_nothing(self, command: Start) -> None:
         waits = await asyncio.to_thread(self._waits_for_room, command.name)
-        self._does(command, Activity(stage=Stage.WAITS if waits else Stage.STARTS))
+        self._does(command, StartActivity(stage=Stage.WAITS if waits else Stage.STARTS))
 
-    def _does(self, command: Start, activity: Activity) -> None:
+    def _does(self, command: Start, activity: StartActivity) -> None:
         self._events.put_nowait(Does(name=command.name, life=command.life, activity=activity))
 
     def _waits_for_room(self, name: str) -> bool:
@@ -344,10 +344,10 @@ class Controller:
             for p in self._core.processes()
         )
 
-    async def _ping(self, command: Ping) -> None:
+    async def _ping(self, command: PingProcess) -> None:
         with suppress(RayError):  # one that is dead has been heard of, by `_start`
             await self._fleet.find(command.name).answer.remote()
-            self._events.put_nowait(Answered(name=command.name, life=command.life))
+            self._events.put_nowait(ProcessAnswered(name=command.name, life=command.life))
 
     async def _remember(self, name: str) -> None:
         with suppress(RayError):
@@ -378,12 +378,12 @@ class Controller:
         self._fleet.keep_ports(started)
         return f"{started.http} and {started.grpc}"
 
-    async def _stop(self, command: Stop) -> None:
+    async def _stop(self, command: StopProcess) -> None:
         host = self._fleet.find(command.name)
         if host is not None and command.drain:
             await self._drain(command.name, host.stop.remote(self._plan.drain_s))
         self._fleet.kill(command.name)
-        self._events.put_nowait(Stopped(name=command.name))
+        self._events.put_nowait(ProcessStopped(name=command.name))
 
     async def _drain(self, name: str, stopping: asyncio.Future[None]) -> None:
         try:
@@ -394,17 +394,17 @@ class Controller:
     # A router hears of others in the order of the commands; one that died, when it is back.
 
     async def _announce(self, command: Announce) -> None:
-        method = "add_worker" if command.kind is Kind.WORKER else "add_pool_node"
+        method = "add_worker" if command.kind is ProcessKind.WORKER else "add_pool_node"
         refused = await self._ask_router(command.router, method, command.address)
         if refused is not ROUTER_GONE:
             reason = None if refused is None else refused.reason
-            joined = Joined(
+            joined = ProcessJoined(
                 name=command.name, life=command.life, router=command.router, refused=reason
             )
             self._events.put_nowait(joined)
 
     async def _withdraw(self, command: Withdraw) -> None:
-        method = "remove_worker" if command.kind is Kind.WORKER else "remove_pool_node"
+        method = "remove_worker" if command.kind is ProcessKind.WORKER else "remove_pool_node"
         await self._ask_router(command.router, method, command.address)
 
     async def _ask_router(self, name: str, method: str, address: str) -> StartFailed | None:

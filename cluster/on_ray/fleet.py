@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.core.plan import ClusterPlan, Placement
+from cluster.core.plan import ClusterPlan, RayResources
 from cluster.on_ray.actor import PoolNodeHost, RouterAt, RouterHost, WorkerHost
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Fleet:
         return actor_name(self._plan.name, name)
 
     def _make(
-        self, name: str, host: type, settings: object, place: Placement, node: str | None = None
+        self, name: str, host: type, settings: object, place: RayResources, node: str | None = None
     ) -> Handle:
         options = _ray_options(place)
         if node is not None:
@@ -104,7 +104,7 @@ class Fleet:
         )
 
 
-def _ray_options(place: Placement) -> dict[str, Any]:
+def _ray_options(place: RayResources) -> dict[str, Any]:
     """Detached: a controller that is restarted finds its actors alive."""
     options: dict[str, Any] = {
         "namespace": NAMESPACE,

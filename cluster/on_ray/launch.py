@@ -21,7 +21,7 @@ from cluster.core.plan import ClusterPlan, plan_cluster, shortage
 from cluster.core.resolve import pinned, resolve
 from cluster.core.supervision import Phase
 from cluster.on_ray.connect import Connected
-from cluster.on_ray.controller import Controller, Report
+from cluster.on_ray.controller import Controller, ControllerReport
 from cluster.on_ray.fleet import CONTROLLER, NAMESPACE, Handle, actor_name
 from cluster.process.bars import DownloadBars
 from kvrelay.errors import ConfigError, KvrelayError
@@ -64,7 +64,7 @@ class Driver:
         """Ask the cluster to drain and go. Safe in a signal handler, and on any thread."""
         self._stopping.set()
 
-    def wait_ready(self) -> Report:
+    def wait_ready(self) -> ControllerReport:
         """Until all serve, or `stop` was called. Raises KvrelayError when it can't start."""
         report = self._beat()
         while report.phase is Phase.STARTING and not self._stopping.is_set():
@@ -72,7 +72,7 @@ class Driver:
             report = self._beat()
         return report if report.phase is Phase.READY else self.follow()
 
-    def follow(self) -> Report:
+    def follow(self) -> ControllerReport:
         """Beat until the cluster has stopped. Raises KvrelayError when it stopped by itself."""
         report = self._beat()
         while report.phase is not Phase.STOPPED:
@@ -89,7 +89,7 @@ class Driver:
         else:
             self._stopping.wait(self._idle_beat_s)
 
-    def _beat(self) -> Report:
+    def _beat(self) -> ControllerReport:
         try:
             report = self._with_all_notes(self._ask())
         except RayError as error:
@@ -101,7 +101,7 @@ class Driver:
         self._was_ready = report.phase is Phase.READY
         return report
 
-    def _with_all_notes(self, report: Report) -> Report:
+    def _with_all_notes(self, report: ControllerReport) -> ControllerReport:
         """A controller that was restarted has begun its notes anew."""
         if report.controller == self._controller_id:
             return report
@@ -111,12 +111,12 @@ class Driver:
         self._seen = 0
         return self._ask()
 
-    def _ask(self) -> Report:
+    def _ask(self) -> ControllerReport:
         """A cluster that is READY serves without its controller: its answer is waited for."""
         while True:
             beat = self._controller.heartbeat.remote(self._seen, self._stopping.is_set())
             try:
-                report: Report = ray.get(beat, timeout=ANSWER_S)
+                report: ControllerReport = ray.get(beat, timeout=ANSWER_S)
             except GetTimeoutError:
                 if not self._was_ready or self._stopping.is_set():
                     raise
@@ -194,7 +194,7 @@ def stop(name: str | None, *, say: Printer) -> None:
     driver.follow()
 
 
-def welcome(report: Report) -> list[str]:
+def welcome(report: ControllerReport) -> list[str]:
     """The addresses, and a first request to paste."""
     first = report.routers[0]
     body = f'{{"model": "{report.model}", "prompt": "It was", "max_tokens": 32}}'

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import xxhash
 
 from kvpool.core.node.events import (
-    Load,
+    BlockLoad,
     ReadSlots,
     SlotOutcome,
     SlotsRead,
@@ -86,7 +86,7 @@ class PoolDisk:
     def _read(self, job: ReadSlots) -> None:
         self._post(SlotsRead(batch=job.batch, checksums=tuple(map(self._load, job.loads))))
 
-    def _load(self, load: Load) -> int | None:
+    def _load(self, load: BlockLoad) -> int | None:
         try:
             found = self._files.read(load.slot, load.hash, self._place(load.place))
         except OSError as error:

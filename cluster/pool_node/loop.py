@@ -27,6 +27,8 @@ from kvpool.core.node.events import (
     PoolCommand,
     PoolEvent,
     PoolTick,
+    PoolWorkerJoined,
+    PoolWorkerLost,
     ReadSlots,
     RouterCall,
     RouterCalled,
@@ -36,8 +38,6 @@ from kvpool.core.node.events import (
     SlotsWritten,
     TellRouter,
     TellWorker,
-    WorkerJoined,
-    WorkerLost,
     WriteSlots,
 )
 from kvpool.core.node.host_tier import HostTier
@@ -206,7 +206,7 @@ class PoolLoop:
         )
         self._workers.tell(connection, welcome)
         log.info("worker %s joined (%s)", hello.incarnation, connection.peer_address)
-        self._decide(WorkerJoined(worker=hello.incarnation, looks_up=hello.looks_up))
+        self._decide(PoolWorkerJoined(worker=hello.incarnation, looks_up=hello.looks_up))
 
     def _refusal(self, hello: PoolHello) -> str | None:
         if hello.wire_version != WIRE_VERSION:
@@ -238,7 +238,7 @@ class PoolLoop:
         if worker is not None and self._connection_of.get(worker) is connection:
             del self._connection_of[worker]
             log.info("worker %s left: %s", worker, reason)
-            self._decide(WorkerLost(worker=worker))
+            self._decide(PoolWorkerLost(worker=worker))
 
     # --- the core and its disk ------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from cluster.core.settings import PoolNodeSettings, WorkerSettings
 from kvpool.transport import link_kind
-from kvpool.transport.choice import Chosen, Machine, choose_transports, spans_hosts
+from kvpool.transport.choice import ChosenTransports, Machine, choose_transports, spans_hosts
 from kvpool.transport.endpoints import obstacle
 from kvpool.transport.gpus import GpuCount, count_gpus
 from kvpool.transport.rdma.ucx_options import UcxOptions
@@ -72,7 +72,7 @@ def _machine(ucx: dict[str, str | int], device: str, gpus: GpuCount) -> Machine:
     )
 
 
-def _told(chosen: Chosen, device: str) -> str:
+def _told(chosen: ChosenTransports, device: str) -> str:
     """Nobody wonders why a CPU has no link between GPUs."""
     others = tuple(one for one in chosen.left_out if one[0] != "cuda_ipc" or device != "cpu")
     why = replace(chosen, left_out=others).why

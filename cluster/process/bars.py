@@ -16,7 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from engine.core.activity import Activity
+from engine.core.activity import StartActivity
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class DownloadBars:
     _drawn: Progress | None = None
     _tasks: dict[str, TaskID] = field(default_factory=dict)
 
-    def show(self, downloads: Mapping[str, Activity]) -> None:
+    def show(self, downloads: Mapping[str, StartActivity]) -> None:
         """`downloads`: # process |-> how far it is"""
         if not downloads or not self.console.is_terminal:
             self.close()

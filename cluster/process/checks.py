@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from cluster.config.router import PORT_KINDS, Router
-from cluster.config.schema import Config, Model
+from cluster.config.router import PORT_KINDS, RouterSection
+from cluster.config.schema import Config, ModelSection
 from cluster.core.plan import NODE_HOST, internal_host, plan_cluster, shortage
 from cluster.core.resolve import resolve
 from cluster.process.site import local_gpus, site_with_gpus
@@ -32,7 +32,7 @@ def problems(config: Config, gpus: int, why_none: str) -> list[str]:
     ]
 
 
-def _busy_ports(router: Router) -> Iterator[str]:
+def _busy_ports(router: RouterSection) -> Iterator[str]:
     for number in range(router.replicas):
         for key, port in asdict(router.ports(number)).items():
             try:
@@ -41,14 +41,14 @@ def _busy_ports(router: Router) -> Iterator[str]:
                 yield str(error)
 
 
-def _host(router: Router, key: str) -> str:
+def _host(router: RouterSection, key: str) -> str:
     if not key.startswith("internal_"):
         return router.host
     host = internal_host(router)  # a node knows its own address only when it starts
     return "0.0.0.0" if host == NODE_HOST else host
 
 
-def _model_problems(model: Model) -> Iterator[str]:
+def _model_problems(model: ModelSection) -> Iterator[str]:
     assert model.path is not None, "resolved"
     try:
         check_model(model.path, model.revision)

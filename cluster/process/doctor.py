@@ -50,7 +50,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class TransportChoice:
     """What two pools would use; None where nothing connects them."""
 
     prefill: str
@@ -64,7 +64,7 @@ class Diagnosis:
     """`problems`: why the cluster file can't run here; none: it can."""
 
     findings: tuple[Finding, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[TransportChoice, ...]
     problems: tuple[str, ...]
 
 
@@ -170,7 +170,7 @@ def _gib(count: float) -> str:
 # --- a cluster file -----------------------------------------------------------------------------
 
 
-def _choices(config: Config, findings: Mapping[str, Finding]) -> list[Choice]:
+def _choices(config: Config, findings: Mapping[str, Finding]) -> list[TransportChoice]:
     """`config` must be resolved."""
     named = [(f"workers.{i} ({pool.role})", pool) for i, pool in enumerate(config.workers)]
     return [
@@ -187,13 +187,13 @@ def _choice(
     findings: Mapping[str, Finding],
     source: tuple[str, WorkerPool],
     target: tuple[str, WorkerPool],
-) -> Choice:
+) -> TransportChoice:
     on_gpus = source[1].on_gpu and target[1].on_gpu
     wanted = config.transfer.transports or _chosen(config, findings, on_gpus)
     usable = [name for name in wanted if _allowed(config, findings[name])]
     near = [name for name in usable if name != "cuda_ipc" or on_gpus]
     far = [name for name in usable if name in BETWEEN_HOSTS]
-    return Choice(
+    return TransportChoice(
         prefill=source[0],
         decode=target[0],
         same_host=next(iter(near), None),

@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 
 from cluster.core.settings import RouterSettings
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 from engine.model.checkpoint import find_text_files
 from kvrelay.errors import ConfigError, InvalidRequest
 from kvrelay.types import RequestSpec
@@ -118,9 +118,9 @@ class RouterProcess:
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        self.activity = Activity(stage=Stage.STARTS)
+        self.activity = StartActivity(stage=Stage.STARTS)
 
-    def _now_does(self, activity: Activity) -> None:
+    def _now_does(self, activity: StartActivity) -> None:
         self.activity = activity
 
     async def start(self) -> RouterAddress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.config.simulation import Failure
+from cluster.config.simulation import FailureSection
 from cluster.sim.clock import Clock
 from cluster.sim.router import SimRouter
 from cluster.sim.worker import SimWorker
@@ -32,12 +32,12 @@ class Failures:
     _lives: dict[str, SimWorker] = field(default_factory=dict)  # name |-> its latest
     _count: dict[str, int] = field(default_factory=dict)
 
-    def begin(self, failures: Sequence[Failure]) -> None:
+    def begin(self, failures: Sequence[FailureSection]) -> None:
         self._lives = {worker.name: worker for worker in self.workers.values()}
         for one in failures:
             self.clock.at(one.at, self._die, one)
 
-    def _die(self, failure: Failure) -> None:
+    def _die(self, failure: FailureSection) -> None:
         worker = self._lives[failure.worker]
         if worker.is_dead:
             return
@@ -55,7 +55,7 @@ class Failures:
         self._lives[name] = self.again(name, life)
 
 
-def check_failures(failures: Sequence[Failure], names: Sequence[Sequence[str]]) -> None:
+def check_failures(failures: Sequence[FailureSection], names: Sequence[Sequence[str]]) -> None:
     """Raises ConfigError."""
     known = [name for pool in names for name in pool]
     for index, one in enumerate(failures):

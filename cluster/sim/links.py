@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from cluster.config.simulation import Fabric as FabricConfig
+from cluster.config.simulation import FabricSection as FabricConfig
 from cluster.sim.clock import Clock
 from cluster.worker.events import Incoming
 from cluster.worker.loop import MoveJob

@@ -176,7 +176,7 @@ def write(folder: Path, results: Sequence[Result]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ReportLine:
     """One figure of every report, in their order; None where a report lacks it."""
 
     name: str
@@ -214,28 +214,28 @@ QUANTILES: tuple[tuple[str, Callable[[Spread], float]], ...] = (
 )
 
 
-def lines(reports: Sequence[Report]) -> list[Line]:
-    found = [Line(name=name, values=tuple(map(figure, reports))) for name, figure in FIGURES]
+def lines(reports: Sequence[Report]) -> list[ReportLine]:
+    found = [ReportLine(name=name, values=tuple(map(figure, reports))) for name, figure in FIGURES]
     return [*found, *_compared_latencies(reports), *_compared_pools(reports)]
 
 
-def _compared_latencies(reports: Sequence[Report]) -> list[Line]:
+def _compared_latencies(reports: Sequence[Report]) -> list[ReportLine]:
     found = []
     for kind, spread_of in LATENCIES:
         spreads = [spread_of(one) for one in reports]
         for name, quantile in QUANTILES:
             values = tuple(None if s is None else 1000 * quantile(s) for s in spreads)
-            found.append(Line(name=f"{kind} {name}, ms", values=values))
+            found.append(ReportLine(name=f"{kind} {name}, ms", values=values))
     return found
 
 
-def _compared_pools(reports: Sequence[Report]) -> list[Line]:
+def _compared_pools(reports: Sequence[Report]) -> list[ReportLine]:
     """How busy each pool was; a report may have fewer pools."""
     found = []
     for index, pools in enumerate(zip_longest(*(one.pools for one in reports))):
         role = next(pool.role for pool in pools if pool is not None)
         busy = tuple(None if pool is None else 100 * pool.utilisation for pool in pools)
-        found.append(Line(name=f"pool {index} ({role}) busy, %", values=busy))
+        found.append(ReportLine(name=f"pool {index} ({role}) busy, %", values=busy))
     return found
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.config.simulation import Slo
+from cluster.config.simulation import SloSection
 from cluster.core.resolve import worker_names
 from cluster.sim.profiles.load import HardwareProfile
 from cluster.sim.simulation import Simulated
@@ -219,7 +219,7 @@ def report(simulated: Simulated) -> Report:
     )
 
 
-def is_good(outcome: Outcome, slo: Slo) -> bool:
+def is_good(outcome: Outcome, slo: SloSection) -> bool:
     """It met its objectives."""
     if not outcome.done or outcome.ttft_s is None or outcome.ttft_s > slo.ttft:
         return False

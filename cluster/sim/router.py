@@ -8,7 +8,7 @@ from typing import Protocol, assert_never
 
 from cluster.config.simulation import Simulation
 from cluster.sim.clock import Clock
-from cluster.sim.trace import Answers, Arrival, Outcome
+from cluster.sim.trace import Answers, Outcome, TraceArrival
 from cluster.sim.worker import SimWorker
 from cluster.worker.events import FromRouter, RouterJoined
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent
@@ -115,7 +115,7 @@ class Clients:
         self,
         routers: Sequence[SimRouter],
         clock: Clock,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[TraceArrival],
         answers: Answers,
         simulation: Simulation,
         draw: Callable[[], float],

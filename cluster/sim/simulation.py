@@ -36,7 +36,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class SimFleet:
     """# worker |-> its hardware profile"""
 
     workers: dict[Incarnation, SimWorker]
@@ -54,7 +54,7 @@ class Simulated:
     config: Config
     scale: Scale
     outcomes: Sequence[Outcome]
-    fleet: Fleet
+    fleet: SimFleet
     timeline: Sequence[Look]
     ended_s: float
     events: int
@@ -98,7 +98,7 @@ class ClusterSimulation:
         latency_s = self._config.simulation.fabric.router_latency
         return SimRouter(begin(_beginning(self._config)), self.clock, latency_s)
 
-    def _fleet(self) -> Fleet:
+    def _fleet(self) -> SimFleet:
         workers: dict[Incarnation, SimWorker] = {}
         profiles: dict[Incarnation, HardwareProfile] = {}
         names = worker_names(self._config.workers)
@@ -110,7 +110,7 @@ class ClusterSimulation:
                 workers[worker.incarnation] = worker
                 profiles[worker.incarnation] = profile
                 self._connect(worker)
-        return Fleet(workers=workers, profiles=profiles)
+        return SimFleet(workers=workers, profiles=profiles)
 
     def _connect(self, worker: SimWorker) -> None:
         self._posts[worker.incarnation] = worker.hear

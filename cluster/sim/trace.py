@@ -126,14 +126,14 @@ class _Part(Sequence[int]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class TraceArrival:
     request: TraceRequest
     prompt: TracePrompt
 
 
 def arrivals(
     requests: Sequence[TraceRequest], *, rate_scale: float, replicas: int, draw: Callable[[], float]
-) -> list[Arrival]:
+) -> list[TraceArrival]:
     """At `rate_scale` times the rate: times are divided by it. Each request comes `replicas` times,
     the copies with prompts of their own, put off by a share (from `draw`) of the mean gap."""
     gap_s = requests[-1].arrival_s / len(requests) / rate_scale
@@ -144,7 +144,7 @@ def arrivals(
     ]
     timed.sort(key=lambda pair: pair[0].arrival_s)
     return [
-        Arrival(request=request, prompt=TracePrompt(request, number, copy))
+        TraceArrival(request=request, prompt=TracePrompt(request, number, copy))
         for number, (request, copy) in enumerate(timed)
     ]
 
@@ -160,7 +160,7 @@ END = 2
 class Answers:
     """`request_id` is the arrival's number. `max_tokens` None: each asks for just what it gets."""
 
-    def __init__(self, arrivals: Sequence[Arrival], max_tokens: int | None = None) -> None:
+    def __init__(self, arrivals: Sequence[TraceArrival], max_tokens: int | None = None) -> None:
         self._max_tokens = max_tokens
         self._output = [one.request.output_tokens for one in arrivals]
         self._end = Sampled(token_id=END)

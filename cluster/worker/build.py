@@ -20,7 +20,7 @@ from cluster.core.settings import WorkerSettings
 from cluster.process.host_cpus import Pinned, pin, ranges
 from cluster.process.trace import NO_TRACE, Trace, open_trace
 from cluster.worker.build_engine import UNMAPPED, codec_offer, open_engine, open_tables, step_times
-from cluster.worker.device import AheadDevice, Device, TracedEngine
+from cluster.worker.device import AheadDevice, TracedEngine, WorkerDevice
 from cluster.worker.events import Crashed, Incoming
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.mover import Mover
@@ -190,7 +190,7 @@ class WorkerParts:
 
     loop: WorkerLoop
     engine: Engine
-    device: Device
+    device: WorkerDevice
     links: PeerLinks
     mover: Mover
     hello: WorkerHello
@@ -288,9 +288,9 @@ def _device(
     engine: Engine,
     inbox: queue.SimpleQueue[Incoming],
     trace: Trace,
-) -> Device:
+) -> WorkerDevice:
     stepping = engine if trace is NO_TRACE else TracedEngine(engine, trace)
-    kind = AheadDevice if _launches_ahead(settings, engine) else Device
+    kind = AheadDevice if _launches_ahead(settings, engine) else WorkerDevice
     return kind(stepping, settings.threads_per_rank, inbox.put)
 
 

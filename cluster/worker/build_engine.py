@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from cluster.config.load import describe, read_yaml
 from cluster.config.types import Section
 from cluster.core.settings import WorkerSettings
-from engine.core.activity import Activity, Report, Stage, unheard
+from engine.core.activity import Report, Stage, StartActivity, unheard
 from engine.core.sizing import EngineLimits
 from engine.core.step_times import LinearTimes, decode_work, prefill_work
 from engine.load import load_engine
@@ -178,7 +178,7 @@ def step_times(settings: WorkerSettings, engine: Engine, report: Report = unhear
         case "off":
             return guess_times(engine, most_sequences=most)
         case "auto":
-            report(Activity(stage=Stage.TIMES))
+            report(StartActivity(stage=Stage.TIMES))
             return _measured(engine, settings.prefill_chunk_tokens, most)
         case path:
             return read_step_times(Path(path), most_sequences=most)

@@ -40,7 +40,7 @@ class AheadEngine(StepEngine, Protocol):
     ) -> Flight: ...
 
 
-class Device:
+class WorkerDevice:
     """`cpu_threads` None leaves torch's own choice."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Device:
             self._post(Stepped(StepDone(outcome=outcome, seconds=seconds)))
 
 
-class AheadDevice(Device):
+class AheadDevice(WorkerDevice):
     """Launches a step while the one before it runs; a second thread waits for the tokens."""
 
     def __init__(

@@ -65,7 +65,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RunOnLoop:
     """Run this on the loop's thread, between two events."""
 
     function: Callable[[], None]
@@ -104,7 +104,7 @@ Incoming = (
     | BlocksFetched
     | FromFar
     | Stepped
-    | Call
+    | RunOnLoop
     | Crashed
     | Close
 )

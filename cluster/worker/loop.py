@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol, get_args
 
 from cluster.process.trace import NO_TRACE, Trace
 from cluster.worker.events import (
-    Call,
     Close,
     Crashed,
     FromRouter,
@@ -25,6 +24,7 @@ from cluster.worker.events import (
     RouterJoined,
     RouterLost,
     RouterStream,
+    RunOnLoop,
     Stepped,
 )
 from cluster.worker.pool.news import PoolNews
@@ -274,7 +274,7 @@ class WorkerLoop:
                 for key in self._streams.leave(stream):
                     if key not in self._preloads:
                         self._both(Abort(key=key))
-            case Call(function=function):
+            case RunOnLoop(function=function):
                 function()
             case Crashed(error=error):
                 raise error

@@ -29,7 +29,7 @@ from kvpool.core.transfer.commands import (
 from kvpool.core.transfer.messages import BlocksDigested, DigestBlocks, SlabFilled
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks
 from kvpool.core.transfer.slabs import HEADER_BYTES, SlabId
-from kvpool.core.transfer.write import Side, Write
+from kvpool.core.transfer.write import Side, SlabWrite
 from kvpool.memory.collate import read_slab, write_slab
 from kvpool.memory.digest import digest
 from kvpool.memory.direct import fetch
@@ -230,7 +230,7 @@ class Mover:
         return SlabReplaced(slab_id=slab_id, region=self.regions[slab_id].name)
 
 
-def _facts(key: RequestKey, piece: int, write: Write) -> dict[str, Value]:
+def _facts(key: RequestKey, piece: int, write: SlabWrite) -> dict[str, Value]:
     """What a trace says of a piece; `end` is the token that it goes up to."""
     return {
         "request": key.request_id,

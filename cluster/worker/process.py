@@ -27,10 +27,10 @@ from cluster.core.settings import WorkerSettings
 from cluster.process.auto import settle
 from cluster.process.net import bind_port, grpc_server
 from cluster.worker.build import WorkerParts, build_worker
-from cluster.worker.events import Call, Close, FromRouter, Incoming, RouterJoined, RouterLost
+from cluster.worker.events import Close, FromRouter, Incoming, RouterJoined, RouterLost, RunOnLoop
 from cluster.worker.reports import PERIOD_S, ActivityLog, BlockReports
 from decode_worker.receiver import Receiver
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 from engine.device.threads import run_apart, use_threads
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
@@ -186,7 +186,7 @@ class WorkerProcess:
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._closed: Future[None] = Future()
         self._parts: WorkerParts | None = None
-        self.activity = Activity(stage=Stage.STARTS)
+        self.activity = StartActivity(stage=Stage.STARTS)
         self.chosen = ""
         self._logging: asyncio.Task[None] | None = None
 
@@ -219,7 +219,7 @@ class WorkerProcess:
         if self._logging is not None:
             self._logging.cancel()
         loop, deadline_s = parts.loop, time.monotonic() + drain_s
-        self._inbox.put(Call(loop.drain))
+        self._inbox.put(RunOnLoop(loop.drain))
         while time.monotonic() < deadline_s and self._thread.is_alive():
             if loop.draining and loop.idle:
                 break
@@ -231,7 +231,7 @@ class WorkerProcess:
     async def answer(self) -> None:
         """Returns once the loop has come round: nothing hangs."""
         turned: Future[None] = Future()
-        self._inbox.put(Call(lambda: turned.set_result(None)))
+        self._inbox.put(RunOnLoop(lambda: turned.set_result(None)))
         await asyncio.wrap_future(turned)
 
     async def wait_closed(self) -> None:
@@ -248,7 +248,7 @@ class WorkerProcess:
                 log.info("%s", line)
 
         while True:
-            self._inbox.put(Call(tell))
+            self._inbox.put(RunOnLoop(tell))
             await asyncio.sleep(PERIOD_S)
 
     # --- loop thread ----------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class WorkerProcess:
         settings, self.chosen = settle(self._settings)
         return build_worker(settings, self._inbox, self._now_does)
 
-    def _now_does(self, activity: Activity) -> None:
+    def _now_does(self, activity: StartActivity) -> None:
         self.activity = activity
 
     def _report(self) -> pb.DebugKvResponse:
@@ -291,5 +291,5 @@ class WorkerProcess:
             reports = parts.loop.reports
             answer.set_result(kv_report(parts.hello, parts.tables, receiver, reports, now_s))
 
-        self._inbox.put(Call(take))
+        self._inbox.put(RunOnLoop(take))
         return answer.result(timeout=30)

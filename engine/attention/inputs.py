@@ -135,7 +135,7 @@ _ALIGNED = 4
 """Elements: arrays begin at multiples of 16 bytes, which lets kernels load them in one go."""
 
 
-class Packing:
+class StepPacking:
     """`shapes` are the most that each array holds; the last may be sent in part."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -205,7 +205,7 @@ class Named:
         return ["token_ids", "positions", "logit_rows", *(f"{g}.slots" for g in range(groups))]
 
     def send(self, device: torch.device) -> Inputs:
-        packing = Packing({name: array.shape for name, array in self.arrays.items()})
+        packing = StepPacking({name: array.shape for name, array in self.arrays.items()})
         host = packing.pack(self.arrays, pinned=device.type == "cuda")
         return Inputs(packing.views(host.to(device, non_blocking=True)))
 

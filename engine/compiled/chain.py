@@ -13,7 +13,7 @@ from enum import Enum, auto
 import torch
 from torch.fx import Node
 
-from engine.compiled.graph import Kind, is_call
+from engine.compiled.graph import TensorKind, is_call
 from engine.compiled.library import ChainCall, ChainOps, Fused, Op
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class BufferPlace:
     """`width` numbers of each head of each row, in a buffer; strides count numbers. Buffers below 0
     are inputs: -1 is the first."""
 
@@ -60,10 +60,10 @@ class Place:
                 return 1, heads, rows, width
 
 
-def viewed(place: Place, node: Node) -> Place | None:
+def viewed(place: BufferPlace, node: Node) -> BufferPlace | None:
     """What `node` makes of what lies in `place`; None where it isn't known to be a mere view."""
     made = node.meta.get("kind")
-    if not isinstance(made, Kind):
+    if not isinstance(made, TensorKind):
         return None
     if node.op == "call_method" and node.target == "narrow":
         return _narrowed(place, node)
@@ -74,19 +74,19 @@ def viewed(place: Place, node: Node) -> Place | None:
     return None
 
 
-def _narrowed(place: Place, node: Node) -> Place | None:
+def _narrowed(place: BufferPlace, node: Node) -> BufferPlace | None:
     _, dim, start, length = node.args
     if dim != -1 or not isinstance(start, int) or not isinstance(length, int):
         return None
     return replace(place, offset=place.offset + start, width=length)
 
 
-def _turned(place: Place) -> Place | None:
+def _turned(place: BufferPlace) -> BufferPlace | None:
     others = {Form.HEADS: Form.TURNED, Form.TURNED: Form.HEADS}
     return None if place.is_rows else replace(place, form=others[place.form])
 
 
-def _split(place: Place, made: Kind) -> Place | None:
+def _split(place: BufferPlace, made: TensorKind) -> BufferPlace | None:
     if len(made.shape) != 4:
         return None
     one, _, heads, width = made.shape
@@ -97,7 +97,7 @@ def _split(place: Place, made: Kind) -> Place | None:
     return replace(place, heads=heads, width=width, head_stride=width, form=Form.HEADS)
 
 
-def _joined(place: Place, made: Kind) -> Place | None:
+def _joined(place: BufferPlace, made: TensorKind) -> BufferPlace | None:
     whole = place.heads * place.width
     is_dense = place.form is Form.HEADS and place.head_stride == place.width
     if not is_dense or len(made.shape) != 3 or made.shape[2] != whole:
@@ -112,7 +112,7 @@ class Plan:
     ops: Sequence[Op]
     inputs: int
     widths: Sequence[int]
-    outputs: Sequence[Place]
+    outputs: Sequence[BufferPlace]
     held: Sequence[object]
 
 

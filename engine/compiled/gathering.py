@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Node
 
-from engine.compiled.chain import Place, Plan, viewed
-from engine.compiled.graph import Captured, Kind
+from engine.compiled.chain import BufferPlace, Plan, viewed
+from engine.compiled.graph import Captured, TensorKind
 from engine.compiled.library import MOST_OPS, Fused, Op, OpKind, Value
 from engine.model.packed_linear import Packed
 
@@ -24,27 +24,27 @@ class Buffers:
 
     dtype: torch.dtype
     rows: object = None
-    places: dict[Node, Place] = field(default_factory=dict)
+    places: dict[Node, BufferPlace] = field(default_factory=dict)
     inputs: list[Node] = field(default_factory=list)
     widths: list[int] = field(default_factory=list)
 
-    def new(self, width: int) -> Place:
+    def new(self, width: int) -> BufferPlace:
         self.widths.append(width)
-        return Place(buffer=len(self.widths) - 1, stride=width, width=width)
+        return BufferPlace(buffer=len(self.widths) - 1, stride=width, width=width)
 
-    def like(self, place: Place) -> Place:
+    def like(self, place: BufferPlace) -> BufferPlace:
         """Dense, with the same heads."""
         new = self.new(place.heads * place.width)
         return replace(
             new, width=place.width, heads=place.heads, head_stride=place.width, form=place.form
         )
 
-    def read(self, **operands: object) -> dict[str, Place] | None:
+    def read(self, **operands: object) -> dict[str, BufferPlace] | None:
         """Operands that aren't here become inputs, all or none of them.
 
         `x` must then be `[1, rows, width]`; others may be angles, `[1, 1, rows, width]`.
         """
-        found: dict[str, Place] = {}
+        found: dict[str, BufferPlace] = {}
         inputs, rows = list(self.inputs), self.rows
         for name, node in operands.items():
             if not isinstance(node, Node):
@@ -59,7 +59,7 @@ class Buffers:
         self.inputs, self.rows = inputs, rows
         return found
 
-    def value(self, place: Place) -> Value:
+    def value(self, place: BufferPlace) -> Value:
         own = place.buffer >= 0
         buffer = len(self.inputs) + place.buffer if own else -1 - place.buffer
         return Value(buffer, place.offset, place.stride)
@@ -68,18 +68,18 @@ class Buffers:
 def _rows_of(node: Node, dtype: torch.dtype, *, may_be_angles: bool) -> object:
     """The graph's word for them; None where it is no input."""
     kind = node.meta.get("kind")
-    if not isinstance(kind, Kind) or kind.dtype != dtype or len(kind.shape) < 3:
+    if not isinstance(kind, TensorKind) or kind.dtype != dtype or len(kind.shape) < 3:
         return None
     *ones, rows, width = kind.shape
     fits = ones == [1] or (may_be_angles and ones == [1, 1])
     return rows if fits and isinstance(width, int) else None
 
 
-def _input(node: Node, inputs: list[Node]) -> Place:
+def _input(node: Node, inputs: list[Node]) -> BufferPlace:
     if node not in inputs:
         inputs.append(node)
     width = node.meta["kind"].shape[-1]
-    return Place(buffer=-1 - inputs.index(node), stride=width, width=width)
+    return BufferPlace(buffer=-1 - inputs.index(node), stride=width, width=width)
 
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ aten = torch.ops.aten
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     kind: OpKind
-    values: dict[str, Place]
+    values: dict[str, BufferPlace]
     """# x, y, z, out, more |-> where it lies"""
     width: int
     heads: int = 1
@@ -105,10 +105,10 @@ class Gathered:
         self._made, self._fused = made, fused
         self._buffers = Buffers(fused.dtype)
         self._steps: list[_Step] = []
-        self._pairs: dict[Node, tuple[Place, Place]] = {}
+        self._pairs: dict[Node, tuple[BufferPlace, BufferPlace]] = {}
         self._held: list[object] = []
         self.members: list[Node] = []
-        self._makers: dict[object, Callable[[Node], Place | None]] = {
+        self._makers: dict[object, Callable[[Node], BufferPlace | None]] = {
             operator.call: self._product,
             aten.add.Tensor: self._add,
             fused.rms_norm: self._norm,
@@ -148,7 +148,7 @@ class Gathered:
             self._buffers.places[node] = place
         return place is not None
 
-    def outputs(self) -> list[tuple[Node, Place]]:
+    def outputs(self) -> list[tuple[Node, BufferPlace]]:
         """What others use."""
         return [
             (node, place)
@@ -156,7 +156,7 @@ class Gathered:
             if any(user not in self for user in node.users)
         ]
 
-    def plan(self, outputs: list[Place]) -> Plan:
+    def plan(self, outputs: list[BufferPlace]) -> Plan:
         return Plan(
             ops=[self._op(step) for step in self._steps],
             inputs=len(self._buffers.inputs),
@@ -165,7 +165,7 @@ class Gathered:
             held=self._held,
         )
 
-    def _view(self, node: Node) -> Place | None:
+    def _view(self, node: Node) -> BufferPlace | None:
         source = node.args[0] if node.args else None
         if not isinstance(source, Node):
             return None
@@ -175,7 +175,7 @@ class Gathered:
             viewed(self._buffers.places[source], node) if source in self._buffers.places else None
         )
 
-    def _product(self, node: Node) -> Place | None:
+    def _product(self, node: Node) -> BufferPlace | None:
         called, *rest = node.args
         packed = self._constant(called)
         if not isinstance(packed, Packed) or packed.depth is None or len(rest) != 1:
@@ -198,7 +198,7 @@ class Gathered:
             self._buffers.new(packed.width),
         )
 
-    def _add(self, node: Node) -> Place | None:
+    def _add(self, node: Node) -> BufferPlace | None:
         x, y = node.args[:2]
         values = self._buffers.read(x=x, y=y) if _is_plain_sum(node) else None
         if values is None or not _are_rows(values):
@@ -208,7 +208,7 @@ class Gathered:
             _Step(kind=OpKind.ADD, values=values, width=width), self._buffers.new(width)
         )
 
-    def _norm(self, node: Node) -> Place | None:
+    def _norm(self, node: Node) -> BufferPlace | None:
         x, weight, eps, rounds = node.args
         values = self._buffers.read(x=x)
         if values is None:
@@ -223,7 +223,7 @@ class Gathered:
             self._buffers.like(values["x"]),
         )
 
-    def _add_norm(self, node: Node) -> Place | None:
+    def _add_norm(self, node: Node) -> BufferPlace | None:
         x, y, weight, eps, rounds = node.args
         values = self._buffers.read(x=x, y=y)
         if values is None or not _are_rows(values):
@@ -241,14 +241,14 @@ class Gathered:
         self._pairs[node] = (total, self._put(step, normed))
         return normed
 
-    def _rotate(self, node: Node) -> Place | None:
+    def _rotate(self, node: Node) -> BufferPlace | None:
         x, cos, sin = node.args
         values = self._buffers.read(x=x, y=cos, z=sin)
         if values is None or not all(values[name].is_rows for name in "yz"):
             return None
         return self._put(self._heads_of(OpKind.ROTATE, values), self._buffers.like(values["x"]))
 
-    def _gate(self, node: Node) -> Place | None:
+    def _gate(self, node: Node) -> BufferPlace | None:
         gate, up = node.args
         values = self._buffers.read(x=gate, y=up)
         if values is None or not _are_rows(values):
@@ -257,13 +257,13 @@ class Gathered:
         width = values["x"].width
         return self._put(_Step(kind=kind, values=values, width=width), self._buffers.new(width))
 
-    def _heads_of(self, kind: OpKind, values: dict[str, Place]) -> _Step:
+    def _heads_of(self, kind: OpKind, values: dict[str, BufferPlace]) -> _Step:
         x = values["x"]
         return _Step(
             kind=kind, values=values, width=x.width, heads=x.heads, head_stride=x.head_stride
         )
 
-    def _put(self, step: _Step, out: Place) -> Place:
+    def _put(self, step: _Step, out: BufferPlace) -> BufferPlace:
         self._steps.append(replace(step, values=step.values | {"out": out}))
         return out
 
@@ -297,12 +297,12 @@ class Gathered:
 def _is_plain_sum(node: Node) -> bool:
     """Of two tensors of one shape, `[1, rows, width]`."""
     kinds = [one.meta.get("kind") for one in (node, *node.all_input_nodes)]
-    shapes = {one.shape for one in kinds if isinstance(one, Kind)}
-    is_one = len(shapes) == 1 and all(isinstance(one, Kind) for one in kinds)
+    shapes = {one.shape for one in kinds if isinstance(one, TensorKind)}
+    is_one = len(shapes) == 1 and all(isinstance(one, TensorKind) for one in kinds)
     return is_one and len(shapes.pop()) == 3 and not node.kwargs and len(node.args) == 2
 
 
-def _are_rows(values: dict[str, Place]) -> bool:
+def _are_rows(values: dict[str, BufferPlace]) -> bool:
     return all(one.is_rows and one.width == values["x"].width for one in values.values())
 
 

@@ -19,7 +19,7 @@ from engine.parallel.split import JOIN, SUM
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorKind:
     """What tensor an operation makes. Sizes and strides that depend on the step are words."""
 
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class Kind:
         """`[1, ...]`, and values of the last dimension are adjacent."""
         return bool(self.strides) and self.strides[-1] == 1 and self.shape[0] == 1
 
-    def wide(self, width: int) -> Kind:
+    def wide(self, width: int) -> TensorKind:
         return replace(self, shape=(*self.shape[:-1], width))
 
 
@@ -68,11 +68,11 @@ class Captured:
         return sum(node.op.startswith("call") for node in self.graph.nodes)
 
 
-def kind(node: object) -> Kind:
+def kind(node: object) -> TensorKind:
     """Of a node that makes one tensor."""
     assert isinstance(node, Node), node
     found = node.meta["kind"]
-    assert isinstance(found, Kind), node
+    assert isinstance(found, TensorKind), node
     return found
 
 

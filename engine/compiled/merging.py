@@ -27,7 +27,7 @@ from engine.model.packed_linear import Packed, PackedLinear, can_pack, join_bias
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LinearPlace:
     """Where a linear layer hangs in its model."""
 
     parent: torch.nn.Module
@@ -43,7 +43,7 @@ def pack_graph(made: Captured, model: torch.nn.Module) -> None:
         _release(made, nodes)
 
 
-def _by_input(made: Captured, owners: dict[int, Place]) -> list[list[Node]]:
+def _by_input(made: Captured, owners: dict[int, LinearPlace]) -> list[list[Node]]:
     uses = Counter(id(made.constant(node.args[1])) for node in _linear_nodes(made))
     groups: dict[Node, list[Node]] = defaultdict(list)
     for node in _linear_nodes(made):
@@ -65,15 +65,15 @@ def pack_modules(model: torch.nn.Module) -> None:
         setattr(place.parent, place.name, PackedLinear(packed, 0, packed.width))
 
 
-def linears(model: torch.nn.Module) -> Iterator[Place]:
+def linears(model: torch.nn.Module) -> Iterator[LinearPlace]:
     """Those that nothing but themselves is known to look at."""
     for parent in model.modules():
         for name, module in parent.named_children():
             if type(module) is torch.nn.Linear and not _has_hooks(module):
-                yield Place(parent, name, module)
+                yield LinearPlace(parent, name, module)
 
 
-def _packable(model: torch.nn.Module) -> list[Place]:
+def _packable(model: torch.nn.Module) -> list[LinearPlace]:
     return [place for place in linears(model) if can_pack(place.module.weight)]
 
 
@@ -81,7 +81,7 @@ def _has_hooks(module: torch.nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _merge(made: Captured, nodes: Sequence[Node], places: Sequence[Place]) -> None:
+def _merge(made: Captured, nodes: Sequence[Node], places: Sequence[LinearPlace]) -> None:
     """The nodes have one input, and become one product."""
     linears = [place.module for place in places]
     packed = pack([one.weight for one in linears], [one.bias for one in linears])
@@ -171,11 +171,11 @@ class _Calls:
     """Inputs are held so that no two of them are at one address."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
-    places: dict[tuple[int, int, torch.dtype], list[Place]] = field(default_factory=dict)
+    places: dict[tuple[int, int, torch.dtype], list[LinearPlace]] = field(default_factory=dict)
     again: set[int] = field(default_factory=set)
     _names: set[int] = field(default_factory=set)
 
-    def called(self, place: Place, x: torch.Tensor) -> None:
+    def called(self, place: LinearPlace, x: torch.Tensor) -> None:
         one = id(place.module)
         if one in self._names:
             self.again.add(one)
@@ -186,12 +186,12 @@ class _Calls:
         self.places.setdefault(kind, []).append(place)
 
 
-def _seen(module: torch.nn.Module, run: Callable[[], object]) -> Iterator[list[Place]]:
+def _seen(module: torch.nn.Module, run: Callable[[], object]) -> Iterator[list[LinearPlace]]:
     """Those with one input, in the order of their calls; none that is called twice."""
     calls, hooks = _Calls(), []
     for place in list(linears(module)):
 
-        def hook(_: torch.nn.Module, args: tuple[torch.Tensor], place: Place = place) -> None:
+        def hook(_: torch.nn.Module, args: tuple[torch.Tensor], place: LinearPlace = place) -> None:
             calls.called(place, args[0])
 
         hooks.append(place.module.register_forward_pre_hook(hook))
@@ -204,7 +204,7 @@ def _seen(module: torch.nn.Module, run: Callable[[], object]) -> Iterator[list[P
         yield [place for place in places if id(place.module) not in calls.again]
 
 
-def _merge_places(places: Sequence[Place]) -> None:
+def _merge_places(places: Sequence[LinearPlace]) -> None:
     layers = [place.module for place in places]
     weights = [layer.weight.detach() for layer in layers]
     ends = [0]

@@ -23,7 +23,7 @@ import transformers
 from torch.fx import Graph, GraphModule, Node
 
 from engine.compiled.fusing import whole_rotaries
-from engine.compiled.graph import Captured, Kind
+from engine.compiled.graph import Captured, TensorKind
 from engine.device.native_build import cache_folder, write_whole
 from engine.model import capture as capturing
 from engine.model import interface
@@ -171,8 +171,8 @@ def _read(arg: Any, nodes: Mapping[str, Node]) -> Any:
     return arg
 
 
-def _read_kind(dtype: str, shape: list[int | str], strides: list[int | str]) -> Kind:
-    return Kind(getattr(torch, dtype), tuple(shape), tuple(strides))
+def _read_kind(dtype: str, shape: list[int | str], strides: list[int | str]) -> TensorKind:
+    return TensorKind(getattr(torch, dtype), tuple(shape), tuple(strides))
 
 
 def recorded(model: Model) -> Captured:

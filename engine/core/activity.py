@@ -20,7 +20,7 @@ class Stage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
+class StartActivity:
     """`total_bytes` is of a download, and 0 where it is not known yet."""
 
     stage: Stage
@@ -37,9 +37,9 @@ class Activity:
         )
 
 
-Report = Callable[[Activity], None]
+Report = Callable[[StartActivity], None]
 """Called by the thread that works; returns at once."""
 
 
-def unheard(_: Activity) -> None:
+def unheard(_: StartActivity) -> None:
     """Nobody wants to know."""

@@ -193,7 +193,7 @@ def needs_history(sampling: Sampling) -> bool:
     )
 
 
-class Rows(Protocol):
+class LastRows(Protocol):
     """# slice |-> its last row"""
 
     def __getitem__(self, index: int, /) -> SupportsInt: ...
@@ -220,7 +220,7 @@ def scored_event(
     return PromptLogprobs(key=spec.key, at_s=now_s, first_position=first, entries=entries)
 
 
-def scored_rows(slices: Sequence[SequenceSlice], last_rows: Rows) -> list[int]:
+def scored_rows(slices: Sequence[SequenceSlice], last_rows: LastRows) -> list[int]:
     """Whose logits score a token, slice by slice."""
     rows: list[int] = []
     for i, piece in enumerate(slices):

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.core.activity import Activity, Report, Stage, unheard
+from engine.core.activity import Report, Stage, StartActivity, unheard
 from kvrelay.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -212,7 +212,7 @@ def _fetch(hub_id: str, revision: str | None, patterns: tuple[str, ...], report:
 
     from engine.model.download import bars_for
 
-    report(Activity(stage=Stage.DOWNLOADS))
+    report(StartActivity(stage=Stage.DOWNLOADS))
     try:
         return Path(
             snapshot_download(

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.activity import Activity, Report, Stage
+from engine.core.activity import Report, Stage, StartActivity
 
 
 class _Nowhere:
@@ -25,7 +25,7 @@ def bars_for(report: Report) -> type[tqdm]:
     """A class of progress bars, for `snapshot_download(tqdm_class=...)`. Of the bars that count
     bytes the one that is furthest tells: the others count files, or bytes before they are unpacked.
     """
-    furthest = Activity(stage=Stage.DOWNLOADS)
+    furthest = StartActivity(stage=Stage.DOWNLOADS)
     lock = threading.Lock()
 
     class Bar(tqdm):
@@ -44,7 +44,7 @@ def bars_for(report: Report) -> type[tqdm]:
             if not self._counts_bytes:
                 return
             with lock:
-                furthest = Activity(
+                furthest = StartActivity(
                     stage=Stage.DOWNLOADS,
                     done_bytes=max(furthest.done_bytes, int(self.n)),
                     total_bytes=max(furthest.total_bytes, int(self.total or 0)),

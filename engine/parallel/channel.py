@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvpool.transport.mapped.memfd import Loan, Mapping, Place
+from kvpool.transport.mapped.memfd import Loan, Mapping, MemfdPlace
 
 _LENGTH_BYTES = 8
 _TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
@@ -53,7 +53,7 @@ class Channel:
 
     def receive_memory(self) -> torch.Tensor:
         """What the other end lends, uint8 `[bytes]`; mapped as long as a tensor is over it."""
-        place = Place(**self.receive_facts())
+        place = MemfdPlace(**self.receive_facts())
         _, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)
         if not descriptors:
             raise EOFError("the other rank is gone")

@@ -56,7 +56,7 @@ class Summed(nn.Module):
         return whole if self.bias is None else whole + self.bias
 
 
-class Joined(nn.Module):
+class JoinedOutputs(nn.Module):
     """Each rank has some of the outputs; `outputs` are all, without what fills the last share."""
 
     def __init__(self, inner: nn.Module, group: Group, outputs: int) -> None:
@@ -198,7 +198,7 @@ class _Cutter:
         self._set(inner, share(name, inner.weight, 0))
         if inner.bias is not None:
             inner.bias = _frozen(share(name, inner.bias, 0))
-        return Joined(inner, self._group, outputs) if style in _JOINED else inner
+        return JoinedOutputs(inner, self._group, outputs) if style in _JOINED else inner
 
     def _set(self, linear: nn.Linear, weight: torch.Tensor) -> None:
         linear.weight = _frozen(weight)

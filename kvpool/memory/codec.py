@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec
-from kvpool.memory.rows import Rows
+from kvpool.memory.rows import SlabRows
 from kvpool.memory.views import SlabViews
 
 _PIECE_ELEMENTS = 1 << 20
@@ -19,7 +19,7 @@ _PIECE_ELEMENTS = 1 << 20
 _MAGNITUDE_BITS = {2: (torch.int16, 0x7FFF), 4: (torch.int32, 0x7FFF_FFFF)}
 
 
-def gather_changed(views: SlabViews, rows: Rows, dtype: torch.dtype, codec: Codec) -> None:
+def gather_changed(views: SlabViews, rows: SlabRows, dtype: torch.dtype, codec: Codec) -> None:
     """`rows`, of `dtype`, are by token. What isn't finite makes its codec block and head NaN as
     a whole, so that a broken pool stays visible."""
     for layers, tokens in _pieces(views):
@@ -32,7 +32,7 @@ def gather_changed(views: SlabViews, rows: Rows, dtype: torch.dtype, codec: Code
             _encode(found, values, views.scales[layers, _codec_blocks(tokens)], codec)
 
 
-def scatter_changed(views: SlabViews, rows: Rows, dtype: torch.dtype, codec: Codec) -> None:
+def scatter_changed(views: SlabViews, rows: SlabRows, dtype: torch.dtype, codec: Codec) -> None:
     """The inverse, as far as the codec allows. Only the blocks' owner calls it."""
     for layers, tokens in _pieces(views):
         values = views.values[layers, tokens]
@@ -60,7 +60,7 @@ def _layer_pieces(layers: int, tokens: slice, row: int) -> Iterator[tuple[slice,
         yield slice(first, min(first + most, layers)), tokens
 
 
-def _rows_of(tokens: slice, rows: Rows, views: SlabViews) -> slice:
+def _rows_of(tokens: slice, rows: SlabRows, views: SlabViews) -> slice:
     each = rows.index.shape[1] // views.values.shape[1]
     return slice(tokens.start * each, tokens.stop * each)
 

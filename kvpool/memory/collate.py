@@ -26,14 +26,14 @@ from kvpool.core.layout.shards import End, PlaneSlice
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.core.transfer.slabs import HEADER_BYTES, SlabHeader, checksum
-from kvpool.core.transfer.write import Section, Side, Write, chunk_bytes
+from kvpool.core.transfer.write import Side, SlabSection, SlabWrite, chunk_bytes
 from kvpool.memory.codec import gather_changed, scatter_changed
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.rows import plane_rows, section_rows
 from kvpool.memory.views import SlabViews, plane_views, row_index, slab_views
 from kvrelay.errors import PeerError
 
-Move = Callable[[KvMemory, Section, torch.Tensor], None]
+Move = Callable[[KvMemory, SlabSection, torch.Tensor], None]
 """Between the pool of one rank and a slab."""
 
 
@@ -42,12 +42,17 @@ class _Share:
     """What one rank has of a plane: `section` is its own, `heads` are the whole section's."""
 
     rank: int
-    section: Section
+    section: SlabSection
     heads: slice
 
 
 def move_parts(
-    memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End, move: Move
+    memory: KvMemory,
+    section: SlabSection,
+    wire: WireFormat,
+    slab: torch.Tensor,
+    end: End,
+    move: Move,
 ) -> None:
     """At the source out of the pool, at the target into all copies of the heads."""
     whole = slab_views(section, wire, slab)
@@ -64,7 +69,7 @@ def move_parts(
 
 
 def _shares(
-    pool: PoolMap, section: Section, wire: WireFormat, plane: PlaneSlice, end: End
+    pool: PoolMap, section: SlabSection, wire: WireFormat, plane: PlaneSlice, end: End
 ) -> Iterator[_Share]:
     group, first = section.part.group, plane.first_head(end)
     copies = pool.copies(group, plane.plane) if end is End.TARGET else 1
@@ -94,7 +99,7 @@ def _copy(source: SlabViews, target: SlabViews) -> None:
         target.scales.copy_(source.scales)
 
 
-def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:
+def gather_write(memory: KvMemory, side: Side, write: SlabWrite, out: torch.Tensor) -> None:
     """The source's blocks into `out`, uint8 `[write.nbytes]`, in the write's format."""
     slab = out if out.device == _device(memory) else torch.empty_like(out, device=_device(memory))
     for section in write.sections:
@@ -103,7 +108,7 @@ def gather_write(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) 
         out.copy_(slab)
 
 
-def scatter_write(memory: KvMemory, side: Side, write: Write, payload: torch.Tensor) -> None:
+def scatter_write(memory: KvMemory, side: Side, write: SlabWrite, payload: torch.Tensor) -> None:
     """`payload`, uint8 `[write.nbytes]`, into the target's blocks. Only their owner calls it."""
     slab = payload.to(_device(memory))
     for section in write.sections:
@@ -116,12 +121,17 @@ def _device(memory: KvMemory) -> torch.device:
 
 
 def _move(
-    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
+    memory: KvMemory,
+    side: Side,
+    section: SlabSection,
+    wire: WireFormat,
+    slab: torch.Tensor,
+    end: End,
 ) -> None:
     """At the source out of the pool, at the target into it."""
     if memory.lies_apart or (slab.is_cuda and memory.map.ranks > 1):
 
-        def move(part: KvMemory, own: Section, payload: torch.Tensor) -> None:
+        def move(part: KvMemory, own: SlabSection, payload: torch.Tensor) -> None:
             _move(part, side, own, wire, payload, end)
 
         move_parts(memory, section, wire, slab, end, move)
@@ -140,7 +150,12 @@ def _move(
 
 
 def _move_planes(
-    memory: KvMemory, side: Side, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
+    memory: KvMemory,
+    side: Side,
+    section: SlabSection,
+    wire: WireFormat,
+    slab: torch.Tensor,
+    end: End,
 ) -> None:
     from kvpool.memory.triton import gather_planes, scatter_planes
 
@@ -163,7 +178,7 @@ def write_slab(
     memory: KvMemory,
     tables: Tables,
     piece: Piece,
-    write: Write,
+    write: SlabWrite,
     *,
     fingerprint: str,
     lease_id: int,
@@ -195,7 +210,7 @@ def read_slab(
     memory: KvMemory,
     tables: Tables,
     piece: Piece,
-    write: Write,
+    write: SlabWrite,
     *,
     fingerprint: str,
     lease_id: int,
@@ -216,7 +231,7 @@ def read_slab(
     return header
 
 
-def _check(header: SlabHeader, piece: Piece, write: Write, lease_id: int) -> None:
+def _check(header: SlabHeader, piece: Piece, write: SlabWrite, lease_id: int) -> None:
     if header.lease_id != lease_id:
         raise PeerError(f"slab of lease {header.lease_id}, but {lease_id} is current")
     if (header.dtype, header.codec) != (write.wire.dtype, write.wire.codec):

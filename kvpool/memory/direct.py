@@ -15,7 +15,7 @@ from kvpool.core.layout.layout import KvLayout
 from kvpool.core.layout.shards import End, PlaneSlice, reslice
 from kvpool.core.transfer.piece import PairedRun, paired_runs
 from kvpool.core.transfer.pool_map import KvFacts, PoolMap
-from kvpool.core.transfer.write import Section, Side, Write
+from kvpool.core.transfer.write import Side, SlabSection, SlabWrite
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.peer.base import Connection, Read, RegionName
 from kvrelay.errors import ConfigError, PeerError
@@ -27,7 +27,7 @@ def fetch(
     connection: Connection,
     kv: KvFacts,
     source: Side,
-    write: Write,
+    write: SlabWrite,
 ) -> None:
     """Done when it returns. Every head travels, from the peer's rank that holds it to ours. Raises
     PeerError."""
@@ -73,7 +73,7 @@ def _shared(theirs: PoolMap, ours: PoolMap, group: int) -> tuple[_Shared, ...]:
     return tuple(found)
 
 
-def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: Write) -> None:
+def _copy(memory: KvMemory, target: Side, peer: KvMemory, source: Side, write: SlabWrite) -> None:
     """One strided copy per run, plane and pair of ranks covers all layers of a section."""
     seen = _as_bytes if memory.device.type == peer.device.type == "cpu" else _as_is
     for section in write.sections:
@@ -97,7 +97,7 @@ def _as_is(plane: torch.Tensor) -> Any:
 
 def _planes(
     part: KvMemory,
-    section: Section,
+    section: SlabSection,
     shared: _Shared,
     end: End,
     seen: Callable[[torch.Tensor], Any] = _as_is,
@@ -119,7 +119,7 @@ def reads_of(
     theirs: PoolMap,
     region: RegionName,
     source: Side,
-    write: Write,
+    write: SlabWrite,
 ) -> Iterator[Read]:
     """One descriptor per run, layer and plane; one per token where only some of a rank's heads
     belong to one of ours."""
@@ -132,7 +132,7 @@ def reads_of(
 
 
 def _reads_of_run(
-    section: Section,
+    section: SlabSection,
     theirs: PoolMap,
     region: RegionName,
     shared: _Shared,

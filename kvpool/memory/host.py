@@ -18,7 +18,7 @@ from kvpool.core.node.tier_blocks import PoolPlace
 from kvpool.core.transfer.pool_map import PoolMap
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.rows import BlockRows
-from kvpool.transport.peer.base import Connection, Read, RegionName, Write
+from kvpool.transport.peer.base import Connection, Read, RegionName, RegionWrite
 from kvrelay.errors import PeerError
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -180,7 +180,7 @@ def _write(
         window.index_copy_(0, torch.tensor(places), rows)
         return
     size = rows.shape[1]
-    writes = [Write(region, p * size, row) for p, row in zip(places, rows, strict=True)]
+    writes = [RegionWrite(region, p * size, row) for p, row in zip(places, rows, strict=True)]
     connection.write_many(writes)
 
 

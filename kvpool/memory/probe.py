@@ -14,10 +14,10 @@ from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.layout import BlockId, KvLayout, Tables
 from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.codec_choice import CodecSpeed
-from kvpool.core.transfer.link_cost import Sample, Step
+from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.slabs import checksum
-from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.direct import reads_of
 from kvpool.memory.kv_memory import KvMemory
@@ -75,27 +75,27 @@ def _samples(memory: KvMemory, blocks: int, slab_bytes: int) -> Iterator[Sample]
         side = Side(tables=_tables(memory, table), block_size=size)
         runs = sum(len(side.runs(section)) for write in writes for section in write.sections)
         yield _prepared(memory, side, writes)
-        for step, copy in ((Step.GATHER, gather_write), (Step.SCATTER, scatter_write)):
+        for step, copy in ((TimedStep.GATHER, gather_write), (TimedStep.SCATTER, scatter_write)):
             seconds = _least(partial(_checked, copy, memory, side, writes, slab), memory.device)
             nbytes = sum(write.nbytes for write in writes)
             yield Sample(step=step, nbytes=nbytes, pieces=runs, seconds=seconds)
 
 
-def _prepared(memory: KvMemory, side: Side, writes: Sequence[Write]) -> Sample:
+def _prepared(memory: KvMemory, side: Side, writes: Sequence[SlabWrite]) -> Sample:
     """Naming what a peer's pool like ours would be asked for."""
 
     def name() -> int:
         batches = (reads_of(memory, side, memory.map, RegionName(""), side, w) for w in writes)
         return sum(len([*batch]) for batch in batches)
 
-    return Sample(step=Step.PREPARE, pieces=name(), seconds=_least(name, memory.device))
+    return Sample(step=TimedStep.PREPARE, pieces=name(), seconds=_least(name, memory.device))
 
 
 def _checked(
-    copy: Callable[[KvMemory, Side, Write, torch.Tensor], None],
+    copy: Callable[[KvMemory, Side, SlabWrite, torch.Tensor], None],
     memory: KvMemory,
     side: Side,
-    writes: Sequence[Write],
+    writes: Sequence[SlabWrite],
     slab: torch.Tensor,
 ) -> None:
     """One after another through the same slab, each with its checksum, as in a transfer."""
@@ -106,7 +106,7 @@ def _checked(
         checksum(payload.numpy().data)
 
 
-def _writes(layout: KvLayout, tokens: int, slab_bytes: int) -> tuple[Write, ...]:
+def _writes(layout: KvLayout, tokens: int, slab_bytes: int) -> tuple[SlabWrite, ...]:
     """All that the tokens have, whatever the windows."""
     one = ShardLayout(model=layout, shard=Shard())
     span = TokenSpan(start=0, tokens=tokens, next_position=0)

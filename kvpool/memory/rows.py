@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvpool.core.layout.shards import End, PlaneSlice
 from kvpool.core.transfer.pool_map import PoolMap
-from kvpool.core.transfer.write import Section, Side
+from kvpool.core.transfer.write import Side, SlabSection
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.views import BlockPieces, pieces_of
 
@@ -31,7 +31,7 @@ Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PlanePlace:
     """Where a plane's pieces lie in the pool, in bytes: the `i`-th piece of the group's `l`-th
     layer at `start + l x layer + i x step`."""
 
@@ -56,7 +56,7 @@ class PieceRows:
     step: Index
 
     @staticmethod
-    def of(places: Sequence[Place], row_bytes: int) -> PieceRows:
+    def of(places: Sequence[PlanePlace], row_bytes: int) -> PieceRows:
         """`places`: of the ranks that share the plane's heads, in their order."""
         rows = [place.nbytes // row_bytes for place in places]
         first = [np.arange(n) + at.start // row_bytes for at, n in zip(places, rows, strict=True)]
@@ -128,7 +128,7 @@ def part_rows(
 
 def places_of(
     pool: PoolMap, group: int, plane: PlaneSlice, end: End, tokens: int, copy: int
-) -> list[Place]:
+) -> list[PlanePlace]:
     """One for each rank that holds some of the heads, in their order."""
     total = pool.layout.groups[group].planes[plane.plane].heads
     first = plane.first_head(end)
@@ -145,13 +145,13 @@ def places_of(
 
 def _place(
     pool: PoolMap, rank: int, group: int, plane: PlaneSlice, heads: range, tokens: int
-) -> Place:
+) -> PlanePlace:
     """`heads` are the rank's own numbers."""
     own = pool.parts[rank]
     head_bytes = plane.dim * own.layout.element_bytes
     row = own.layout.groups[group].planes[plane.plane].heads * head_bytes
     start = pool.part_offset(rank) + own.row_offset(group, plane.plane, 0, 0)
-    return Place(
+    return PlanePlace(
         start=start + heads.start * head_bytes,
         layer=own.slots * row,
         step=tokens * row,
@@ -163,7 +163,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
+class SlabRows:
     """Slab row `[l, r]` is the pool's row `index[l, r]`, and each of the `others`.
 
     `pool` is `[pool rows, row bytes]`, `index` `[layers, rows of a layer]` and so are the `others`:
@@ -174,9 +174,9 @@ class Rows:
     index: Index
     others: tuple[Index, ...] = ()
 
-    def part(self, layers: slice, rows: slice) -> Rows:
+    def part(self, layers: slice, rows: slice) -> SlabRows:
         others = tuple(other[layers, rows] for other in self.others)
-        return Rows(pool=self.pool, index=self.index[layers, rows], others=others)
+        return SlabRows(pool=self.pool, index=self.index[layers, rows], others=others)
 
     def gather(self, slab: torch.Tensor) -> None:
         """Into `slab`, contiguous, of any dtype."""
@@ -200,7 +200,7 @@ def pool_rows(memory: KvMemory, row_bytes: int) -> Bytes:
     return flat[: len(flat) // row_bytes * row_bytes].reshape(-1, row_bytes)
 
 
-def section_rows(memory: KvMemory, section: Section, side: Side, end: End) -> Rows:
+def section_rows(memory: KvMemory, section: SlabSection, side: Side, end: End) -> SlabRows:
     """All planes, for each layer; rows are as long as alignment allows: whole blocks, parts of
     them, tokens, or parts of a token where only some of its heads travel."""
     part, planes = section.part, memory.layout.groups[section.part.group].planes
@@ -210,25 +210,27 @@ def section_rows(memory: KvMemory, section: Section, side: Side, end: End) -> Ro
     return _rows(memory, section, side, end, part.planes, tokens)
 
 
-def plane_rows(memory: KvMemory, section: Section, side: Side, end: End, plane: PlaneSlice) -> Rows:
+def plane_rows(
+    memory: KvMemory, section: SlabSection, side: Side, end: End, plane: PlaneSlice
+) -> SlabRows:
     """One plane, by token."""
     return _rows(memory, section, side, end, (plane,), 1)
 
 
 def _rows(
     memory: KvMemory,
-    section: Section,
+    section: SlabSection,
     side: Side,
     end: End,
     planes: tuple[PlaneSlice, ...],
     tokens: int,
-) -> Rows:
+) -> SlabRows:
     part = part_rows(memory.map, section.part.group, planes, end, tokens)
     pieces = pieces_of(side.tables[section.part.group], section, side.block_size, tokens)
     index, *others = _layer_rows(part, pieces).index(
         section.part.first_layer(end), section.part.layers
     )
-    return Rows(pool=pool_rows(memory, part.row_bytes), index=index, others=tuple(others))
+    return SlabRows(pool=pool_rows(memory, part.row_bytes), index=index, others=tuple(others))
 
 
 @lru_cache(maxsize=16)
@@ -251,13 +253,13 @@ class BlockRows:
         self._step = np.repeat([step // row_bytes for step in steps], counts)
         self._group = np.repeat(groups, counts)
 
-    def of(self, blocks: Sequence[Sequence[int]]) -> Rows:
+    def of(self, blocks: Sequence[Sequence[int]]) -> SlabRows:
         """`blocks[i][g]` is the `i`-th block's place in group `g`."""
         ids = np.array(blocks, dtype=np.int64)
         assert ids.size == 0 or ids.min() >= 0, "a block that isn't held"
         ahead = self._step * ids[:, self._group]
         index, *others = [first + ahead for first in self._firsts]
-        return Rows(pool=self._pool, index=index, others=tuple(others))
+        return SlabRows(pool=self._pool, index=index, others=tuple(others))
 
 
 def _rows_from(starts: Sequence[int], counts: Sequence[int], row_bytes: int) -> Index:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvpool.core.layout.codec import SCALE_BYTES, Codec, WireFormat, codec_blocks
 from kvpool.core.layout.layout import BlockId
 from kvpool.core.layout.shards import End
-from kvpool.core.transfer.write import Section
+from kvpool.core.transfer.write import SlabSection
 from kvpool.memory.kv_memory import KvMemory
 
 _VALUES = {Codec.FP8: torch.float8_e4m3fn, Codec.INT8: torch.int8}
@@ -40,14 +40,14 @@ class PlaneViews(SlabViews):
     head: int
 
 
-def slab_views(section: Section, wire: WireFormat, slab: torch.Tensor) -> list[SlabViews]:
+def slab_views(section: SlabSection, wire: WireFormat, slab: torch.Tensor) -> list[SlabViews]:
     """# plane of the section |-> its views; `slab` is the whole write's payload, uint8."""
     values, scales = _slab_values(section, wire, slab), _slab_scales(section, wire, slab)
     return [SlabViews(values=v, scales=s) for v, s in zip(values, scales, strict=True)]
 
 
 def plane_views(
-    memory: KvMemory, section: Section, wire: WireFormat, slab: torch.Tensor, end: End
+    memory: KvMemory, section: SlabSection, wire: WireFormat, slab: torch.Tensor, end: End
 ) -> list[PlaneViews]:
     """`slab` is the whole write's payload, uint8; of a memory with one rank."""
     part = section.part
@@ -80,7 +80,7 @@ class BlockPieces(NamedTuple):
 
 
 def pieces_of(
-    table: Sequence[BlockId], section: Section, block_size: int, grain: int
+    table: Sequence[BlockId], section: SlabSection, block_size: int, grain: int
 ) -> BlockPieces:
     """Each `grain` of the section's tokens; it divides the block size, and the section's start and
     length."""
@@ -92,7 +92,7 @@ def pieces_of(
     return BlockPieces(blocks, each, skipped, section.tokens // grain)
 
 
-def row_index(table: Sequence[BlockId], section: Section, block_size: int) -> torch.Tensor:
+def row_index(table: Sequence[BlockId], section: SlabSection, block_size: int) -> torch.Tensor:
     """int64 `[tokens]`: each token's slot. Not to be changed: planes and layers share it."""
     return _slots(pieces_of(table, section, block_size, 1))
 
@@ -102,7 +102,9 @@ def _slots(tokens: BlockPieces) -> torch.Tensor:
     return torch.from_numpy(tokens.numbers())
 
 
-def _slab_values(section: Section, wire: WireFormat, slab: torch.Tensor) -> Iterator[torch.Tensor]:
+def _slab_values(
+    section: SlabSection, wire: WireFormat, slab: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """# plane of the section |-> `[layers, tokens, heads, dim]`"""
     part = section.part
     token_elements = part.elements_per_token_layer
@@ -116,7 +118,7 @@ def _slab_values(section: Section, wire: WireFormat, slab: torch.Tensor) -> Iter
 
 
 def _slab_scales(
-    section: Section, wire: WireFormat, slab: torch.Tensor
+    section: SlabSection, wire: WireFormat, slab: torch.Tensor
 ) -> Iterator[torch.Tensor | None]:
     """# plane of the section |-> `[layers, codec blocks, heads]`"""
     part, blocks = section.part, codec_blocks(section.tokens)
@@ -132,7 +134,7 @@ def _slab_scales(
 
 
 def _per_plane(
-    flat: torch.Tensor, section: Section, shapes: Sequence[tuple[int, ...]]
+    flat: torch.Tensor, section: SlabSection, shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[torch.Tensor]:
     """`flat` holds, for each layer, each plane's `shape`; yields `[layers, *shape]` of each."""
     sizes = [int(np.prod(shape)) for shape in shapes]

@@ -26,7 +26,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class ChosenTransports:
     """By preference, and why the others aren't among them."""
 
     transports: tuple[str, ...]
@@ -43,7 +43,7 @@ class Chosen:
 
 def choose_transports(
     machine: Machine, *, on_gpu: bool, spans_hosts: bool, require: Iterable[str] = ()
-) -> Chosen:
+) -> ChosenTransports:
     """All that this machine can use: within the host cuda_ipc (on a GPU) and shm, between hosts the
     first of nixl and ucx. With `require` only those of these kinds."""
     required = tuple(require)
@@ -59,7 +59,7 @@ def choose_transports(
             left_out.append((name, why))
         else:
             taken.append(name)
-    return Chosen(transports=tuple(taken), left_out=tuple(left_out))
+    return ChosenTransports(transports=tuple(taken), left_out=tuple(left_out))
 
 
 def spans_hosts(host: str) -> bool:

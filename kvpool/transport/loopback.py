@@ -13,7 +13,14 @@ from collections.abc import Sequence
 import torch
 
 from kvpool.transport.mapped import windowed
-from kvpool.transport.peer.base import MAX_MESSAGE_BYTES, Callbacks, Read, Region, RegionName, Write
+from kvpool.transport.peer.base import (
+    MAX_MESSAGE_BYTES,
+    Callbacks,
+    Read,
+    Region,
+    RegionName,
+    RegionWrite,
+)
 from kvpool.transport.peer.endpoint import ThreadGroup
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
@@ -82,12 +89,12 @@ class LoopbackConnection:
         return self._peer.memory_of(region)
 
     def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
-        self.write_many([Write(region, offset, source)])
+        self.write_many([RegionWrite(region, offset, source)])
 
     def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
         self.read_many([Read(region, offset, target)])
 
-    def write_many(self, writes: Sequence[Write]) -> None:
+    def write_many(self, writes: Sequence[RegionWrite]) -> None:
         windowed.write(self.window, writes)
 
     def read_many(self, reads: Sequence[Read]) -> None:

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from kvpool.core.transfer.link_cost import Sample, Step
+from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.transport.peer.base import Connection, Read, RegionName
 
 PROBE_BYTES = 32 * 2**20
@@ -34,7 +34,7 @@ def measure(
     when the peer has answered. Ends soon after BUDGET_S, with the smallest size measured in any
     case. Raises PeerError."""
     end_s = time.monotonic() + BUDGET_S
-    samples = [Sample(step=Step.MESSAGE, seconds=median(_timed([ping] * _MESSAGES)))]
+    samples = [Sample(step=TimedStep.MESSAGE, seconds=median(_timed([ping] * _MESSAGES)))]
     for size in _SIZES:
         written = size <= max(slab_bytes, _SIZES[0])
         for pieces in (0, *_DESCRIPTORS) if written else _DESCRIPTORS:
@@ -51,10 +51,10 @@ def _sample(
     read in so many. Each round is somewhere else."""
     if not pieces:
         writes = [partial(connection.write, region, at, own[:size]) for at in _STARTS]
-        return Sample(step=Step.WRITE, nbytes=size, seconds=min(_timed(writes)))
+        return Sample(step=TimedStep.WRITE, nbytes=size, seconds=min(_timed(writes)))
     batches = [_scattered(region, own, at, size, pieces) for at in _STARTS]
     reads = [partial(connection.read_many, batch) for batch in batches]
-    return Sample(step=Step.READ, nbytes=size // 2, pieces=pieces, seconds=min(_timed(reads)))
+    return Sample(step=TimedStep.READ, nbytes=size // 2, pieces=pieces, seconds=min(_timed(reads)))
 
 
 _STARTS = tuple(i * (PROBE_BYTES // _ROUNDS) for i in range(_ROUNDS))

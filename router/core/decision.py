@@ -16,12 +16,12 @@ from kvrelay.types import Objectives, RequestSpec
 from router.core.load.output_lengths import OutputLengths
 from router.core.policy.admission import AdmissionPolicy, Capacity, Deferred, Verdict
 from router.core.policy.forecast import Forecast
-from router.core.policy.placement import Choice, PlacementPolicy
+from router.core.policy.placement import PlacementPolicy, WorkerChoice
 from router.core.request import Request
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand, HeldPrefixes, Known
 from router.core.state.directory import Directory
-from router.core.state.ladder import Ladder, Ladders, Step
+from router.core.state.ladder import Ladder, Ladders, LadderStep
 from router.core.state.promises import NOTHING_PROMISED, Promised, Promises, Refusal
 from router.core.state.quarantine import Quarantine
 from router.core.state.waiting import WaitingRoom
@@ -31,10 +31,10 @@ WAITING_HELPS = {"tpot_unreachable", "kv_exhausted", "slots_exhausted", "tier_sh
 """Not with a time to first token, which the wait counts to."""
 
 
-def ways(demand: Demand, tier: QosTier, step: Step) -> Iterator[Demand]:
+def ways(demand: Demand, tier: QosTier, step: LadderStep) -> Iterator[Demand]:
     """As asked, then with less output; once the ladder caps, only that."""
     less = capped(demand, tier)
-    if less is None or step < Step.CAP:
+    if less is None or step < LadderStep.CAP:
         yield demand
     if less is not None:
         yield less
@@ -117,10 +117,10 @@ class Deciding:
         request.capped_tokens = None
         demand, tier = self.demand(request, request.spec, now_s), request.tier
         ladder = self.ladders.highest(tier)
-        if ladder is not None and ladder.step is Step.TRIP and not self._in_reserve(request):
+        if ladder is not None and ladder.step is LadderStep.TRIP and not self._in_reserve(request):
             return demand, tripped(tier, ladder, now_s)
         refusal = otherwise
-        for way in ways(demand, tier, Step.NORMAL if ladder is None else ladder.step):
+        for way in ways(demand, tier, LadderStep.NORMAL if ladder is None else ladder.step):
             if refusal is not otherwise and self._is_alike(demand, way):
                 break
             judged = way if ladder is None else stricter(way, ladder.rules)
@@ -154,7 +154,7 @@ class Deciding:
         ways = self._ways(demand, choice, now_s)
         return policy.judge(demand, ways, otherwise, self.forecast, now_s)
 
-    def _ways(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
+    def _ways(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
         """With less output than was asked for, the same ways are the best ones, as long as no more
         workers could serve it."""
         known = demand.known

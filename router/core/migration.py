@@ -97,19 +97,19 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class WorkerLoad:
     """What decodes at a worker. `other_blocks` are held there for others than `sequences`."""
 
     worker: WorkerView
     sequences: Sequence[Decoding]
     other_blocks: int = 0
 
-    def without(self, one: Decoding) -> Load:
+    def without(self, one: Decoding) -> WorkerLoad:
         kept = [other for other in self.sequences if other is not one]
-        return Load(worker=self.worker, sequences=kept, other_blocks=self.other_blocks)
+        return WorkerLoad(worker=self.worker, sequences=kept, other_blocks=self.other_blocks)
 
-    def beside(self, one: Decoding) -> Load:
-        return Load(
+    def beside(self, one: Decoding) -> WorkerLoad:
+        return WorkerLoad(
             worker=self.worker,
             sequences=[*self.sequences, one],
             other_blocks=self.other_blocks,
@@ -185,12 +185,12 @@ class Moving:
         free = sorted(others, key=lambda v: v.hello.total_blocks - _taken_blocks(v), reverse=True)
         return free[:MOST_TARGETS]
 
-    def _load(self, view: WorkerView) -> Load:
+    def _load(self, view: WorkerView) -> WorkerLoad:
         """Of other routers' sequences nothing is known but their blocks."""
         sequences = [*self._decoding(view)]
         own = sum(-(-one.tokens // view.hello.block_size) for one in sequences)
         others = max(0, _taken_blocks(view) - own)
-        return Load(worker=view, sequences=sequences, other_blocks=others)
+        return WorkerLoad(worker=view, sequences=sequences, other_blocks=others)
 
     def _decoding(self, view: WorkerView) -> Iterator[Decoding]:
         for key in view.outlook:
@@ -297,7 +297,9 @@ def fullest(sequences: Iterable[Decoding]) -> tuple[int, int]:
     return max(((now + n * one.left_tokens, n) for now, (n, one) in moments), default=(0, 0))
 
 
-def suggest(load: Load, targets: Sequence[Load], most: int) -> list[tuple[Decoding, WorkerView]]:
+def suggest(
+    load: WorkerLoad, targets: Sequence[WorkerLoad], most: int
+) -> list[tuple[Decoding, WorkerView]]:
     """At most so many moves, longest sequences first; none while the worker will not overflow."""
     if load.share() <= HIGH:
         return []
@@ -316,7 +318,7 @@ def suggest(load: Load, targets: Sequence[Load], most: int) -> list[tuple[Decodi
     return moves
 
 
-def _roomiest(one: Decoding, targets: Sequence[Load]) -> Load | None:
+def _roomiest(one: Decoding, targets: Sequence[WorkerLoad]) -> WorkerLoad | None:
     shares = [(target.beside(one).share(), at) for at, target in enumerate(targets)]
     share, at = min(shares, default=(LOW, 0))
     return targets[at] if share < LOW else None

@@ -167,7 +167,7 @@ class AnyPrefillWorker:
         raise NotCovered("there is no prefill worker")
 
 
-class Way(NamedTuple):
+class DispatchWay(NamedTuple):
     """A prompt at a worker: done in so many seconds, of which it waits some."""
 
     done_s: float
@@ -182,7 +182,7 @@ class Turn(NamedTuple):
     queued: Queued
     request: Request
     demand: Demand
-    way: Way
+    way: DispatchWay
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +284,13 @@ class SharedQueueDispatch:
         demand: Demand,
         worker: WorkerView,
         now_s: float,
-    ) -> Way:
+    ) -> DispatchWay:
         assert request.placed is not None
         source = demand.held.source(self.workers, worker)
         candidate = replace(request.placed.candidate, prefill=worker, source=source)
         prompt = deciding.forecast.prompt(demand, candidate, now_s)
         waits_s = worker.queue.wait_s(demand.priority, now_s)
-        return Way(waits_s + prompt.pull_s + prompt.prefill_s, prompt, candidate, worker)
+        return DispatchWay(waits_s + prompt.pull_s + prompt.prefill_s, prompt, candidate, worker)
 
     def _send(self, turn: Turn, now_s: float) -> list[Command]:
         request, way = turn.request, turn.way
@@ -305,7 +305,7 @@ def open_shared_queue(workers: Workers, tiers: QosTiers) -> SharedQueueDispatch:
     return SharedQueueDispatch(workers, SharedQueue(order=order), Direct(workers))
 
 
-def _best(queued: Queued, ways: list[Way], now_s: float) -> Way | None:
+def _best(queued: Queued, ways: list[DispatchWay], now_s: float) -> DispatchWay | None:
     """The free worker that is done with it first; None: one that isn't free yet, but has more of it
     cached, is done sooner. For that it waits no longer than it saves."""
     free = min((way for way in ways if is_free(way.worker)), key=_done_s)
@@ -313,7 +313,7 @@ def _best(queued: Queued, ways: list[Way], now_s: float) -> Way | None:
     return free if now_s - queued.since_s >= saves_s else None
 
 
-def _done_s(way: Way) -> float:
+def _done_s(way: DispatchWay) -> float:
     return way.done_s
 
 

@@ -14,7 +14,7 @@ from router.core.load.decode_outlook import Expected
 from router.core.load.prefill_queue import Ahead
 from router.core.policy.admission import Admitted
 from router.core.policy.forecast import Forecast
-from router.core.policy.placement import Choice, least_against
+from router.core.policy.placement import WorkerChoice, least_against
 from router.core.state.candidate import PromptPrediction
 from router.core.state.demand import Demand
 from router.core.state.generation import ModelFacts
@@ -116,12 +116,12 @@ class Workers(dict[Incarnation, WorkerView]):
         tried: Collection[Incarnation],
         objections: Objections,
         forecast: Forecast,
-    ) -> Choice:
+    ) -> WorkerChoice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
         prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
         if demand.is_prompt_only:
             prefills, decodes, both = [], [], [*prefills, *both] or decodes
-        return Choice(
+        return WorkerChoice(
             prefills=prefills,
             decodes=[view for view in decodes if view.incarnation not in tried],
             alone=[view for view in both if view.incarnation not in tried],

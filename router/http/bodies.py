@@ -199,7 +199,7 @@ class TextPart(BaseModel):
     text: str | None = None
 
 
-class ChatMessage(BaseModel):
+class MessageBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: str
@@ -208,7 +208,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage]
+    messages: list[MessageBody]
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -219,7 +219,7 @@ class TokenizeBody(StrictBody):
     """vLLM's: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: list[MessageBody] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

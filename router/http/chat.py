@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest
 from router.http.bodies import (
     ChatBody,
-    ChatMessage,
+    MessageBody,
     TokenizeBody,
     objectives_in,
     read_body,
@@ -47,7 +47,7 @@ async def chat_completions(request: Request) -> Response:
     return GenerationResponse(face, [asked], reply)
 
 
-def chat_prompt(messages: Sequence[ChatMessage], body: ChatBody | TokenizeBody) -> ChatPrompt:
+def chat_prompt(messages: Sequence[MessageBody], body: ChatBody | TokenizeBody) -> ChatPrompt:
     """Raises InvalidRequest: no messages, or content that isn't text."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
@@ -59,14 +59,14 @@ def chat_prompt(messages: Sequence[ChatMessage], body: ChatBody | TokenizeBody) 
     )
 
 
-def _plain(message: ChatMessage, position: int) -> dict[str, Any]:
+def _plain(message: MessageBody, position: int) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role, "content": _content(message, position)}
     if message.name is not None:
         plain["name"] = message.name
     return plain
 
 
-def _content(message: ChatMessage, position: int) -> str:
+def _content(message: MessageBody, position: int) -> str:
     """Text parts are joined by newlines."""
     param = f"messages[{position}].content"
     match message.content:

@@ -39,7 +39,7 @@ from router.core.state.generation import (
     TierStatus,
     WorkerStatus,
 )
-from router.core.state.ladder import P99, P999, Ladder, Ladders, Step
+from router.core.state.ladder import P99, P999, Ladder, Ladders, LadderStep
 from router.core.state.quarantine import Quarantine
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers, obstacle
@@ -112,7 +112,7 @@ def _latencies_s(ladder: Ladder, now_s: float) -> dict[tuple[str, str], float]:
 
 
 def tell_ladder_steps(event: LadderStepped) -> None:
-    step = Step(event.step).name.lower()
+    step = LadderStep(event.step).name.lower()
     log.warning("tier %s: admission at step %d (%s): %s", event.tier, event.step, step, event.cause)
 
 

@@ -83,7 +83,7 @@ CONTEXT_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class StopFound:
     """`valid_tokens`: how many tokens the choice has, with the one that completed the string."""
 
     stop_string: str
@@ -93,7 +93,7 @@ class Stopped:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     text: str
-    stopped: Stopped | None = None
+    stopped: StopFound | None = None
 
 
 class Detokenizer:
@@ -203,5 +203,5 @@ class TextStream:
         end = offset + hit.end
         kept = end if self._include_stop else end - len(hit.stop_string)
         self._held = ""
-        stopped = Stopped(stop_string=hit.stop_string, valid_tokens=self._tokens)
+        stopped = StopFound(stop_string=hit.stop_string, valid_tokens=self._tokens)
         return Delta(text=text[:kept], stopped=stopped)

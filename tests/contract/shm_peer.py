@@ -14,7 +14,7 @@ import torch
 
 from kvpool.core.layout.layout import BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.core.transfer.piece import Piece, cut_span
-from kvpool.core.transfer.write import TokenSpan, Write, chunk_bytes
+from kvpool.core.transfer.write import SlabWrite, TokenSpan, chunk_bytes
 from kvpool.memory.collate import write_slab
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.peer.base import Connection, RegionName
@@ -37,7 +37,7 @@ def layout(block_size: int) -> KvLayout:
     return KvLayout(groups=groups, dtype="float32", block_size=block_size)
 
 
-def the_write() -> Write:
+def the_write() -> SlabWrite:
     (write,) = cut_span(layout(8), PIECE.span, chunk_bytes(layout(8), TOKENS))
     return write
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpool.transport.mapped import memfd
-from kvpool.transport.peer.base import Read, RegionName, Write
+from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvrelay.errors import ConfigError, PeerError
 from tests.contract.transport_kit import MakeSide, eventually_raises, pair, shareable
 
@@ -27,7 +27,7 @@ def test_a_batch_writes_each_piece_to_its_place(make_side: MakeSide) -> None:
         offset = 100
         for size in reversed(SIZES):
             source = _numbered(size, number)
-            writes.append(Write(region.name, offset, source))
+            writes.append(RegionWrite(region.name, offset, source))
             expected[number][offset : offset + size] = source
             offset += size
     connection.write_many(writes)
@@ -47,7 +47,7 @@ def test_thousands_of_small_pieces(make_side: MakeSide, registered: bool) -> Non
     )
     source.copy_(_numbered(count * size))
     pieces = list(zip(order, source.split(size), strict=True))
-    connection.write_many([Write(region.name, at * size, piece) for at, piece in pieces])
+    connection.write_many([RegionWrite(region.name, at * size, piece) for at, piece in pieces])
     assert torch.equal(region.memory.cpu().view(count, size)[order], source.cpu().view(count, size))
     pieces = list(zip(order, target.split(size), strict=True))
     connection.read_many([Read(region.name, at * size, piece) for at, piece in pieces])
@@ -57,7 +57,9 @@ def test_thousands_of_small_pieces(make_side: MakeSide, registered: bool) -> Non
 def test_a_batch_takes_any_dtype(make_side: MakeSide) -> None:
     owner, _, connection = pair(make_side)
     region, halves = owner.region(1000), torch.randn(3, 5).half()
-    connection.write_many([Write(region.name, 0, halves), Write(region.name, 30, halves[1])])
+    connection.write_many(
+        [RegionWrite(region.name, 0, halves), RegionWrite(region.name, 30, halves[1])]
+    )
     targets = torch.zeros_like(halves), torch.zeros(5).half()
     connection.read_many([Read(region.name, o, t) for o, t in zip((0, 30), targets, strict=True)])
     assert torch.equal(targets[0], halves)
@@ -75,7 +77,7 @@ def test_a_batch_with_an_unknown_region_raises(make_side: MakeSide) -> None:
     region, data = owner.region(10), torch.ones(10, dtype=torch.uint8)
     names = (region.name, RegionName("nonsense"))
     with pytest.raises(PeerError, match="nonsense"):
-        connection.write_many([Write(name, 0, data) for name in names])
+        connection.write_many([RegionWrite(name, 0, data) for name in names])
     with pytest.raises(PeerError, match="nonsense"):
         connection.read_many([Read(name, 0, data) for name in names])
 
@@ -85,7 +87,7 @@ def test_a_batch_beyond_the_region_is_a_bug(make_side: MakeSide) -> None:
     region, data = owner.region(10), torch.zeros(8, dtype=torch.uint8)
     for offset in (-1, 3):
         with pytest.raises(AssertionError):
-            connection.write_many([Write(region.name, offset, data)])
+            connection.write_many([RegionWrite(region.name, offset, data)])
         with pytest.raises(AssertionError):
             connection.read_many([Read(region.name, offset, data)])
 

@@ -7,7 +7,7 @@ import os
 import psutil
 import torch
 
-from kvpool.transport.peer.base import Connection, Read, Region, Write
+from kvpool.transport.peer.base import Connection, Read, Region, RegionWrite
 from tests.contract.transport_kit import (
     PATIENCE_S,
     MakeSide,
@@ -74,7 +74,7 @@ def _transfer(connection: Connection, region: Region, data: torch.Tensor, count:
             case 1:
                 connection.read(region.name, 0, data)
             case 2:
-                connection.write_many([Write(region.name, 0, half) for half in halves])
+                connection.write_many([RegionWrite(region.name, 0, half) for half in halves])
             case 3:
                 connection.read_many([Read(region.name, 0, half) for half in halves])
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kvpool.transport.peer import control_wire
-from kvpool.transport.peer.base import Region, Write
+from kvpool.transport.peer.base import Region, RegionWrite
 from kvpool.transport.peer.control_wire import Packet
 from kvpool.transport.peer.endpoint import PeerEndpoint
 from kvpool.transport.peer.exposure import Check
@@ -84,7 +84,7 @@ def test_registered_memory_travels_as_one_batch(
 
     monkeypatch.setattr(remote, "transfer", counted)
     pieces = [*source.split(100), torch.ones(10, dtype=torch.uint8)]
-    connection.write_many([Write(region.name, 0, piece) for piece in pieces])
+    connection.write_many([RegionWrite(region.name, 0, piece) for piece in pieces])
     assert batches == [400, 1]
 
 

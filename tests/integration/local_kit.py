@@ -12,8 +12,8 @@ import pytest
 import uvloop
 
 from cluster.core.settings import WorkerSettings
-from cluster.worker.device import Device
-from cluster.worker.events import Call
+from cluster.worker.device import WorkerDevice
+from cluster.worker.events import RunOnLoop
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.process import WorkerProcess
 from decode_worker.peers import PeerPools
@@ -68,7 +68,7 @@ class LocalHost:
         return self._worker._parts.loop
 
     @property
-    def device(self) -> Device:
+    def device(self) -> WorkerDevice:
         assert self._worker is not None and self._worker._parts is not None
         return self._worker._parts.device
 
@@ -85,7 +85,7 @@ class LocalHost:
     def knows(self, peer: LocalHost, cost: LinkCost) -> None:
         """As if the link had been measured so, whatever is measured."""
         pools, incarnation = self.loop.decode.receiver.pools, peer.incarnation
-        self.loop.inbox.put(Call(lambda: pools._costs.__setitem__(incarnation, cost)))
+        self.loop.inbox.put(RunOnLoop(lambda: pools._costs.__setitem__(incarnation, cost)))
 
     def start(self, settings: WorkerSettings) -> str:
         self._worker = WorkerProcess(settings)

@@ -15,9 +15,9 @@ from engine.core.step import RunStep, Sampled, SequenceSlice
 from kvpool.core.blocks.holding import CopyPairs
 from kvpool.core.fetch.cost import RestoreCost
 from kvpool.core.layout.layout import NO_BLOCK, KvLayout, LayerGroup, Plane, Tables
-from kvpool.core.transfer.link_cost import TransferShape, Way
+from kvpool.core.transfer.link_cost import TransferShape, TransferWay
 from kvpool.core.transfer.messages import SUMS, KvDigest, PlaneDigest
-from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import FinishReason, RequestKey, RequestSpec, Sampling
 
@@ -62,10 +62,10 @@ class AnyWay:
     rng: random.Random
     transport: str = "sim"
 
-    def choose(self, shape: TransferShape) -> Way:
+    def choose(self, shape: TransferShape) -> TransferWay:
         assert shape.nbytes > 0
         assert 0 < shape.target_runs <= shape.descriptors
-        return self.rng.choice([Way.DIRECT, Way.COLLATED])
+        return self.rng.choice([TransferWay.DIRECT, TransferWay.COLLATED])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,11 +232,11 @@ class Memory:
         plane = PlaneDigest(norms=(1.0,) * len(told), sums=tuple(chain.from_iterable(told)))
         return KvDigest(start=span.start, planes=(plane,))
 
-    def take(self, write: Write, side: Side) -> Content:
+    def take(self, write: SlabWrite, side: Side) -> Content:
         places = _places(write, side, of_source=True)
         return [self.slots.get(place) for place in places]
 
-    def put(self, write: Write, side: Side, content: Content) -> None:
+    def put(self, write: SlabWrite, side: Side, content: Content) -> None:
         places = list(_places(write, side, of_source=False))
         assert len({*places}) == len(places), "a slot is written twice"
         for place, history in zip(places, content, strict=True):
@@ -287,7 +287,7 @@ class Running:
         )
 
 
-def _places(write: Write, side: Side, *, of_source: bool) -> Iterator[tuple[int, int, int]]:
+def _places(write: SlabWrite, side: Side, *, of_source: bool) -> Iterator[tuple[int, int, int]]:
     """(group, layer, slot) of each (section, layer, token)."""
     for section in write.sections:
         part = section.part

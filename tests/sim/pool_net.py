@@ -14,9 +14,9 @@ from kvpool.core.node.events import (
     FromWorker,
     PoolCommand,
     PoolTick,
+    PoolWorkerJoined,
+    PoolWorkerLost,
     TellWorker,
-    WorkerJoined,
-    WorkerLost,
 )
 from kvpool.core.node.messages import (
     FromPool,
@@ -169,13 +169,13 @@ class PoolNet:
             lease_ttl_s=LEASE_S,
         )
         self._tell(link.number, welcome)
-        node.decide(WorkerJoined(worker=hello.incarnation, looks_up=hello.looks_up))
+        node.decide(PoolWorkerJoined(worker=hello.incarnation, looks_up=hello.looks_up))
 
     def _node_lost(self, node: PoolNode, number: int) -> None:
         worker = node.worker_of.pop(number, None)
         if worker is not None and node.link_of.get(worker) == number:
             del node.link_of[worker]
-            node.decide(WorkerLost(worker=worker))
+            node.decide(PoolWorkerLost(worker=worker))
 
     def _obey(self, node: PoolNode, command: PoolCommand) -> None:
         match command:

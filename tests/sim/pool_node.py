@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvpool.core.blocks.eviction import open_policy
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.events import (
-    Load,
+    BlockLoad,
     PoolCommand,
     PoolEvent,
     ReadSlots,
@@ -119,7 +119,7 @@ class PoolNode:
         found = tuple(map(self._load, job.loads))
         self.decide(SlotsRead(batch=job.batch, checksums=found))
 
-    def _load(self, load: Load) -> int | None:
+    def _load(self, load: BlockLoad) -> int | None:
         self.disk_reads += 1
         slot = self.host.slots.get(load.slot)
         if slot is None:

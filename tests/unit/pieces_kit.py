@@ -8,7 +8,7 @@ import torch
 
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.core.transfer.piece import Piece, cut_span
-from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvpool.memory.kv_memory import KvMemory
 
 KV = (Plane(name="k", heads=2, dim=3), Plane(name="v", heads=2, dim=5))
@@ -55,7 +55,7 @@ def side(memory: KvMemory, tables: Tables) -> Side:
 
 def pieces(
     layout: KvLayout, span: TokenSpan, slab_bytes: int = 1 << 20
-) -> list[tuple[Piece, Write]]:
+) -> list[tuple[Piece, SlabWrite]]:
     writes = cut_span(layout, span, slab_bytes)
     return [(Piece(span=span, index=i), write) for i, write in enumerate(writes)]
 

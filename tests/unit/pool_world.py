@@ -43,6 +43,8 @@ from kvpool.core.node.events import (
     PoolCommand,
     PoolEvent,
     PoolTick,
+    PoolWorkerJoined,
+    PoolWorkerLost,
     ReadSlots,
     RouterCall,
     RouterCalled,
@@ -53,8 +55,6 @@ from kvpool.core.node.events import (
     SlotsWritten,
     TellRouter,
     TellWorker,
-    WorkerJoined,
-    WorkerLost,
     WriteSlots,
 )
 from kvpool.core.node.host_tier import HostTier
@@ -165,7 +165,7 @@ class World:
                 region=self.region,
                 lease_ttl_s=LEASE_TTL_S,
             )
-            self._node(WorkerJoined(worker=worker.name, looks_up=True))
+            self._node(PoolWorkerJoined(worker=worker.name, looks_up=True))
             self._worker(worker, PoolJoined(welcome=welcome))
 
     def cut(self, worker: Worker) -> None:
@@ -173,7 +173,7 @@ class World:
             worker.connected = False
             worker.to_node.clear()
             worker.to_worker.clear()
-            self._node(WorkerLost(worker=worker.name))
+            self._node(PoolWorkerLost(worker=worker.name))
             self._worker(worker, PoolLost(reason="cut"))
 
     def restart_node(self, _: Worker) -> None:

@@ -12,7 +12,7 @@ from cluster.core.resolve import Site, resolve
 from cluster.core.settings import WorkerSettings
 from cluster.process import auto
 from cluster.process.auto import choose_device, settle
-from kvpool.transport.choice import Chosen, Machine, choose_transports, spans_hosts
+from kvpool.transport.choice import ChosenTransports, Machine, choose_transports, spans_hosts
 from kvpool.transport.gpus import GpuCount
 from kvpool.transport.link_kind import LinkKind
 from kvrelay.errors import ConfigError, ModelError
@@ -30,7 +30,7 @@ KINDS = {
 
 def choose(
     absent: str = "", *, on_gpu: bool = True, far: bool = True, require: tuple[str, ...] = ()
-) -> Chosen:
+) -> ChosenTransports:
     machine = Machine(
         obstacle=lambda name: f"no {name} here" if name in absent.split() else "",
         kind=KINDS.__getitem__,

@@ -21,7 +21,7 @@ from bench.transfer.pair import PAIRS
 from bench.transfer.profile import rows_of as profiled
 from bench.transfer.shape import Shape
 from bench.transfer.speed import COLLATED, DIRECT, _rows, rows_of
-from kvpool.core.transfer.link_cost import Way
+from kvpool.core.transfer.link_cost import TransferWay
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = Shape(layers=2, tokens=1100)
@@ -43,7 +43,7 @@ def test_a_transfer_that_damages_bytes_is_noticed() -> None:
 
 def test_the_chosen_way_is_measured_against_the_better_one() -> None:
     speeds = {name: Reading(values=(speed,)) for name, speed in SPEEDS.items()}
-    rows = [row for row in _rows("shm", speeds, Way.COLLATED, "") if row.goal == 0.9]
+    rows = [row for row in _rows("shm", speeds, TransferWay.COLLATED, "") if row.goal == 0.9]
     (row,) = rows
     assert row.name == "shm: chosen: collated; direct is better"
     assert (row.value, row.against_value, row.reached) == (2.0, 4.0, False)
@@ -57,8 +57,8 @@ def test_a_choice_close_to_the_better_way_is_right(direct_s: float, right: bool)
     point = GridPoint(
         tokens=64,
         run_blocks=1,
-        taken_s={Way.COLLATED: [0.1, 1.0, 3.0], Way.DIRECT: [9.0, 2.0, direct_s]},
-        chosen=Way.DIRECT,
+        taken_s={TransferWay.COLLATED: [0.1, 1.0, 3.0], TransferWay.DIRECT: [9.0, 2.0, direct_s]},
+        chosen=TransferWay.DIRECT,
     )
     assert point.right is right
 
@@ -88,12 +88,12 @@ def test_no_transfer_of_the_grid_follows_one_of_the_same_blocks() -> None:
             moved.append((way, sender.shape.run_blocks, tokens))
             return move(tokens)
 
-        sender.collated = lambda tokens: note(Way.COLLATED, collated, tokens)  # type: ignore[method-assign]
-        sender.direct_pieces = lambda tokens: note(Way.DIRECT, direct, tokens)  # type: ignore[method-assign]
+        sender.collated = lambda tokens: note(TransferWay.COLLATED, collated, tokens)  # type: ignore[method-assign]
+        sender.direct_pieces = lambda tokens: note(TransferWay.DIRECT, direct, tokens)  # type: ignore[method-assign]
         measure(sender, points, repeats=2)
     assert len(moved) == 3 * 2 * len(points) and len(set(moved)) == 2 * len(points)
     assert all(one[1:] != other[1:] for one, other in pairwise(moved))
-    assert all(len(point.taken_s[way]) == 3 for point in points for way in Way)
+    assert all(len(point.taken_s[way]) == 3 for point in points for way in TransferWay)
 
 
 @pytest.mark.processes
@@ -116,7 +116,7 @@ def test_kv_on_a_device_goes_in_whole_chunks_and_both_passes_count() -> None:
     assert shape.staging.payload_bytes == 512 * shape.layout.bytes_per_token
     assert len(shape.cut()) == 3 < len(replace(shape, device="cpu").cut())
     speeds = {name: Reading(values=(speed,)) for name, speed in SPEEDS.items()}
-    (row,) = [r for r in _rows("cuda_ipc", speeds, Way.DIRECT, "") if r.goal == 0.8]
+    (row,) = [r for r in _rows("cuda_ipc", speeds, TransferWay.DIRECT, "") if r.goal == 0.8]
     assert (row.value, row.against, row.against_value) == (4.0, "memcpy", 8.0)
     assert row.reached is False
 

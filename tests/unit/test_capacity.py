@@ -11,7 +11,7 @@ import pytest
 import engine.bundled
 from cluster.cli.main import app
 from cluster.sim.planning.model_facts import find_facts
-from cluster.sim.profiles.capacity import Capacity, ModelFacts, capacity, smallest_copy
+from cluster.sim.profiles.capacity import CopyCapacity, PlannedModel, capacity, smallest_copy
 from cluster.sim.profiles.load import known_device
 from cluster.sim.profiles.roofline import Parallel
 from kvrelay.errors import ModelError
@@ -19,7 +19,7 @@ from kvrelay.errors import ModelError
 _BUNDLED = Path(engine.bundled.__file__).parent / "checkpoint"
 
 
-def fitted(facts: ModelFacts, device: str, context: int = 4096) -> Capacity:
+def fitted(facts: PlannedModel, device: str, context: int = 4096) -> CopyCapacity:
     found = smallest_copy(facts, device, known_device(device), context, 0.9)
     assert found is not None
     return found

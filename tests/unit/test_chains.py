@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.compiled.build import compile_model
-from engine.compiled.chain import Chain, Place, Plan
+from engine.compiled.chain import BufferPlace, Chain, Plan
 from engine.compiled.chaining import FEW_TOKENS
 from engine.compiled.library import SOURCE, Fused, Op, OpKind, Value, open_fused, open_library
 from engine.device.native_build import built
@@ -55,7 +55,7 @@ def product(packed: Packed, fused: Fused) -> Chain:
         weight=torch.ops.mkldnn.data_ptr(packed.weight),
         bias=None if packed.bias is None else packed.bias.data_ptr(),
     )  # fmt: skip
-    out = Place(buffer=0, stride=packed.width, width=packed.width)
+    out = BufferPlace(buffer=0, stride=packed.width, width=packed.width)
     return Chain(
         Plan(ops=[op], inputs=1, widths=[packed.width], outputs=[out], held=[packed]), fused
     )

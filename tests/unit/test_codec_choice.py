@@ -18,7 +18,7 @@ from kvpool.core.transfer.codec_choice import (
     encoded_share,
     wire_dtype,
 )
-from kvpool.core.transfer.link_cost import LinkCost, TransferShape, Way
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.write import TokenSpan
 from kvpool.memory.probe import measure_codecs
@@ -108,8 +108,8 @@ def test_the_cost_with_a_codec_is_of_the_senders_encoding_and_the_receivers_deco
     shape = TransferShape(nbytes=2_000_000, descriptors=9, source_runs=0, target_runs=0)
     share = encoded_share(LAYOUT, Codec.INT8)  # a million elements
     expected = 3e-5 + 1e6 / 1e9 + 2e6 * share / 1e9 + 1e6 / 4e9
-    assert cost.seconds(Way.COLLATED, shape) == pytest.approx(expected)
-    assert cost.seconds(Way.DIRECT, shape) == LINK.seconds(Way.DIRECT, shape)
+    assert cost.seconds(TransferWay.COLLATED, shape) == pytest.approx(expected)
+    assert cost.seconds(TransferWay.DIRECT, shape) == LINK.seconds(TransferWay.DIRECT, shape)
 
 
 def test_the_share_is_a_byte_for_each_value_and_the_scales() -> None:

@@ -16,7 +16,7 @@ from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS, LEAST_SCALE, Codec, Wir
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane, Tables
 from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.plan import cut
-from kvpool.core.transfer.write import Section, Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabSection, SlabWrite, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
 from tests.unit.transfer_kit import Case, cases, draw_held
@@ -31,7 +31,7 @@ class Rank:
     memory: KvMemory
     side: Side
 
-    def tokens(self, section: Section, plane: int, first_layer: int, head: int) -> torch.Tensor:
+    def tokens(self, section: SlabSection, plane: int, first_layer: int, head: int) -> torch.Tensor:
         """`[layers, tokens, heads, dim]` of a section's plane, looked up token by token."""
         table = self.side.tables[section.part.group]
         size = self.side.block_size
@@ -64,7 +64,7 @@ class Piece:
 
     before: torch.Tensor
     after: torch.Tensor
-    section: Section
+    section: SlabSection
     plane: int
     slab: torch.Tensor
     wire: WireFormat
@@ -99,7 +99,7 @@ def _transferred(
             yield from _pieces(write, slab, source, target)
 
 
-def _pieces(write: Write, slab: torch.Tensor, source: Rank, target: Rank) -> Iterator[Piece]:
+def _pieces(write: SlabWrite, slab: torch.Tensor, source: Rank, target: Rank) -> Iterator[Piece]:
     for section in write.sections:
         part = section.part
         for i, plane in enumerate(part.planes):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from cluster.config.load import Override, load_config
 from cluster.config.schema import Config
 from cluster.config.types import format_duration, format_size, parse_duration_s, parse_size_bytes
-from cluster.core.plan import NODE_HOST, Placement, plan_cluster, router_settings, shortage
+from cluster.core.plan import NODE_HOST, RayResources, plan_cluster, router_settings, shortage
 from cluster.core.resolve import Site, resolve
 from kvrelay.errors import ConfigError
 
@@ -294,7 +294,7 @@ def test_two_roles_share_one_gpu() -> None:
     for worker in plan.workers:
         assert worker.settings.device == "cuda:0"
         assert worker.settings.device_share == 2
-        assert worker.placement == Placement(cpus=1.0, gpus=0.5, machine_devices=True)
+        assert worker.placement == RayResources(cpus=1.0, gpus=0.5, machine_devices=True)
 
 
 def test_eight_gpus_are_eight_workers() -> None:
@@ -350,7 +350,7 @@ def test_placement_splits_known_and_custom_resources() -> None:
         "workers.0.accelerator_type=H100",
     )
     plan = plan_cluster(resolve(config, SITE))
-    assert plan.workers[0].placement == Placement(
+    assert plan.workers[0].placement == RayResources(
         cpus=3.0, memory_bytes=1e9, accelerator_type="H100", custom=(("mine", 1.0),)
     )
 

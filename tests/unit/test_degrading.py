@@ -25,7 +25,7 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.core.state.ladder import Step
+from router.core.state.ladder import LadderStep
 from router.core.state.promises import Refusal
 from tests.unit.router_kit import PerToken, demand, hello, released, request, reserved, says, tokens
 
@@ -61,10 +61,10 @@ class TestLessOutput:
         asked = demand(output_tokens=8)
         lengths = {
             step: [way.spec.sampling.max_tokens for way in ways(asked, SHORT, step)]
-            for step in Step
+            for step in LadderStep
         }
         assert lengths == {0: [8, 4], 1: [8, 4], 2: [4], 3: [4]}
-        assert list(ways(asked, PATIENT, Step.TRIP)) == [asked]
+        assert list(ways(asked, PATIENT, LadderStep.TRIP)) == [asked]
 
     def test_helps_against_what_output_costs(self) -> None:
         helps = {

@@ -10,7 +10,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.core.step import Command, StepWanted, Tick
 from kvpool.core.fetch.openings import Openings
 from kvpool.core.transfer.commands import FetchPiece, LinkMeasured, PeerLost, PieceFetched, SendPeer
-from kvpool.core.transfer.link_cost import LinkCost, TransferShape, Way
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay
 from kvpool.core.transfer.messages import (
     CancelTransfer,
     Commit,
@@ -154,9 +154,9 @@ def test_what_is_asked_of_the_link_is_what_would_be_copied() -> None:
     asked: list[TransferShape] = []
 
     class Curious(LinkCost):
-        def choose(self, shape: TransferShape) -> Way:
+        def choose(self, shape: TransferShape) -> TransferWay:
             asked.append(shape)
-            return Way.COLLATED
+            return TransferWay.COLLATED
 
     scheduler = decode_scheduler()
     cost = link()

@@ -6,11 +6,13 @@ import pytest
 
 from kvpool.core.blocks.eviction import open_policy
 from kvpool.core.node.events import (
+    BlockLoad,
     DropWorker,
     FromWorker,
-    Load,
     PoolCommand,
     PoolTick,
+    PoolWorkerJoined,
+    PoolWorkerLost,
     ReadSlots,
     RouterCall,
     RouterCalled,
@@ -21,8 +23,6 @@ from kvpool.core.node.events import (
     Spill,
     TellRouter,
     TellWorker,
-    WorkerJoined,
-    WorkerLost,
     WriteSlots,
 )
 from kvpool.core.node.host_tier import HostTier
@@ -60,7 +60,7 @@ class Node:
         self.core = HostTier(*tiers, lease_ttl_s=TTL_S)
         self.now_s = 0.0
         for worker in (ANN, BOB):
-            assert self.handle(WorkerJoined(worker=worker, looks_up=False)) == []
+            assert self.handle(PoolWorkerJoined(worker=worker, looks_up=False)) == []
 
     def handle(self, event: object) -> list[PoolCommand]:
         commands = self.core.handle(event, self.now_s)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_a_block_whose_parent_never_came_is_dropped() -> None:
     node = Node()
     node.say(StoreWanted(request_no=1, blocks=CHAIN[:1]))
     node.say(StoreWanted(request_no=2, blocks=CHAIN[1:2]), BOB)
-    node.handle(WorkerLost(worker=ANN))
+    node.handle(PoolWorkerLost(worker=ANN))
     node.say(Stored(request_no=2, checksums=(1,)), BOB)
     assert node.core.books.counts()["free"] == 4
 
@@ -133,7 +133,7 @@ def test_a_silent_writers_places_stay_out_of_use_while_it_may_write(late: bool) 
     if late:
         assert node.say(Stored(request_no=1, checksums=(1, 2))) == []
     else:
-        node.handle(WorkerLost(worker=ANN))
+        node.handle(PoolWorkerLost(worker=ANN))
     assert node.core.books.counts()["free"] == 2
     lookup = LookupWanted(request_no=3, hashes=(A, B))
     assert node.say(lookup, BOB) == [LookedUp(request_no=3, host_blocks=0, disk_blocks=0)]
@@ -164,7 +164,7 @@ def test_a_lost_readers_holds_end_at_once() -> None:
     node = Node(places=2)
     node.store(*CHAIN[:2])
     node.say(FetchWanted(request_no=5, hashes=(A, B)), BOB)
-    node.handle(WorkerLost(worker=BOB))
+    node.handle(PoolWorkerLost(worker=BOB))
     node.store(LONE, number=2)
     assert node.core.books.counts()["cached"] == 2
 
@@ -208,7 +208,7 @@ def test_blocks_go_to_disk_and_come_back() -> None:
     node.handle(SlotsWritten(batch=2, outcomes=(SlotOutcome.FAILED,)))
     lookup = LookupWanted(request_no=3, hashes=(A, B))
     assert node.say(lookup) == [LookedUp(request_no=3, host_blocks=1, disk_blocks=1)]
-    loads = (Load(hash=B, slot=P1, place=P1),)
+    loads = (BlockLoad(hash=B, slot=P1, place=P1),)
     reading = ReadSlots(batch=3, parent=A, loads=loads)
     assert node.say(FetchWanted(request_no=4, hashes=(A, B))) == [reading]
     assert node.say(FetchWanted(request_no=4, hashes=(A, B)), BOB) == [], "read once for both"
@@ -270,10 +270,10 @@ def test_routers_hear_what_there_is_and_every_change() -> None:
 def test_routers_hear_which_workers_look_up_here() -> None:
     node, router, eve = Node(), RouterCall(7), Incarnation("eve")
     assert node.handle(RouterCalled(router=router)) == [told(router, 0)]
-    assert node.handle(WorkerJoined(worker=eve, looks_up=True)) == []
+    assert node.handle(PoolWorkerJoined(worker=eve, looks_up=True)) == []
     with_eve = TellRouter(router=router, sequence=1, workers=(eve,), blocks=())
     assert node.handle(RouterTook(router=router)) == [with_eve]
-    node.handle(WorkerLost(worker=eve))
+    node.handle(PoolWorkerLost(worker=eve))
     assert node.handle(RouterTook(router=router)) == [told(router, 2)]
     assert node.handle(RouterTook(router=router)) == []
 

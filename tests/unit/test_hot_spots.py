@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvrelay.types import Role
 from router.core.load.decode_outlook import Expected
-from router.core.migration import FEWEST_LEFT_TOKENS, Decoding, Load, fullest, suggest
+from router.core.migration import FEWEST_LEFT_TOKENS, Decoding, WorkerLoad, fullest, suggest
 from router.core.state.worker_view import WorkerView
 from tests.unit.router_kit import PerToken, key, view
 
@@ -15,8 +15,8 @@ def one(name: str, tokens: int, left: int = 40, *, may_move: bool = True) -> Dec
     return Decoding(request_id=name, tokens=tokens, left_tokens=left, may_move=may_move)
 
 
-def load(name: str, *sequences: Decoding, others: int = 0) -> Load:
-    return Load(worker=view(name, Role.DECODE), sequences=sequences, other_blocks=others)
+def load(name: str, *sequences: Decoding, others: int = 0) -> WorkerLoad:
+    return WorkerLoad(worker=view(name, Role.DECODE), sequences=sequences, other_blocks=others)
 
 
 def names(moves: list[tuple[Decoding, WorkerView]]) -> list[tuple[str, str]]:

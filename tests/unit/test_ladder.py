@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvrelay.qos import LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives
-from router.core.state.ladder import LOOKS_EVERY_S, Ladder, Ladders, Recent, Step
+from router.core.state.ladder import LOOKS_EVERY_S, Ladder, Ladders, LadderStep, Recent
 
 RULES = LadderRules(
     window_s=60, hold_s=10, calm_s=30, stricter=0.8, easing=0.8, tolerance=1.0, tail=2.0
@@ -14,7 +14,7 @@ RULES = LadderRules(
 TIER = QosTier(name="gold", objectives=Objectives(ttft_s=1.0, tpot_s=0.1))
 
 
-def ladder(step: Step = Step.NORMAL) -> Ladder:
+def ladder(step: LadderStep = LadderStep.NORMAL) -> Ladder:
     return Ladder(tier=TIER, rules=RULES, step=step)
 
 
@@ -47,19 +47,19 @@ def test_a_step_up_says_why_and_is_judged_by_what_came_after_it() -> None:
     one = ladder()
     feed(one.ttft, 1.25)
     assert one.climb(1) == "TTFT p99 is 1250 ms, over 1000 ms"
-    assert one.step is Step.TIGHTEN
+    assert one.step is LadderStep.TIGHTEN
     assert one.climb(12) is None  # nothing is known since
     feed(one.tpot, 0.15, now_s=5)
     assert one.climb(10.9) is None  # held
     assert one.climb(11) == "TPOT p99 is 150 ms, over 100 ms"
     assert one.climb(21) is None
     feed(one.tpot, 0.15, now_s=21)
-    assert one.climb(21) is None and one.step is Step.CAP  # it trips only far outside
+    assert one.climb(21) is None and one.step is LadderStep.CAP  # it trips only far outside
     feed(one.tpot, 0.25, now_s=22)
     assert one.climb(22) == "TPOT p99 is 250 ms, over 200 ms"
-    assert one.step is Step.TRIP
+    assert one.step is LadderStep.TRIP
     feed(one.tpot, 0.25, now_s=40)
-    assert one.climb(41) is None and one.step is Step.TRIP
+    assert one.climb(41) is None and one.step is LadderStep.TRIP
 
 
 def test_a_little_over_its_objective_is_tolerated() -> None:
@@ -68,7 +68,7 @@ def test_a_little_over_its_objective_is_tolerated() -> None:
     assert one.climb(1) is None
     feed(one.ttft, 1.21)
     assert one.climb(2) == "TTFT p99 is 1210 ms, over 1200 ms"
-    one = Ladder(tier=TIER, rules=replace(RULES, tolerance=2.5), step=Step.CAP)
+    one = Ladder(tier=TIER, rules=replace(RULES, tolerance=2.5), step=LadderStep.CAP)
     feed(one.ttft, 2.4)
     assert one.climb(1) is None, "nor does it trip before it tightens"
 
@@ -88,11 +88,11 @@ def test_it_falls_only_after_some_calm_well_inside() -> None:
     one.climb(0)
     feed(one.ttft, 0.9, now_s=20)  # inside, but near
     assert [one.climb(t) for t in (20, 40, 60, 79)] == [None] * 4
-    assert one.step is Step.TIGHTEN
+    assert one.step is LadderStep.TIGHTEN
     assert one.falls_in_s(79) == 30
     assert one.climb(81) is None  # the window is empty: calm since 79
     assert one.climb(109) == "well inside its objectives for 30 s"
-    assert one.step is Step.NORMAL
+    assert one.step is LadderStep.NORMAL
     assert one.climb(300) is None
 
 
@@ -110,7 +110,7 @@ def test_few_latencies_are_enough_to_stay() -> None:
 
 
 def test_a_tripped_tier_without_requests_comes_back_step_by_step() -> None:
-    one = ladder(Step.TRIP)
+    one = ladder(LadderStep.TRIP)
     assert one.climb(0) is not None  # it has been calm for ever
     assert [one.climb(t) for t in (29, 30, 59)] == [
         None,
@@ -118,7 +118,7 @@ def test_a_tripped_tier_without_requests_comes_back_step_by_step() -> None:
         None,
     ]
     assert one.climb(60) is not None
-    assert one.step is Step.NORMAL
+    assert one.step is LadderStep.NORMAL
 
 
 def test_only_tiers_with_objectives_have_one() -> None:
@@ -155,7 +155,7 @@ def test_of_several_the_one_that_has_climbed_most_holds() -> None:
     last = QosTier(name=free, priority=2)
     ladders = Ladders(QosTiers(tiers=(TIER, silver, last), default=free, ladder=RULES))
     gold_s, silver_s = ladders
-    gold_s.step, silver_s.step = Step.TIGHTEN, Step.TRIP
+    gold_s.step, silver_s.step = LadderStep.TIGHTEN, LadderStep.TRIP
     assert ladders.highest(last) is silver_s
     assert ladders.highest(TIER) is gold_s
 

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from cluster.core.supervision import Phase
-from cluster.on_ray.controller import Report
+from cluster.on_ray.controller import ControllerReport
 from cluster.on_ray.launch import Driver
 from kvrelay.errors import KvrelayError
 
@@ -18,17 +18,19 @@ from kvrelay.errors import KvrelayError
 class SilentController:
     """Answers with a report; None stands for a call that times out."""
 
-    def __init__(self, *answers: Report | None) -> None:
+    def __init__(self, *answers: ControllerReport | None) -> None:
         self._answers = iter(answers)
         self.heartbeat = self
 
-    def remote(self, seen: int, stop: bool) -> Report | None:
+    def remote(self, seen: int, stop: bool) -> ControllerReport | None:
         report = next(self._answers)
         return None if report is None else replace(report, notes=report.notes[seen:])
 
 
-def report(phase: Phase, controller: str = "first", notes: tuple[str, ...] = ()) -> Report:
-    return Report(
+def report(
+    phase: Phase, controller: str = "first", notes: tuple[str, ...] = ()
+) -> ControllerReport:
+    return ControllerReport(
         controller=controller,
         phase=phase,
         error=None,
@@ -43,13 +45,15 @@ def report(phase: Phase, controller: str = "first", notes: tuple[str, ...] = ())
 READY, STARTING = report(Phase.READY), report(Phase.STARTING)
 
 
-def get(answer: Report | None, timeout: float) -> Report:
+def get(answer: ControllerReport | None, timeout: float) -> ControllerReport:
     if answer is None:
         raise GetTimeoutError(f"nothing for {timeout:g} s")
     return answer
 
 
-def driver(monkeypatch: pytest.MonkeyPatch, said: list[str], *answers: Report | None) -> Driver:
+def driver(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], *answers: ControllerReport | None
+) -> Driver:
     monkeypatch.setattr(ray, "get", get)
     controller: Any = SilentController(*answers)
     return Driver("mine", controller, idle_beat_s=0.0, say=said.append)

@@ -3,7 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.core.transfer.link_cost import LinkCost, Sample, Step, TransferShape, Way, fit
+from kvpool.core.transfer.link_cost import (
+    LinkCost,
+    Sample,
+    TimedStep,
+    TransferShape,
+    TransferWay,
+    fit,
+)
 
 NIXL = LinkCost(
     transport="nixl",
@@ -39,19 +46,21 @@ def samples_of(truth: LinkCost, noise: float, rng: random.Random) -> list[Sample
     def noisy(seconds: float) -> float:
         return seconds * rng.uniform(1 - noise, 1 + noise)
 
-    found = [Sample(step=Step.MESSAGE, seconds=noisy(2 * truth.latency_s)) for _ in range(9)]
+    found = [Sample(step=TimedStep.MESSAGE, seconds=noisy(2 * truth.latency_s)) for _ in range(9)]
     for size in (4096, 65536, 2**20, 2**22):
         found += [write_of(truth, size, noisy) for _ in range(3)]
         for pieces in (1, 16, 128):
             prepare_s = 0.0 if truth.mapped else PREPARED * truth.descriptor_s
             listed_s = noisy(pieces * prepare_s)
-            found.append(Sample(step=Step.PREPARE, pieces=pieces, seconds=listed_s))
+            found.append(Sample(step=TimedStep.PREPARE, pieces=pieces, seconds=listed_s))
             posted_s = pieces * (truth.descriptor_s - prepare_s)
             read_s = truth.read_s + posted_s + size / (POOL_BY_PROBE * truth.direct_bytes_per_s)
-            found.append(Sample(step=Step.READ, nbytes=size, pieces=pieces, seconds=noisy(read_s)))
+            found.append(
+                Sample(step=TimedStep.READ, nbytes=size, pieces=pieces, seconds=noisy(read_s))
+            )
             for step, speed in (
-                (Step.GATHER, truth.gather_bytes_per_s),
-                (Step.SCATTER, truth.scatter_bytes_per_s),
+                (TimedStep.GATHER, truth.gather_bytes_per_s),
+                (TimedStep.SCATTER, truth.scatter_bytes_per_s),
             ):
                 copy_s = noisy(pieces * truth.run_s + size / speed)
                 found.append(Sample(step=step, nbytes=size, pieces=pieces, seconds=copy_s))
@@ -60,7 +69,7 @@ def samples_of(truth: LinkCost, noise: float, rng: random.Random) -> list[Sample
 
 def write_of(truth, size, noisy):
     seconds = noisy(truth.write_s + size / truth.bytes_per_s)
-    return Sample(step=Step.WRITE, nbytes=size, seconds=seconds)
+    return Sample(step=TimedStep.WRITE, nbytes=size, seconds=seconds)
 
 
 def shapes() -> list[TransferShape]:
@@ -103,7 +112,8 @@ def test_the_faster_way_is_chosen_on_a_grid_of_sizes(truth, seed):
     found = fit(truth.transport, samples_of(truth, 0.1, random.Random(seed)), mapped=truth.mapped)
     grid = shapes()
     right = sum(
-        truth.seconds(found.choose(shape), shape) == min(truth.seconds(way, shape) for way in Way)
+        truth.seconds(found.choose(shape), shape)
+        == min(truth.seconds(way, shape) for way in TransferWay)
         for shape in grid
     )
     assert right >= 0.95 * len(grid), f"{right} of {len(grid)}"
@@ -111,15 +121,17 @@ def test_the_faster_way_is_chosen_on_a_grid_of_sizes(truth, seed):
 
 def test_the_grid_holds_both_answers():
     chosen = [NIXL.choose(shape) for shape in shapes()]
-    assert 0.1 * len(chosen) < chosen.count(Way.DIRECT) < 0.9 * len(chosen)
+    assert 0.1 * len(chosen) < chosen.count(TransferWay.DIRECT) < 0.9 * len(chosen)
 
 
 def test_pieces_overlap_gathering_with_scattering():
     shape = TransferShape(nbytes=2**26, descriptors=8, source_runs=8, target_runs=8)
     pieces = TransferShape(nbytes=2**23, descriptors=1, source_runs=1, target_runs=1).times(8)
     assert pieces == replace(shape, pieces=8)
-    assert NIXL.seconds(Way.COLLATED, pieces) < 0.8 * NIXL.seconds(Way.COLLATED, shape)
-    posted_s = NIXL.seconds(Way.DIRECT, pieces) - NIXL.seconds(Way.DIRECT, shape)
+    assert NIXL.seconds(TransferWay.COLLATED, pieces) < 0.8 * NIXL.seconds(
+        TransferWay.COLLATED, shape
+    )
+    posted_s = NIXL.seconds(TransferWay.DIRECT, pieces) - NIXL.seconds(TransferWay.DIRECT, shape)
     assert posted_s == pytest.approx(7 * NIXL.read_s)
 
 
@@ -127,14 +139,14 @@ def test_a_formula_by_hand():
     shape = TransferShape(nbytes=8_000_000, descriptors=100, source_runs=10, target_runs=20)
     direct = 5 * 40e-6 + 60e-6 + 100 * 2.5e-6 + 8e6 / 4e9
     collated = 3 * 40e-6 + 10 * 3e-6 + 8e6 / 9e9 + 50e-6 + 8e6 / 5e9 + 20 * 3e-6 + 8e6 / 8e9
-    assert NIXL.seconds(Way.DIRECT, shape) == pytest.approx(direct)
-    assert NIXL.seconds(Way.COLLATED, shape) == pytest.approx(collated)
+    assert NIXL.seconds(TransferWay.DIRECT, shape) == pytest.approx(direct)
+    assert NIXL.seconds(TransferWay.COLLATED, shape) == pytest.approx(collated)
 
 
 def test_what_is_gathered_into_mapped_memory_takes_twice_as_long():
     shape = TransferShape(nbytes=1_000_000, descriptors=100, source_runs=10, target_runs=20)
     each = 30 * 3e-6 + 3e6 / 9e9
-    assert SHM.seconds(Way.COLLATED, shape.times(4)) == pytest.approx(9 * 20e-6 + 4 * each)
+    assert SHM.seconds(TransferWay.COLLATED, shape.times(4)) == pytest.approx(9 * 20e-6 + 4 * each)
 
 
 def test_what_is_too_small_to_be_seen_is_zero_not_negative():
@@ -145,7 +157,7 @@ def test_what_is_too_small_to_be_seen_is_zero_not_negative():
 
 
 def test_a_step_without_samples_is_named():
-    only_messages = [Sample(step=Step.MESSAGE, seconds=1e-5)]
+    only_messages = [Sample(step=TimedStep.MESSAGE, seconds=1e-5)]
     with pytest.raises(ValueError, match="no sample of write, prepare, read, gather, scatter"):
         fit("shm", only_messages)
 

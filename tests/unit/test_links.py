@@ -20,7 +20,7 @@ from cluster.worker import prober
 from cluster.worker.peers import PeerLinks
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvpool.core.transfer.commands import FromPeer, LinkMeasured, PeerLost, SendPeer
-from kvpool.core.transfer.link_cost import Sample, Step
+from kvpool.core.transfer.link_cost import Sample, TimedStep
 from kvpool.core.transfer.messages import PeerHello, RenewLeases, SlabLent
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import LeaseId, SlabId
@@ -54,9 +54,9 @@ LAYOUT = KvLayout(
     block_size=16,
 )
 COPIES = (
-    Sample(step=Step.PREPARE, pieces=100, seconds=1e-3),
-    Sample(step=Step.GATHER, nbytes=2**20, pieces=4, seconds=1e-3),
-    Sample(step=Step.SCATTER, nbytes=2**20, pieces=4, seconds=1e-3),
+    Sample(step=TimedStep.PREPARE, pieces=100, seconds=1e-3),
+    Sample(step=TimedStep.GATHER, nbytes=2**20, pieces=4, seconds=1e-3),
+    Sample(step=TimedStep.SCATTER, nbytes=2**20, pieces=4, seconds=1e-3),
 )
 
 
@@ -290,10 +290,14 @@ def test_probing_touches_only_its_own_region(side) -> None:
 
 def test_copies_of_a_pool_are_measured_apart_from_it() -> None:
     samples = measure_copies(LAYOUT, "cpu", 2**20)
-    assert {sample.step for sample in samples} == {Step.PREPARE, Step.GATHER, Step.SCATTER}
+    assert {sample.step for sample in samples} == {
+        TimedStep.PREPARE,
+        TimedStep.GATHER,
+        TimedStep.SCATTER,
+    }
     assert len({sample.pieces for sample in samples}) > 1
     assert all(sample.seconds > 0 and sample.pieces > 0 for sample in samples)
-    assert all(sample.nbytes > 0 for sample in samples if sample.step is not Step.PREPARE)
+    assert all(sample.nbytes > 0 for sample in samples if sample.step is not TimedStep.PREPARE)
 
 
 # --- require ------------------------------------------------------------------------------------
@@ -420,7 +424,7 @@ def test_a_link_that_seemed_slow_at_first_is_measured_again(
         times = taken.setdefault(threading.get_ident(), [])
         times.append(time.monotonic())
         slow = 100.0 if len(times) == 1 else 1.0
-        steps = (Step.MESSAGE, Step.WRITE, Step.READ)
+        steps = (TimedStep.MESSAGE, TimedStep.WRITE, TimedStep.READ)
         return [Sample(step=step, nbytes=2**20, seconds=slow * 1e-4) for step in steps]
 
     monkeypatch.setattr(probe, "measure", measure)
@@ -452,7 +456,7 @@ def test_a_link_whose_peer_did_not_answer_in_time_is_tried_again(
         tried[here] = tried.get(here, 0) + 1
         if tried[here] == 1:
             raise PeerError("no answer")
-        return [Sample(step=step, nbytes=2**20, seconds=1e-4) for step in Step]
+        return [Sample(step=step, nbytes=2**20, seconds=1e-4) for step in TimedStep]
 
     monkeypatch.setattr(probe, "measure", measure)
     a, b = side("a", "shm", copies=COPIES), side("b", "shm", copies=COPIES)

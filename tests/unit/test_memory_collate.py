@@ -11,7 +11,7 @@ from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.layout import BlockId, KvLayout, Tables
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.slabs import HEADER_BYTES
-from kvpool.core.transfer.write import TokenSpan, Write
+from kvpool.core.transfer.write import SlabWrite, TokenSpan
 from kvpool.memory.collate import read_slab, write_slab
 from kvpool.memory.kv_memory import KvMemory
 from kvrelay.errors import PeerError
@@ -30,7 +30,7 @@ _MODEL = "ab" * 16
 _SPAN = TokenSpan(start=2, tokens=30, next_position=32)
 
 
-def _write(memory: KvMemory, tables: Tables, piece: Piece, write: Write) -> torch.Tensor:
+def _write(memory: KvMemory, tables: Tables, piece: Piece, write: SlabWrite) -> torch.Tensor:
     """The slab, longer than it need be."""
     window = torch.zeros(HEADER_BYTES + write.nbytes + 17, dtype=torch.uint8)
     used = write_slab(memory, tables, piece, write, fingerprint=_MODEL, lease_id=5, window=window)
@@ -38,7 +38,9 @@ def _write(memory: KvMemory, tables: Tables, piece: Piece, write: Write) -> torc
     return window
 
 
-def _read(memory: KvMemory, tables: Tables, piece: Piece, write: Write, slab: torch.Tensor) -> None:
+def _read(
+    memory: KvMemory, tables: Tables, piece: Piece, write: SlabWrite, slab: torch.Tensor
+) -> None:
     read_slab(memory, tables, piece, write, fingerprint=_MODEL, lease_id=5, window=slab)
 
 
@@ -67,7 +69,7 @@ def test_the_fingerprint_does_not_depend_on_the_block_size() -> None:
     assert layout(8).logical_fingerprint("m") != layout(8, window=9).logical_fingerprint("m")
 
 
-def _filled(ours: KvLayout, tables: Tables) -> tuple[Piece, Write, torch.Tensor]:
+def _filled(ours: KvLayout, tables: Tables) -> tuple[Piece, SlabWrite, torch.Tensor]:
     ((piece, write),) = pieces(ours, _SPAN)
     return piece, write, _write(random_memory(ours, 4), tables, piece, write)
 
@@ -82,7 +84,7 @@ def test_a_slab_that_is_not_for_us_touches_no_block() -> None:
         *,
         memory_layout: KvLayout = ours,
         piece: Piece = piece,
-        write: Write = write,
+        write: SlabWrite = write,
         fingerprint: str = _MODEL,
         lease_id: int = 5,
     ) -> None:

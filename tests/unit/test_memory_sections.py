@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
 from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.plan import cut
-from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
 from tests.unit.transfer_kit import Case, Move, Pool, carry_out, cases, new_trial
@@ -64,7 +64,7 @@ def test_a_slab_is_in_canonical_order(case: Case) -> None:
             assert ours.numpy().tobytes() == naive.tobytes()
 
 
-def _whole_write(layout: KvLayout, start: int, tokens: int) -> Write:
+def _whole_write(layout: KvLayout, start: int, tokens: int) -> SlabWrite:
     """All layers and heads, between equal ranks."""
     one = ShardLayout(model=layout, shard=Shard())
     span = TokenSpan(start=start, tokens=tokens, next_position=start + tokens)

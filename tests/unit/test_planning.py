@@ -15,9 +15,9 @@ from cluster.cli.main import app
 from cluster.config.load import load_config
 from cluster.config.schema import Config
 from cluster.sim.planning.candidates import (
-    Fleet,
+    CandidateFleet,
+    CandidatePool,
     Kind,
-    Pool,
     fastest,
     fits,
     grown,
@@ -28,7 +28,7 @@ from cluster.sim.planning.candidates import (
 )
 from cluster.sim.planning.estimate import (
     Copy,
-    Objectives,
+    PlanObjectives,
     copies,
     decode_s,
     prefill_s,
@@ -45,7 +45,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.types import Role
 
 FACTS = find_facts("llama-3.1-8b")
-OBJECTIVES = Objectives(ttft_s=0.5, tpot_s=0.05, attainment=0.9)
+OBJECTIVES = PlanObjectives(ttft_s=0.5, tpot_s=0.05, attainment=0.9)
 REQUESTS = poisson(60, 20.0, 1000, 50, seed=5)
 
 
@@ -121,7 +121,7 @@ def test_prefill_and_decode_may_take_different_devices() -> None:
         if len(kind) == 2
     }
     assert {("h100-sxm", "l40s"), ("l40s", "h100-sxm")} <= mixes
-    both = Fleet(next(k for k in possible({"h100-sxm": 1}) if len(k) == 2))
+    both = CandidateFleet(next(k for k in possible({"h100-sxm": 1}) if len(k) == 2))
     assert not fits(both, {"h100-sxm": 1})
 
 
@@ -153,7 +153,7 @@ def test_a_fleet_that_can_not_grow_is_given_up() -> None:
 
 def test_growth_goes_to_the_pool_that_misses() -> None:
     stock = {"l40s": 16}
-    start = Fleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
+    start = CandidateFleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
     settled = enough(task(stock, rate=2.0), start)
     assert settled is not None
     prefill, decode = (pool.replicas for pool in settled.fleet.pools)
@@ -163,9 +163,9 @@ def test_growth_goes_to_the_pool_that_misses() -> None:
 
 def test_long_outputs_ask_for_more_decode_workers() -> None:
     stock = {"l40s": 16}
-    start = Fleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
+    start = CandidateFleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
     chatty = task(stock, requests=poisson(300, 30.0, 20, 400, seed=5))
-    strict = replace(chatty, objectives=Objectives(ttft_s=0.5, tpot_s=0.03, attainment=0.9))
+    strict = replace(chatty, objectives=PlanObjectives(ttft_s=0.5, tpot_s=0.03, attainment=0.9))
     settled = enough(strict, start)
     assert settled is not None
     prefill, decode = (pool.replicas for pool in settled.fleet.pools)
@@ -174,7 +174,7 @@ def test_long_outputs_ask_for_more_decode_workers() -> None:
 
 def test_the_highest_rate_holds_and_three_times_of_it_does_not() -> None:
     stock = {"h100-sxm": 1}
-    fleet = Fleet(of_role(possible(stock), Role.BOTH))
+    fleet = CandidateFleet(of_role(possible(stock), Role.BOTH))
     requests = poisson(300, 20.0, 1000, 50, seed=5)
     settled = fastest_rate(task(stock, requests=requests), fleet)
     assert settled is not None and settled.holds
@@ -186,7 +186,7 @@ def test_the_highest_rate_holds_and_three_times_of_it_does_not() -> None:
 
 def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> None:
     stock = {"h100-sxm": 2}
-    fleet = Fleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
+    fleet = CandidateFleet(of_role(possible(stock), Role.PREFILL, Role.DECODE))
     raw = servable_file(fleet, "llama-3.1-8b", FACTS, OBJECTIVES)
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(raw))
     loaded = load_config(tmp_path / "plan.yaml")
@@ -198,8 +198,8 @@ def test_a_plan_of_single_devices_is_a_cluster_file_to_serve(tmp_path: Path) -> 
 
 def test_a_worker_has_a_rank_on_each_of_its_gpus(tmp_path: Path) -> None:
     by_degrees = {
-        (way.parallel.tensor, way.parallel.pipeline): Fleet(
-            (Pool(role=Role.BOTH, copy=way, replicas=1, seconds=1.0),)
+        (way.parallel.tensor, way.parallel.pipeline): CandidateFleet(
+            (CandidatePool(role=Role.BOTH, copy=way, replicas=1, seconds=1.0),)
         )
         for way in ways({"h100-sxm": 2})
     }

@@ -11,7 +11,7 @@ import xxhash
 
 from cluster.pool_node.disk import PoolDisk
 from kvpool.core.node.events import (
-    Load,
+    BlockLoad,
     ReadSlots,
     SlotOutcome,
     SlotsRead,
@@ -73,7 +73,7 @@ def test_a_place_that_has_changed_is_not_written(disk: Disk) -> None:
     assert disk.run(WriteSlots(batch=1, spills=spills)) == SlotsWritten(batch=1, outcomes=outcomes)
     sums = disk.checksum(0), disk.checksum(2)
     disk.memory[:] = bytes(len(disk.memory))
-    loads = tuple(Load(hash=s.hash, slot=s.slot, place=s.place) for s in spills)
+    loads = tuple(BlockLoad(hash=s.hash, slot=s.slot, place=s.place) for s in spills)
     read = disk.run(ReadSlots(batch=2, parent=None, loads=loads))
     assert read == SlotsRead(batch=2, checksums=(sums[0], None, sums[1]))
     assert (disk.checksum(0), disk.checksum(2)) == sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config.load import Override, load_config
-from cluster.core.plan import ClusterPlan, Placement, placements, plan_cluster, shortage
+from cluster.core.plan import ClusterPlan, RayResources, placements, plan_cluster, shortage
 from cluster.core.resolve import Site, resolve
 
 SITE = Site(total_cpus=2, node_cpus=2, host="127.0.0.1", bundled_path="/bundled")
@@ -45,4 +45,4 @@ def test_thirds_of_a_gpu_make_one() -> None:
 def test_each_process_says_what_it_needs() -> None:
     needs = {name: str(place) for name, place in placements(plan("workers.0.device=cuda")).items()}
     assert needs == {"router-0": "{}", "prefill-0": "{CPU: 1, GPU: 1}", "decode-0": "{CPU: 1}"}
-    assert str(Placement(custom=(("rack", 0.5),))) == "{rack: 0.5}"
+    assert str(RayResources(custom=(("rack", 0.5),))) == "{rack: 0.5}"

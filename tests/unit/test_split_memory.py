@@ -13,7 +13,7 @@ from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.piece import transfer_shape
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.direct import fetch
 from kvpool.memory.host import HostBlocks
@@ -82,7 +82,7 @@ def side(seed: int) -> Side:
     return Side(tables=random_tables(LAYOUT, 46, seed), block_size=LAYOUT.block_size)
 
 
-def written(codec: Codec = Codec.NONE, wire_dtype: str | None = None) -> Write:
+def written(codec: Codec = Codec.NONE, wire_dtype: str | None = None) -> SlabWrite:
     one = ShardLayout(model=LAYOUT, shard=Shard())
     (write,) = cut(one, one, span=SPAN, staging_bytes=1 << 20, codec=codec, wire_dtype=wire_dtype)
     return write

@@ -15,7 +15,7 @@ from cluster.cli import plain
 from cluster.on_ray.controller import waits_for_room
 from cluster.process.bars import DownloadBars
 from cluster.worker.process import WorkerProcess
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 from engine.model.checkpoint import find_text_files, open_checkpoint
 from kvrelay.errors import ConfigError, ModelError
 from kvrelay.types import Role
@@ -63,7 +63,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_download_tells_how_far_it_is_and_draws_nothing(
     fake_hub: None, llama_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    heard: list[Activity] = []
+    heard: list[StartActivity] = []
     found = open_checkpoint("some/model", None, heard.append)
     assert found.path == llama_folder
     assert {activity.stage for activity in heard} == {Stage.DOWNLOADS}
@@ -75,7 +75,7 @@ def test_a_download_tells_how_far_it_is_and_draws_nothing(
 
 
 def test_a_router_downloads_its_text_files_too(fake_hub: None) -> None:
-    heard: list[Activity] = []
+    heard: list[StartActivity] = []
     find_text_files("some/model", None, heard.append)
     assert heard[-1].done_bytes == 1000
 
@@ -84,7 +84,7 @@ def test_the_hubs_own_client_takes_our_bars(monkeypatch: pytest.MonkeyPatch) -> 
     """`hf_thread_map` and `_create_progress_bar` are what `snapshot_download` uses."""
     from engine.model.download import bars_for
 
-    heard: list[Activity] = []
+    heard: list[StartActivity] = []
     bars = bars_for(heard.append)
     module = __import__("huggingface_hub.utils.tqdm", fromlist=["tqdm"])
     made = getattr(module, "_create_progress_bar", None)
@@ -93,7 +93,7 @@ def test_the_hubs_own_client_takes_our_bars(monkeypatch: pytest.MonkeyPatch) -> 
     bar = made(cls=bars, log_level=30, name="x", desc="bytes", total=8, unit="B", unit_scale=True)
     threads = module.hf_thread_map(lambda n: bar.update(n), [3, 5], tqdm_class=bars, desc="files")
     assert len(threads) == 2
-    assert heard[-1] == Activity(stage=Stage.DOWNLOADS, done_bytes=8, total_bytes=8)
+    assert heard[-1] == StartActivity(stage=Stage.DOWNLOADS, done_bytes=8, total_bytes=8)
 
 
 # --- a worker -----------------------------------------------------------------------------------
@@ -105,14 +105,14 @@ def test_a_worker_says_each_thing_that_it_does(
     heard: list[str] = []
 
     class Watched(WorkerProcess):
-        def _now_does(self, activity: Activity) -> None:
+        def _now_does(self, activity: StartActivity) -> None:
             super()._now_does(activity)
             if activity.stage not in heard:
                 heard.append(activity.stage)
 
     settings = worker_settings("both-0", Role.BOTH, Path("some/model"), profile="auto")
     process = Watched(settings)
-    assert process.activity == Activity(stage=Stage.STARTS)
+    assert process.activity == StartActivity(stage=Stage.STARTS)
     parts = process._build()
     parts.close()
     assert heard == [Stage.DOWNLOADS, Stage.LOADS, Stage.COMPILES, Stage.CHECKS, Stage.TIMES]
@@ -129,14 +129,16 @@ def test_a_model_that_is_nowhere_is_an_error() -> None:
 
 
 def test_an_activity_in_words() -> None:
-    assert str(Activity(stage=Stage.LOADS)) == "loads the model"
-    begun = Activity(stage=Stage.DOWNLOADS)
+    assert str(StartActivity(stage=Stage.LOADS)) == "loads the model"
+    begun = StartActivity(stage=Stage.DOWNLOADS)
     assert str(begun) == "downloads the model"
-    half = Activity(stage=Stage.DOWNLOADS, done_bytes=8_030_000_000, total_bytes=16_060_000_000)
+    half = StartActivity(
+        stage=Stage.DOWNLOADS, done_bytes=8_030_000_000, total_bytes=16_060_000_000
+    )
     assert str(half) == "downloads the model: 8.03 of 16.06 GB (50%)"
 
 
-def drawn(bars: DownloadBars, out: io.StringIO, downloads: dict[str, Activity]) -> str:
+def drawn(bars: DownloadBars, out: io.StringIO, downloads: dict[str, StartActivity]) -> str:
     bars.show(downloads)
     if bars._drawn is not None:
         bars._drawn.refresh()
@@ -146,8 +148,8 @@ def drawn(bars: DownloadBars, out: io.StringIO, downloads: dict[str, Activity]) 
 def test_a_download_has_a_bar_on_a_terminal_while_it_lasts() -> None:
     out = io.StringIO()
     bars = DownloadBars(console=Console(file=out, force_terminal=True, width=120))
-    half = Activity(stage=Stage.DOWNLOADS, done_bytes=50 * 10**6, total_bytes=100 * 10**6)
-    text = drawn(bars, out, {"prefill-0": half, "decode-0": Activity(stage=Stage.DOWNLOADS)})
+    half = StartActivity(stage=Stage.DOWNLOADS, done_bytes=50 * 10**6, total_bytes=100 * 10**6)
+    text = drawn(bars, out, {"prefill-0": half, "decode-0": StartActivity(stage=Stage.DOWNLOADS)})
     assert "prefill-0 downloads the model" in text
     assert "decode-0 downloads the model" in text
     assert "50.0/100.0 MB" in text
@@ -158,13 +160,13 @@ def test_a_download_has_a_bar_on_a_terminal_while_it_lasts() -> None:
 def test_a_plain_process_shows_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "cluster.cli.plain")
     out = io.StringIO()
-    process = SimpleNamespace(activity=Activity(stage=Stage.STARTS))
+    process = SimpleNamespace(activity=StartActivity(stage=Stage.STARTS))
 
     async def start() -> None:
         console = Console(file=out, force_terminal=True, width=120)
         async with plain.showing("worker-7", process, console):
             for stage in (Stage.DOWNLOADS, Stage.LOADS):
-                process.activity = Activity(stage=stage, done_bytes=1, total_bytes=2)
+                process.activity = StartActivity(stage=stage, done_bytes=1, total_bytes=2)
                 while stage not in caplog.messages:
                     await asyncio.sleep(0.01)
 
@@ -177,7 +179,7 @@ def test_a_plain_worker_says_what_it_chose_before_it_has_loaded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Loading:
-        activity, chosen = Activity(stage=Stage.STARTS), ""
+        activity, chosen = StartActivity(stage=Stage.STARTS), ""
 
         def __init__(self, _: object) -> None:
             pass
@@ -222,7 +224,7 @@ def test_why_a_router_is_away_is_told_once(
 def test_without_a_terminal_nothing_is_drawn() -> None:
     out = io.StringIO()
     bars = DownloadBars(console=Console(file=out))
-    assert drawn(bars, out, {"p": Activity(stage=Stage.DOWNLOADS)}) == ""
+    assert drawn(bars, out, {"p": StartActivity(stage=Stage.DOWNLOADS)}) == ""
 
 
 # --- room ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.inputs import Packing, TableCache, step_arrays
+from engine.attention.inputs import StepPacking, TableCache, step_arrays
 from engine.attention.torch_plan import Planner
 from engine.core.step import SampleRequest, SequenceSlice
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane
@@ -95,7 +95,7 @@ def test_two_slices_of_one_name_keep_their_own_tables() -> None:
 
 
 def test_arrays_share_one_buffer_of_which_the_last_may_be_short() -> None:
-    packing = Packing({"a": (3,), "b": (2, 2), "c": (9,)})
+    packing = StepPacking({"a": (3,), "b": (2, 2), "c": (9,)})
     named = {"a": np.array([1, 2]), "b": np.arange(4).reshape(2, 2), "c": np.array([7])}
     sent = packing.pack(named, pinned=False)
     assert sent.numel() == 4 + 4 + 1
@@ -110,4 +110,4 @@ def test_arrays_share_one_buffer_of_which_the_last_may_be_short() -> None:
 
 def test_an_array_longer_than_its_place_is_refused() -> None:
     with pytest.raises(AssertionError, match="a"):
-        Packing({"a": (3,)}).pack({"a": np.arange(4)}, pinned=False)
+        StepPacking({"a": (3,)}).pack({"a": np.arange(4)}, pinned=False)

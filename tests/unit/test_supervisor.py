@@ -10,33 +10,33 @@ import pytest
 
 from cluster.core.supervision import (
     Announce,
-    Answered,
     Command,
     Does,
     DriverSeen,
     Event,
     Home,
-    Joined,
-    Kind,
     Lost,
     Note,
     Phase,
-    Ping,
+    PingProcess,
     Placed,
+    ProcessAnswered,
+    ProcessJoined,
+    ProcessKind,
+    ProcessStopped,
     Recalled,
     Remember,
     Remove,
     Serving,
     Start,
     State,
-    Stop,
     StopAsked,
-    Stopped,
-    Tick,
+    StopProcess,
+    SupervisionTick,
     Withdraw,
 )
 from cluster.core.supervisor import STABLE_S, STARTS_BEFORE_FATAL, Limits, Supervisor
-from engine.core.activity import Activity, Stage
+from engine.core.activity import Stage, StartActivity
 
 ROUTER, SECOND = "router-0", "router-1"
 P, D = "prefill-0", "decode-0"
@@ -62,47 +62,51 @@ def notes(core: Supervisor, event: Event, now_s: float) -> list[str]:
 
 def ready(limits: Limits = LIMITS) -> Supervisor:
     core = new(limits)
-    act(core, Tick())
+    act(core, SupervisionTick())
     act(core, Serving(name=ROUTER, life=1, address="r"))
     for name, address in ((P, "p"), (D, "d")):
         act(core, Serving(name=name, life=1, address=address))
-        act(core, Joined(name=name, life=1, router=ROUTER))
+        act(core, ProcessJoined(name=name, life=1, router=ROUTER))
     assert core.phase is Phase.READY
     return core
 
 
 def test_starts_everything_at_once_and_only_once() -> None:
     core = new()
-    assert act(core, Tick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
-    assert act(core, Tick()) == []
+    assert act(core, SupervisionTick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
+    assert act(core, SupervisionTick()) == []
 
 
 def does(name: str, stage: Stage, done: int = 0, total: int = 0, life: int = 1) -> Does:
-    activity = Activity(stage=stage, done_bytes=done, total_bytes=total)
+    activity = StartActivity(stage=stage, done_bytes=done, total_bytes=total)
     return Does(name=name, life=life, activity=activity)
 
 
 def test_notes_say_what_starts_and_every_ten_seconds_what_is_missing() -> None:
     core = new(FOR_EVER)
     started = [f"starting {name} ..." for name in (ROUTER, P, D)]
-    assert notes(core, Tick(), 0.0) == started
+    assert notes(core, SupervisionTick(), 0.0) == started
     act(core, Serving(name=ROUTER, life=1, address="r"), 1.0)
-    assert notes(core, Tick(), 9.9) == []
-    assert notes(core, Tick(), 10.0) == ["still waiting for prefill-0: starts, decode-0: starts"]
-    assert notes(core, Tick(), 19.9) == []
+    assert notes(core, SupervisionTick(), 9.9) == []
+    assert notes(core, SupervisionTick(), 10.0) == [
+        "still waiting for prefill-0: starts, decode-0: starts"
+    ]
+    assert notes(core, SupervisionTick(), 19.9) == []
     act(core, Serving(name=D, life=1, address="d"), 19.9)
-    assert notes(core, Tick(), 20.0) == ["still waiting for prefill-0: starts, decode-0: joins"]
+    assert notes(core, SupervisionTick(), 20.0) == [
+        "still waiting for prefill-0: starts, decode-0: joins"
+    ]
     act(core, Serving(name=P, life=1, address="p"), 29.0)
-    act(core, Joined(name=D, life=1, router=ROUTER), 29.0)
-    assert notes(core, Tick(), 30.0) == ["still waiting for prefill-0: joins"]
-    act(core, Joined(name=P, life=1, router=ROUTER), 31.0)
-    assert notes(core, Tick(), 50.0) == []
+    act(core, ProcessJoined(name=D, life=1, router=ROUTER), 29.0)
+    assert notes(core, SupervisionTick(), 30.0) == ["still waiting for prefill-0: joins"]
+    act(core, ProcessJoined(name=P, life=1, router=ROUTER), 31.0)
+    assert notes(core, SupervisionTick(), 50.0) == []
     assert [core.doing(process) for process in core.processes()] == ["", "", ""]
 
 
 def test_notes_say_what_each_process_does_as_it_changes() -> None:
     core = new(FOR_EVER)
-    act(core, Tick())
+    act(core, SupervisionTick())
     waits = "prefill-0 waits for resources, needs {GPU: 1}"
     assert notes(core, does(P, Stage.WAITS), 4.0) == [waits]
     assert notes(core, does(P, Stage.WAITS), 5.0) == []
@@ -110,7 +114,7 @@ def test_notes_say_what_each_process_does_as_it_changes() -> None:
     assert notes(core, does(P, Stage.DOWNLOADS, 10**9, 4 * 10**9), 7.0) == []
     told = "prefill-0: downloads the model: 1.00 of 4.00 GB (25%), decode-0: starts"
     act(core, Serving(name=ROUTER, life=1, address="r"), 8.0)
-    assert notes(core, Tick(), 10.0) == [f"still waiting for {told}"]
+    assert notes(core, SupervisionTick(), 10.0) == [f"still waiting for {told}"]
     assert notes(core, does(P, Stage.LOADS), 11.0) == ["prefill-0 loads the model"]
     assert notes(core, does(P, Stage.TIMES, life=2), 12.0) == [], "of another life"
     act(core, Serving(name=P, life=1, address="p"), 13.0)
@@ -119,17 +123,17 @@ def test_notes_say_what_each_process_does_as_it_changes() -> None:
 
 def test_one_that_starts_again_starts_anew() -> None:
     core = new(FOR_EVER)
-    act(core, Tick())
+    act(core, SupervisionTick())
     act(core, does(P, Stage.LOADS))
     act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
     assert core.doing(core.workers[P]) == "backing off"
-    act(core, Tick(), 2.0)
+    act(core, SupervisionTick(), 2.0)
     assert core.doing(core.workers[P]) == "starts"
 
 
 def test_workers_are_announced_once_the_router_serves() -> None:
     core = new()
-    act(core, Tick())
+    act(core, SupervisionTick())
     assert act(core, Serving(name=P, life=1, address="p")) == []
     assert act(core, Serving(name=ROUTER, life=1, address="r")) == [Announce(ROUTER, P, 1, "p")]
     assert act(core, Serving(name=D, life=1, address="d")) == [Announce(ROUTER, D, 1, "d")]
@@ -137,12 +141,12 @@ def test_workers_are_announced_once_the_router_serves() -> None:
 
 def test_ready_only_when_all_have_joined() -> None:
     core = new()
-    act(core, Tick())
+    act(core, SupervisionTick())
     for name in (ROUTER, P, D):
         act(core, Serving(name=name, life=1, address=name))
-    act(core, Joined(name=P, life=1, router=ROUTER))
+    act(core, ProcessJoined(name=P, life=1, router=ROUTER))
     assert core.phase is Phase.STARTING
-    act(core, Joined(name=D, life=1, router=ROUTER))
+    act(core, ProcessJoined(name=D, life=1, router=ROUTER))
     assert core.phase is Phase.READY
 
 
@@ -151,7 +155,7 @@ def test_lost_worker_is_withdrawn_and_started_again_after_a_pause() -> None:
     lost = Lost(name=P, life=1, reason="crashed")
     assert act(core, lost, 5.0) == [Withdraw(ROUTER, "p"), Remove(P)]
     assert act(core, DriverSeen(), 5.5) == []
-    assert act(core, Tick(), 6.0) == [Start(P, 2)]
+    assert act(core, SupervisionTick(), 6.0) == [Start(P, 2)]
     again = act(core, Serving(name=P, life=2, address="p2"), 7.0)
     assert again == [Remember(P), Announce(ROUTER, P, 2, "p2")]
 
@@ -162,20 +166,20 @@ def test_back_off_doubles_until_a_process_was_stable() -> None:
     for life in range(1, 9):
         act(core, Lost(name=P, life=life, reason="crashed"), now_s)
         began_s = now_s
-        while not act(core, Tick(), now_s):
+        while not act(core, SupervisionTick(), now_s):
             now_s += 0.5
         waits.append(now_s - began_s)
         act(core, Serving(name=P, life=life + 1, address="p"), now_s)
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
     now_s += STABLE_S
     act(core, Lost(name=P, life=9, reason="crashed"), now_s)
-    assert act(core, Tick(), now_s + 1.0) == [Start(P, 10)]
+    assert act(core, SupervisionTick(), now_s + 1.0) == [Start(P, 10)]
 
 
 def test_lost_router_hears_of_every_worker_again() -> None:
     core = ready()
     assert act(core, Lost(name=ROUTER, life=1, reason="crashed"), 5.0) == [Remove(ROUTER)]
-    assert act(core, Tick(), 6.0) == [Start(ROUTER, 2)]
+    assert act(core, SupervisionTick(), 6.0) == [Start(ROUTER, 2)]
     again = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
     announced = [Announce(ROUTER, P, 1, "p"), Announce(ROUTER, D, 1, "d")]
     assert again == [Remember(ROUTER), *announced]
@@ -184,7 +188,7 @@ def test_lost_router_hears_of_every_worker_again() -> None:
 def test_old_lives_are_not_heard() -> None:
     core = ready()
     act(core, Lost(name=P, life=1, reason="crashed"), 5.0)
-    act(core, Tick(), 6.0)
+    act(core, SupervisionTick(), 6.0)
     assert act(core, Lost(name=P, life=1, reason="again"), 6.0) == []
     assert act(core, Serving(name=P, life=1, address="old"), 6.0) == []
     assert core.workers[P].state is State.STARTING
@@ -192,21 +196,21 @@ def test_old_lives_are_not_heard() -> None:
 
 def test_a_start_that_can_not_succeed_stops_the_cluster() -> None:
     core = new()
-    act(core, Tick())
+    act(core, SupervisionTick())
     refused = Lost(name=P, life=1, reason="no config.json", fatal=True)
-    assert act(core, refused) == [Stop(ROUTER, drain=False)]
+    assert act(core, refused) == [StopProcess(ROUTER, drain=False)]
     assert core.error == "prefill-0: no config.json"
 
 
 def test_a_process_that_never_served_is_given_up() -> None:
     core, now_s = new(), 0.0
-    act(core, Tick())
+    act(core, SupervisionTick())
     for life in range(1, STARTS_BEFORE_FATAL):
         assert act(core, Lost(name=P, life=life, reason="died"), now_s) == [Remove(P)]
         now_s += 10.0
         act(core, DriverSeen(), now_s)
     last = Lost(name=P, life=STARTS_BEFORE_FATAL, reason="died")
-    assert act(core, last, now_s) == [Stop(ROUTER, drain=False)]
+    assert act(core, last, now_s) == [StopProcess(ROUTER, drain=False)]
     assert core.error == "prefill-0: died"
 
 
@@ -221,20 +225,20 @@ def test_a_fatal_reason_after_it_served_is_only_another_crash() -> None:
 
 def test_a_refused_worker_stops_a_cluster_that_starts() -> None:
     core = new()
-    act(core, Tick())
+    act(core, SupervisionTick())
     act(core, Serving(name=ROUTER, life=1, address="r"))
     act(core, Serving(name=P, life=1, address="p"))
-    refused = Joined(name=P, life=1, router=ROUTER, refused="another model")
-    assert act(core, refused) == [Stop(ROUTER, drain=True)]
+    refused = ProcessJoined(name=P, life=1, router=ROUTER, refused="another model")
+    assert act(core, refused) == [StopProcess(ROUTER, drain=True)]
     assert core.error == "router-0 refused prefill-0: another model"
 
 
 def test_startup_has_a_limit() -> None:
     core = new(FOR_EVER)
-    act(core, Tick())
+    act(core, SupervisionTick())
     act(core, Serving(name=ROUTER, life=1, address="r"))
-    assert act(core, Tick(), 60.0) == []
-    assert act(core, Tick(), 60.1) == [Stop(ROUTER, drain=True)]
+    assert act(core, SupervisionTick(), 60.0) == []
+    assert act(core, SupervisionTick(), 60.1) == [StopProcess(ROUTER, drain=True)]
     assert core.error is not None
     assert core.error.startswith("prefill-0, decode-0 did not start in time")
 
@@ -245,14 +249,14 @@ def test_startup_has_a_limit() -> None:
 def restarted() -> Supervisor:
     """All of a former controller's processes but decode-0 serve."""
     core = Supervisor([ROUTER], NEEDS, LIMITS, now_s=0.0, restarted=True)
-    act(core, Tick())
+    act(core, SupervisionTick())
     return core
 
 
 def adopt(core: Supervisor) -> list[Command]:
     told = act(core, Serving(name=ROUTER, life=1, address="r"))
     told += act(core, Serving(name=P, life=1, address="p"))
-    return told + act(core, Joined(name=P, life=1, router=ROUTER))
+    return told + act(core, ProcessJoined(name=P, life=1, router=ROUTER))
 
 
 def fail_starts(core: Supervisor, name: str, times: int, now_s: float) -> None:
@@ -266,14 +270,14 @@ def fail_starts(core: Supervisor, name: str, times: int, now_s: float) -> None:
 
 def test_a_cluster_that_is_ready_is_remembered_by_its_processes() -> None:
     core = new()
-    act(core, Tick())
+    act(core, SupervisionTick())
     for name in (ROUTER, P, D):
         act(core, Serving(name=name, life=1, address=name))
-    act(core, Joined(name=P, life=1, router=ROUTER))
-    told = act(core, Joined(name=D, life=1, router=ROUTER))
+    act(core, ProcessJoined(name=P, life=1, router=ROUTER))
+    told = act(core, ProcessJoined(name=D, life=1, router=ROUTER))
     assert told == [Remember(ROUTER), Remember(P), Remember(D)]
     act(core, Lost(name=D, life=1, reason="crashed"), 5.0)
-    act(core, Tick(), 6.0)
+    act(core, SupervisionTick(), 6.0)
     assert Remember(D) in act(core, Serving(name=D, life=2, address="d"), 7.0)
 
 
@@ -283,7 +287,7 @@ def test_a_restarted_controller_never_stops_a_cluster_that_was_ready() -> None:
     assert act(core, Recalled(was_ready=True)) == [Remember(ROUTER), Remember(P)]
     assert core.phase is Phase.READY
     fail_starts(core, D, 2 * STARTS_BEFORE_FATAL, now_s=1.0)
-    refused = Joined(name=P, life=1, router=ROUTER, refused="another model")
+    refused = ProcessJoined(name=P, life=1, router=ROUTER, refused="another model")
     assert act(core, refused) == []
     act(core, DriverSeen(), 10_000.0)
     assert (core.phase, core.error) == (Phase.READY, None)
@@ -303,7 +307,7 @@ def test_a_restarted_controller_goes_on_with_a_start_that_was_not_over() -> None
     adopt(core)
     assert act(core, Recalled(was_ready=False)) == []
     refused = Lost(name=D, life=1, reason="no model", fatal=True)
-    assert act(core, refused) == [Stop(ROUTER, drain=True)]
+    assert act(core, refused) == [StopProcess(ROUTER, drain=True)]
 
 
 def test_what_is_recalled_does_not_hold_up_a_stop() -> None:
@@ -318,13 +322,16 @@ def test_what_is_recalled_does_not_hold_up_a_stop() -> None:
 
 def test_stop_drains_the_router_then_the_workers() -> None:
     core = ready()
-    assert act(core, StopAsked()) == [Stop(ROUTER, drain=True)]
+    assert act(core, StopAsked()) == [StopProcess(ROUTER, drain=True)]
     assert act(core, StopAsked()) == []
-    assert act(core, Stopped(name=ROUTER)) == [Stop(P, drain=True), Stop(D, drain=True)]
+    assert act(core, ProcessStopped(name=ROUTER)) == [
+        StopProcess(P, drain=True),
+        StopProcess(D, drain=True),
+    ]
     assert act(core, Lost(name=P, life=1, reason="closed")) == []
-    act(core, Stopped(name=P))
+    act(core, ProcessStopped(name=P))
     assert core.phase is Phase.STOPPING
-    act(core, Stopped(name=D))
+    act(core, ProcessStopped(name=D))
     assert core.phase is Phase.STOPPED
     assert core.error is None
 
@@ -333,42 +340,44 @@ def test_a_driver_that_is_gone_stops_the_cluster() -> None:
     core = ready()
     act(core, DriverSeen(), 8.0)
     assert pass_time(core, 8, 18) == []
-    assert act(core, Tick(), 18.1) == [Stop(ROUTER, drain=True)]
+    assert act(core, SupervisionTick(), 18.1) == [StopProcess(ROUTER, drain=True)]
 
 
 def test_nobody_is_gone_for_the_supervisors_own_pause() -> None:
     core = ready()
     act(core, DriverSeen(), 10.0)
-    assert act(core, Tick(), 1000.0) == [], "the driver's heartbeats are still to be read"
+    assert act(core, SupervisionTick(), 1000.0) == [], (
+        "the driver's heartbeats are still to be read"
+    )
     assert act(core, DriverSeen(), 1000.1) == []
     assert pass_time(core, 1000, 1010) == []
-    assert act(core, Tick(), 1010.5) == [Stop(ROUTER, drain=True)]
+    assert act(core, SupervisionTick(), 1010.5) == [StopProcess(ROUTER, drain=True)]
 
 
 def test_a_detached_cluster_needs_no_driver() -> None:
     core = ready(FOR_EVER)
-    assert act(core, Tick(), 1e6) == []
+    assert act(core, SupervisionTick(), 1e6) == []
 
 
 # --- those that hang ---------------------------------------------------------------------------
 
 WATCHED = replace(FOR_EVER, hang_timeout_s=8.0)
-PINGS = [Ping(ROUTER, 1), Ping(P, 1), Ping(D, 1)]
+PINGS = [PingProcess(ROUTER, 1), PingProcess(P, 1), PingProcess(D, 1)]
 
 
 def pass_time(core: Supervisor, from_s: float, until_s: float) -> list[Command]:
     """A look every half second."""
     halves = range(int(2 * from_s) + 1, int(2 * until_s) + 1)
-    return [command for half in halves for command in act(core, Tick(), half / 2)]
+    return [command for half in halves for command in act(core, SupervisionTick(), half / 2)]
 
 
 def test_those_that_serve_are_asked_now_and_then() -> None:
     core = ready(WATCHED)
     assert pass_time(core, 0, 1.5) == []
-    assert act(core, Tick(), 2.0) == PINGS
+    assert act(core, SupervisionTick(), 2.0) == PINGS
     assert pass_time(core, 2, 6) == [], "no second one before the first is answered"
     for one in PINGS:
-        act(core, Answered(name=one.name, life=1), 6.0)
+        act(core, ProcessAnswered(name=one.name, life=1), 6.0)
     assert pass_time(core, 6, 8) == PINGS
 
 
@@ -376,21 +385,21 @@ def test_one_that_does_not_answer_is_killed_and_started_again() -> None:
     core = ready(WATCHED)
     assert pass_time(core, 0, 2) == PINGS
     for name in (ROUTER, D):
-        act(core, Answered(name=name, life=1), 2.1)
-    asked_again = [Ping(ROUTER, 1), Ping(D, 1)]
+        act(core, ProcessAnswered(name=name, life=1), 2.1)
+    asked_again = [PingProcess(ROUTER, 1), PingProcess(D, 1)]
     assert pass_time(core, 2, 9.5) == asked_again
     for name in (ROUTER, D):
-        act(core, Answered(name=name, life=1), 9.6)
-    said = core.handle(Tick(), 10.0)
+        act(core, ProcessAnswered(name=name, life=1), 9.6)
+    said = core.handle(SupervisionTick(), 10.0)
     told = "prefill-0 is lost: it has answered nothing for 8 s; starting it again in 1 s"
     assert said == [Note(told), Withdraw(ROUTER, "p"), Remove(P)]
-    assert act(core, Answered(name=P, life=1), 10.1) == []
+    assert act(core, ProcessAnswered(name=P, life=1), 10.1) == []
     assert core.workers[P].state is State.BACKING_OFF
-    assert act(core, Tick(), 11.0) == [Start(P, 2)]
+    assert act(core, SupervisionTick(), 11.0) == [Start(P, 2)]
     assert pass_time(core, 11, 11.5) == [], "what starts is not asked"
     act(core, Serving(name=P, life=2, address="p2"), 60.0)
-    assert Ping(P, 2) not in act(core, Tick(), 61.5)
-    assert Ping(P, 2) in act(core, Tick(), 62.0)
+    assert PingProcess(P, 2) not in act(core, SupervisionTick(), 61.5)
+    assert PingProcess(P, 2) in act(core, SupervisionTick(), 62.0)
 
 
 def test_an_answer_of_an_old_life_is_none() -> None:
@@ -399,16 +408,16 @@ def test_an_answer_of_an_old_life_is_none() -> None:
     pass_time(core, 0.5, 2)
     act(core, Serving(name=P, life=2, address="p2"), 2.0)
     pass_time(core, 2, 4)
-    act(core, Answered(name=P, life=1), 5.0)
+    act(core, ProcessAnswered(name=P, life=1), 5.0)
     assert Remove(P) in pass_time(core, 5, 13)
 
 
 def test_nobody_is_blamed_for_the_supervisors_own_pause() -> None:
     core = ready(WATCHED)
     assert pass_time(core, 0, 2) == PINGS
-    assert act(core, Tick(), 1000.0) == []
+    assert act(core, SupervisionTick(), 1000.0) == []
     assert pass_time(core, 1000, 1007.5) == []
-    assert Remove(P) in act(core, Tick(), 1008.0)
+    assert Remove(P) in act(core, SupervisionTick(), 1008.0)
 
 
 # --- pool nodes ---------------------------------------------------------------------------------
@@ -429,15 +438,15 @@ def serve(core: Supervisor, *names: str, life: int = 1) -> None:
     for name in names:
         for command in act(core, Serving(name=name, life=life, address=f"{name}'s")):
             assert isinstance(command, Announce)
-            act(core, Joined(name=command.name, life=command.life, router=command.router))
+            act(core, ProcessJoined(name=command.name, life=command.life, router=command.router))
 
 
 def ready_with_pool(*homes: Home) -> Supervisor:
     core = with_pool()
-    act(core, Tick())
+    act(core, SupervisionTick())
     for name, home in zip((P, D), homes, strict=True):
         place(core, name, home)
-    act(core, Tick())
+    act(core, SupervisionTick())
     serve(core, ROUTER, P, D, *{f"pool-{home.host}": None for home in homes})
     assert core.phase is Phase.READY
     return core
@@ -445,16 +454,16 @@ def ready_with_pool(*homes: Home) -> Supervisor:
 
 def test_each_host_with_workers_gets_one_pool_node() -> None:
     core = with_pool()
-    assert act(core, Tick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
+    assert act(core, SupervisionTick()) == [Start(ROUTER, 1), Start(P, 1), Start(D, 1)]
     assert place(core, P, HERE) == []
-    assert act(core, Tick()) == [Start("pool-h1", 1, "n1")]
+    assert act(core, SupervisionTick()) == [Start("pool-h1", 1, "n1")]
     place(core, D, SAME_HOST)
-    assert act(core, Tick()) == []
+    assert act(core, SupervisionTick()) == []
     serve(core, ROUTER, P, D)
     assert core.phase is Phase.STARTING, "the pool node is still missing"
     serving = Serving(name="pool-h1", life=1, address="a")
-    assert act(core, serving) == [Announce(ROUTER, "pool-h1", 1, "a", Kind.POOL_NODE)]
-    act(core, Joined(name="pool-h1", life=1, router=ROUTER))
+    assert act(core, serving) == [Announce(ROUTER, "pool-h1", 1, "a", ProcessKind.POOL_NODE)]
+    act(core, ProcessJoined(name="pool-h1", life=1, router=ROUTER))
     assert core.phase is Phase.READY
 
 
@@ -471,10 +480,10 @@ def test_without_a_pool_no_place_matters() -> None:
 
 def test_a_lost_pool_node_comes_back_where_it_was() -> None:
     core = ready_with_pool(HERE, HERE)
-    withdrawn = Withdraw(ROUTER, "pool-h1's", Kind.POOL_NODE)
+    withdrawn = Withdraw(ROUTER, "pool-h1's", ProcessKind.POOL_NODE)
     lost = Lost(name="pool-h1", life=1, reason="killed", fatal=True)
     assert act(core, lost, 5.0) == [withdrawn, Remove("pool-h1")]
-    assert act(core, Tick(), 6.0) == [Start("pool-h1", 2, "n1")]
+    assert act(core, SupervisionTick(), 6.0) == [Start("pool-h1", 2, "n1")]
     for life in range(2, 9):
         act(core, Lost(name="pool-h1", life=life, reason="full", fatal=True), 100.0 * life)
         act(core, DriverSeen(), 100.0 * life + 99.0)
@@ -485,27 +494,27 @@ def test_a_lost_pool_node_comes_back_where_it_was() -> None:
 def test_a_new_router_hears_of_the_pool_nodes() -> None:
     core = ready_with_pool(HERE, HERE)
     act(core, Lost(name=ROUTER, life=1, reason="killed"), 5.0)
-    act(core, Tick(), 6.0)
+    act(core, SupervisionTick(), 6.0)
     announced = act(core, Serving(name=ROUTER, life=2, address="r"), 7.0)
-    assert announced[-1] == Announce(ROUTER, "pool-h1", 1, "pool-h1's", Kind.POOL_NODE)
+    assert announced[-1] == Announce(ROUTER, "pool-h1", 1, "pool-h1's", ProcessKind.POOL_NODE)
 
 
 def test_a_pool_node_that_can_not_start_stops_a_cluster_that_starts() -> None:
     core = with_pool()
-    act(core, Tick())
+    act(core, SupervisionTick())
     place(core, P, HERE)
-    act(core, Tick())
+    act(core, SupervisionTick())
     refused = Lost(name="pool-h1", life=1, reason="pool.disk: no such folder", fatal=True)
-    assert act(core, refused) == [Stop(ROUTER, drain=False)]
+    assert act(core, refused) == [StopProcess(ROUTER, drain=False)]
     assert core.error == "pool-h1: pool.disk: no such folder"
 
 
 def test_a_pool_node_that_can_not_start_later_is_tried_again() -> None:
     core = ready_with_pool(HERE, HERE)
     act(core, Lost(name=P, life=1, reason="crashed"), 1.0)
-    act(core, Tick(), 2.0)
+    act(core, SupervisionTick(), 2.0)
     place(core, P, THERE, life=2)
-    assert act(core, Tick(), 2.0) == [Start("pool-h2", 1, "n2")]
+    assert act(core, SupervisionTick(), 2.0) == [Start("pool-h2", 1, "n2")]
     for life in range(1, 5):
         now_s = 100.0 * life
         act(core, Lost(name="pool-h2", life=life, reason="no disk", fatal=True), now_s)
@@ -516,39 +525,42 @@ def test_a_pool_node_that_can_not_start_later_is_tried_again() -> None:
 def test_the_pool_node_goes_with_the_last_worker_of_its_host() -> None:
     core = ready_with_pool(HERE, THERE)
     act(core, Lost(name=P, life=1, reason="its node is gone"), 5.0)
-    assert act(core, Tick(), 5.5) == [], "the worker may come back there"
-    act(core, Tick(), 6.0)
-    withdrawn = Withdraw(ROUTER, "pool-h1's", Kind.POOL_NODE)
-    assert place(core, P, THERE, life=2) == [withdrawn, Stop("pool-h1", drain=True)]
+    assert act(core, SupervisionTick(), 5.5) == [], "the worker may come back there"
+    act(core, SupervisionTick(), 6.0)
+    withdrawn = Withdraw(ROUTER, "pool-h1's", ProcessKind.POOL_NODE)
+    assert place(core, P, THERE, life=2) == [withdrawn, StopProcess("pool-h1", drain=True)]
     assert place(core, P, THERE, life=2) == []
-    assert act(core, Stopped(name="pool-h1"), 7.0) == []
+    assert act(core, ProcessStopped(name="pool-h1"), 7.0) == []
     assert "pool-h1" not in [p.name for p in core.processes()]
     act(core, Lost(name=P, life=2, reason="crashed"), 8.0)
     act(core, DriverSeen(), 10.0)
     place(core, P, HERE, life=3)
-    assert act(core, Tick(), 10.0) == [Start("pool-h1", 2, "n1")]
+    assert act(core, SupervisionTick(), 10.0) == [Start("pool-h1", 2, "n1")]
 
 
 def test_a_pool_node_moves_to_a_node_of_its_host_that_is_left() -> None:
     core = ready_with_pool(HERE, SAME_HOST)
     act(core, Lost(name=P, life=1, reason="its node is gone"), 1.0)
     act(core, Lost(name="pool-h1", life=1, reason="its node is gone"), 1.0)
-    act(core, Tick(), 2.0)
+    act(core, SupervisionTick(), 2.0)
     place(core, P, THERE, life=2)
-    starts = act(core, Tick(), 2.0)
+    starts = act(core, SupervisionTick(), 2.0)
     assert Start("pool-h2", 1, "n2") in starts
     act(core, Lost(name="pool-h1", life=2, reason="no such node"), 3.0)
-    assert Start("pool-h1", 3, "n3") in act(core, Tick(), 5.0)
+    assert Start("pool-h1", 3, "n3") in act(core, SupervisionTick(), 5.0)
 
 
 def test_pool_nodes_stop_last() -> None:
     core = ready_with_pool(HERE, HERE)
-    assert act(core, StopAsked()) == [Stop(ROUTER, drain=True)]
-    assert act(core, Stopped(name=ROUTER)) == [Stop(P, drain=True), Stop(D, drain=True)]
-    assert act(core, Stopped(name=P)) == []
-    assert act(core, Stopped(name=D)) == [Stop("pool-h1", drain=True)]
+    assert act(core, StopAsked()) == [StopProcess(ROUTER, drain=True)]
+    assert act(core, ProcessStopped(name=ROUTER)) == [
+        StopProcess(P, drain=True),
+        StopProcess(D, drain=True),
+    ]
+    assert act(core, ProcessStopped(name=P)) == []
+    assert act(core, ProcessStopped(name=D)) == [StopProcess("pool-h1", drain=True)]
     assert core.phase is Phase.STOPPING
-    act(core, Stopped(name="pool-h1"))
+    act(core, ProcessStopped(name="pool-h1"))
     assert core.phase is Phase.STOPPED
 
 
@@ -562,7 +574,7 @@ def with_two(*, pool_needs: str | None = None) -> Supervisor:
 
 def two_ready() -> Supervisor:
     core = with_two()
-    act(core, Tick())
+    act(core, SupervisionTick())
     serve(core, ROUTER, P, SECOND, D)
     assert core.phase is Phase.READY
     return core
@@ -570,7 +582,12 @@ def two_ready() -> Supervisor:
 
 def test_workers_are_announced_to_each_router() -> None:
     core = with_two()
-    assert act(core, Tick()) == [Start(ROUTER, 1), Start(SECOND, 1), Start(P, 1), Start(D, 1)]
+    assert act(core, SupervisionTick()) == [
+        Start(ROUTER, 1),
+        Start(SECOND, 1),
+        Start(P, 1),
+        Start(D, 1),
+    ]
     act(core, Serving(name=ROUTER, life=1, address="r"))
     assert act(core, Serving(name=P, life=1, address="p")) == [Announce(ROUTER, P, 1, "p")]
     assert act(core, Serving(name=SECOND, life=1, address="s")) == [Announce(SECOND, P, 1, "p")]
@@ -580,25 +597,25 @@ def test_workers_are_announced_to_each_router() -> None:
 
 def test_ready_only_when_all_have_joined_each_router() -> None:
     core = with_two()
-    act(core, Tick())
+    act(core, SupervisionTick())
     for name in (ROUTER, SECOND, P, D):
         act(core, Serving(name=name, life=1, address=name))
     for router, name in ((ROUTER, P), (ROUTER, D), (SECOND, P)):
-        act(core, Joined(name=name, life=1, router=router))
+        act(core, ProcessJoined(name=name, life=1, router=router))
         assert core.phase is Phase.STARTING
-    act(core, Joined(name=D, life=1, router=SECOND))
+    act(core, ProcessJoined(name=D, life=1, router=SECOND))
     assert core.phase is Phase.READY
 
 
 def test_not_ready_while_a_router_is_lost_that_all_had_joined() -> None:
     core = with_two()
-    act(core, Tick())
+    act(core, SupervisionTick())
     serve(core, ROUTER, SECOND, P)
     act(core, Lost(name=SECOND, life=1, reason="crashed"))
-    assert act(core, Joined(name=P, life=1, router=SECOND)) == [], "told too late"
+    assert act(core, ProcessJoined(name=P, life=1, router=SECOND)) == [], "told too late"
     serve(core, D)
     assert core.phase is Phase.STARTING
-    act(core, Tick(), 1.0)
+    act(core, SupervisionTick(), 1.0)
     serve(core, SECOND, life=2)
     assert core.phase is Phase.READY
 
@@ -608,7 +625,7 @@ def test_a_lost_router_costs_the_others_nothing() -> None:
     assert act(core, Lost(name=SECOND, life=1, reason="killed"), 5.0) == [Remove(SECOND)]
     gone = act(core, Lost(name=P, life=1, reason="crashed"), 5.0)
     assert gone == [Withdraw(ROUTER, "prefill-0's"), Remove(P)]
-    assert act(core, Tick(), 6.0) == [Start(SECOND, 2), Start(P, 2)]
+    assert act(core, SupervisionTick(), 6.0) == [Start(SECOND, 2), Start(P, 2)]
     again = act(core, Serving(name=SECOND, life=2, address="s"), 7.0)
     assert again == [Remember(SECOND), Announce(SECOND, D, 1, "decode-0's")]
     assert core.phase is Phase.READY
@@ -616,9 +633,15 @@ def test_a_lost_router_costs_the_others_nothing() -> None:
 
 def test_workers_stop_after_the_last_router() -> None:
     core = two_ready()
-    assert act(core, StopAsked()) == [Stop(ROUTER, drain=True), Stop(SECOND, drain=True)]
-    assert act(core, Stopped(name=SECOND)) == []
-    assert act(core, Stopped(name=ROUTER)) == [Stop(P, drain=True), Stop(D, drain=True)]
+    assert act(core, StopAsked()) == [
+        StopProcess(ROUTER, drain=True),
+        StopProcess(SECOND, drain=True),
+    ]
+    assert act(core, ProcessStopped(name=SECOND)) == []
+    assert act(core, ProcessStopped(name=ROUTER)) == [
+        StopProcess(P, drain=True),
+        StopProcess(D, drain=True),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -635,7 +658,7 @@ def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
         commands = act(core, event, now_s)
         if core.phase in (Phase.STOPPING, Phase.STOPPED):
             assert not any(isinstance(command, Start) for command in commands)
-            stops.extend(command.name for command in commands if isinstance(command, Stop))
+            stops.extend(command.name for command in commands if isinstance(command, StopProcess))
         todo.extend(commands)
 
     for _ in range(rng.randrange(400)):
@@ -650,7 +673,7 @@ def test_random_histories_end_stopped(seed: int, pool: bool) -> None:
             home = rng.choice([HERE, THERE, SAME_HOST])
             tell(Placed(name=name, life=core.workers[name].life, home=home))
         else:
-            tell(rng.choice([Tick(), DriverSeen()]))
+            tell(rng.choice([SupervisionTick(), DriverSeen()]))
     tell(StopAsked())
     while todo:
         tell(_outcome(todo.pop(0), running, rng))
@@ -668,8 +691,8 @@ def _outcome(command: Command, running: dict[str, int], rng: random.Random) -> E
             running[name] = life
             return Serving(name=name, life=life, address=f"{name}:{life}")
         case Announce(router=router, name=name, life=life):
-            return Joined(name=name, life=life, router=router)
-        case Stop(name=name):
+            return ProcessJoined(name=name, life=life, router=router)
+        case StopProcess(name=name):
             running.pop(name, None)
-            return Stopped(name=name)
+            return ProcessStopped(name=name)
     return DriverSeen()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config.qos import Qos, Tier
+from cluster.config.qos import Qos, TierSection
 from cluster.core.qos import qos_tiers, tier_match
 from kvrelay.errors import InvalidRequest
 from router.text.request_fields import ONE_FOR_ALL, TierRules
 
 QOS = Qos(
     tiers={
-        "premium": Tier(match=("gold", "Gold Plus"), api_keys=("k-1",)),
-        "free": Tier(default=True),
+        "premium": TierSection(match=("gold", "Gold Plus"), api_keys=("k-1",)),
+        "free": TierSection(default=True),
     }
 )
 RULES = TierRules(tiers=qos_tiers(QOS), match=tier_match(QOS))

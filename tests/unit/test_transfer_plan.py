@@ -14,7 +14,7 @@ from kvpool.core.layout.codec import Codec, WireFormat
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 from kvpool.core.layout.shards import GroupSlice, PlaneSlice, Shard, ShardLayout, reslice
 from kvpool.core.transfer.plan import WRITE_TOKENS, cut
-from kvpool.core.transfer.write import Section, TokenSpan, Write
+from kvpool.core.transfer.write import SlabSection, SlabWrite, TokenSpan
 from kvrelay.errors import ConfigError
 from tests.unit.transfer_kit import Case, carry_out, cases, holds, new_trial, stage_layers
 
@@ -36,7 +36,7 @@ _STAGING_FOR_ANY_CODEC = 512
 """One token of one layer of any case, values, scales and padding."""
 
 
-def _cut(case: Case, source: ShardLayout, codec: Codec) -> tuple[Write, ...]:
+def _cut(case: Case, source: ShardLayout, codec: Codec) -> tuple[SlabWrite, ...]:
     staging_bytes = max(case.staging_bytes, _STAGING_FOR_ANY_CODEC)
     return cut(
         source,
@@ -48,7 +48,7 @@ def _cut(case: Case, source: ShardLayout, codec: Codec) -> tuple[Write, ...]:
     )
 
 
-def _model_layers(section: Section, source: ShardLayout) -> list[int]:
+def _model_layers(section: SlabSection, source: ShardLayout) -> list[int]:
     held = stage_layers(source.shard, source.model.groups[section.part.group])
     return held[section.part.source_layer :][: section.part.layers]
 
@@ -69,7 +69,7 @@ def test_writes_are_few_large_and_fit_into_staging(case: Case, codec: Codec) -> 
                 _check_size(section, case, write.wire, staging_bytes)
 
 
-def _layer_run_of_each(writes: Sequence[Write], source: ShardLayout, count: int) -> list[int]:
+def _layer_run_of_each(writes: Sequence[SlabWrite], source: ShardLayout, count: int) -> list[int]:
     """Which run of consecutive layers each write belongs to; fails if it has layers of two."""
     layers = [{x for s in w.sections for x in _model_layers(s, source)} for w in writes]
     runs = _even_runs(sorted(set().union(*layers)), count)
@@ -79,7 +79,7 @@ def _layer_run_of_each(writes: Sequence[Write], source: ShardLayout, count: int)
     return [found[0] for found in held_by]
 
 
-def _check_size(section: Section, case: Case, wire: WireFormat, staging_bytes: int) -> None:
+def _check_size(section: SlabSection, case: Case, wire: WireFormat, staging_bytes: int) -> None:
     seen = case.span.seen(case.target.model.groups[section.part.group].window)
     planes = [(plane.heads, plane.dim) for plane in section.part.planes]
     assert section.nbytes == wire.encoded_bytes(section.part.layers, section.tokens, planes)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from cluster.worker.events import Call, FromRouter, Incoming, RouterJoined, RouterLost, Stepped
+from cluster.worker.events import FromRouter, Incoming, RouterJoined, RouterLost, RunOnLoop, Stepped
 from cluster.worker.loop import WorkerLoop
 from cluster.worker.process import WorkerProcess
 from engine.core.correction import StepPace
@@ -129,7 +129,7 @@ class Harness:
 
     def run(self) -> None:
         """All that lies in the inbox, and the end of the step that runs after it."""
-        self.inbox.put(Call(lambda: None))
+        self.inbox.put(RunOnLoop(lambda: None))
         self.loop.turn()
         if self.device.running is not None:
             self.inbox.put(self.device.end_step())
@@ -325,7 +325,7 @@ def test_a_worker_that_drains_tells_every_router_at_once() -> None:
     streams = [worker.router(), worker.router()]
     worker.run()
     assert not any(stream.counters.draining for stream in streams)
-    worker.inbox.put(Call(worker.loop.drain))
+    worker.inbox.put(RunOnLoop(worker.loop.drain))
     worker.loop.turn()
     assert all(stream.counters.draining for stream in streams)
 
@@ -336,7 +336,7 @@ def test_a_draining_worker_finishes_the_prompts_it_has_and_takes_no_more() -> No
     worker.loop.attach(Links(), mover=None, pool=None)  # type: ignore[arg-type]
     worker.say(stream, prefill(spec("queued", 20)))
     worker.loop.turn()
-    worker.inbox.put(Call(worker.loop.drain))
+    worker.inbox.put(RunOnLoop(worker.loop.drain))
     worker.say(stream, prefill(spec("new", 20)))
     for _ in range(4):
         worker.run()
@@ -393,7 +393,7 @@ class Clock:
 
 def step(worker: Harness, clock: Clock, seconds: float) -> None:
     """What lies in the inbox begins a step, if none runs; then it ends."""
-    worker.inbox.put(Call(lambda: None))
+    worker.inbox.put(RunOnLoop(lambda: None))
     worker.loop.turn()
     clock.now_s += seconds
     worker.inbox.put(worker.device.end_step())
@@ -435,7 +435,7 @@ def test_a_process_answers_when_its_loop_comes_round_and_not_before() -> None:
             await asyncio.sleep(0)
         assert not answer.done()
         call = worker._inbox.get_nowait()
-        assert isinstance(call, Call)
+        assert isinstance(call, RunOnLoop)
         await asyncio.to_thread(call.function)
         await asyncio.wait_for(answer, 30)
 

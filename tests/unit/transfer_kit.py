@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, LayerGroup, Plane, Tables
 from kvpool.core.layout.shards import PlaneSlice, Shard, ShardLayout
 from kvpool.core.transfer.plan import TransferPlan, plan
-from kvpool.core.transfer.write import Section, Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabSection, SlabWrite, TokenSpan
 
 _ROW_BYTES_MOST = 2 * 12 * 8 * 4
 """One token of one layer: two planes of 12 heads of 8 elements."""
@@ -163,7 +163,7 @@ def _end(span: TokenSpan) -> int:
     return span.start + span.tokens
 
 
-def _pieces(section: Section, payload: np.ndarray) -> list[tuple[int, PlaneSlice, np.ndarray]]:
+def _pieces(section: SlabSection, payload: np.ndarray) -> list[tuple[int, PlaneSlice, np.ndarray]]:
     """(layer within the part, plane, its `[token, head, dim]`), in canonical order."""
     assert section.offset_bytes % payload.itemsize == 0
     at, pieces = section.offset_bytes // payload.itemsize, []
@@ -177,7 +177,7 @@ def _pieces(section: Section, payload: np.ndarray) -> list[tuple[int, PlaneSlice
     return pieces
 
 
-def _gather(write: Write, side: Side, pool: Pool, payload: np.ndarray) -> None:
+def _gather(write: SlabWrite, side: Side, pool: Pool, payload: np.ndarray) -> None:
     for section in write.sections:
         part = section.part
         for layer, plane, tokens in _pieces(section, payload):
@@ -189,7 +189,7 @@ def _gather(write: Write, side: Side, pool: Pool, payload: np.ndarray) -> None:
                 tokens[rows] = tensor[run.slot : run.slot + run.tokens, heads]
 
 
-def _scatter(write: Write, side: Side, pool: Pool, payload: np.ndarray) -> None:
+def _scatter(write: SlabWrite, side: Side, pool: Pool, payload: np.ndarray) -> None:
     for section in write.sections:
         part = section.part
         for layer, plane, tokens in _pieces(section, payload):

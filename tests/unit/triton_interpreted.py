@@ -16,7 +16,7 @@ from kvpool.core.layout.codec import Codec
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane, Tables
 from kvpool.core.layout.shards import End, Shard, ShardLayout
 from kvpool.core.transfer.plan import cut
-from kvpool.core.transfer.write import Section, Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabSection, SlabWrite, TokenSpan
 from kvpool.memory.collate import gather_write, scatter_write
 from kvpool.memory.kv_memory import KvMemory
 from kvpool.memory.triton import gather_planes, scatter_planes
@@ -81,23 +81,25 @@ def _tables(layout: ShardLayout, span: TokenSpan, draw: np.random.Generator) -> 
     return (tuple(draw.permutation(blocks + 2)[:blocks].tolist()),)
 
 
-def _slots(side: Side, section: Section) -> torch.Tensor:
+def _slots(side: Side, section: SlabSection) -> torch.Tensor:
     return row_index(side.tables[section.part.group], section, side.block_size)
 
 
-def _gather_interpreted(memory: KvMemory, side: Side, write: Write, out: torch.Tensor) -> None:
+def _gather_interpreted(memory: KvMemory, side: Side, write: SlabWrite, out: torch.Tensor) -> None:
     for section in write.sections:
         views = plane_views(memory, section, write.wire, out, End.SOURCE)
         gather_planes(views, _slots(side, section), write.wire)
 
 
-def _scatter_interpreted(memory: KvMemory, side: Side, write: Write, slab: torch.Tensor) -> None:
+def _scatter_interpreted(
+    memory: KvMemory, side: Side, write: SlabWrite, slab: torch.Tensor
+) -> None:
     for section in write.sections:
         views = plane_views(memory, section, write.wire, slab, End.TARGET)
         scatter_planes(views, _slots(side, section), write.wire)
 
 
-def _writes(case: Case) -> tuple[Write, ...]:
+def _writes(case: Case) -> tuple[SlabWrite, ...]:
     return cut(
         case.source,
         case.target,
@@ -130,7 +132,7 @@ def test_kernels_move_the_same_bytes_as_the_cpus_executors(case: Case) -> None:
         _assert_same(ours, theirs)
 
 
-def _elements(slab: torch.Tensor, write: Write) -> torch.Tensor:
+def _elements(slab: torch.Tensor, write: SlabWrite) -> torch.Tensor:
     return slab.view(getattr(torch, write.wire.dtype)) if write.wire.codec is Codec.NONE else slab
 
 

@@ -12,18 +12,18 @@ from math import ceil, floor, inf
 
 from cluster.sim.planning.estimate import (
     Copy,
-    Objectives,
+    PlanObjectives,
     Workload,
     decode_s,
     prefill_s,
     simulated_kv,
 )
-from cluster.sim.profiles.capacity import ModelFacts
+from cluster.sim.profiles.capacity import PlannedModel
 from kvrelay.types import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class CandidatePool:
     """`seconds` is how long a request keeps one of its copies busy."""
 
     role: Role
@@ -33,10 +33,10 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class CandidateFleet:
     """One pool that does both, or one for each."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[CandidatePool, ...]
 
     @property
     def price_per_hour(self) -> float:
@@ -57,33 +57,37 @@ class Fleet:
         return " + ".join(f"{p.replicas} x {p.copy.name} {p.role}" for p in self.pools)
 
 
-Kind = tuple[Pool, ...]
+Kind = tuple[CandidatePool, ...]
 """A fleet's pools before it is known how many replicas they have."""
 
 
-def kinds(copies: Sequence[Copy], work: Workload, objectives: Objectives) -> Iterator[Kind]:
+def kinds(copies: Sequence[Copy], work: Workload, objectives: PlanObjectives) -> Iterator[Kind]:
     """All that can keep both objectives when nothing else runs."""
     prefills, decodes = [], []
     for copy in copies:
         prompt_s, tokens_s = prefill_s(copy, work), decode_s(copy, work, objectives.tpot_s)
         if prompt_s <= objectives.ttft_s:
-            prefills.append(Pool(role=Role.PREFILL, copy=copy, replicas=1, seconds=prompt_s))
+            prefills.append(
+                CandidatePool(role=Role.PREFILL, copy=copy, replicas=1, seconds=prompt_s)
+            )
         if tokens_s is not None:
-            decodes.append(Pool(role=Role.DECODE, copy=copy, replicas=1, seconds=tokens_s))
+            decodes.append(CandidatePool(role=Role.DECODE, copy=copy, replicas=1, seconds=tokens_s))
         if prompt_s <= objectives.ttft_s and tokens_s is not None:
             seconds = prompt_s + tokens_s
-            yield (Pool(role=Role.BOTH, copy=copy, replicas=1, seconds=seconds),)
+            yield (CandidatePool(role=Role.BOTH, copy=copy, replicas=1, seconds=seconds),)
     yield from ((prefill, decode) for prefill in prefills for decode in decodes)
 
 
-def smallest(kind: Kind, rate_per_s: float) -> Fleet:
+def smallest(kind: Kind, rate_per_s: float) -> CandidateFleet:
     """The least of it that is busy no more than all the time."""
-    return Fleet(tuple(_with(pool, max(1, ceil(rate_per_s * pool.seconds))) for pool in kind))
+    return CandidateFleet(
+        tuple(_with(pool, max(1, ceil(rate_per_s * pool.seconds))) for pool in kind)
+    )
 
 
-def fastest(kind: Kind, budget_per_hour: float, stock: Mapping[str, int]) -> Fleet | None:
+def fastest(kind: Kind, budget_per_hour: float, stock: Mapping[str, int]) -> CandidateFleet | None:
     """The most of it that the budget and the stock allow, in balance. None: not one of each."""
-    best: Fleet | None = None
+    best: CandidateFleet | None = None
     for first in range(1, _most(kind[0], budget_per_hour, stock) + 1):
         fleet = _completed(kind, first, budget_per_hour, stock)
         if fleet is not None and (best is None or fleet.most_rate_per_s > best.most_rate_per_s):
@@ -91,7 +95,7 @@ def fastest(kind: Kind, budget_per_hour: float, stock: Mapping[str, int]) -> Fle
     return best
 
 
-def _most(pool: Pool, budget_per_hour: float, stock: Mapping[str, int]) -> int:
+def _most(pool: CandidatePool, budget_per_hour: float, stock: Mapping[str, int]) -> int:
     price = pool.copy.price_per_hour
     affordable = floor(budget_per_hour / price) if price else inf
     return int(min(affordable, stock[pool.copy.device] // pool.copy.parallel.devices))
@@ -99,29 +103,29 @@ def _most(pool: Pool, budget_per_hour: float, stock: Mapping[str, int]) -> int:
 
 def _completed(
     kind: Kind, first: int, budget_per_hour: float, stock: Mapping[str, int]
-) -> Fleet | None:
+) -> CandidateFleet | None:
     """With `first` of the first pool, and as many of the other as are left."""
-    begun = Fleet((_with(kind[0], first),))
+    begun = CandidateFleet((_with(kind[0], first),))
     if len(kind) == 1:
         return begun
     left = {name: count - begun.devices[name] for name, count in stock.items()}
     second = _most(kind[1], budget_per_hour - begun.price_per_hour, left)
-    return Fleet((*begun.pools, _with(kind[1], second))) if second > 0 else None
+    return CandidateFleet((*begun.pools, _with(kind[1], second))) if second > 0 else None
 
 
-def fits(fleet: Fleet, stock: Mapping[str, int]) -> bool:
+def fits(fleet: CandidateFleet, stock: Mapping[str, int]) -> bool:
     return all(count <= stock[name] for name, count in fleet.devices.items())
 
 
-def grown(fleet: Fleet, index: int) -> Fleet:
+def grown(fleet: CandidateFleet, index: int) -> CandidateFleet:
     """A tenth more of one pool, at least one."""
     pool = fleet.pools[index]
     more = _with(pool, pool.replicas + max(1, pool.replicas // 10))
-    return Fleet((*fleet.pools[:index], more, *fleet.pools[index + 1 :]))
+    return CandidateFleet((*fleet.pools[:index], more, *fleet.pools[index + 1 :]))
 
 
-def _with(pool: Pool, replicas: int) -> Pool:
-    return Pool(role=pool.role, copy=pool.copy, replicas=replicas, seconds=pool.seconds)
+def _with(pool: CandidatePool, replicas: int) -> CandidatePool:
+    return CandidatePool(role=pool.role, copy=pool.copy, replicas=replicas, seconds=pool.seconds)
 
 
 _BLOCK_TOKENS = 128
@@ -130,7 +134,7 @@ _MIXED_CHUNK, _ALONE_CHUNK = 2048, 8192
 
 
 def cluster_file(
-    fleet: Fleet, model: str, facts: ModelFacts, objectives: Objectives
+    fleet: CandidateFleet, model: str, facts: PlannedModel, objectives: PlanObjectives
 ) -> dict[str, object]:
     """Each transfer is charged the slowest end's links."""
     mixed = any(pool.role is Role.BOTH for pool in fleet.pools)
@@ -154,7 +158,7 @@ def cluster_file(
     }
 
 
-def _pool(pool: Pool, model: str, facts: ModelFacts) -> dict[str, object]:
+def _pool(pool: CandidatePool, model: str, facts: PlannedModel) -> dict[str, object]:
     return {
         "profile": pool.copy.profile(model, facts),
         "blocks": max(1, pool.copy.kv_tokens // _BLOCK_TOKENS),
@@ -162,20 +166,20 @@ def _pool(pool: Pool, model: str, facts: ModelFacts) -> dict[str, object]:
 
 
 def servable_file(
-    fleet: Fleet, model: str, facts: ModelFacts, objectives: Objectives
+    fleet: CandidateFleet, model: str, facts: PlannedModel, objectives: PlanObjectives
 ) -> dict[str, object]:
     """The same with the model and its devices, for `kvrelay serve` and `kvrelay simulate`."""
     raw = cluster_file(fleet, model, facts, objectives)
     return {"model": {"path": model}, **raw, "workers": [_workers(pool) for pool in fleet.pools]}
 
 
-def _workers(pool: Pool) -> dict[str, object]:
+def _workers(pool: CandidatePool) -> dict[str, object]:
     found = {"role": str(pool.role), "replicas": pool.replicas, "device": "cuda"}
     tensor = pool.copy.parallel.tensor
     return found if tensor == 1 else found | {"parallel": {"tensor": tensor}}
 
 
-def obstacles(fleet: Fleet) -> list[str]:
+def obstacles(fleet: CandidateFleet) -> list[str]:
     """Why `kvrelay serve` can't start it; empty when it can."""
     staged = [pool.copy.name for pool in fleet.pools if pool.copy.parallel.pipeline > 1]
     return [f"{name}: a worker's model isn't cut into pipeline stages" for name in staged]

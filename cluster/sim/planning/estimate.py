@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from cluster.sim.profiles.capacity import ModelFacts, capacity
+from cluster.sim.profiles.capacity import PlannedModel, capacity
 from cluster.sim.profiles.roofline import Parallel, RooflineTimes, roofline_times
-from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Efficiency
+from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, DeviceProfile, Efficiency
 from cluster.sim.trace import TraceRequest
 from engine.core.step_times import decode_work, prefill_work
 from kvrelay.errors import ConfigError
@@ -40,7 +40,7 @@ class Copy:
         pipeline = f" pp{self.parallel.pipeline}" if self.parallel.pipeline > 1 else ""
         return f"{self.device} tp{self.parallel.tensor}{pipeline}"
 
-    def profile(self, model: str, facts: ModelFacts) -> dict[str, object]:
+    def profile(self, model: str, facts: PlannedModel) -> dict[str, object]:
         """Its hardware profile, as a file would have it."""
         precision = facts.precision
         return {
@@ -58,8 +58,8 @@ class Copy:
 
 
 def copies(
-    facts: ModelFacts,
-    devices: Mapping[str, Device],
+    facts: PlannedModel,
+    devices: Mapping[str, DeviceProfile],
     stock: Mapping[str, int],
     longest_tokens: int,
     memory_fraction: float,
@@ -82,7 +82,9 @@ def _degrees(most_devices: int) -> Iterator[Parallel]:
                 yield Parallel(tensor=tensor, pipeline=pipeline)
 
 
-def _copy(facts: ModelFacts, name: str, device: Device, parallel: Parallel, kv_tokens: int) -> Copy:
+def _copy(
+    facts: PlannedModel, name: str, device: DeviceProfile, parallel: Parallel, kv_tokens: int
+) -> Copy:
     if device.price_per_hour is None:
         raise ConfigError(f"{name}: its price isn't known, give it with --price {name}=NUMBER")
     times = roofline_times(
@@ -103,7 +105,7 @@ def _copy(facts: ModelFacts, name: str, device: Device, parallel: Parallel, kv_t
     )
 
 
-def simulated_kv(facts: ModelFacts) -> dict[str, object]:
+def simulated_kv(facts: PlannedModel) -> dict[str, object]:
     """A layout of the same size, one head a layer, in 16 bits."""
     shape = facts.shape
     element_bytes = BYTES_PER_PARAMETER[facts.precision.kv]
@@ -117,7 +119,7 @@ _MOST_SEQUENCES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Objectives:
+class PlanObjectives:
     """`attainment` is the share of all offered requests that must meet both."""
 
     ttft_s: float

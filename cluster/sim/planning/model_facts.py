@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.sim.profiles.capacity import ModelFacts
+from cluster.sim.profiles.capacity import PlannedModel
 from cluster.sim.profiles.load import known_shape, model_names
 from cluster.sim.profiles.roofline import Precision, precision_of
 from cluster.sim.profiles.schema import Dtype
@@ -14,7 +14,7 @@ from engine.model.checkpoint import find_config, open_weights
 from kvrelay.errors import ModelError
 
 
-def find_facts(model: str, weights: Dtype | None = None, kv: Dtype | None = None) -> ModelFacts:
+def find_facts(model: str, weights: Dtype | None = None, kv: Dtype | None = None) -> PlannedModel:
     """Of a hub id only the configuration is fetched. `weights` and `kv` replace the formats that
     the configuration says. Raises ModelError."""
     known = known_shape(model)
@@ -25,7 +25,7 @@ def find_facts(model: str, weights: Dtype | None = None, kv: Dtype | None = None
         experts=weights or stored.experts,
         kv=kv or stored.kv,
     )
-    facts = ModelFacts.of(known or read_shape(config, model), precision)
+    facts = PlannedModel.of(known or read_shape(config, model), precision)
     held = None if known or weights else _weights_here(Path(model).expanduser())
     return facts if held is None else replace(facts, weight_bytes=held)
 

@@ -9,9 +9,9 @@ from functools import partial
 
 from cluster.config.schema import Config
 from cluster.sim import output
-from cluster.sim.planning.candidates import Fleet, cluster_file, fits, grown
-from cluster.sim.planning.estimate import Objectives
-from cluster.sim.profiles.capacity import ModelFacts
+from cluster.sim.planning.candidates import CandidateFleet, cluster_file, fits, grown
+from cluster.sim.planning.estimate import PlanObjectives
+from cluster.sim.profiles.capacity import PlannedModel
 from cluster.sim.report import Report
 from cluster.sim.simulation import Scale
 from cluster.sim.trace import Outcome, TraceRequest
@@ -25,10 +25,10 @@ class Task:
     """What every fleet is tried on."""
 
     model: str
-    facts: ModelFacts
+    facts: PlannedModel
     requests: Sequence[TraceRequest]
     rate_scale: float
-    objectives: Objectives
+    objectives: PlanObjectives
     stock: Mapping[str, int]
 
 
@@ -36,14 +36,16 @@ class Task:
 class Settled:
     """`holds`: the report's attainment reaches the objective's."""
 
-    fleet: Fleet
+    fleet: CandidateFleet
     report: Report
     rate_scale: float
     holds: bool
 
 
 def settle_all(
-    fleets: Sequence[Fleet], settle: Callable[[Fleet], Settled | None], processes: int
+    fleets: Sequence[CandidateFleet],
+    settle: Callable[[CandidateFleet], Settled | None],
+    processes: int,
 ) -> list[Settled]:
     """In parallel processes; in this one where there is just one."""
     if processes == 1:
@@ -54,7 +56,7 @@ def settle_all(
     return [one for one in found if one is not None]
 
 
-def enough(task: Task, fleet: Fleet) -> Settled | None:
+def enough(task: Task, fleet: CandidateFleet) -> Settled | None:
     """Grown where it misses until it holds. None: it needs more devices than there are."""
     for _ in range(_MOST_TRIES):
         if not fits(fleet, task.stock):
@@ -66,7 +68,7 @@ def enough(task: Task, fleet: Fleet) -> Settled | None:
     return None
 
 
-def fastest_rate(task: Task, fleet: Fleet) -> Settled | None:
+def fastest_rate(task: Task, fleet: CandidateFleet) -> Settled | None:
     """At the highest rate that it holds, by halving. None: not at any that was tried."""
     best, low = None, 0.0
     high = 2 * task.rate_scale * fleet.most_rate_per_s / _rate_per_s(task)
@@ -84,7 +86,7 @@ def _rate_per_s(task: Task) -> float:
     return task.rate_scale * len(task.requests) / (task.requests[-1].arrival_s or 1.0)
 
 
-def _try(task: Task, fleet: Fleet, rate_scale: float) -> tuple[Settled, Sequence[Outcome]]:
+def _try(task: Task, fleet: CandidateFleet, rate_scale: float) -> tuple[Settled, Sequence[Outcome]]:
     raw = cluster_file(fleet, task.model, task.facts, task.objectives)
     config = Config.model_validate(raw, strict=False)
     result = output.simulate(config, task.requests, Scale(rate=rate_scale))
@@ -97,20 +99,22 @@ def _try(task: Task, fleet: Fleet, rate_scale: float) -> tuple[Settled, Sequence
     return settled, result.outcomes
 
 
-def _bottleneck(fleet: Fleet, outcomes: Sequence[Outcome], objectives: Objectives) -> int:
+def _bottleneck(
+    fleet: CandidateFleet, outcomes: Sequence[Outcome], objectives: PlanObjectives
+) -> int:
     """The pool of the objective that more requests miss."""
     late = sum(one.ttft_s is None or one.ttft_s > objectives.ttft_s for one in outcomes)
     slow = sum((one.tpot_s or 0.0) > objectives.tpot_s for one in outcomes)
     return 0 if len(fleet.pools) == 1 or late >= slow else 1
 
 
-def parallel_enough(task: Task, fleets: Sequence[Fleet], processes: int) -> list[Settled]:
+def parallel_enough(task: Task, fleets: Sequence[CandidateFleet], processes: int) -> list[Settled]:
     """Those that hold, cheapest first."""
     found = settle_all(fleets, partial(enough, task), processes)
     return sorted(found, key=lambda one: one.fleet.price_per_hour)
 
 
-def parallel_fastest(task: Task, fleets: Sequence[Fleet], processes: int) -> list[Settled]:
+def parallel_fastest(task: Task, fleets: Sequence[CandidateFleet], processes: int) -> list[Settled]:
     """Those that hold at some rate, fastest first."""
     found = settle_all(fleets, partial(fastest_rate, task), processes)
     return sorted(found, key=lambda one: -one.report.goodput_per_s)

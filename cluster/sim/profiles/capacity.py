@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.sim.profiles.roofline import Parallel, Precision, roofline_times, weight_bytes
-from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Efficiency
+from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, DeviceProfile, Efficiency
 from engine.core.model_shape import ModelShape
 from engine.core.step_times import decode_work, prefill_work
 
@@ -17,7 +17,7 @@ _DEGREES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class PlannedModel:
     """`weight_bytes` are the checkpoint's own where it is here, else computed."""
 
     shape: ModelShape
@@ -25,9 +25,9 @@ class ModelFacts:
     weight_bytes: float
 
     @staticmethod
-    def of(shape: ModelShape, precision: Precision) -> ModelFacts:
+    def of(shape: ModelShape, precision: Precision) -> PlannedModel:
         size_bytes = weight_bytes(shape, precision)
-        return ModelFacts(shape=shape, precision=precision, weight_bytes=size_bytes)
+        return PlannedModel(shape=shape, precision=precision, weight_bytes=size_bytes)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -49,7 +49,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
+class CopyCapacity:
     """Of `devices` that share one copy. `kv_tokens` fit with all their KV, as none that a window
     has passed yet; `batch` sequences of the context asked for fit. The decode bounds are at that
     context, of one sequence and of the batch; the prefill bound is of one prompt of it."""
@@ -67,8 +67,12 @@ class Capacity:
 
 
 def smallest_copy(
-    facts: ModelFacts, name: str, device: Device, context_tokens: int, memory_fraction: float
-) -> Capacity | None:
+    facts: PlannedModel,
+    name: str,
+    device: DeviceProfile,
+    context_tokens: int,
+    memory_fraction: float,
+) -> CopyCapacity | None:
     """With the fewest devices (a power of two, by tensor parallelism) that hold the weights and
     one sequence. None: not even 16 do."""
     for ways in _DEGREES:
@@ -81,13 +85,13 @@ def smallest_copy(
 
 
 def capacity(
-    facts: ModelFacts,
+    facts: PlannedModel,
     name: str,
-    device: Device,
+    device: DeviceProfile,
     parallel: Parallel,
     context_tokens: int,
     memory_fraction: float,
-) -> Capacity:
+) -> CopyCapacity:
     """`batch` is 0 where the weights, or one sequence beside them, don't fit."""
     held = facts.weight_bytes / parallel.devices
     free = max(0.0, memory_fraction * device.memory_bytes - held)
@@ -101,7 +105,7 @@ def capacity(
     )
     batch_tpot_s = times.step_s(decode_work(max(1, batch), max(1, batch) * context_tokens))
     prefill_s = times.step_s(prefill_work(context_tokens))
-    return Capacity(
+    return CopyCapacity(
         device=name,
         devices=parallel.devices,
         weight_bytes_per_device=held,
@@ -115,7 +119,7 @@ def capacity(
     )
 
 
-def _tokens(facts: ModelFacts, parallel: Parallel, free_bytes: float) -> int:
+def _tokens(facts: PlannedModel, parallel: Parallel, free_bytes: float) -> int:
     state_bytes = facts.shape.state_bytes_per_sequence / parallel.devices
     per_token = facts.kv_bytes(1, parallel) - state_bytes
     return int(free_bytes / per_token) if per_token else 0

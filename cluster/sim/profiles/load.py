@@ -26,11 +26,11 @@ from cluster.sim.profiles.published import distserve_times, dynamo_times
 from cluster.sim.profiles.roofline import Parallel, Precision, RooflineTimes, roofline_times
 from cluster.sim.profiles.schema import (
     KINDS,
-    Device,
+    DeviceLinks,
+    DeviceProfile,
     DistServeProfile,
     DynamoProfile,
     LinearProfile,
-    Links,
     Power,
     Profile,
     RooflineProfile,
@@ -54,12 +54,12 @@ def _bundled(file: str) -> dict[str, ProfileKeys]:
 
 
 @cache
-def known_device(name: str) -> Device:
+def known_device(name: str) -> DeviceProfile:
     """Raises ConfigError, with the names there are."""
     held = _bundled("devices.yaml")
     if name not in held:
         raise ConfigError(f"device {name}: unknown, expected one of {', '.join(held)}")
-    return Device.model_validate_json(json.dumps(held[name]))
+    return DeviceProfile.model_validate_json(json.dumps(held[name]))
 
 
 def model_names() -> list[str]:
@@ -99,7 +99,7 @@ class HardwareProfile:
     price_per_hour: float | None
     power_w: Power | None
     memory_bytes: int | None
-    links: Links | None
+    links: DeviceLinks | None
 
 
 def load_profile(path: Path, data: Path | None = None) -> HardwareProfile:
@@ -149,11 +149,11 @@ def _devices(profile: Profile) -> int:
     return profile.devices
 
 
-def _power_of(device: Device, count: int) -> Power:
+def _power_of(device: DeviceProfile, count: int) -> Power:
     return Power(idle=count * device.power_w.idle, peak=count * device.power_w.peak)
 
 
-def _times(profile: Profile, device: Device | None, data: Path) -> StepTimes:
+def _times(profile: Profile, device: DeviceProfile | None, data: Path) -> StepTimes:
     match profile:
         case LinearProfile():
             return _linear(profile)
@@ -189,7 +189,7 @@ def _parallel(profile: RooflineProfile) -> Parallel:
     return Parallel(tensor=profile.tensor_parallel, pipeline=profile.pipeline_parallel)
 
 
-def _roofline(profile: RooflineProfile, device: Device | None, data: Path) -> RooflineTimes:
+def _roofline(profile: RooflineProfile, device: DeviceProfile | None, data: Path) -> RooflineTimes:
     if device is None:
         raise ConfigError(f"{profile.name}: device: missing, a roofline needs a known one")
     return roofline_times(

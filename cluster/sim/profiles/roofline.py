@@ -15,7 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.sim.profiles.schema import BYTES_PER_PARAMETER, Device, Dtype, Efficiency, Link
+from cluster.sim.profiles.schema import (
+    BYTES_PER_PARAMETER,
+    DeviceLink,
+    DeviceProfile,
+    Dtype,
+    Efficiency,
+)
 from engine.core.model_shape import Attention, ModelShape
 from engine.core.step_times import StepWork
 from kvrelay.errors import ConfigError
@@ -51,8 +57,8 @@ class RooflineTimes:
     memory_bytes_per_s: float
     flops_per_s: float
     expert_flops_per_s: float
-    link: Link
-    hop: Link
+    link: DeviceLink
+    hop: DeviceLink
     precision: Precision
     parallel: Parallel
     efficiency: Efficiency
@@ -128,7 +134,7 @@ class RooflineTimes:
 
 
 def roofline_times(
-    device: Device,
+    device: DeviceProfile,
     shape: ModelShape,
     *,
     precision: Precision,
@@ -151,7 +157,7 @@ def roofline_times(
     )
 
 
-def _flops_per_s(device: Device, dtype: Dtype) -> float:
+def _flops_per_s(device: DeviceProfile, dtype: Dtype) -> float:
     """Weights that the device can't multiply as they are, are widened to float16 first."""
     found = device.flops_per_s.get(dtype) or device.flops_per_s.get("float16")
     if found is None:

@@ -31,20 +31,20 @@ class Power(Section):
     peak: Quantity
 
 
-class Link(Section):
+class DeviceLink(Section):
     """One direction of one device's way to another."""
 
     bandwidth_bytes_per_s: Positive
     latency_s: Quantity = 0.0
 
 
-class Links(Section):
-    intra_node: Link
-    inter_node: Link
-    host: Link
+class DeviceLinks(Section):
+    intra_node: DeviceLink
+    inter_node: DeviceLink
+    host: DeviceLink
 
 
-class Device(Section):
+class DeviceProfile(Section):
     """One accelerator. `flops_per_s` are dense operations by the type they are done in."""
 
     source: str
@@ -53,7 +53,7 @@ class Device(Section):
     flops_per_s: dict[Dtype, Positive]
     power_w: Power
     price_per_hour: Quantity | None = None
-    links: Links
+    links: DeviceLinks
 
 
 class _Profile(Section):
@@ -66,7 +66,7 @@ class _Profile(Section):
     price_per_hour: Quantity | None = None
     power_w: Power | None = None
     memory_bytes: Count | None = None
-    links: Links | None = None
+    links: DeviceLinks | None = None
 
 
 class LinearProfile(_Profile):

@@ -88,7 +88,7 @@ def usable(wanted: Wanted) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenBackend:
     """`open` gives the backend over a memory; None: torch operations are the engine's own."""
 
     name: str
@@ -102,15 +102,15 @@ class Chosen:
 
 def choose_backend(
     name: str, model: Model, layout: KvLayout, layers: Mapping[int, LayerShape]
-) -> Chosen:
+) -> ChosenBackend:
     """Raises ModelError."""
     shapes = group_shapes(layout, layers)
     wanted = Wanted(device=model.device, dtype=model.dtype, layout=layout, groups=shapes)
     chosen = choose(name, wanted)
     if chosen == TORCH:
-        return Chosen(chosen, lambda memory: None)
+        return ChosenBackend(chosen, lambda memory: None)
     places = layer_places(layout)
-    return Chosen(chosen, lambda memory: opener(chosen)(memory, shapes, places))
+    return ChosenBackend(chosen, lambda memory: opener(chosen)(memory, shapes, places))
 
 
 def opener(name: str) -> OpenBackend:

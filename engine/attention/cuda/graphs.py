@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.attention.backend import Prepared
-from engine.attention.inputs import Inputs, Ints, Named, Packing
+from engine.attention.inputs import Inputs, Ints, Named, StepPacking
 from engine.attention.triton.backend import TritonBackend
 from engine.attention.triton.work import most_pieces
 from engine.core.step import SequenceSlice
@@ -29,7 +29,7 @@ class StaticDecode:
     def __init__(self, backend: TritonBackend, rows: int, most_tokens: int) -> None:
         self._backend, self._rows = backend, rows
         self._tilings = {f"{g}.decode": backend.tiling(g, 1) for g in range(len(backend.shapes))}
-        self._packing = Packing(self._shapes(most_tokens))
+        self._packing = StepPacking(self._shapes(most_tokens))
         elements, device = self._packing.elements, backend.memory.device
         self._buffer = torch.zeros(elements, dtype=torch.int32, device=device)
         self._inputs = Inputs(self._packing.views(self._buffer))

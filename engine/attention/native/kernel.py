@@ -33,7 +33,7 @@ _TABLES = ("sinks", "slots", "first_rows", "counts", "positions", "block_starts"
 _COUNTS = ("threads", "rows", "slices", "heads", "kv_heads", "key_dim", "value_dim")
 
 
-class Call(ctypes.Structure):
+class LayerCall(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_void_p) for name in _POINTERS),
         *((name, c_int64) for name in _STRIDES),
@@ -78,8 +78,8 @@ def open_kernel(path: Path) -> Kernel:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} can't be loaded ({error}): remove it") from error
-    assert library.kvrelay_call_bytes() == ctypes.sizeof(Call)
-    library.kvrelay_attend.argtypes = [ctypes.POINTER(Call)]
+    assert library.kvrelay_call_bytes() == ctypes.sizeof(LayerCall)
+    library.kvrelay_attend.argtypes = [ctypes.POINTER(LayerCall)]
     library.kvrelay_attend.restype = None
     return Kernel(library.kvrelay_attend, library.kvrelay_dtypes(), torch_fork())
 
@@ -144,8 +144,8 @@ class Layers:
         return out
 
 
-def _shared(step: StepArrays, group: GroupArrays) -> Call:
-    return Call(
+def _shared(step: StepArrays, group: GroupArrays) -> LayerCall:
+    return LayerCall(
         slots=_address(group.slots),
         blocks=_address(group.tables),
         block_starts=_address(group.table_starts),

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvpool.core.layout.hashes import BlockHash
-from kvpool.core.node.events import Load, ReadSlots, SlotOutcome, Spill, WriteSlots
-from kvpool.core.node.tier_blocks import PoolPlace, Room, TierBlocks
+from kvpool.core.node.events import BlockLoad, ReadSlots, SlotOutcome, Spill, WriteSlots
+from kvpool.core.node.tier_blocks import PoolPlace, ReservedRoom, TierBlocks
 
 _BATCH_BLOCKS = 32
 
@@ -55,7 +55,7 @@ class DiskTier:
 
     def next_write(
         self, host: TierBlocks, checksums: Mapping[BlockHash, int]
-    ) -> tuple[WriteSlots, Room] | None:
+    ) -> tuple[WriteSlots, ReservedRoom] | None:
         """None while a batch is being written or nothing is left to write."""
         if self._writing is not None:
             return None
@@ -114,7 +114,7 @@ class DiskTier:
     def read(self, hashes: Sequence[BlockHash], places: Sequence[PoolPlace]) -> ReadSlots:
         """The first blocks of the chain `hashes`, as many as there are places."""
         loads = tuple(
-            Load(hash=block_hash, slot=self.blocks.place(block_hash), place=place)
+            BlockLoad(hash=block_hash, slot=self.blocks.place(block_hash), place=place)
             for block_hash, place in zip(hashes, places, strict=False)
         )
         parent = self.blocks.parent(hashes[0])

@@ -19,7 +19,7 @@ RouterCall = NewType("RouterCall", int)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerJoined:
+class PoolWorkerJoined:
     """`looks_up`: as in its PoolHello."""
 
     worker: Incarnation
@@ -33,7 +33,7 @@ class FromWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLost:
+class PoolWorkerLost:
     """Its connection is gone, and with it its way to write."""
 
     worker: Incarnation
@@ -85,9 +85,9 @@ class SlotsRead:
 
 
 PoolEvent = (
-    WorkerJoined
+    PoolWorkerJoined
     | FromWorker
-    | WorkerLost
+    | PoolWorkerLost
     | RouterCalled
     | RouterTook
     | RouterHungUp
@@ -150,7 +150,7 @@ class WriteSlots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class BlockLoad:
     hash: BlockHash
     slot: PoolPlace
     place: PoolPlace
@@ -162,7 +162,7 @@ class ReadSlots:
 
     batch: int
     parent: BlockHash | None
-    loads: tuple[Load, ...]
+    loads: tuple[BlockLoad, ...]
 
 
 PoolCommand = TellWorker | DropWorker | TellRouter | DropRouter | WriteSlots | ReadSlots

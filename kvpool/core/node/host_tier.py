@@ -22,14 +22,14 @@ from kvpool.core.node.events import (
     PoolCommand,
     PoolEvent,
     PoolTick,
+    PoolWorkerJoined,
+    PoolWorkerLost,
     RouterCalled,
     RouterHungUp,
     RouterTook,
     SlotsRead,
     SlotsWritten,
     TellWorker,
-    WorkerJoined,
-    WorkerLost,
 )
 from kvpool.core.node.messages import (
     ChainBlock,
@@ -122,14 +122,14 @@ class HostTier:
 
     def _settle(self, event: PoolEvent, now_s: float) -> None:
         match event:
-            case WorkerJoined(worker=worker, looks_up=looks_up):
+            case PoolWorkerJoined(worker=worker, looks_up=looks_up):
                 self._workers.add(worker)
                 if looks_up:
                     self._changes.joined(worker)
             case FromWorker():
                 if event.worker in self._workers:
                     self._from_worker(event, now_s)
-            case WorkerLost(worker=worker):
+            case PoolWorkerLost(worker=worker):
                 self._lost(worker)
             case RouterCalled(router=router):
                 self._changes.called(router, host=self._host, disk=self._disk.blocks)

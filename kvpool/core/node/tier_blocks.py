@@ -29,7 +29,7 @@ Chain = Sequence[CachedBlock]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class ReservedRoom:
     """Reserved places, and the blocks that were evicted for them."""
 
     places: tuple[PoolPlace, ...]
@@ -99,14 +99,14 @@ class TierBlocks:
                 return length
         return len(hashes)
 
-    def reserve(self, count: int, *, below: Iterable[BlockHash | None]) -> Room:
+    def reserve(self, count: int, *, below: Iterable[BlockHash | None]) -> ReservedRoom:
         """Up to `count` places, evicting idle blocks if need be, leaves first, but none of the
         chains that end in `below`."""
         missing = max(0, count - len(self._free))
         evicted = self._evict(missing, below) if missing else []
         places = tuple(self._free.pop() for _ in range(min(count, len(self._free))))
         self._reserved.update(places)
-        return Room(places=places, evicted=tuple(block.hash for block in evicted))
+        return ReservedRoom(places=places, evicted=tuple(block.hash for block in evicted))
 
     def _evict(self, count: int, below: Iterable[BlockHash | None]) -> list[CachedBlock]:
         with ExitStack() as kept:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvpool.core.layout.codec import CODEC_BLOCK_TOKENS, Codec, WireFormat
 from kvpool.core.layout.layout import DTYPE_BYTES, KvLayout
-from kvpool.core.transfer.link_cost import LinkCost, TransferShape, Way
+from kvpool.core.transfer.link_cost import LinkCost, TransferShape, TransferWay
 
 _WORTH_ASKING_BYTES = 1 << 20
 
@@ -87,7 +87,7 @@ def _fastest(choices: list[CodecChoice]) -> CodecChoice:
 def _seconds(choice: CodecChoice) -> float:
     assert choice.cost is not None
     shape = TransferShape(nbytes=_WORTH_ASKING_BYTES, descriptors=1, source_runs=1, target_runs=1)
-    return choice.cost.seconds(Way.COLLATED, shape)
+    return choice.cost.seconds(TransferWay.COLLATED, shape)
 
 
 def _encoded(

@@ -10,7 +10,7 @@ from kvpool.core.transfer.messages import PeerMessage, SlabFilled, SlabLent
 from kvpool.core.transfer.piece import Piece
 from kvpool.core.transfer.pool_map import KvFacts
 from kvpool.core.transfer.slabs import LeaseId, SlabId
-from kvpool.core.transfer.write import Side, Write
+from kvpool.core.transfer.write import Side, SlabWrite
 from kvrelay.types import Incarnation, RequestKey, value
 
 
@@ -96,7 +96,7 @@ class WriteSlab:
     peer: Incarnation
     lent: SlabLent
     piece: Piece
-    write: Write
+    write: SlabWrite
     tables: Tables
 
 
@@ -107,7 +107,7 @@ class ScatterSlab:
     peer: Incarnation
     filled: SlabFilled
     piece: Piece
-    write: Write
+    write: SlabWrite
     tables: Tables
 
 
@@ -118,7 +118,7 @@ class FetchPiece:
     peer: Incarnation
     key: RequestKey
     piece: int
-    write: Write
+    write: SlabWrite
     kv: KvFacts
     source: Side
     tables: Tables

@@ -33,7 +33,7 @@ import numpy as np
 from kvrelay.types import value
 
 
-class Way(StrEnum):
+class TransferWay(StrEnum):
     DIRECT = "direct"
     COLLATED = "collated"
 
@@ -43,7 +43,7 @@ _POOL_BY_PROBE = 1.05
 """How much longer a byte of a whole pool takes to be read than one of the region that is probed."""
 
 
-class Step(StrEnum):
+class TimedStep(StrEnum):
     """What is timed by itself to learn the coefficients."""
 
     MESSAGE = "message"  # to the peer and back
@@ -56,7 +56,7 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    step: Step
+    step: TimedStep
     seconds: float
     nbytes: int = 0
     pieces: int = 1
@@ -118,14 +118,14 @@ class LinkCost:
             write_s=_later_s(self.write_s, newer.write_s),
         )
 
-    def seconds(self, way: Way, shape: TransferShape) -> float:
+    def seconds(self, way: TransferWay, shape: TransferShape) -> float:
         """Until the bytes are in the receiver's blocks."""
-        return self._direct_s(shape) if way is Way.DIRECT else self._collated_s(shape)
+        return self._direct_s(shape) if way is TransferWay.DIRECT else self._collated_s(shape)
 
-    def choose(self, shape: TransferShape) -> Way:
+    def choose(self, shape: TransferShape) -> TransferWay:
         """The faster one; collated where they are equal."""
         direct = self._direct_s(shape) < self._collated_s(shape)
-        return Way.DIRECT if direct else Way.COLLATED
+        return TransferWay.DIRECT if direct else TransferWay.COLLATED
 
     def _direct_s(self, shape: TransferShape) -> float:
         posted_s = shape.pieces * self.read_s + shape.descriptors * self.descriptor_s
@@ -151,26 +151,30 @@ class LinkCost:
 def fit(transport: str, samples: Iterable[Sample], *, mapped: bool = False) -> LinkCost:
     """Least squares of relative errors, no coefficient below zero. Over a `mapped` link no list of
     descriptors is made. Raises ValueError naming the steps without a sample."""
-    by_step: dict[Step, list[Sample]] = {step: [] for step in Step}
+    by_step: dict[TimedStep, list[Sample]] = {step: [] for step in TimedStep}
     for sample in samples:
         by_step[sample.step].append(sample)
     if missing := [step.value for step, found in by_step.items() if not found]:
         raise ValueError(f"no sample of {', '.join(missing)}")
-    write_s, byte_s = _solve([(1, s.nbytes) for s in by_step[Step.WRITE]], by_step[Step.WRITE])
-    read_s, descriptor_s, read_byte_s = _solve(
-        [(1, s.pieces, s.nbytes) for s in by_step[Step.READ]], by_step[Step.READ]
+    write_s, byte_s = _solve(
+        [(1, s.nbytes) for s in by_step[TimedStep.WRITE]], by_step[TimedStep.WRITE]
     )
-    (prepare_s,) = _solve([(s.pieces,) for s in by_step[Step.PREPARE]], by_step[Step.PREPARE])
-    copies = by_step[Step.GATHER] + by_step[Step.SCATTER]
+    read_s, descriptor_s, read_byte_s = _solve(
+        [(1, s.pieces, s.nbytes) for s in by_step[TimedStep.READ]], by_step[TimedStep.READ]
+    )
+    (prepare_s,) = _solve(
+        [(s.pieces,) for s in by_step[TimedStep.PREPARE]], by_step[TimedStep.PREPARE]
+    )
+    copies = by_step[TimedStep.GATHER] + by_step[TimedStep.SCATTER]
     run_s, gather_byte_s, scatter_byte_s = _solve([_copy_row(s) for s in copies], copies)
     return LinkCost(
         transport=transport,
-        latency_s=median(s.seconds for s in by_step[Step.MESSAGE]) / 2,
-        bytes_per_s=_speed(byte_s, by_step[Step.WRITE]),
+        latency_s=median(s.seconds for s in by_step[TimedStep.MESSAGE]) / 2,
+        bytes_per_s=_speed(byte_s, by_step[TimedStep.WRITE]),
         descriptor_s=descriptor_s if mapped else descriptor_s + prepare_s,
-        direct_bytes_per_s=_speed(read_byte_s, by_step[Step.READ]) / _POOL_BY_PROBE,
-        gather_bytes_per_s=_speed(gather_byte_s, by_step[Step.GATHER]),
-        scatter_bytes_per_s=_speed(scatter_byte_s, by_step[Step.SCATTER]),
+        direct_bytes_per_s=_speed(read_byte_s, by_step[TimedStep.READ]) / _POOL_BY_PROBE,
+        gather_bytes_per_s=_speed(gather_byte_s, by_step[TimedStep.GATHER]),
+        scatter_bytes_per_s=_speed(scatter_byte_s, by_step[TimedStep.SCATTER]),
         run_s=run_s,
         read_s=read_s,
         write_s=write_s,
@@ -187,7 +191,7 @@ def _later_speed(old: float, new: float) -> float:
 
 
 def _copy_row(sample: Sample) -> tuple[float, ...]:
-    gathered = sample.step is Step.GATHER
+    gathered = sample.step is TimedStep.GATHER
     return sample.pieces, sample.nbytes * gathered, sample.nbytes * (not gathered)
 
 

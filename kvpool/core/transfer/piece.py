@@ -15,12 +15,12 @@ from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.link_cost import TransferShape
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.write import (
-    Section,
     Side,
+    SlabSection,
+    SlabWrite,
     TokenPlace,
     TokenRun,
     TokenSpan,
-    Write,
     token_runs,
 )
 from kvrelay.errors import PeerError
@@ -61,7 +61,7 @@ class PieceBlocks:
 
 
 @lru_cache(maxsize=64)
-def cut_span(layout: KvLayout, span: TokenSpan, slab_bytes: int) -> tuple[Write, ...]:
+def cut_span(layout: KvLayout, span: TokenSpan, slab_bytes: int) -> tuple[SlabWrite, ...]:
     """The writes of `span` between two whole models, each of at most `slab_bytes`, without a codec.
 
     `layout` is that of the wire (wire_layout). Equal for layouts that differ in their block size
@@ -87,7 +87,7 @@ def check_cut(
     slab_bytes: int,
     wanted: range,
     next_position: int,
-) -> tuple[Write, ...]:
+) -> tuple[SlabWrite, ...]:
     """The writes that a peer has named, `count` from the `first` on, of a prompt whose tokens
     `wanted`, up to its end, are to be sent as far as the query at `next_position` sees them. Raises
     PeerError when there are none such."""
@@ -115,7 +115,7 @@ def span_tokens_most(layout: KvLayout) -> int:
 
 
 def piece_blocks(
-    sections: Iterable[Section], tables: Tables, block_size: int
+    sections: Iterable[SlabSection], tables: Tables, block_size: int
 ) -> tuple[PieceBlocks, ...]:
     """The blocks that the sections' tokens lie in."""
     return tuple(
@@ -125,7 +125,7 @@ def piece_blocks(
 
 
 def source_side(
-    sections: Iterable[Section],
+    sections: Iterable[SlabSection],
     held: Sequence[PieceBlocks],
     *,
     groups: int,
@@ -147,7 +147,7 @@ def source_side(
     return Side(tables=tables, block_size=block_size)
 
 
-def holds(side: Side, sections: Iterable[Section]) -> bool:
+def holds(side: Side, sections: Iterable[SlabSection]) -> bool:
     """Whether every token of them has its slot."""
     return all(
         NO_BLOCK not in side.tables[group][first:end] and end <= len(side.tables[group])
@@ -163,7 +163,7 @@ class PairedRun(NamedTuple):
     tokens: int
 
 
-def paired_runs(section: Section, source: Side, target: Side) -> tuple[PairedRun, ...]:
+def paired_runs(section: SlabSection, source: Side, target: Side) -> tuple[PairedRun, ...]:
     """The copies of a section from pool to pool, adjacent slots merged on both sides."""
     return _runs_between(source.place(section), target.place(section))
 
@@ -189,7 +189,7 @@ def _paired(sources: Sequence[TokenRun], targets: Sequence[TokenRun]) -> Iterato
 
 
 def transfer_shape(
-    write: Write, source: Side, target: Side, ranks: tuple[int, int] = (1, 1)
+    write: SlabWrite, source: Side, target: Side, ranks: tuple[int, int] = (1, 1)
 ) -> TransferShape:
     """`ranks`: those that share the heads at the source, and at the target. Where they differ, a
     token's heads lie apart at one of the ends, and each is read by itself."""
@@ -217,7 +217,9 @@ def _shares(theirs: int, ours: int, heads: int) -> int:
     return senders + ours - gcd(senders, ours)
 
 
-def _block_ranges(sections: Iterable[Section], block_size: int) -> Iterator[tuple[int, int, int]]:
+def _block_ranges(
+    sections: Iterable[SlabSection], block_size: int
+) -> Iterator[tuple[int, int, int]]:
     """(group, first, end): the places in the group's table that the sections' tokens take."""
     tokens: dict[int, tuple[int, int]] = {}  # group |-> [first, end)
     for section in sections:

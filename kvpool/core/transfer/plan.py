@@ -18,7 +18,7 @@ from itertools import pairwise
 from kvpool.core.layout.codec import Codec, WireFormat
 from kvpool.core.layout.layout import Tables
 from kvpool.core.layout.shards import GroupSlice, ShardLayout, reslice
-from kvpool.core.transfer.write import Section, Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabSection, SlabWrite, TokenSpan
 from kvrelay.errors import ConfigError
 
 WRITE_TOKENS = 128
@@ -70,7 +70,7 @@ def split(whole: range, count: int) -> Iterator[range]:
 class TransferPlan:
     """Gather each write's sections by `source.runs`, move it, scatter by `target.runs`."""
 
-    writes: tuple[Write, ...]
+    writes: tuple[SlabWrite, ...]
     source: Side
     target: Side
 
@@ -120,7 +120,7 @@ def cut(
     layer_groups: int = 1,
     codec: Codec = Codec.NONE,
     wire_dtype: str | None = None,
-) -> tuple[Write, ...]:
+) -> tuple[SlabWrite, ...]:
     """The writes, each of at most `staging_bytes` of payload, and at most 1 + twice as many of them
     per layer group as the bytes alone need.
 
@@ -135,7 +135,7 @@ def cut(
     wire = WireFormat(dtype=wire_dtype or source.model.dtype, codec=codec)
     seen = [span.seen(group.window) for group in source.model.groups]
     sent = tuple(index for index, tokens in enumerate(seen) if tokens)
-    writes: list[Write] = []
+    writes: list[SlabWrite] = []
     for parts in _parts_by_layers(source, target, sent, layer_groups):
         sections = (
             section
@@ -204,7 +204,9 @@ def _layer_runs(parts: Sequence[_Part], count: int) -> Iterator[range]:
         yield range(layers[piece[0]], layers[piece[-1]] + 1)
 
 
-def _sections(part: _Part, seen: range, wire: WireFormat, staging_bytes: int) -> Iterator[Section]:
+def _sections(
+    part: _Part, seen: range, wire: WireFormat, staging_bytes: int
+) -> Iterator[SlabSection]:
     """As many layers as 128 tokens leave room for, then as many tokens as fit; even pieces."""
     whole = part.nbytes(wire, len(part.layers), len(seen))
     if whole <= staging_bytes:
@@ -220,15 +222,15 @@ def _sections(part: _Part, seen: range, wire: WireFormat, staging_bytes: int) ->
 
 def _token_sections(
     part: _Part, seen: range, wire: WireFormat, staging_bytes: int
-) -> Iterator[Section]:
+) -> Iterator[SlabSection]:
     layers = len(part.layers)
     tokens_fit = _most(len(seen), staging_bytes, lambda n: part.nbytes(wire, layers, n))
     for tokens in token_pieces(seen, tokens_fit):
         yield _section(part, tokens, part.nbytes(wire, layers, len(tokens)))
 
 
-def _section(part: _Part, tokens: range, nbytes: int) -> Section:
-    return Section(
+def _section(part: _Part, tokens: range, nbytes: int) -> SlabSection:
+    return SlabSection(
         part=part.part,
         last_layer=part.layers[-1],
         start=tokens.start,
@@ -247,17 +249,19 @@ def _check_fits(part: _Part, wire: WireFormat, staging_bytes: int) -> None:
         )
 
 
-def _packed(sections: Iterable[Section], wire: WireFormat, staging_bytes: int) -> Iterator[Write]:
-    placed: list[Section] = []
+def _packed(
+    sections: Iterable[SlabSection], wire: WireFormat, staging_bytes: int
+) -> Iterator[SlabWrite]:
+    placed: list[SlabSection] = []
     used_bytes = 0
     for section in sections:
         if used_bytes + section.nbytes > staging_bytes:
-            yield Write(sections=tuple(placed), wire=wire)
+            yield SlabWrite(sections=tuple(placed), wire=wire)
             placed, used_bytes = [], 0
         placed.append(replace(section, offset_bytes=used_bytes) if used_bytes else section)
         used_bytes += section.nbytes
     if placed:
-        yield Write(sections=tuple(placed), wire=wire)
+        yield SlabWrite(sections=tuple(placed), wire=wire)
 
 
 def _most(count: int, room_bytes: int, nbytes: Callable[[int], int]) -> int:

@@ -23,7 +23,7 @@ from kvpool.core.layout.shards import Shard, ShardLayout
 from kvpool.core.transfer.piece import PieceBlocks, span_tokens_most
 from kvpool.core.transfer.plan import cut
 from kvpool.core.transfer.pool_map import KvFacts
-from kvpool.core.transfer.write import Side, TokenSpan, Write
+from kvpool.core.transfer.write import Side, SlabWrite, TokenSpan
 from kvrelay.types import Incarnation
 
 _HASHES_MOST = 1792
@@ -75,7 +75,7 @@ class PullBlocks:
 
     peer: Incarnation
     pull: int
-    write: Write
+    write: SlabWrite
     kv: KvFacts
     source: Side
     tables: Tables
@@ -93,7 +93,7 @@ class BlocksPulled:
 
 def pulled_writes(
     layout: KvLayout, skip: int, blocks: int, most_bytes: int = _ANY_SIZE_BYTES
-) -> tuple[Write, ...]:
+) -> tuple[SlabWrite, ...]:
     """Blocks `[skip, blocks)` of a chain, all of each that the token after them sees anything of,
     in writes of at most `most_bytes`; just one if it isn't given."""
     start, end = skip * layout.block_size, blocks * layout.block_size

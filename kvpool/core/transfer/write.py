@@ -83,7 +83,7 @@ class TokenSpan:
 
 
 @value
-class Section:
+class SlabSection:
     """One group's tokens `[start, start + tokens)` at `offset_bytes` of a slab's payload, laid out
     as `kvpool.core.layout.codec` says. `last_layer` is the model's index of its last layer.
     """
@@ -95,17 +95,17 @@ class Section:
     offset_bytes: int
     nbytes: int
 
-    def encoded(self, wire: WireFormat, offset_bytes: int) -> Section:
+    def encoded(self, wire: WireFormat, offset_bytes: int) -> SlabSection:
         shape = [(plane.heads, plane.dim) for plane in self.part.planes]
         nbytes = wire.encoded_bytes(self.part.layers, self.tokens, shape)
         return replace(self, offset_bytes=offset_bytes, nbytes=nbytes)
 
 
 @value
-class Write:
+class SlabWrite:
     """One slab's payload: sections one after another, without gaps, all in one format."""
 
-    sections: tuple[Section, ...]
+    sections: tuple[SlabSection, ...]
     wire: WireFormat
 
     @property
@@ -117,17 +117,17 @@ class Write:
         """The layer of the model after which a write that isn't empty may be gathered."""
         return max(section.last_layer for section in self.sections)
 
-    def encoded(self, codec: Codec) -> Write:
+    def encoded(self, codec: Codec) -> SlabWrite:
         """The same tokens of the same layers with another codec. Where heads are tiny a codec may
         need more bytes than none does."""
         if codec is self.wire.codec:
             return self
         wire = replace(self.wire, codec=codec)
-        sections: list[Section] = []
+        sections: list[SlabSection] = []
         for section in self.sections:
             offset_bytes = sum(before.nbytes for before in sections)
             sections.append(section.encoded(wire, offset_bytes))
-        return Write(sections=tuple(sections), wire=wire)
+        return SlabWrite(sections=tuple(sections), wire=wire)
 
 
 @value
@@ -137,12 +137,12 @@ class Side:
     tables: Tables
     block_size: int
 
-    def runs(self, section: Section) -> tuple[TokenRun, ...]:
+    def runs(self, section: SlabSection) -> tuple[TokenRun, ...]:
         """The copies between pool and section, adjacent blocks merged; positions are from the
         section's first token."""
         return token_runs(*self.place(section))
 
-    def place(self, section: Section) -> TokenPlace:
+    def place(self, section: SlabSection) -> TokenPlace:
         """Of the table only what the section takes."""
         first, within = divmod(section.start, self.block_size)
         last = -(-(section.start + section.tokens) // self.block_size)

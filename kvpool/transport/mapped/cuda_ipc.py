@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from kvpool.transport.mapped import windowed
-from kvpool.transport.peer.base import Read, RegionName, Write
+from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 from kvpool.transport.peer.exposure import Check, Fetch
 from kvrelay.errors import ConfigError, PeerError
@@ -217,7 +217,7 @@ class CudaIpcPeer:
         self._done = torch.cuda.Event(blocking=True)
         self._mapped: dict[RegionName, torch.Tensor] = {}
 
-    def write(self, writes: Sequence[Write], check: Check) -> None:
+    def write(self, writes: Sequence[RegionWrite], check: Check) -> None:
         with self._copying(check):
             windowed.write(self._window, writes)
 

@@ -67,7 +67,7 @@ def lend(memory: torch.Tensor) -> Loan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MemfdPlace:
     """Where in a memfd a region lies, as told to peers."""
 
     made_bytes: int  # all that the memfd holds but its page of states
@@ -85,7 +85,7 @@ class Loan:
     """A region of this process that peers may map; keeps its memory, and `fd`, until dropped."""
 
     fd: int
-    place: Place
+    place: MemfdPlace
     pages: _Pages
 
     def retire(self) -> None:
@@ -95,7 +95,7 @@ class Loan:
 class Mapping:
     """A region of another process, as local memory. Unmapped with its last tensor."""
 
-    def __init__(self, fd: int, place: Place) -> None:
+    def __init__(self, fd: int, place: MemfdPlace) -> None:
         """The descriptor stays the caller's and need not outlive the call. Raises PeerError."""
         size = os.fstat(fd).st_size
         fits = 0 <= place.offset <= place.offset + place.nbytes <= place.made_bytes
@@ -129,7 +129,7 @@ class _Made:
 
     def lend(self, pages: _Pages, start: int, nbytes: int) -> Loan:
         assert self._loans < _MAX_LOANS, self._loans
-        place = Place(
+        place = MemfdPlace(
             made_bytes=self._nbytes, offset=start - self._start, nbytes=nbytes, loan=self._loans
         )
         self._loans += 1

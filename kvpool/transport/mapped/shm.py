@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from kvpool.transport.mapped import memfd, windowed
-from kvpool.transport.mapped.memfd import Loan, Mapping, Place
-from kvpool.transport.peer.base import Read, RegionName, Write
+from kvpool.transport.mapped.memfd import Loan, Mapping, MemfdPlace
+from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 from kvpool.transport.peer.exposure import Check, Fetch
 from kvrelay.errors import PeerError
@@ -60,7 +60,7 @@ class ShmPeer:
         self._lock = threading.Lock()
         self._mappings: dict[RegionName, Mapping] = {}
 
-    def write(self, writes: Sequence[Write], check: Check) -> None:
+    def write(self, writes: Sequence[RegionWrite], check: Check) -> None:
         windowed.write(lambda region: self.window(region, check), writes)
 
     def read(self, reads: Sequence[Read], check: Check) -> None:
@@ -99,7 +99,7 @@ def _mapped(grant: Grant) -> Mapping:
         if len(grant.payload) != _PLACE.size:
             raise PeerError(f"the peer granted a region in {len(grant.payload)} bytes")
         made_bytes, offset, nbytes, loan = _PLACE.unpack(grant.payload)
-        place = Place(made_bytes=made_bytes, offset=offset, nbytes=nbytes, loan=loan)
+        place = MemfdPlace(made_bytes=made_bytes, offset=offset, nbytes=nbytes, loan=loan)
         return Mapping(grant.fd, place)
     finally:
         os.close(grant.fd)

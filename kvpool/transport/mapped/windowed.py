@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from kvpool.transport.peer.base import Read, RegionName, Write
+from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 
 _SMALL_BYTES = 2**18
 """Below, torch takes longer to prepare a copy than this takes to do it."""
@@ -22,7 +22,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def write(window: Window, writes: Sequence[Write]) -> None:
+def write(window: Window, writes: Sequence[RegionWrite]) -> None:
     spans = _spans(window, (w.region for w in writes))
     for w in writes:
         spans[w.region].write(w.offset, w.source)

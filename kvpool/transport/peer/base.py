@@ -39,7 +39,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class RegionWrite:
     """`source` (contiguous) into the peer's region, from its byte `offset` on."""
 
     region: RegionName
@@ -60,7 +60,7 @@ class Connection(Protocol):
     def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
         """Copy from the peer's region into `target` (contiguous)."""
 
-    def write_many(self, writes: Sequence[Write]) -> None:
+    def write_many(self, writes: Sequence[RegionWrite]) -> None:
         """All of them, posted as one batch where the link has batches. In no order among each
         other; visible and raising as `write`, which may then have taken place in part."""
 

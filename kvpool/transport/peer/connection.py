@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpool.transport.peer import control_wire
-from kvpool.transport.peer.base import MAX_MESSAGE_BYTES, Callbacks, Read, RegionName, Write
+from kvpool.transport.peer.base import MAX_MESSAGE_BYTES, Callbacks, Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Packet
 from kvpool.transport.peer.exposure import PeerMemory
 from kvrelay.errors import PeerError
@@ -54,12 +54,12 @@ class PeerConnection:
         self.is_open = True
 
     def write(self, region: RegionName, offset: int, source: torch.Tensor) -> None:
-        self.write_many([Write(region, offset, source)])
+        self.write_many([RegionWrite(region, offset, source)])
 
     def read(self, region: RegionName, offset: int, target: torch.Tensor) -> None:
         self.read_many([Read(region, offset, target)])
 
-    def write_many(self, writes: Sequence[Write]) -> None:
+    def write_many(self, writes: Sequence[RegionWrite]) -> None:
         self._peer.write(writes, self._check)
 
     def read_many(self, reads: Sequence[Read]) -> None:

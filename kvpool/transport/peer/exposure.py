@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from kvpool.transport.peer.base import Read, RegionName, Write
+from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 
 Fetch = Callable[[RegionName], Grant]
@@ -22,7 +22,7 @@ Check = Callable[[], None]
 class PeerMemory(Protocol):
     """Shared by all connections to one peer; thread safe."""
 
-    def write(self, writes: Sequence[Write], check: Check) -> None: ...
+    def write(self, writes: Sequence[RegionWrite], check: Check) -> None: ...
 
     def read(self, reads: Sequence[Read], check: Check) -> None: ...
 

@@ -27,7 +27,7 @@ class Operation(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RegionPlace:
     """Where a region is, as told to peers."""
 
     address: int
@@ -38,14 +38,14 @@ class Place:
         return _PLACE.pack(self.address, self.nbytes) + self.key
 
     @staticmethod
-    def unpack(payload: bytes) -> Place:
+    def unpack(payload: bytes) -> RegionPlace:
         """Raises PeerError."""
         if len(payload) < _PLACE.size:
             raise PeerError(f"the peer granted a region in {len(payload)} bytes")
         address, nbytes = _PLACE.unpack_from(payload)
-        return Place(address=address, nbytes=nbytes, key=payload[_PLACE.size :])
+        return RegionPlace(address=address, nbytes=nbytes, key=payload[_PLACE.size :])
 
-    def overlaps(self, other: Place) -> bool:
+    def overlaps(self, other: RegionPlace) -> bool:
         return (
             self.address < other.address + other.nbytes
             and other.address < self.address + self.nbytes
@@ -60,7 +60,7 @@ address in it."""
 class Remote(Protocol):
     """What an agent knows of one peer. Used by one thread at a time."""
 
-    def learn(self, region: RegionName, place: Place) -> None:
+    def learn(self, region: RegionName, place: RegionPlace) -> None:
         """Raises PeerError when the key is of no use here."""
 
     def forget(self, region: RegionName) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, Piece, Place
+from kvpool.transport.rdma.agent import Operation, Piece, RegionPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
@@ -124,10 +124,10 @@ class NixlRemote:
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._name = ""  # of the peer's agent, once anything is known
-        self._known: dict[RegionName, Place] = {}  # what our agent was told
+        self._known: dict[RegionName, RegionPlace] = {}  # what our agent was told
         self._retired: set[RegionName] = set()  # of those
 
-    def learn(self, region: RegionName, place: Place) -> None:
+    def learn(self, region: RegionName, place: RegionPlace) -> None:
         if region not in self._known:
             if any(place.overlaps(other) for other in self._known.values()):
                 self._unlearn_retired()
@@ -166,7 +166,7 @@ class NixlRemote:
         if status != nixl.NIXL_SUCCESS:
             raise PeerError(f"a transfer ended with {status}")
 
-    def _add(self, place: Place) -> None:
+    def _add(self, place: RegionPlace) -> None:
         try:
             name: bytes = self._agent.open().loadRemoteMD(place.key)
         except self._agent.errors as error:

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from kvpool.transport.mapped.windowed import as_bytes
-from kvpool.transport.peer.base import Read, RegionName, Write
+from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 from kvpool.transport.peer.exposure import Check, Fetch
-from kvpool.transport.rdma.agent import Agent, Operation, Piece, Place
+from kvpool.transport.rdma.agent import Agent, Operation, Piece, RegionPlace
 from kvrelay.errors import ConfigError
 
 _STAGING_BYTES = 4 * 2**20
@@ -43,7 +43,7 @@ class OneSidedExposure:
     def grant(self, name: RegionName, peer: socket.socket) -> Grant:
         memory = self._memory[name]
         key = self._agent.key(memory)
-        place = Place(address=memory.data_ptr(), nbytes=memory.numel(), key=key)
+        place = RegionPlace(address=memory.data_ptr(), nbytes=memory.numel(), key=key)
         return Grant(payload=place.pack())
 
     def retire(self, name: RegionName) -> None:
@@ -126,10 +126,10 @@ class OneSidedPeer:
         self._fetch = fetch
         self._remote = agent.remote()
         self._lock = threading.Lock()
-        self._places: dict[RegionName, Place] = {}  # that the peer still has
+        self._places: dict[RegionName, RegionPlace] = {}  # that the peer still has
         self._staging: torch.Tensor | None = None
 
-    def write(self, writes: Sequence[Write], check: Check) -> None:
+    def write(self, writes: Sequence[RegionWrite], check: Check) -> None:
         with self._lock:
             check()
             pieces = self._placed((w.region, w.offset, w.source) for w in writes)
@@ -185,10 +185,10 @@ class OneSidedPeer:
                 pieces.append((data, region, place.address + offset))
         return pieces
 
-    def _place(self, region: RegionName) -> Place:
+    def _place(self, region: RegionName) -> RegionPlace:
         place = self._places.get(region)
         if place is None:
-            place = Place.unpack(self._fetch(region).payload)
+            place = RegionPlace.unpack(self._fetch(region).payload)
             self._remote.learn(region, place)
             self._places[region] = place
         return place

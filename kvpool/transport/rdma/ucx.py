@@ -27,7 +27,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, Piece, Place
+from kvpool.transport.rdma.agent import Operation, Piece, RegionPlace
 from kvpool.transport.rdma.nixl import Waiting
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
@@ -206,7 +206,7 @@ class UcxRemote:
         self._endpoint: Any = None
         self._keys: dict[RegionName, int] = {}
 
-    def learn(self, region: RegionName, place: Place) -> None:
+    def learn(self, region: RegionName, place: RegionPlace) -> None:
         address, packed = _split(place.key)
         if self._endpoint is None:
             self._endpoint = self._agent.connect(address)

@@ -25,7 +25,7 @@ from kvrelay.types import value
 from router.core.load.decode_outlook import BatchThen
 from router.core.policy.admission import with_places
 from router.core.policy.forecast import step_with
-from router.core.policy.placement import Choice, paired
+from router.core.policy.placement import WorkerChoice, paired
 from router.core.state.candidate import Candidate, PromptPrediction
 from router.core.state.demand import Demand
 from router.core.state.quarantine import Against
@@ -52,7 +52,7 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvAware:
-    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
+    def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
         look = Look.at(demand, choice, now_s)
         yield from ways(look.ranked)
         yield from look.others()
@@ -65,7 +65,7 @@ class Look:
     first."""
 
     demand: Demand
-    choice: Choice
+    choice: WorkerChoice
     now_s: float
     prompts: Sequence[tuple[PromptPrediction, Candidate]]
     joins_in_s: float
@@ -74,7 +74,7 @@ class Look:
     ranked: Sequence[Ranked]
 
     @staticmethod
-    def at(demand: Demand, choice: Choice, now_s: float) -> Look:
+    def at(demand: Demand, choice: WorkerChoice, now_s: float) -> Look:
         rank = partial(rank_of, demand, choice, now_s)
         prompts = _prompts(demand, choice, now_s)
         joins_in_s = prompts[0][0].first_token_s if prompts else 0.0
@@ -123,7 +123,7 @@ def ways(ranked: Iterable[Ranked]) -> Iterator[Candidate]:
 
 
 def _prompts(
-    demand: Demand, choice: Choice, now_s: float
+    demand: Demand, choice: WorkerChoice, now_s: float
 ) -> list[tuple[PromptPrediction, Candidate]]:
     if not choice.decodes:
         return []
@@ -136,7 +136,7 @@ def _prompts(
 def cheapest(
     demand: Demand,
     workers: Sequence[WorkerView],
-    choice: Choice,
+    choice: WorkerChoice,
     joins_in_s: float,
     now_s: float,
 ) -> list[tuple[Steps, WorkerView]]:
@@ -154,7 +154,7 @@ def cheapest(
 
 def rank_of(
     demand: Demand,
-    choice: Choice,
+    choice: WorkerChoice,
     now_s: float,
     prefill: WorkerView | None,
     decode: WorkerView,
@@ -174,7 +174,7 @@ def rank_of(
     return choice.against(prefill, decode), not kept, completes_s
 
 
-def is_in_time(demand: Demand, choice: Choice, prompt: PromptPrediction) -> bool:
+def is_in_time(demand: Demand, choice: WorkerChoice, prompt: PromptPrediction) -> bool:
     ttft_s = demand.objectives.ttft_s
     if ttft_s is None:
         return True
@@ -204,7 +204,7 @@ def _steps(demand: Demand, batch: BatchThen, worker: WorkerView) -> Steps:
     return Steps(own_s, own_s + sequences * max(0.0, own_s - without_s))
 
 
-def _soonest(demand: Demand, choice: Choice, now_s: float) -> Sequence[WorkerView]:
+def _soonest(demand: Demand, choice: WorkerChoice, now_s: float) -> Sequence[WorkerView]:
     """By the queue, and the tokens that the worker lacks; pulling comes in the closer look."""
     workers = choice.prefills
     if len(workers) <= LOOKED_AT_CLOSELY:
@@ -237,7 +237,7 @@ IDLEST, HOLDERS = 2, 2
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefill:
-    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterator[Candidate]:
+    def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
         look = Look.at(demand, choice, now_s)
         yield from ways(sorted((*look.ranked, *_better(look)), key=by_rank))
         if choice.prefills:
@@ -268,7 +268,7 @@ def _better(look: Look) -> Iterator[Ranked]:
             yield rank, local.way, worker
 
 
-def holders(demand: Demand, choice: Choice) -> list[WorkerView]:
+def holders(demand: Demand, choice: WorkerChoice) -> list[WorkerView]:
     """The decode workers with most of the prompt."""
     if not choice.decodes:
         return []
@@ -284,7 +284,9 @@ class Local(NamedTuple):
     prompt: PromptPrediction
 
 
-def local_way(demand: Demand, choice: Choice, worker: WorkerView, now_s: float) -> Local | None:
+def local_way(
+    demand: Demand, choice: WorkerChoice, worker: WorkerView, now_s: float
+) -> Local | None:
     """None where the rest of the prompt is too long."""
     left = demand.prompt_tokens - demand.held.tokens(worker)
     if choice.prefills and left > MOST_CHUNKS * worker.hello.prefill_chunk_tokens:
@@ -294,7 +296,7 @@ def local_way(demand: Demand, choice: Choice, worker: WorkerView, now_s: float) 
 
 
 def hurts(
-    choice: Choice, worker: WorkerView, prompt: PromptPrediction, step_s: float, now_s: float
+    choice: WorkerChoice, worker: WorkerView, prompt: PromptPrediction, step_s: float, now_s: float
 ) -> bool:
     """Somebody who decodes there, with steps of `step_s`, would miss an objective."""
     if not choice.prefills:

@@ -19,7 +19,7 @@ from router.core.state.worker_view import WorkerView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class WorkerChoice:
     """The workers that could serve the request; `alone` are those decode workers that may prefill
     too. `least_against` speaks against every pair, also of those that were asked already."""
 
@@ -69,7 +69,9 @@ class Choice:
 
 
 class PlacementPolicy(Protocol):
-    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterable[Candidate]: ...
+    def candidates(
+        self, demand: Demand, choice: WorkerChoice, now_s: float
+    ) -> Iterable[Candidate]: ...
 
 
 def least_against(
@@ -87,7 +89,9 @@ def least_against(
 
 
 def paired(
-    choice: Choice, decoders: Iterable[WorkerView], prefills: Callable[[], Sequence[WorkerView]]
+    choice: WorkerChoice,
+    decoders: Iterable[WorkerView],
+    prefills: Callable[[], Sequence[WorkerView]],
 ) -> Iterator[Candidate]:
     """Each of `decoders`, in order, with the best prefill worker; suspected pairs last."""
     suspected: list[tuple[Against, Candidate]] = []

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.core.policy.placement import Choice, paired
+from router.core.policy.placement import WorkerChoice, paired
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.worker_view import WorkerView
@@ -22,7 +22,7 @@ from router.core.state.worker_view import WorkerView
 
 @dataclass(frozen=True, slots=True)
 class LeastLoaded:
-    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterable[Candidate]:
+    def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterable[Candidate]:
         prefills = sorted(choice.prefills, key=lambda worker: worker.prefill_load)
         decoders = sorted(choice.decoders, key=lambda worker: worker.decode_load)
         return paired(choice, decoders, lambda: prefills)
@@ -30,7 +30,7 @@ class LeastLoaded:
 
 @dataclass(frozen=True, slots=True)
 class LocalCache:
-    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterable[Candidate]:
+    def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterable[Candidate]:
         def first_token_s(worker: WorkerView) -> float:
             alone = Candidate(decode=worker, prefill=worker)
             return choice.forecast.prompt(demand, alone, now_s).first_token_s
@@ -50,7 +50,7 @@ class Randomness(Protocol):
 class RandomPair:
     randomness: Randomness
 
-    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterable[Candidate]:
+    def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterable[Candidate]:
         return paired(
             choice, self._shuffled(choice.decoders), lambda: self._shuffled(choice.prefills)
         )
@@ -63,7 +63,7 @@ class RandomPair:
 class RoundRobin:
     turn: int = 0
 
-    def candidates(self, demand: Demand, choice: Choice, now_s: float) -> Iterable[Candidate]:
+    def candidates(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterable[Candidate]:
         turn, self.turn = self.turn, self.turn + 1
         prefills = _from(choice.prefills, turn)
         return paired(choice, _from(choice.decoders, turn), lambda: prefills)

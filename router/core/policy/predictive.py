@@ -37,7 +37,7 @@ LOOKED_AT = 16
 DECODE_REASONS = frozenset({"slots_exhausted", "tpot_unreachable", "kv_exhausted"})
 
 
-class Objection(NamedTuple):
+class AdmissionObjection(NamedTuple):
     """Why a way can't be taken. `tell` says it in full, with the time to come back: it costs more
     than the question itself, and is asked of one way only."""
 
@@ -55,7 +55,7 @@ class Predictive:
         forecast: Forecast,
         now_s: float,
     ) -> Verdict:
-        objections: list[Objection] = []
+        objections: list[AdmissionObjection] = []
         known = _KnownAnswers()
         for candidate in islice(candidates, LOOKED_AT):
             if candidate in known:
@@ -99,7 +99,7 @@ class _KnownAnswers:
             self._late.add((prefiller.incarnation, candidate.prefill is None))
 
 
-def _told(objections: Iterable[Objection]) -> Refusal | None:
+def _told(objections: Iterable[AdmissionObjection]) -> Refusal | None:
     """What speaks against the best way, of those for which a time can be told. That it never could
     be taken is said only if no way ever could."""
     without_time: list[Refusal] = []
@@ -154,7 +154,7 @@ class _Look:
         alone_s = prompt.messages_s + prompt.pull_s + prompt.prefill_s
         return self.forecast.ttft.overhead_s + alone_s
 
-    def objection(self) -> Objection | None:
+    def objection(self) -> AdmissionObjection | None:
         return self.place() or self.ttft() or self.tpot() or self.deadline() or self.blocks()
 
     def _refusal(
@@ -168,7 +168,7 @@ class _Look:
             work=self.prediction.work,
         )
 
-    def place(self) -> Objection | None:
+    def place(self) -> AdmissionObjection | None:
         full = no_place(self.demand, self.worker)
         if full is None:
             return None
@@ -177,9 +177,9 @@ class _Look:
             missing = self.demand.choices - self.worker.free_places
             return self._refusal(full.reason, full.message, self._ended_in_s(missing, self.now_s))
 
-        return Objection(full.reason, tell)
+        return AdmissionObjection(full.reason, tell)
 
-    def ttft(self) -> Objection | None:
+    def ttft(self) -> AdmissionObjection | None:
         """A queue shrinks by a second each second; the prompt's own time does not."""
         objective_s, prompt = self.demand.objectives.ttft_s, self.prediction.prompt
         alone_s = self._alone_s
@@ -200,9 +200,9 @@ class _Look:
                 hopeless=alone_s > objective_s,
             )
 
-        return Objection("ttft_unreachable", tell)
+        return AdmissionObjection("ttft_unreachable", tell)
 
-    def tpot(self) -> Objection | None:
+    def tpot(self) -> AdmissionObjection | None:
         """Its own objective, which its handoff counts to, and the strictest of those that decode
         there. What yields one token has no pace."""
         if not self.demand.decodes:
@@ -230,9 +230,9 @@ class _Look:
                 hopeless=hopeless,
             )
 
-        return Objection("tpot_unreachable", tell)
+        return AdmissionObjection("tpot_unreachable", tell)
 
-    def _own_tpot(self) -> Objection | None:
+    def _own_tpot(self) -> AdmissionObjection | None:
         objective_s = self.demand.objectives.tpot_s
         batch = own_batch(self.demand, self.worker)
         step_s = step_with(self.demand, batch, self.worker)
@@ -248,9 +248,9 @@ class _Look:
                 hopeless=not batch.sequences,
             )
 
-        return Objection("tpot_unreachable", tell)
+        return AdmissionObjection("tpot_unreachable", tell)
 
-    def deadline(self) -> Objection | None:
+    def deadline(self) -> AdmissionObjection | None:
         """Until its last token."""
         deadline_s = self.demand.objectives.deadline_s
         in_s = self.demand.waited_s + self.prediction.completes_in_s
@@ -267,9 +267,9 @@ class _Look:
                 hopeless=in_s - queue_s > deadline_s,
             )
 
-        return Objection("deadline_unreachable", tell)
+        return AdmissionObjection("deadline_unreachable", tell)
 
-    def blocks(self) -> Objection | None:
+    def blocks(self) -> AdmissionObjection | None:
         """An idle worker takes what fits it at all. Where nobody has asked for a pace, sequences
         that outgrow the memory take turns, and the worker's own answer is enough; so it is where
         the blocks of those on lent places can be had."""
@@ -291,7 +291,7 @@ class _Look:
                 self._when(fits),
             )
 
-        return Objection("kv_exhausted", tell)
+        return AdmissionObjection("kv_exhausted", tell)
 
     @property
     def _pace_counts(self) -> bool:

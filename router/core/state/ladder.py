@@ -67,7 +67,7 @@ P99, P999 = 0.99, 0.999
 LOOKS_EVERY_S = 0.1
 
 
-class Step(IntEnum):
+class LadderStep(IntEnum):
     """Each includes those before it. `TRIP`: only the tier's reserve is served, or one request."""
 
     NORMAL = 0
@@ -82,7 +82,7 @@ class Ladder:
 
     tier: QosTier
     rules: LadderRules
-    step: Step = Step.NORMAL
+    step: LadderStep = LadderStep.NORMAL
     ttft: Recent = field(init=False)
     tpot: Recent = field(init=False)
     stepped_s: float = -inf
@@ -97,11 +97,15 @@ class Ladder:
         cause = next(self._outside(now_s), None)
         if cause is not None or self._is_near(now_s):
             self._uneasy_s = now_s
-        if cause is not None and self.step < Step.TRIP and self._rested(self.rules.hold_s, now_s):
-            self._to(Step(self.step + 1), now_s)
+        if (
+            cause is not None
+            and self.step < LadderStep.TRIP
+            and self._rested(self.rules.hold_s, now_s)
+        ):
+            self._to(LadderStep(self.step + 1), now_s)
             return cause
-        if self.step > Step.NORMAL and self.falls_in_s(now_s) <= 0:
-            self._to(Step(self.step - 1), now_s)
+        if self.step > LadderStep.NORMAL and self.falls_in_s(now_s) <= 0:
+            self._to(LadderStep(self.step - 1), now_s)
             return f"well inside its objectives for {self.rules.calm_s:g} s"
         return None
 
@@ -112,14 +116,14 @@ class Ladder:
     def _rested(self, seconds: float, now_s: float) -> bool:
         return now_s - self.stepped_s >= seconds
 
-    def _to(self, step: Step, now_s: float) -> None:
+    def _to(self, step: LadderStep, now_s: float) -> None:
         self.step, self.stepped_s = step, now_s
         self.ttft.clear()
         self.tpot.clear()
 
     def _outside(self, now_s: float) -> Iterator[str]:
         rules = self.rules
-        far = rules.tail if self.step is Step.CAP else 1.0
+        far = rules.tail if self.step is LadderStep.CAP else 1.0
         for kind, recent, objective_s in self._watched():
             for name, share, bound_s in (
                 ("p99", P99, far * rules.tolerance * objective_s),
