@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.core.worker.events import CoreEvent
 from cluster.sim.clock import Clock
 from cluster.sim.trace import Answers
-from cluster.worker.events import Incoming, Stepped
 from engine.core.step import RunStep, SequenceSlice, StepBatch, StepDone, StepOutcome
 from engine.core.step_times import StepTimes, StepWork, decode_work, mixed_work
 from kvpool.core.transfer.commands import LayersWritten
@@ -58,7 +58,7 @@ class _Running:
 
 
 class SimDevice:
-    """Implements cluster.worker.turns.StepDevice; `post` gets the outcomes."""
+    """Implements cluster.worker.loop.StepDevice; `post` gets the outcomes."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SimDevice:
         times: StepTimes,
         answers: Answers,
         layers: int,
-        post: Callable[[Sequence[Incoming]], None],
+        post: Callable[[Sequence[CoreEvent]], None],
     ) -> None:
         self._clock = clock
         self._times = times
@@ -123,7 +123,7 @@ class SimDevice:
         drawn = (self._answers.drawn(one, running.steps) for one in running.step.batch.slices)
         outcome = StepOutcome(sampled=tuple(drawn))
         done = StepDone(outcome=outcome, seconds=running.seconds, steps=running.steps)
-        self._post((Stepped(done),))
+        self._post((done,))
 
 
 def _work_of(batch: StepBatch) -> StepWork:

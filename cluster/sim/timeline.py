@@ -41,9 +41,9 @@ class Timeline:
             self.clock.after(self.every_s, self._look)
 
     def _now(self) -> Look:
-        loops = [worker.loop for worker in self.workers if not worker.is_dead]
-        queues = [queue for loop in loops if len(queue := loop.prefill.queue)]
-        rosters = [loop.decode.batch.roster for loop in loops]
+        cores = [worker.core for worker in self.workers if not worker.is_dead]
+        queues = [queue for core in cores if len(queue := core.prefill.queue)]
+        rosters = [core.decode.batch.roster for core in cores]
         busy = [roster for roster in rosters if not roster.is_empty]
         return Look(
             at_s=self.clock.now_s,

@@ -38,7 +38,10 @@ def formula(layout: KvLayout, tokens: int) -> int:
 
 def moved_bytes(hosts: tuple[LocalHost, LocalHost]) -> tuple[int, int]:
     """(through slabs, into the decode worker's blocks) so far."""
-    sender, receiver = hosts[0].loop.prefill.handoffs, hosts[1].loop.decode.receiver.pieces
+    sender, receiver = (
+        hosts[0].loop.core.prefill.handoffs,
+        hosts[1].loop.core.decode.receiver.pieces,
+    )
     return sender.transfer_bytes, receiver.transfer_bytes
 
 
@@ -69,9 +72,9 @@ def counted(
 ) -> list[int]:
     before = moved_bytes(hosts)
     ids = ask(cluster, prompt, tokens=TOKENS)
-    wait_until(lambda: hosts[0].loop.idle and hosts[1].loop.idle, "the request is over")
+    wait_until(lambda: hosts[0].loop.core.idle and hosts[1].loop.idle, "the request is over")
     slabs, landed = (now - old for now, old in zip(moved_bytes(hosts), before, strict=True))
-    expected = formula(hosts[1].loop.decode.batch.tables.layout, len(prompt))
+    expected = formula(hosts[1].loop.core.decode.batch.tables.layout, len(prompt))
     assert landed == expected
     assert slabs == (0 if way == "direct" else expected)
     return ids

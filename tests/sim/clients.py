@@ -134,9 +134,8 @@ class Clients:
 
 def assert_nothing_held(cluster: Cluster) -> None:
     for worker in cluster.workers.values():
-        worker.validate()
-        held = [held.holder for held in worker.tables.held() if held.holder.side != "pinned"]
-        assert not held, held
+        worker.core.validate()
+        assert not worker.held(), worker.held()
         pinned = {b for held in worker.tables.held() for b in held.tables[0]}
         assert worker.tables.pools[0].available + len(pinned) == worker.tables.blocks
         assert worker.pool is None or worker.pool.client.idle, worker.incarnation
@@ -144,7 +143,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(cluster.now_s)
         assert worker.decode.sequences == 0
         assert worker.prefill.jobs.handing_over == len(worker.prefill.queue) == 0
-        assert not worker.routes
+        assert worker.core.idle
     for host in cluster.pools.hosts.values():
         assert host.node is not None
         counts = host.node.core.books.counts()

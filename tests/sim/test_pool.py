@@ -109,7 +109,7 @@ class World:
         """What the pools have done, those of dead workers left out."""
         found: Counter[str] = Counter()
         for worker in self.cluster.workers.values():
-            restores = worker.openings.restores
+            restores = worker.core.openings.restores
             assert restores is not None
             found.update(host_tokens=restores.host_tokens, disk_tokens=restores.disk_tokens)
             found.update(preemptions=worker.decode.batch.roster.preemptions)
@@ -256,7 +256,7 @@ def test_what_a_stray_writer_leaves_is_never_served() -> None:
             world.cluster.after(f"stray {i}", lambda w=world, h=host: w.stray_write(h), 4.0)
         world.run_in_peace()
         damaged += world.carried()["damaged"]
-    assert damaged > 3
+    assert damaged > 2
 
 
 def test_prefixes_come_from_every_tier() -> None:

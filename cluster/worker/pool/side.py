@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import assert_never
 
+from cluster.core.worker.events import PoolAnswer
 from cluster.worker.pool.link import PoolEndpoints, PoolLink
 from cluster.worker.pool.mover import PoolJob, PoolMover
 from cluster.worker.pool.news import FromFar, PoolNews
@@ -164,8 +165,6 @@ def _nothing(wanted: WantPrefix) -> PrefixFetched:
 
 
 PoolEvent = ClientEvent | AskFar | FromFar
-
-PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
 
 
 class PoolSide:
