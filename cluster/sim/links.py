@@ -99,9 +99,9 @@ class SimLinks:
         self._latency_s = fabric.config.latency
         self._posts = posts
         self._met: set[Incarnation] = set()
-        self._lost: set[Incarnation] = set()
+        self.lost: set[Incarnation] = set()
         self.states: tuple[LinkState, ...] = ()
-        self._outbox: dict[Incarnation, list[CoreEvent]] = {}
+        self.outbox: dict[Incarnation, list[CoreEvent]] = {}
 
     def send(self, command: SendPeer) -> None:
         if command.peer not in self._met:
@@ -109,27 +109,23 @@ class SimLinks:
         self._put(command.peer, FromPeer(peer=self.hello.incarnation, message=command.message))
 
     def _put(self, peer: Incarnation, event: CoreEvent) -> None:
-        self._outbox.setdefault(peer, []).append(event)
+        self.outbox.setdefault(peer, []).append(event)
 
     def flush(self) -> None:
         """At the end of a turn."""
-        if self._outbox:
-            for peer, events in self._outbox.items():
-                self._clock.after(self._latency_s, self._posts[peer], events)
-            self._outbox = {}
+        for peer, events in self.outbox.items():
+            self._clock.after(self._latency_s, self._posts[peer], events)
+        self.outbox = {}
 
     def lose(self, peer: Incarnation) -> bool:
         """Whether it was known. What still comes of it isn't heard."""
-        self._lost.add(peer)
+        self.lost.add(peer)
         if peer not in self._met:
             return False
         self._met.remove(peer)
-        self._outbox.pop(peer, None)
+        self.outbox.pop(peer, None)
         self.states = tuple(state for state in self.states if state.peer != peer)
         return True
-
-    def is_lost(self, peer: Incarnation) -> bool:
-        return peer in self._lost
 
     def meet(self, peer: Incarnation) -> None:
         """Each side says hello once; the other knows what the link costs as soon as it hears it."""

@@ -93,19 +93,21 @@ class SimWorker:
             return
         for event in events:
             if type(event) not in _OF_PEERS or self._is_heard(event):
-                self._execute(self.core.handle(event, self._clock.now_s))
+                commands = self.core.handle(event, self._clock.now_s)
+                if commands:
+                    self._execute(commands)
         self._act()
 
     def _is_heard(self, event: CoreEvent) -> bool:
         """Nothing more of a peer that is lost."""
         match event:
             case FromPeer(peer=peer, message=message):
-                if self.links.is_lost(peer):
+                if peer in self.links.lost:
                     return False
                 if isinstance(message, PeerHello):
                     self.links.meet(peer)
             case LinkMeasured(peer=peer):
-                return not self.links.is_lost(peer)
+                return peer not in self.links.lost
             case PeerLost(peer=peer):
                 return self.links.lose(peer)
             case _:
@@ -122,11 +124,13 @@ class SimWorker:
 
     def _act(self) -> None:
         core, now_s = self.core, self._clock.now_s
-        self._execute(core.proceed(now_s))
+        if commands := core.proceed(now_s):
+            self._execute(commands)
         if core.has_news:
             self._execute(core.report(self.links.states, now_s))
-        self.links.flush()
-        if self.device.runs_ahead and self._is_wanted_otherwise:
+        if self.links.outbox:
+            self.links.flush()
+        if self.device.steps_running > 1 and self._is_wanted_otherwise:
             self.device.cut()
         if not self._ticking and not core.idle:
             self._ticking = True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvpool.core.transfer.messages import HandoffMode
 from kvpool.core.transfer.slabs import SlabState
-from kvrelay.types import FinishReason, RequestSpec
+from kvrelay.types import NO_OBJECTIVES, FinishReason, Objectives, RequestSpec
 from router.core.events import (
     Aborted,
     Admit,
@@ -19,10 +19,13 @@ from router.core.events import (
     Refuse,
     Submitted,
 )
+from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from tests.sim.cluster import Cluster
 from tests.sim.model import expected, make_spec
 from tests.sim.waits import who_waits
+
+MOST_REFUSALS = 50
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class Call:
 
     spec: RequestSpec
     cut: dict[int, int]
+    objectives: Objectives = NO_OBJECTIVES
+    refusals: int = 0
     tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
@@ -56,27 +61,41 @@ class Call:
 
 
 class Clients:
-    def __init__(self, seed: int, requests: int, mode: HandoffMode = HandoffMode.PUSH) -> None:
+    def __init__(
+        self,
+        seed: int,
+        requests: int,
+        mode: HandoffMode = HandoffMode.PUSH,
+        policies: Policies = DEFAULT_POLICIES,
+    ) -> None:
         self.mode = mode
         self.rng = random.Random(seed)
-        self.cluster = Cluster(seed, self.hear)
+        self.cluster = Cluster(seed, self.hear, policies)
         self.calls: dict[str, Call] = {}
         for number in range(requests):
             self.add(make_spec(self.rng, number), 2)
 
-    def add(self, spec: RequestSpec, longest_delay_s: float) -> None:
+    def add(
+        self,
+        spec: RequestSpec,
+        longest_delay_s: float,
+        objectives: Objectives = NO_OBJECTIVES,
+    ) -> None:
         wanted = range(spec.sampling.n)
         cut = {c: self.rng.randint(1, 6) for c in wanted if self.rng.random() < 0.2}
-        self.calls[spec.key.request_id] = Call(spec=spec, cut=cut)
+        self.calls[spec.key.request_id] = Call(spec=spec, cut=cut, objectives=objectives)
         self.submit(spec.key.request_id, self.rng.uniform(0, longest_delay_s))
 
     def submit(self, request_id: str, delay_s: float) -> None:
-        spec = self.calls[request_id].spec
+        call = self.calls[request_id]
+        spec = call.spec
         request = GenerationRequest(
             request_id=request_id,
             prompt_ids=spec.prompt_ids,
             sampling=spec.sampling,
             tenant=spec.tenant,
+            qos_tier=spec.qos_tier,
+            objectives=call.objectives,
         )
         event = Submitted(request=request)
         self.cluster.after(f"client {request_id}", lambda: self.cluster.to_router(event), delay_s)
@@ -96,8 +115,12 @@ class Clients:
                 call.admitted = True
             case Refuse(request_id=request_id, refusal=refusal):
                 assert not call.admitted
-                assert refusal.retry_after_s is not None, refusal
-                self.submit(request_id, refusal.retry_after_s)
+                call.refusals += 1
+                if refusal.retry_after_s is None or call.refusals == MOST_REFUSALS:
+                    assert call.objectives != NO_OBJECTIVES, refusal
+                    call.ended = f"refused: {refusal.reason}"
+                else:
+                    self.submit(request_id, refusal.retry_after_s)
             case Deliver(request_id=request_id, tokens=tokens, done=done):
                 assert call.admitted
                 for piece in tokens:

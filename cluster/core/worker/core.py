@@ -156,14 +156,16 @@ class WorkerCore:
     def proceed(self, now_s: float) -> list[WorkerCommand]:
         """Keep the device busy, and ask pools and peers. When a pool has answered at once, call it
         again."""
-        steps = self._steps
-        commands: list[Any] = steps.start(now_s)
-        commands += self._prefixes.take_questions(now_s)
+        steps, prefixes = self._steps, self._prefixes
+        commands: list[Any] = [] if steps.stepping is not None else steps.start(now_s)
+        if prefixes.uses_pools:
+            commands += prefixes.take_questions(now_s)
         if steps.launches_ahead:
             commands += steps.start_behind(now_s)
         if steps.stepping is None:
             self.pace.idle()
-        commands += self._prefixes.take_pulls()
+        if prefixes.answers or (prefixes.pulls is not None and prefixes.pulls.outbox):
+            commands += prefixes.take_commands()
         return self._without_events(commands, now_s) if commands else commands
 
     def tick(self, links: tuple[LinkState, ...], now_s: float) -> list[WorkerCommand]:
@@ -177,7 +179,7 @@ class WorkerCore:
     @property
     def has_news(self) -> bool:
         """Routers have something to hear."""
-        return self._routers.has_news
+        return self._routers.changed or bool(self.tables.cache.changes)
 
     def report(self, links: tuple[LinkState, ...], now_s: float) -> list[WorkerCommand]:
         """What each router hears of this turn. `links` are those to peers."""

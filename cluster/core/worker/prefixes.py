@@ -25,7 +25,9 @@ class PrefixExchange:
         self._confirms = confirms
         self._confirming: dict[RequestKey, int] = {}  # question |-> offer
         self._questions: list[AskPool] = []
-        self._to_peers: list[SendPeer] = []
+        self.answers: list[SendPeer] = []  # to what peers ask
+        self.pulls = openings.pulls
+        self.uses_pools = openings.write_behind is not None
 
     # --- pools ----------------------------------------------------------------------------------
 
@@ -58,8 +60,7 @@ class PrefixExchange:
 
     def take_questions(self, now_s: float) -> list[AskPool]:
         """Questions of the worker's sequences, and what it has named since the last call."""
-        if self._openings.write_behind is None:
-            return []
+        assert self._openings.write_behind is not None
         questions, self._questions = self._questions, []
         questions += self._openings.take_outbox()
         offer = self._openings.write_behind.offer(now_s)
@@ -70,7 +71,7 @@ class PrefixExchange:
     def pulled(self, event: PullEvent, now_s: float) -> list[Restored]:
         grants = self._openings.grants
         if grants is not None:
-            self._to_peers += self._grant(grants, event, now_s)
+            self.answers += self._grant(grants, event, now_s)
         return self._openings.pulled(event, now_s)
 
     @staticmethod
@@ -89,10 +90,7 @@ class PrefixExchange:
             self._openings.grants.expire(now_s)
         return self._openings.expire(now_s)
 
-    def take_pulls(self) -> list[SendPeer | PullBlocks]:
+    def take_commands(self) -> list[SendPeer | PullBlocks]:
         """To be executed in order."""
-        pulls = self._openings.take_pulls()
-        if not self._to_peers:
-            return pulls
-        answers, self._to_peers = self._to_peers, []
-        return [*answers, *pulls]
+        answers, self.answers = self.answers, []
+        return [*answers, *self._openings.take_pulls()]

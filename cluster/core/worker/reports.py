@@ -47,10 +47,6 @@ class BlockReports:
             return []
         return [*_stored([block.hash for block in self._cache.index])]
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._cache.changes)
-
     def take(self, now_s: float) -> list[BlockChanges]:
         """What is new since the last call."""
         if not self._cache.changes:

@@ -19,14 +19,15 @@ log = logging.getLogger(__name__)
 
 class RouterQueues:
     """Events wait here until the end of a turn. The counters go with every batch. A router hears
-    of another router's requests only by the counters."""
+    of another router's requests only by the counters. `changed`: requests came or went, or there
+    are events."""
 
     def __init__(self, reports: BlockReports) -> None:
         self._reports = reports
         self._routes: dict[RequestKey, RouterStream] = {}
         self._queues: dict[RouterStream, list[WorkerEvent]] = {}
         self._joined: set[RouterStream] = set()
-        self._changed = False
+        self.changed = False
 
     def __contains__(self, key: RequestKey) -> bool:
         """Whether the worker holds something for this request."""
@@ -36,26 +37,22 @@ class RouterQueues:
     def idle(self) -> bool:
         return not self._routes
 
-    @property
-    def has_news(self) -> bool:
-        return self._changed or self._reports.has_news
-
     def is_from(self, stream: RouterStream, key: RequestKey) -> bool:
         return self._routes.get(key) is stream
 
     def begin(self, stream: RouterStream, key: RequestKey) -> None:
         self._routes[key] = stream
-        self._changed = True
+        self.changed = True
 
     def end(self, key: RequestKey) -> None:
         self._routes.pop(key, None)
-        self._changed = True
+        self.changed = True
 
     def join(self, stream: RouterStream) -> None:
         """Its first batch tells it of all blocks that this worker holds."""
         self._queues[stream] = []
         self._joined.add(stream)
-        self._changed = True
+        self.changed = True
 
     def leave(self, stream: RouterStream) -> list[RequestKey]:
         """Its requests, which no one waits for any more."""
@@ -68,18 +65,18 @@ class RouterQueues:
         for event in events:
             stream = self._routes.get(event.key)
             if stream in self._queues:
-                self._changed = True
+                self.changed = True
                 self._queues[stream].append(event)
 
     def answer(self, stream: RouterStream, event: WorkerEvent) -> None:
         """Goes to this router, whoever the request came from."""
         if stream in self._queues:
-            self._changed = True
+            self.changed = True
             self._queues[stream].append(event)
 
     def report_all(self) -> None:
         """The next `flush` sends the counters, even if there is nothing else."""
-        self._changed = True
+        self.changed = True
 
     def heartbeats(self, counters: Counters) -> list[TellRouter]:
         return [TellRouter(stream, (), counters, ()) for stream in self._queues]
@@ -87,7 +84,7 @@ class RouterQueues:
     def flush(self, counters: Counters, now_s: float) -> list[TellRouter]:
         """Blocks go before the events that made them. Each batch of blocks is a message."""
         blocks = self._reports.take(now_s)
-        self._changed = False
+        self.changed = False
         batches: list[TellRouter] = []
         for stream, events in self._queues.items():
             if stream in self._joined:

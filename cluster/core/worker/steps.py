@@ -36,8 +36,8 @@ class StepTurns:
         self.stepping: Scheduler | None = None
 
     def start(self, now_s: float) -> list[Command]:
-        """If the device is free."""
-        if self.stepping is not None or not (self._decode.has_work or self._prefill.has_work):
+        """The device is free."""
+        if not (self._decode.has_work or self._prefill.has_work):
             return []
         commands: list[Command] = []
         for scheduler in list(self._turns):
