@@ -21,6 +21,7 @@ from router.core.events import (
 )
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
 from router.core.state.generation import ChoiceTokens, GenerationRequest
+from router.core.state.promises import Refusal
 from tests.sim.cluster import Cluster
 from tests.sim.model import expected, make_spec
 from tests.sim.waits import who_waits
@@ -41,6 +42,12 @@ class Call:
     stopped: set[int] = field(default_factory=set)
     admitted: bool = False
     ended: str | None = None
+
+    def gives_up(self, refusal: Refusal) -> bool:
+        """Without objectives every request is taken some time."""
+        if self.objectives == NO_OBJECTIVES:
+            return False
+        return refusal.retry_after_s is None or self.refusals == MOST_REFUSALS
 
     def take(self, tokens: ChoiceTokens) -> None:
         choice = tokens.choice
@@ -116,10 +123,10 @@ class Clients:
             case Refuse(request_id=request_id, refusal=refusal):
                 assert not call.admitted
                 call.refusals += 1
-                if refusal.retry_after_s is None or call.refusals == MOST_REFUSALS:
-                    assert call.objectives != NO_OBJECTIVES, refusal
+                if call.gives_up(refusal):
                     call.ended = f"refused: {refusal.reason}"
                 else:
+                    assert refusal.retry_after_s is not None, refusal
                     self.submit(request_id, refusal.retry_after_s)
             case Deliver(request_id=request_id, tokens=tokens, done=done):
                 assert call.admitted
