@@ -2,7 +2,7 @@
 
 Every place that is free is lent to whoever asks. A tier that holds less than its share of the
 places always gets one: when all are taken, a sequence on a lent place loses its own at the next
-step, and waits until one is free (`Standing`); and those on lent places step back for its pace
+step, and waits until one is free (`TierShares`); and those on lent places step back for its pace
 (`Pace`). Refused are, in this order:
 
     tier_share_exhausted   beyond its share, no place is free, another tier would still get one
@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
 from decode_worker.sequence import Sequence
-from decode_worker.shares import Standing, strictest_kept_s
+from decode_worker.shares import TierShares, strictest_kept_s
 from engine.core.step_times import NotCovered, decode_work
 from kvrelay.types import RequestSpec
 
@@ -34,33 +34,33 @@ TPOT_MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    receiver: Receiver
+    reservations: Reservations
     batch: Batch
 
     @property
-    def standing(self) -> Standing:
-        return self.batch.roster.standing
+    def shares(self) -> TierShares:
+        return self.batch.running_set.shares
 
     def held(self) -> Counter[str]:
         """# tier |-> sequences: those here and those on their way"""
         held: Counter[str] = Counter()
         for sequence in self._here():
-            held[self.standing.tier_of(sequence.spec)] += len(sequence.choices)
+            held[self.shares.tier_of(sequence.spec)] += len(sequence.choices)
         for spec in self._coming():
-            held[self.standing.tier_of(spec)] += spec.sampling.n
+            held[self.shares.tier_of(spec)] += spec.sampling.n
         return held
 
     @property
     def sequences(self) -> int:
         """All that are `held`."""
-        return self.batch.roster.choices + self.receiver.reserved_choices
+        return self.batch.running_set.choices + self.reservations.reserved_choices
 
     def _here(self) -> Iterator[Sequence]:
-        yield from self.batch.roster.running
-        yield from self.batch.roster.awaiting_prefill
+        yield from self.batch.running_set.running
+        yield from self.batch.running_set.awaiting_prefill
 
     def _coming(self) -> Iterator[RequestSpec]:
-        yield from self.receiver.reserved_specs
+        yield from self.reservations.reserved_specs
 
     # --- judging --------------------------------------------------------------------------------
 
@@ -71,23 +71,23 @@ class Admission:
         router has judged its pace."""
         held = self.held()
         for other in asking:
-            held[self.standing.tier_of(other)] += other.sampling.n
+            held[self.shares.tier_of(other)] += other.sampling.n
         if self._is_own(spec, held):
             return None
-        if held.total() + spec.sampling.n > self.standing.places:
+        if held.total() + spec.sampling.n > self.shares.slots:
             return self._all_taken(spec, held)
-        if self.batch.roster.lacks_blocks:
+        if self.batch.running_set.lacks_blocks:
             return "kv_exhausted"
         if counted is not None and held.total() <= counted:
             return None
         return "tpot_unreachable" if self._breaks_tpot(spec, held.total()) else None
 
     def _is_own(self, spec: RequestSpec, held: Counter[str]) -> bool:
-        tier = self.standing.tier_of(spec)
-        return held[tier] + spec.sampling.n <= self.standing.own_places(tier)
+        tier = self.shares.tier_of(spec)
+        return held[tier] + spec.sampling.n <= self.shares.reserved_slots(tier)
 
     def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> str:
-        others = self.standing.others_may_come(self.standing.tier_of(spec), held)
+        others = self.shares.others_may_come(self.shares.tier_of(spec), held)
         return "tier_share_exhausted" if others else "slots_exhausted"
 
     def _breaks_tpot(self, spec: RequestSpec, sequences: int) -> bool:
@@ -98,7 +98,7 @@ class Admission:
         strictest_s = spec.tpot_s if others_s is None else min(spec.tpot_s, others_s)
         kv_tokens = sum(s.context_tokens * s.sampling.n for s in coming)
         kv_tokens += sum(sequence.length for sequence in self._here())
-        together = min(sequences + spec.sampling.n, self.standing.places)
+        together = min(sequences + spec.sampling.n, self.shares.slots)
         try:
             step_s = self.batch.times.step_s(decode_work(together, kv_tokens))
         except NotCovered:
@@ -123,14 +123,14 @@ class Admission:
 
     def try_reclaim(self) -> bool:
         """Takes the blocks of one on a lent place, between two steps."""
-        assert not self.batch.roster.on_device, "a step is on the device"
+        assert not self.batch.running_set.on_device, "a step is on the device"
         for sequence in self._lenders():
-            self.batch.roster.preempt(sequence)
+            self.batch.running_set.preempt(sequence)
             return True
         return False
 
     def _lenders(self) -> Iterator[Sequence]:
         tables, openings = self.batch.tables, self.batch.openings
-        for sequence in self.standing.borrowers(self._here()):
+        for sequence in self.shares.borrowers(self._here()):
             if sequence.holder in tables and not openings.waits(sequence.holder):
                 yield sequence

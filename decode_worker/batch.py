@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
-from decode_worker.reservations import Arrived
-from decode_worker.roster import Roster
+from decode_worker.incoming import Arrived
 from decode_worker.run_ahead import RunAhead, followers
+from decode_worker.running_set import RunningSet
 from decode_worker.sequence import Sequence
-from decode_worker.shares import Pace, Standing
+from decode_worker.shares import Pace, TierShares
 from engine.core.step import MOST_SCORED_TOKENS, RunStep, SequenceSlice, StepBatch
 from engine.core.step_times import StepTimes
 from kvpool.core.blocks.holding import CopyPairs
@@ -34,7 +34,7 @@ class Packing:
     """`budget` is what prefill chunks may still take, in tokens, and `scored` those of prompts that
     are scored; `times` None: nothing is known of steps."""
 
-    roster: Roster
+    running_set: RunningSet
     now_s: float
     budget: int
     scored: int = MOST_SCORED_TOKENS
@@ -52,29 +52,29 @@ class Packing:
         self._park_outgrown()
         self._keep_seated()
         self._keep_pace()
-        preempted_before = self.roster.preemptions
+        preempted_before = self.running_set.preemptions
         for sequence in self._running:
-            if sequence.holder not in self.roster.tables:
+            if sequence.holder not in self.running_set.tables:
                 break  # preempted just now, as are all behind it
             self._choose(sequence)
-        if self.roster.preemptions == preempted_before or not self.chosen:
+        if self.running_set.preemptions == preempted_before or not self.chosen:
             self._start_waiting(self._seated_waiting())
         self._note_who_stands_back()
 
     def _note_who_stands_back(self) -> None:
         """Who decodes, or did before it was parked, and isn't in the step."""
-        roster = self.roster
-        if len(self.chosen) == len(roster.running) and not roster.awaiting_prefill:
+        running_set = self.running_set
+        if len(self.chosen) == len(running_set.running) and not running_set.awaiting_prefill:
             return
-        parked = (s for s in roster.awaiting_prefill if s.parked)
-        for sequence in (*roster.running, *parked):
+        parked = (s for s in running_set.awaiting_prefill if s.parked)
+        for sequence in (*running_set.running, *parked):
             if sequence not in self._taken:
                 sequence.stands_back(self.now_s)
 
     def _park_outgrown(self) -> None:
         """With the short factors of LongRoPE their KV is of no use any more, but to others."""
-        for sequence in [s for s in self.roster.running if self._is_outgrown(s)]:
-            self.roster.park(sequence)
+        for sequence in [s for s in self.running_set.running if self._is_outgrown(s)]:
+            self.running_set.park(sequence)
 
     def _is_outgrown(self, sequence: Sequence) -> bool:
         """Its names are those of short sequences."""
@@ -83,21 +83,21 @@ class Packing:
 
     def _keep_seated(self) -> None:
         """Those whose places are asked back wait again."""
-        seated = self.roster.seated()
+        seated = self.running_set.seated()
         if self._all_run(seated):
             self._running = seated
             return
-        running, kept = {*self.roster.running}, {*seated}
+        running, kept = {*self.running_set.running}, {*seated}
         self._running = [s for s in seated if s in running]
-        for sequence in [s for s in reversed(self.roster.running) if s not in kept]:
-            self.roster.park(sequence)
+        for sequence in [s for s in reversed(self.running_set.running) if s not in kept]:
+            self.running_set.park(sequence)
 
     def _keep_pace(self) -> None:
         """Those on lent places that can't take their next token in time step back."""
-        roster = self.roster
-        if not roster.standing.any_own:
+        running_set = self.running_set
+        if not running_set.shares.any_own:
             return
-        self._lent = roster.standing.lent((*roster.running, *roster.awaiting_prefill))
+        self._lent = running_set.shares.lent((*running_set.running, *running_set.awaiting_prefill))
         own = [s for s in self._running if s not in self._lent]
         self._pace = Pace.of(own, self.times)
         if self._pace is None:
@@ -123,13 +123,15 @@ class Packing:
         return others[count:]
 
     def _all_run(self, seated: Ordered[Sequence]) -> bool:
-        return not self.roster.awaiting_prefill and len(seated) == len(self.roster.running)
+        return not self.running_set.awaiting_prefill and len(seated) == len(
+            self.running_set.running
+        )
 
     def _seated_waiting(self) -> list[Sequence]:
-        if not self.roster.awaiting_prefill:
+        if not self.running_set.awaiting_prefill:
             return []
-        running = {*self.roster.running}
-        return [s for s in self.roster.seated() if s not in running]
+        running = {*self.running_set.running}
+        return [s for s in self.running_set.seated() if s not in running]
 
     # --- those that run -------------------------------------------------------------------------
 
@@ -170,23 +172,23 @@ class Packing:
         """Blocks for `take` more tokens, at the cost of those behind it; False if it had to go."""
         while not self._try_room(sequence, take):
             last = next(filter(self._may_go, reversed(self._by_standing())))
-            self.roster.preempt(last)
+            self.running_set.preempt(last)
             if last is sequence:
                 return False
         return True
 
     def _by_standing(self) -> list[Sequence]:
         """Also those that wait with blocks of their own, held back for the pace of others."""
-        roster = self.roster
-        return roster.standing.order((*roster.running, *roster.awaiting_prefill))
+        running_set = self.running_set
+        return running_set.shares.order((*running_set.running, *running_set.awaiting_prefill))
 
     def _may_go(self, sequence: Sequence) -> bool:
-        if sequence.holder not in self.roster.tables or sequence in self._taken:
+        if sequence.holder not in self.running_set.tables or sequence in self._taken:
             return False
-        return not self.roster.openings.waits(sequence.holder)
+        return not self.running_set.openings.waits(sequence.holder)
 
     def _try_room(self, sequence: Sequence, take: int) -> bool:
-        tables, end = self.roster.tables, sequence.computed + take
+        tables, end = self.running_set.tables, sequence.computed + take
         if not tables.try_grow(sequence.holder, end, now_s=self.now_s):
             return False
         if sequence.spec.sampling.n == 1:
@@ -206,28 +208,28 @@ class Packing:
         for sequence in waiting:
             if self.budget == 0:
                 return
-            if starved and sequence.holder not in self.roster.tables:
+            if starved and sequence.holder not in self.running_set.tables:
                 continue
             found = self._try_resume(sequence)
             starved |= not found
-            self.roster.starved = starved
-            if found and not self.roster.openings.waits(sequence.holder):
+            self.running_set.starved = starved
+            if found and not self.running_set.openings.waits(sequence.holder):
                 self._start(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         take = self._chunk(sequence)
         if take:
-            self.roster.run(sequence)
+            self.running_set.run(sequence)
             self._take_chunk(sequence, take)
             self._take(sequence, take)
 
     def _try_resume(self, sequence: Sequence) -> bool:
         """Blocks for all of it; one that was preempted finds again what is still cached."""
-        tables = self.roster.tables
+        tables = self.running_set.tables
         if sequence.holder not in tables:
             if self._is_outgrown(sequence):
                 sequence.names = tables.chain(sequence.spec.tenant, sequence.length)
-            return self.roster.try_open(sequence, sequence.length, self.budget, self.now_s)
+            return self.running_set.try_open(sequence, sequence.length, self.budget, self.now_s)
         end = min(sequence.length, sequence.computed + self.budget)
         return tables.try_grow(
             sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
@@ -244,15 +246,17 @@ class Batch:
 
     openings: Openings
     chunk_tokens: int
-    standing: Standing
+    shares: TierShares
     times: StepTimes | None = None
     rope_border_tokens: int | None = None
-    roster: Roster = field(init=False)
+    running_set: RunningSet = field(init=False)
     ahead: RunAhead = field(init=False)
 
     def __post_init__(self) -> None:
-        self.roster = Roster(openings=self.openings, standing=self.standing)
-        self.ahead = RunAhead(roster=self.roster, rope_border_tokens=self.rope_border_tokens)
+        self.running_set = RunningSet(openings=self.openings, shares=self.shares)
+        self.ahead = RunAhead(
+            running_set=self.running_set, rope_border_tokens=self.rope_border_tokens
+        )
 
     @property
     def tables(self) -> BlockTables:
@@ -262,39 +266,39 @@ class Batch:
 
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
-        sequence = self.roster.sequence(spec, self.tables.names_of(spec))
-        if not self.roster.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
+        sequence = self.running_set.sequence(spec, self.tables.names_of(spec))
+        if not self.running_set.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
-        self.roster.expect(spec.key)
-        self.roster.wait(sequence)
+        self.running_set.expect(spec.key)
+        self.running_set.wait(sequence)
         return True
 
     def join(self, arrived: Arrived, now_s: float) -> None:
         """Its prompt's KV is in the holder's blocks; if it has none, it is got as after a
         preemption."""
         spec = arrived.message.spec
-        whole = self.roster.sequence(spec, arrived.names)
+        whole = self.running_set.sequence(spec, arrived.names)
         ids = [
             spec.resumed_by(choice) or arrived.resumed_ids or (token,)
             for choice, token in enumerate(arrived.first_token_ids)
         ]
-        self.roster.expect(spec.key)
+        self.running_set.expect(spec.key)
         if whole.holder in self.tables:
             self.advance(whole, spec.context_tokens)
             self._part(whole, ids, arrived.finished, now_s)
             return
         for choice, begun in zip(whole.choices, ids, strict=True):
             if choice not in arrived.finished:
-                self.roster.wait(whole.part(choice, begun))
+                self.running_set.wait(whole.part(choice, begun))
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
     ) -> None:
         """The choices of a prompt that was prefilled here part at their first `tokens`, or go on
         behind those of earlier attempts."""
-        self.roster.replaced(whole)
+        self.running_set.replaced(whole)
         drawn = zip(whole.choices, tokens, strict=True)
         begun = [whole.spec.resumed_by(choice) or (token,) for choice, token in drawn]
         self._part(whole, begun, finished, now_s)
@@ -313,7 +317,7 @@ class Batch:
             sequence = whole.part(choice, token_ids)
             if sequence.holder != whole.holder:
                 self.tables.fork(whole.holder, sequence.holder, now_s=now_s)
-            self.roster.join(sequence)
+            self.running_set.join(sequence)
         if whole.choices[0] in finished:
             self.tables.release(whole.holder)
 
@@ -321,11 +325,11 @@ class Batch:
 
     def next_step(self, now_s: float, most_steps: int = 1) -> RunStep | None:
         """With `most_steps` above 1 the step may be one that can be run so often."""
-        assert not self.roster.on_device, "a step is on the device"
-        if self.roster.is_empty:
+        assert not self.running_set.on_device, "a step is on the device"
+        if self.running_set.is_empty:
             return None
         step = Packing(
-            roster=self.roster,
+            running_set=self.running_set,
             now_s=now_s,
             budget=self.chunk_tokens,
             times=self.times,
@@ -334,7 +338,7 @@ class Batch:
         step.pack()
         if not step.chosen:
             return None
-        self.roster.on_device = tuple(step.chosen)
+        self.running_set.on_device = tuple(step.chosen)
         steps = self.ahead.steps(step.chosen, most_steps, now_s)
         slices = tuple(self._slice(sequence, take) for sequence, take in step.chosen)
         return RunStep(batch=StepBatch(slices=slices), copies=tuple(step.copies), steps=steps)
@@ -343,10 +347,10 @@ class Batch:
         """The step after the one on the device, where it needs none of that one's tokens."""
         if self.rope_border_tokens is not None:
             return None
-        found = followers(self.roster, now_s)
+        found = followers(self.running_set, now_s)
         if not found:
             return None
-        self.roster.behind = tuple((one.sequence, 1) for one in found)
+        self.running_set.behind = tuple((one.sequence, 1) for one in found)
         slices = tuple(one.slice(self.tables.tables(one.sequence.holder)) for one in found)
         return RunStep(batch=StepBatch(slices=slices))
 
@@ -375,4 +379,4 @@ class Batch:
         """It has drawn its last token. All its full blocks get names, also those that came from a
         pool."""
         self.tables.fill(sequence.holder, sequence.filled)
-        self.roster.drop(sequence)
+        self.running_set.drop(sequence)

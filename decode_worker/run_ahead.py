@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 
-from decode_worker.roster import Roster
+from decode_worker.running_set import RunningSet
 from decode_worker.sequence import Sequence
 from engine.core.step import SequenceSlice, needs_history
 from kvpool.core.layout.layout import Tables
@@ -30,7 +30,7 @@ Taken = Ordered[tuple[Sequence, int]]
 class RunAhead:
     """No run goes over `rope_border_tokens`, where a sequence is computed anew."""
 
-    roster: Roster
+    running_set: RunningSet
     rope_border_tokens: int | None = None
     _has_room_ahead: bool = False
 
@@ -46,7 +46,7 @@ class RunAhead:
 
     def _is_steady(self, chosen: Taken) -> bool:
         """Nobody waits or stands back, and all take the next token of one choice."""
-        here = len(self.roster.running) + len(self.roster.awaiting_prefill)
+        here = len(self.running_set.running) + len(self.running_set.awaiting_prefill)
         return len(chosen) == here and all(_decodes(sequence) for sequence, _ in chosen)
 
     def _left(self, sequence: Sequence) -> int:
@@ -57,7 +57,7 @@ class RunAhead:
 
     def _try_room(self, chosen: Taken, steps: int, now_s: float) -> bool:
         """Where one gets none the others keep theirs until the step is over."""
-        tables = self.roster.tables
+        tables = self.running_set.tables
         return all(
             tables.try_grow(sequence.holder, sequence.computed + steps, now_s=now_s)
             for sequence, _ in chosen
@@ -67,7 +67,7 @@ class RunAhead:
         """The step is over, after however many times."""
         for sequence, _ in ran if self._has_room_ahead else ():
             if not sequence.dropped:
-                self.roster.tables.shrink(sequence.holder, sequence.computed)
+                self.running_set.tables.shrink(sequence.holder, sequence.computed)
 
 
 def _decodes(sequence: Sequence) -> bool:
@@ -101,26 +101,27 @@ class Follower:
         )
 
 
-def followers(roster: Roster, now_s: float) -> list[Follower]:
+def followers(running_set: RunningSet, now_s: float) -> list[Follower]:
     """Empty where the device must be free first."""
-    if not _is_steady(roster):
+    if not _is_steady(running_set):
         return []
-    places = {one: i for i, (one, _) in enumerate(roster.on_device)}
-    found = [Follower(one, places.get(one)) for one in roster.running]
+    places = {one: i for i, (one, _) in enumerate(running_set.on_device)}
+    found = [Follower(one, places.get(one)) for one in running_set.running]
     found = [one for one in found if one.follows is None or one.sequence.tokens_left > 1]
     has_room = all(
-        roster.tables.try_grow(one.sequence.holder, one.start + 1, now_s=now_s) for one in found
+        running_set.tables.try_grow(one.sequence.holder, one.start + 1, now_s=now_s)
+        for one in found
     )
     return found if has_room else []
 
 
-def _is_steady(roster: Roster) -> bool:
+def _is_steady(running_set: RunningSet) -> bool:
     """Nobody waits, or stands back for others, and all take the next token of one choice."""
-    if not roster.on_device or roster.behind or roster.awaiting_prefill:
+    if not running_set.on_device or running_set.behind or running_set.awaiting_prefill:
         return False
-    if roster.standing.any_own or roster.choices > roster.standing.places:
+    if running_set.shares.any_own or running_set.choices > running_set.shares.slots:
         return False
-    here = (*roster.running, *(sequence for sequence, _ in roster.on_device))
+    here = (*running_set.running, *(sequence for sequence, _ in running_set.on_device))
     return all(_only_decodes(sequence) for sequence in here)
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
-from decode_worker.reservations import Failure
+from decode_worker.incoming import Failure
+from decode_worker.reservations import Reservations
 from decode_worker.run_ahead import Taken
 from decode_worker.sequence import Sequence
 from engine.core.step import (
@@ -68,7 +68,7 @@ ArrivalEvent = FromPeer | PeerLost | LinkMeasured | Moved | Tick
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    receiver: Receiver
+    reservations: Reservations
     batch: Batch
 
     def handle(self, event: ArrivalEvent, now_s: float) -> list[Command]:
@@ -76,43 +76,43 @@ class Arrivals:
             case FromPeer():
                 return self._from_peer(event, now_s)
             case SlabScattered(key=key):
-                commands, failures = self.receiver.scattered(event, now_s)
+                commands, failures = self.reservations.scattered(event, now_s)
                 return [*commands, *_failed(failures, now_s), *self._join_complete([key], now_s)]
             case PieceFetched(key=key):
-                commands, failures = self.receiver.fetched(event, now_s)
+                commands, failures = self.reservations.fetched(event, now_s)
                 return [*commands, *_failed(failures, now_s), *self._join_complete([key], now_s)]
             case BlocksDigested():
                 return self._digested(event, now_s)
             case LinkMeasured(peer=peer, cost=cost):
-                self.receiver.pools.measured(peer, cost)
+                self.reservations.pools.measured(peer, cost)
                 return []
             case SlabReplaced():
-                return self.receiver.replaced(event, now_s)
+                return self.reservations.replaced(event, now_s)
             case PeerLost(peer=peer, reason=reason):
-                commands, failures = self.receiver.peer_lost(peer, reason)
+                commands, failures = self.reservations.peer_lost(peer, reason)
                 return [*commands, *_failed(failures, now_s)]
             case Tick():
-                commands, failures = self.receiver.expire(now_s)
+                commands, failures = self.reservations.expire(now_s)
                 return [*commands, *_failed(failures, now_s)]
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
         match event.message:
             case PeerHello(kv=kv):
-                self.receiver.pools.met(event.peer, kv)
+                self.reservations.pools.met(event.peer, kv)
                 return []
             case PiecesAhead() as ahead:
-                return self.receiver.ahead(event.peer, ahead, now_s)
+                return self.reservations.ahead(event.peer, ahead, now_s)
             case PieceComputed() as computed:
-                return self.receiver.computed(event.peer, computed, now_s)
+                return self.reservations.computed(event.peer, computed, now_s)
             case SlabFilled() as filled:
-                return self.receiver.filled(filled, now_s)
+                return self.reservations.filled(filled, now_s)
             case Commit() as commit:
-                commands = self.receiver.commit(event.peer, commit, now_s)
+                commands = self.reservations.commit(event.peer, commit, now_s)
                 return [*commands, *self._join_complete([commit.key], now_s)]
             case TransferCancelled(key=key):
-                return self.receiver.fenced(key, now_s)
+                return self.reservations.fenced(key, now_s)
             case RenewLeases(keys=keys):
-                self.receiver.renew(keys, now_s)
+                self.reservations.renew(keys, now_s)
                 return []
             case _:
                 return []
@@ -120,10 +120,10 @@ class Arrivals:
     def settle(self, now_s: float) -> list[Command]:
         """After every event: blocks for those that await them, and who holds nothing any more."""
         commands: list[Command] = []
-        if self.receiver.awaits_blocks and not self.batch.roster.lacks_blocks:
-            taken, keys = self.receiver.take_blocks(now_s)
+        if self.reservations.awaits_blocks and not self.batch.running_set.lacks_blocks:
+            taken, keys = self.reservations.take_blocks(now_s)
             commands = [*taken, *self._join_complete(keys, now_s)]
-        if freed := self.receiver.take_freed():
+        if freed := self.reservations.take_freed():
             commands.append(Emit(events=tuple(Released(key=key, at_s=now_s) for key in freed)))
         return commands
 
@@ -133,20 +133,20 @@ class Arrivals:
         return [command for key in keys for command in self._join_if_complete(key, now_s)]
 
     def _join_if_complete(self, key: RequestKey, now_s: float) -> list[Command]:
-        if (check := self.receiver.check(key)) is not None:
+        if (check := self.reservations.check(key)) is not None:
             return [check]
-        arrived = self.receiver.take_complete(key)
+        arrived = self.reservations.take_complete(key)
         if arrived is None:
             return []
         committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
         self.batch.join(arrived, now_s)
-        ended = self.batch.roster.released_if_done(key, now_s)
+        ended = self.batch.running_set.released_if_done(key, now_s)
         return [arrived.answer, Emit(events=(committed, *ended))]
 
     def _digested(self, event: BlocksDigested, now_s: float) -> list[Command]:
         key = event.holder.key
-        commands, failures = self.receiver.digested(event)
-        if failures or key not in self.receiver:
+        commands, failures = self.reservations.digested(event)
+        if failures or key not in self.reservations:
             return [*commands, *_failed(failures, now_s)]
         checked = Emit(events=(Lifetime(key=key, at_s=now_s, name="kv_checked"),))
         return [checked, *self._join_if_complete(key, now_s)]
@@ -165,15 +165,15 @@ def _failure(failure: Failure, now_s: float) -> RequestFailed:
 
 Ask = Reserve | Generate
 
-FromWorker = StepWanted | StepBehindWanted | StepDone | Restored
-Event = Reserve | Generate | Abort | Stop | FromWorker | ArrivalEvent
+StepEvent = StepWanted | StepBehindWanted | StepDone | Restored
+DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | ArrivalEvent
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
     """`asking` waits for the step to end, and for the blocks of others."""
 
-    receiver: Receiver
+    reservations: Reservations
     batch: Batch
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -182,24 +182,24 @@ class DecodeScheduler:
     _arrivals: Arrivals = field(init=False)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(receiver=self.receiver, batch=self.batch)
-        self._arrivals = Arrivals(receiver=self.receiver, batch=self.batch)
+        self.admission = Admission(reservations=self.reservations, batch=self.batch)
+        self._arrivals = Arrivals(reservations=self.reservations, batch=self.batch)
 
-    def handle(self, event: Event, now_s: float) -> list[Command]:
+    def handle(self, event: DecodeEvent, now_s: float) -> list[Command]:
         commands = self._handle(event, now_s)
         if self.asking:
             commands += self._answer_asking(now_s)
         commands += self._arrivals.settle(now_s)
         return commands
 
-    def _handle(self, event: Event, now_s: float) -> list[Command]:
+    def _handle(self, event: DecodeEvent, now_s: float) -> list[Command]:
         match event:
             case StepWanted(most_steps=most_steps):
                 return self._next_step(most_steps, now_s)
             case StepBehindWanted():
                 return self._step_behind(now_s)
             case Restored(holder=holder):
-                self.batch.roster.restored(event)
+                self.batch.running_set.restored(event)
                 return self._release_if_done(holder.key, now_s)
             case StepDone():
                 return self._step_done(event, now_s)
@@ -215,7 +215,7 @@ class DecodeScheduler:
     @property
     def has_work(self) -> bool:
         """There may be a step to run."""
-        return not self.batch.roster.is_empty
+        return not self.batch.running_set.is_empty
 
     # --- admission ------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class DecodeScheduler:
 
     def _answer_asking(self, now_s: float) -> list[Command]:
         """Between two steps, when the blocks of others can be taken."""
-        if self.batch.roster.on_device:
+        if self.batch.running_set.on_device:
             return []
         asking, self.asking = self.asking, []
         return [self._reclaim(message, now_s) for message in asking]
@@ -254,7 +254,7 @@ class DecodeScheduler:
         """None when blocks have run out."""
         key = message.spec.key
         if isinstance(message, Reserve):
-            reservation = self.receiver.try_reserve(message, now_s)
+            reservation = self.reservations.try_reserve(message, now_s)
             return self._taken(key, now_s, reservation.held_tokens) if reservation else None
         if self._waits_behind(message):
             return None
@@ -262,7 +262,7 @@ class DecodeScheduler:
 
     def _waits_behind(self, message: Ask) -> bool:
         """What was computed already comes first."""
-        return isinstance(message, Generate) and self.receiver.awaits_blocks
+        return isinstance(message, Generate) and self.reservations.awaits_blocks
 
     @staticmethod
     def _taken(key: RequestKey, now_s: float, held_tokens: int = 0) -> Emit:
@@ -276,14 +276,16 @@ class DecodeScheduler:
 
     def _next_step(self, most_steps: int, now_s: float) -> list[Command]:
         step = self.batch.next_step(now_s, most_steps)
-        return [] if step is None else [*self._joined(self.batch.roster.on_device, now_s), step]
+        return (
+            [] if step is None else [*self._joined(self.batch.running_set.on_device, now_s), step]
+        )
 
     def _step_behind(self, now_s: float) -> list[Command]:
         """Who waits for the device to be free is not kept waiting."""
         if self.asking:
             return []
         step = self.batch.step_behind(now_s)
-        return [] if step is None else [*self._joined(self.batch.roster.behind, now_s), step]
+        return [] if step is None else [*self._joined(self.batch.running_set.behind, now_s), step]
 
     def _joined(self, taken: Taken, now_s: float) -> list[Command]:
         chosen = [sequence for sequence, _ in taken]
@@ -295,11 +297,11 @@ class DecodeScheduler:
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         events: list[WorkerEvent] = []
-        ran, scores = self.batch.roster.take_ran(), done.outcome.prompt_logprobs
+        ran, scores = self.batch.running_set.take_ran(), done.outcome.prompt_logprobs
         for i, (sequence, take) in enumerate(ran):
             sampled = done.outcome.sampled[i]
             if sequence.dropped:
-                events += self.batch.roster.released_if_done(sequence.key, now_s)
+                events += self.batch.running_set.released_if_done(sequence.key, now_s)
                 continue
             if done.steps > 1:
                 events += self._advance_run(sequence, sampled, now_s)
@@ -333,7 +335,7 @@ class DecodeScheduler:
             self.batch.end(sequence)
         else:
             sequence.emitted.append(sampled[0].token_id)
-        return [*tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
+        return [*tokens, *self.batch.running_set.released_if_done(sequence.key, now_s)]
 
     @staticmethod
     def _is_drawn_first(whole: Sequence, choice: int) -> bool:
@@ -351,21 +353,21 @@ class DecodeScheduler:
         self.batch.advance(sequence, len(drawn))
         if tokens.finish_reason is not None:
             self.batch.end(sequence)
-            return [tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
+            return [tokens, *self.batch.running_set.released_if_done(sequence.key, now_s)]
         sequence.emitted.append(tokens.token_ids[-1])
         return [tokens]
 
     # --- endings --------------------------------------------------------------------------------
 
     def _release_if_done(self, key: RequestKey, now_s: float) -> list[Command]:
-        events = self.batch.roster.released_if_done(key, now_s)
+        events = self.batch.running_set.released_if_done(key, now_s)
         return [Emit(events=tuple(events))] if events else []
 
     def _stop(self, message: Stop, now_s: float) -> list[Command]:
-        self.receiver.stop(message.key, message.choice)
-        for sequence in self.batch.roster.of(message.key):
+        self.reservations.stop(message.key, message.choice)
+        for sequence in self.batch.running_set.of(message.key):
             if sequence.choices == (message.choice,):
-                self.batch.roster.drop(sequence)
+                self.batch.running_set.drop(sequence)
             else:
                 sequence.stopped |= {message.choice} & {*sequence.choices}
         return self._release_if_done(message.key, now_s)
@@ -374,13 +376,13 @@ class DecodeScheduler:
         if any(ask.spec.key == key for ask in self.asking):
             self.asking = [ask for ask in self.asking if ask.spec.key != key]
             return [Emit(events=(Released(key=key, at_s=now_s),))]
-        if key in self.receiver:
-            return self.receiver.cancel(key, "aborted", now_s)
-        for sequence in self.batch.roster.of(key):
-            self.batch.roster.drop(sequence)
+        if key in self.reservations:
+            return self.reservations.cancel(key, "aborted", now_s)
+        for sequence in self.batch.running_set.of(key):
+            self.batch.running_set.drop(sequence)
         return self._release_if_done(key, now_s)
 
     def validate(self) -> None:
         self.batch.tables.validate()
-        self.batch.roster.validate()
-        self.receiver.validate()
+        self.batch.running_set.validate()
+        self.reservations.validate()

@@ -25,17 +25,17 @@ from kvrelay.types import RequestSpec
 
 
 @dataclass(slots=True, kw_only=True)
-class Standing:
+class TierShares:
     """`places` are those of the worker; without tiers all sequences stand alike."""
 
-    places: int
+    slots: int
     qos: QosTiers = ONE_TIER
     _own: dict[str, int] = field(init=False)  # tier |-> places that are always its
     _priority: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         tiers = self.qos.tiers
-        self._own = {tier.name: tier.own_places(self.places) for tier in tiers}
+        self._own = {tier.name: tier.own_places(self.slots) for tier in tiers}
         self._priority = {tier.name: tier.priority for tier in tiers}
 
     def tier_of(self, spec: RequestSpec) -> str:
@@ -45,7 +45,7 @@ class Standing:
     def any_own(self) -> bool:
         return any(self._own.values())
 
-    def own_places(self, tier: str) -> int:
+    def reserved_slots(self, tier: str) -> int:
         return self._own[tier]
 
     def others_may_come(self, tier: str, held: Mapping[str, int]) -> bool:

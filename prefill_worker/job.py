@@ -28,7 +28,7 @@ from prefill_worker.sender import Sender
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
+class PrefillJob:
     """`cached` tokens were found. `first` is the first token drawn of each choice,
     `finished` are the choices that end with it. It came `arrival`-th, and alone it would take
     `left_s` more."""

@@ -24,16 +24,16 @@ from kvpool.core.layout.layout import Tables
 from kvpool.core.transfer.commands import SendPeer
 from kvrelay.messages import Released, RequestFailed
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
-from prefill_worker.job import Job
+from prefill_worker.job import PrefillJob
 
 
 @dataclass(slots=True)
 class PromptQueue:
-    order: Order[Job] = field(default_factory=Order)
-    awaiting_prefill: dict[RequestKey, Job] = field(default_factory=dict)
-    on_device: tuple[tuple[Job, int], ...] = ()  # job, its tokens in the step
-    _opened: dict[RequestKey, Job] = field(default_factory=dict)  # of those that wait
-    _growing: Job | None = None
+    order: Order[PrefillJob] = field(default_factory=Order)
+    awaiting_prefill: dict[RequestKey, PrefillJob] = field(default_factory=dict)
+    on_device: tuple[tuple[PrefillJob, int], ...] = ()  # job, its tokens in the step
+    _opened: dict[RequestKey, PrefillJob] = field(default_factory=dict)  # of those that wait
+    _growing: PrefillJob | None = None
     """It has yet to ask for some of its blocks."""
 
     def __len__(self) -> int:
@@ -43,11 +43,11 @@ class PromptQueue:
     def tokens(self) -> int:
         return sum([job.remaining for job in self.awaiting_prefill.values()])
 
-    def add(self, job: Job, now_s: float) -> None:
+    def add(self, job: PrefillJob, now_s: float) -> None:
         self.awaiting_prefill[job.key] = job
         self.order.add(job, now_s)
 
-    def remove(self, job: Job) -> None:
+    def remove(self, job: PrefillJob) -> None:
         """Removing what doesn't wait is fine."""
         if self.awaiting_prefill.pop(job.key, None) is not None:
             self.order.remove(job)
@@ -59,7 +59,7 @@ class PromptQueue:
 
     def pack(
         self, openings: Openings, *, budget_tokens: int, now_s: float
-    ) -> tuple[tuple[Job, int], ...]:
+    ) -> tuple[tuple[PrefillJob, int], ...]:
         """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
         assert not self.on_device, "a step is on the device"
         step = _Step(openings=openings, now_s=now_s, budget_tokens=budget_tokens)
@@ -72,7 +72,7 @@ class PromptQueue:
         self.on_device = tuple(step.chosen.items())
         return self.on_device
 
-    def _try_choose(self, job: Job, step: _Step) -> bool:
+    def _try_choose(self, job: PrefillJob, step: _Step) -> bool:
         """False when it lacks blocks."""
         if job.holder in step.openings.tables:
             return step.try_go_on(job)
@@ -91,7 +91,7 @@ class PromptQueue:
 
     # --- afterwards -----------------------------------------------------------------------------
 
-    def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[Job, int], ...]:
+    def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[PrefillJob, int], ...]:
         """A step is over that took so long."""
         ran, self.on_device = self.on_device, ()
         for job, take in ran:
@@ -99,7 +99,7 @@ class PromptQueue:
         self.order.ran(ran, seconds, now_s)
         return ran
 
-    def runs(self, job: Job) -> bool:
+    def runs(self, job: PrefillJob) -> bool:
         return any(job is running for running, _ in self.on_device)
 
     def validate(self) -> None:
@@ -119,9 +119,9 @@ class _Step:
     now_s: float
     budget_tokens: int
     scored_tokens: int = MOST_SCORED_TOKENS
-    chosen: dict[Job, int] = field(default_factory=dict)  # its tokens in the step
+    chosen: dict[PrefillJob, int] = field(default_factory=dict)  # its tokens in the step
 
-    def try_open(self, job: Job, *, whole: bool) -> bool:
+    def try_open(self, job: PrefillJob, *, whole: bool) -> bool:
         """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
         found = self.openings.try_open(
             job.holder,
@@ -136,10 +136,10 @@ class _Step:
         job.opened(found, PrefixOrigin.DEVICE if found else PrefixOrigin.COMPUTED)
         return True
 
-    def has_all_blocks(self, job: Job) -> bool:
+    def has_all_blocks(self, job: PrefillJob) -> bool:
         return self.openings.tables.capacity(job.holder) >= len(job.prompt)
 
-    def try_go_on(self, job: Job) -> bool:
+    def try_go_on(self, job: PrefillJob) -> bool:
         """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
         tables = self.openings.tables
         end = min(len(job.prompt), job.computed + self.budget_tokens)
@@ -149,7 +149,7 @@ class _Step:
             self._take(job)
         return True
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: PrefillJob) -> None:
         take = min(self.budget_tokens, job.remaining)
         if job.is_scored:
             take = min(take, self.scored_tokens)
@@ -160,10 +160,10 @@ class _Step:
 
 
 @dataclass(slots=True, kw_only=True)
-class Jobs:
+class PrefillJobs:
     openings: Openings
     queue: PromptQueue = field(default_factory=PromptQueue)
-    _jobs: dict[RequestKey, Job] = field(default_factory=dict)
+    _jobs: dict[RequestKey, PrefillJob] = field(default_factory=dict)
 
     @property
     def block_tables(self) -> BlockTables:
@@ -176,29 +176,29 @@ class Jobs:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._jobs
 
-    def __getitem__(self, key: RequestKey) -> Job:
+    def __getitem__(self, key: RequestKey) -> PrefillJob:
         return self._jobs[key]
 
-    def add(self, job: Job, now_s: float) -> None:
+    def add(self, job: PrefillJob, now_s: float) -> None:
         assert job.key not in self._jobs, f"{job.key} is here already"
         self._jobs[job.key] = job
         self.queue.add(job, now_s)
 
-    def live(self) -> Iterator[Job]:
+    def live(self) -> Iterator[PrefillJob]:
         """Those not cancelled, though they may be while this is read."""
         return (job for job in [*self._jobs.values()] if job.cancelled is None)
 
-    def live_for(self, peer: str) -> Iterator[Job]:
+    def live_for(self, peer: str) -> Iterator[PrefillJob]:
         return (job for job in self.live() if job.message.target == peer)
 
-    def find(self, key: RequestKey, peer: str) -> Job | None:
+    def find(self, key: RequestKey, peer: str) -> PrefillJob | None:
         """The live job of that key, if it is for this peer."""
         job = self._jobs.get(key)
         if job is None or job.cancelled is not None or job.message.target != peer:
             return None
         return job
 
-    def tables(self, job: Job) -> Tables:
+    def tables(self, job: PrefillJob) -> Tables:
         """None yet for one that waits: nothing of it is planned either."""
         held = job.holder in self.block_tables
         return self.block_tables.tables(job.holder) if held else ()
@@ -217,7 +217,7 @@ class Jobs:
             return []
         return [*job.sender.fence(reason), *self.gone(key, now_s)]
 
-    def fail(self, job: Job, reason: str, message: str, now_s: float) -> list[Command]:
+    def fail(self, job: PrefillJob, reason: str, message: str, now_s: float) -> list[Command]:
         failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)
         return [Emit(events=(failed,)), *self.cancel(job.key, reason, now_s)]
 

@@ -45,8 +45,8 @@ from kvpool.core.transfer.messages import (
 from kvpool.core.transfer.pool_map import KvFacts
 from kvrelay.messages import Abort, Lifetime, Prefill, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey
-from prefill_worker.job import Job
-from prefill_worker.queue import Jobs, PromptQueue
+from prefill_worker.job import PrefillJob
+from prefill_worker.queue import PrefillJobs, PromptQueue
 from prefill_worker.sender import Sender
 
 HandoffEvent = (
@@ -59,7 +59,7 @@ class Handoffs:
     """`peers` are connected and have said hello. The KV of one request in `canary_every` is checked
     by the decode worker (0: of none)."""
 
-    jobs: Jobs
+    jobs: PrefillJobs
     mode: HandoffMode
     canary_every: int = 0
     transfers: int = 0
@@ -140,7 +140,7 @@ class Handoffs:
         self.transfer_s += event.seconds
         return self._commit(job)
 
-    def after_chunk(self, job: Job, now_s: float) -> list[Command]:
+    def after_chunk(self, job: PrefillJob, now_s: float) -> list[Command]:
         """What it has computed is sent, and it ends when nothing is left to do."""
         if job.cancelled is not None:
             return self.jobs.cancel(job.key, job.cancelled, now_s)
@@ -149,7 +149,7 @@ class Handoffs:
         writes = job.sender.computed(job.computed, self.jobs.tables(job))
         return [*writes, *self._commit(job)]
 
-    def _commit(self, job: Job) -> list[Command]:
+    def _commit(self, job: PrefillJob) -> list[Command]:
         """If it is ready."""
         if job.cancelled is not None or not job.may_commit or not self._is_stored(job):
             return []
@@ -167,12 +167,12 @@ class Handoffs:
         job = self.jobs[key]
         return [job.sender.commit(job.first, job.finished, event.digests[0])]
 
-    def _is_stored(self, job: Job) -> bool:
+    def _is_stored(self, job: PrefillJob) -> bool:
         """With `pool`, what the decode worker is to fetch there."""
         return self.mode is not HandoffMode.POOL or self.jobs.openings.is_stored(job.filled)
 
 
-Event = Prefill | Abort | StepWanted | StepDone | Restored | HandoffEvent
+PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | HandoffEvent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,13 +184,15 @@ class PrefillScheduler:
     chunk_tokens: int
     mode: InitVar[HandoffMode] = HandoffMode.PUSH
     canary_every: InitVar[int] = 0
-    order: InitVar[Order[Job] | None] = None
+    order: InitVar[Order[PrefillJob] | None] = None
     prompt_tokens: int = 0
-    jobs: Jobs = field(init=False)
+    jobs: PrefillJobs = field(init=False)
     handoffs: Handoffs = field(init=False)
 
-    def __post_init__(self, mode: HandoffMode, canary_every: int, order: Order[Job] | None) -> None:
-        self.jobs = Jobs(openings=self.openings, queue=PromptQueue(order or Order()))
+    def __post_init__(
+        self, mode: HandoffMode, canary_every: int, order: Order[PrefillJob] | None
+    ) -> None:
+        self.jobs = PrefillJobs(openings=self.openings, queue=PromptQueue(order or Order()))
         self.handoffs = Handoffs(jobs=self.jobs, mode=mode, canary_every=canary_every)
 
     @property
@@ -206,7 +208,7 @@ class PrefillScheduler:
     def queue(self) -> PromptQueue:
         return self.jobs.queue
 
-    def handle(self, event: Event, now_s: float) -> list[Command]:
+    def handle(self, event: PrefillEvent, now_s: float) -> list[Command]:
         match event:
             case Prefill():
                 return self._accept(event, now_s)
@@ -232,7 +234,7 @@ class PrefillScheduler:
             peer=None if target is None else self.handoffs.peers.get(target),
         )
         names = self.tables.names_of(message.spec)
-        job = Job(sender=sender, holder=Holder("prefill", key), names=names)
+        job = PrefillJob(sender=sender, holder=Holder("prefill", key), names=names)
         self.jobs.add(job, now_s)
         moment = Lifetime(key=key, at_s=now_s, name="prefill_received")
         if target is None:
@@ -258,20 +260,20 @@ class PrefillScheduler:
         self.tables.trim(job.holder, job.seen_from)
         return [] if job.cancelled is None else self.jobs.cancel(job.key, job.cancelled, now_s)
 
-    def _announce(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[Command]:
+    def _announce(self, chosen: Iterable[tuple[PrefillJob, int]]) -> Iterator[Command]:
         """What is about to be computed."""
         for job, take in chosen:
             tables = self.tables.tables(job.holder)
             yield from job.sender.plan(job.computed, job.end(take), tables)
 
-    def _announce_cached(self, fresh: list[Job]) -> Iterator[Command]:
+    def _announce_cached(self, fresh: list[PrefillJob]) -> Iterator[Command]:
         """What was found here travels too, and at once."""
         for job in fresh:
             tables = self.tables.tables(job.holder)
             yield from job.sender.plan(0, job.computed, tables)
             yield from job.sender.computed(job.computed, tables)
 
-    def _started(self, fresh: list[Job], now_s: float) -> list[Command]:
+    def _started(self, fresh: list[PrefillJob], now_s: float) -> list[Command]:
         for job in fresh:
             job.started = True
         return [Emit(events=tuple(job.started_event(now_s) for job in fresh))] if fresh else []

@@ -38,7 +38,7 @@ from kvpool.core.transfer.write import SlabWrite, TokenSpan
 from kvrelay.messages import Prefill
 from kvrelay.types import Incarnation, value
 
-Moves = list[SendPeer | WriteSlab]
+SendCommands = list[SendPeer | WriteSlab]
 
 
 @value
@@ -141,7 +141,7 @@ class Sender:
 
     # --- what is there --------------------------------------------------------------------------
 
-    def computed(self, end: int, tables: Tables) -> Moves:
+    def computed(self, end: int, tables: Tables) -> SendCommands:
         """The KV of tokens `[0, end)` is in the blocks of `tables`."""
         self._computed = end
         return self._moves(tables)
@@ -152,20 +152,20 @@ class Sender:
         computed = self._computed
         return {p.last_layer for p in self._pieces if computed < p.end <= end} - {final}
 
-    def layers_written(self, end: int, layer: int, tables: Tables) -> Moves:
+    def layers_written(self, end: int, layer: int, tables: Tables) -> SendCommands:
         """The step on the device, up to token `end`, has written all layers up to this one."""
         self._running = (end, layer)
         return self._moves(tables)
 
     # --- what the decode worker says ------------------------------------------------------------
 
-    def lent(self, lent: SlabLent, tables: Tables) -> Moves:
+    def lent(self, lent: SlabLent, tables: Tables) -> SendCommands:
         """A slab for a piece that never was, or has one already, is left to its lease."""
         if self._is_waiting(lent.piece):
             self._lent[lent.piece] = lent
         return self._moves(tables)
 
-    def awaited(self, numbers: Iterable[int], tables: Tables) -> Moves:
+    def awaited(self, numbers: Iterable[int], tables: Tables) -> SendCommands:
         """The decode worker reads them itself."""
         self._awaited.update(number for number in numbers if self._is_waiting(number))
         return self._moves(tables)
@@ -181,7 +181,7 @@ class Sender:
         begun = number in self._writing or number in self._readable or number in self._done
         return number < len(self._pieces) and not chosen and not begun
 
-    def _moves(self, tables: Tables) -> Moves:
+    def _moves(self, tables: Tables) -> SendCommands:
         writes = [n for n in self._lent if self._is_computed(n)]
         reads = [n for n in self._awaited if self._is_computed(n)]
         return [*(self._write(n, tables) for n in writes), *map(self._offer, sorted(reads))]

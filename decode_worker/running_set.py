@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 from decode_worker.sequence import Sequence
-from decode_worker.shares import Standing
+from decode_worker.shares import TierShares
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.openings import Openings
@@ -26,11 +26,11 @@ from kvrelay.types import RequestKey, RequestSpec
 
 
 @dataclass(slots=True, kw_only=True)
-class Roster:
+class RunningSet:
     """`starved`: one that waits found no blocks in the last step."""
 
     openings: Openings
-    standing: Standing
+    shares: TierShares
     running: list[Sequence] = field(default_factory=list)  # by arrival
     awaiting_prefill: deque[Sequence] = field(default_factory=deque)  # preempted ones first
     on_device: tuple[tuple[Sequence, int], ...] = ()  # sequence, its tokens in the step
@@ -136,8 +136,8 @@ class Roster:
 
     def seated(self) -> list[Sequence]:
         """Those that have a place, who yields last first."""
-        ranked = self.standing.order((*self.running, *self.awaiting_prefill))
-        places = self.standing.places
+        ranked = self.shares.order((*self.running, *self.awaiting_prefill))
+        places = self.shares.slots
         if self.choices <= places:
             return ranked
         taken = accumulate(len(sequence.choices) for sequence in ranked)
