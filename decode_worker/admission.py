@@ -53,14 +53,14 @@ class Admission:
     @property
     def sequences(self) -> int:
         """All that are `held`."""
-        return self.batch.running_set.choices + self.reservations.reserved_choices
+        return self.batch.running_set.choices + self.reservations.choices
 
     def _here(self) -> Iterator[Sequence]:
         yield from self.batch.running_set.running
         yield from self.batch.running_set.awaiting_prefill
 
     def _coming(self) -> Iterator[RequestSpec]:
-        yield from self.reservations.reserved_specs
+        yield from self.reservations.specs()
 
     # --- judging --------------------------------------------------------------------------------
 

@@ -278,7 +278,7 @@ class Batch:
     def join(self, arrived: Arrived, now_s: float) -> None:
         """Its prompt's KV is in the holder's blocks; if it has none, it is got as after a
         preemption."""
-        spec = arrived.message.spec
+        spec = arrived.spec
         whole = self.running_set.sequence(spec, arrived.names)
         ids = [
             spec.resumed_by(choice) or arrived.resumed_ids or (token,)

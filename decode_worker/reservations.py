@@ -1,32 +1,36 @@
-"""The decode worker's side of handoffs: reservations, pieces on their way in, commits. Pure.
+"""The requests that are reserved on this decode worker, and how their KV comes in. Pure.
 
-A reservation leases blocks to the prefill worker until the commit.
+A reservation holds a lease, which the prefill worker's progress renews, and blocks:
 
-Staging slabs that this decode worker lends to writers, in order of asking. Pure.
+    push   for the prompt and its first token, from the reservation on
+    pull   the same, from its first announced piece on; requests get them in that order, so a large
+           one is not passed by
+    pool   none: the batch takes them, and fetches the KV from the pool
 
-A lent slab is the writer's until it is filled, or fenced, or its lease ends and it is retired.
-
-Pieces of KV on their way into a decode worker's reserved blocks. Pure.
-
-Each comes through a lent slab or is read where it lies, as the link's cost says.
+A reservation ends in one of two ways: its KV is complete and it joins the batch, or it is given up.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 
-from decode_worker.incoming import Arrived, Failure, Reservation, ReservationTable, Room
+from decode_worker.incoming import Arrived, HandoffState, IncomingHandoff
 from decode_worker.peers import PeerPools
-from engine.core.step import Command
+from decode_worker.slab_grants import SlabGrants
+from engine.core.step import Command, Emit, Tick
+from kvpool.core.blocks.holding import Holder
 from kvpool.core.blocks.leases import LeaseTable
+from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
+from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.transfer.codec_choice import NO_CODEC, CodecOffer
 from kvpool.core.transfer.commands import (
+    FromPeer,
+    LinkMeasured,
+    PeerLost,
     PieceFetched,
-    ReplaceSlab,
     ScatterSlab,
     SendPeer,
     SlabReplaced,
@@ -37,466 +41,457 @@ from kvpool.core.transfer.messages import (
     CancelTransfer,
     Commit,
     Committed,
-    DigestBlocks,
     HandoffMode,
+    PeerHello,
+    PeerMessage,
     PieceComputed,
     PiecesAhead,
     PiecesAwaited,
-    PiecesRead,
+    RenewLeases,
     SlabFilled,
-    SlabLent,
+    TransferCancelled,
     mismatch,
-    prompt_from,
 )
-from kvpool.core.transfer.slabs import Expired, LeaseId, SlabId, SlabPool
+from kvpool.core.transfer.slabs import SlabId, SlabPool
 from kvpool.core.transfer.write import SlabWrite
 from kvrelay.errors import PeerError
-from kvrelay.messages import Reserve
+from kvrelay.messages import Lifetime, RequestFailed, Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
-
-class _Asked(NamedTuple):
-    """For a piece, by its number."""
-
-    peer: Incarnation
-    key: RequestKey
-    number: int
-    write: SlabWrite
-
-
-@dataclass(slots=True, kw_only=True)
-class Lending:
-    """`regions` names each slab's registered region, as peers are told."""
-
-    slabs: SlabPool
-    regions: dict[SlabId, str]
-    ttl_s: float
-    _awaiting_slab: deque[_Asked] = field(default_factory=deque)
-    _lent: dict[RequestKey, dict[SlabId, tuple[LeaseId, int]]] = field(default_factory=dict)
-    """# key |-> slab |-> lease, number of the piece"""
-
-    def ask(self, peer: Incarnation, key: RequestKey, number: int, write: SlabWrite) -> None:
-        self._awaiting_slab.append(_Asked(peer, key, number, write))
-
-    def forget_asked(self, key: RequestKey) -> None:
-        self._awaiting_slab = deque(asked for asked in self._awaiting_slab if asked.key != key)
-
-    def lend(self, now_s: float) -> list[SendPeer]:
-        """As many of those asked for as are free."""
-        sends = []
-        while self._awaiting_slab:
-            peer, key, number, write = self._awaiting_slab[0]
-            lent = self.slabs.try_lend(peer, write.nbytes, now_s, self.ttl_s)
-            if lent is None:
-                break
-            self._awaiting_slab.popleft()
-            self._lent.setdefault(key, {})[lent.slab_id] = (lent.lease_id, number)
-            answer = SlabLent(
-                key=key,
-                piece=number,
-                slab_id=lent.slab_id,
-                region=self.regions[lent.slab_id],
-                lease_id=lent.lease_id,
-                codec=write.wire.codec,
-            )
-            sends.append(SendPeer(peer=peer, message=answer))
-        return sends
-
-    def try_fill(self, filled: SlabFilled) -> int | None:
-        """The piece that it was lent for. None, and nothing changed, for a late writer: its lease
-        is not current."""
-        lease_id, number = self._lent.get(filled.key, {}).get(filled.slab_id, (None, 0))
-        if lease_id != filled.lease_id:
-            return None
-        if not self.slabs.mark_filled(filled.slab_id, filled.lease_id):
-            return None
-        self._forget(filled.key, filled.slab_id)
-        return number
-
-    def renew(self, key: RequestKey, now_s: float) -> None:
-        for lease_id, _ in self._lent.get(key, {}).values():
-            self.slabs.renew(lease_id, now_s, self.ttl_s)
-
-    def begin_fence(self, key: RequestKey, now_s: float) -> None:
-        for slab_id, (lease_id, _) in self._lent.get(key, {}).items():
-            self.slabs.begin_fence(slab_id, lease_id, now_s, self.ttl_s)
-
-    def fenced(self, key: RequestKey) -> None:
-        """The writer says that it stopped, asked or by itself."""
-        for slab_id, (lease_id, _) in self._lent.pop(key, {}).items():
-            self.slabs.fence_acknowledged(slab_id, lease_id)
-
-    def replaced(self, event: SlabReplaced) -> None:
-        self.regions[event.slab_id] = event.region
-        self.slabs.replaced(event.slab_id)
-
-    def expire(self, now_s: float) -> tuple[list[ReplaceSlab], list[RequestKey]]:
-        """Silent writers' slabs are retired; whose they were: a piece lost so never comes."""
-        return self._retired(self.slabs.expire(now_s))
-
-    def peer_lost(self, peer: Incarnation) -> list[ReplaceSlab]:
-        """Declared dead is not gone: what it may still write to is retired, not reused."""
-        return self._retired(self.slabs.holder_lost(peer))[0]
-
-    def _retired(self, expired: tuple[Expired, ...]) -> tuple[list[ReplaceSlab], list[RequestKey]]:
-        slab_ids = [one.slab_id for one in expired]
-        lost = [(key, s) for key, lent in self._lent.items() for s in slab_ids if s in lent]
-        for key, slab_id in lost:
-            self._forget(key, slab_id)
-        return [ReplaceSlab(slab_id=s) for s in slab_ids], [key for key, _ in lost]
-
-    def _forget(self, key: RequestKey, slab_id: SlabId) -> None:
-        lent = self._lent[key]
-        del lent[slab_id]
-        if not lent:
-            del self._lent[key]
-
-    def validate(self) -> None:
-        self.slabs.validate()
-
-
-def cancel_at(peer: Incarnation, key: RequestKey, reason: str) -> SendPeer:
-    return SendPeer(peer=peer, message=CancelTransfer(key=key, reason=reason))
-
-
-@dataclass(slots=True, kw_only=True)
-class Pieces:
-    """`transfers` are pieces that have landed."""
-
-    reservations: ReservationTable
-    lending: Lending
-    pools: PeerPools
-    transfers: int = 0
-    transfer_bytes: int = 0
-    transfer_s: float = 0.0
-
-    def ahead(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
-        reservation = self.reservations.of_peer(ahead.key, peer)
-        if reservation is None:
-            return [cancel_at(peer, ahead.key, "no such reservation")]
-        if ahead.number in reservation.announced:
-            return []
-        span = range(reservation.held_tokens, reservation.prompt_tokens)
-        try:
-            writes = self.pools.writes_of(peer, ahead, span, reservation.prompt_tokens)
-        except PeerError as error:
-            return [cancel_at(peer, ahead.key, str(error))]
-        self.reservations.leases.renew(ahead.key, now_s)
-        reservation.announced.update(range(ahead.number, ahead.number + ahead.count))
-        if not self.reservations.room.want(reservation):
-            reservation.awaiting_blocks.append((ahead, writes))
-            return []
-        return self._choose(reservation, ahead, writes, now_s)
-
-    def begin(self, reservation: Reservation, now_s: float) -> list[Command]:
-        """It has got its blocks: those that waited for them."""
-        return [
-            command
-            for ahead, writes in reservation.awaiting_blocks
-            for command in self._choose(reservation, ahead, writes, now_s)
-        ]
-
-    def _choose(
-        self,
-        reservation: Reservation,
-        ahead: PiecesAhead,
-        writes: Sequence[SlabWrite],
-        now_s: float,
-    ) -> list[Command]:
-        """Each through a slab, or directly."""
-        peer = reservation.sender
-        tables = self.reservations.tables.tables(reservation.holder)
-        try:
-            ways = self.pools.ways(peer, ahead, writes, tables)
-        except PeerError as error:
-            return [cancel_at(peer, ahead.key, str(error))]
-        awaited: list[int] = []
-        for (number, piece), way in zip(ahead.numbered(), ways, strict=True):
-            if isinstance(way, SlabWrite):
-                reservation.collated[number] = (piece, way)
-                self.lending.ask(peer, ahead.key, number, way)
-            else:
-                reservation.direct[number] = way
-                awaited.append(number)
-        reservation.unread += len(awaited)
-        lent: list[Command] = [*self.lending.lend(now_s)]
-        if not awaited:
-            return lent
-        message = PiecesAwaited(key=ahead.key, pieces=tuple(awaited))
-        return [*lent, SendPeer(peer=peer, message=message)]
-
-    def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:
-        """A late writer's slab is ignored: its lease is not current."""
-        number = self.lending.try_fill(filled)
-        if number is None:
-            return []
-        reservation = self.reservations.live(filled.key)
-        if reservation is None:
-            self.lending.slabs.release(filled.slab_id, filled.lease_id)
-            return [*self.lending.lend(now_s)]
-        self.reservations.leases.renew(filled.key, now_s)
-        reservation.moving += 1
-        piece, write = reservation.collated.pop(number)
-        tables, peer = self.reservations.tables.tables(reservation.holder), reservation.sender
-        return [ScatterSlab(peer=peer, filled=filled, piece=piece, write=write, tables=tables)]
-
-    def scattered(self, done: SlabScattered, now_s: float) -> tuple[list[Command], list[Failure]]:
-        """The slab is free again."""
-        self.lending.slabs.release(done.slab_id, done.lease_id)
-        commands: list[Command] = [*self.lending.lend(now_s)]
-        ended, failures = self._landed(done, now_s)
-        return commands + ended, failures
-
-    def computed(self, peer: Incarnation, computed: PieceComputed, now_s: float) -> list[Command]:
-        """A piece that was awaited may be read."""
-        reservation = self.reservations.of_peer(computed.key, peer)
-        fetch = reservation.direct.pop(computed.piece, None) if reservation else None
-        if reservation is None or fetch is None:
-            return []
-        self.reservations.leases.renew(computed.key, now_s)
-        reservation.moving += 1
-        return [fetch]
-
-    def fetched(self, done: PieceFetched, now_s: float) -> tuple[list[Command], list[Failure]]:
-        """The prefill worker is told: only it knows that the blocks were still the request's."""
-        reservation = self.reservations[done.key]
-        peer = reservation.sender
-        ended, failures = self._landed(done, now_s)
-        if failures:
-            self.pools.forget_cost(peer)
-        if reservation.cancelled:
-            return ended, failures
-        reservation.unread -= 1
-        reservation.read.append(done.piece)
-        return ([] if reservation.unread else [self._tell_read(reservation)]), []
-
-    @staticmethod
-    def _tell_read(reservation: Reservation) -> SendPeer:
-        pieces, reservation.read = tuple(reservation.read), []
-        message = PiecesRead(key=reservation.key, pieces=pieces)
-        return SendPeer(peer=reservation.sender, message=message)
-
-    def _landed(
-        self, done: SlabScattered | PieceFetched, now_s: float
-    ) -> tuple[list[Command], list[Failure]]:
-        reservation = self.reservations[done.key]
-        reservation.moving -= 1
-        if reservation.cancelled:
-            self.reservations.free_if_quiet(reservation)
-            return [], []
-        if done.error is not None:
-            cancelled = self.cancel(done.key, done.error, now_s)
-            return cancelled, [Failure(done.key, "transfer_failed", done.error)]
-        reservation.landed += 1
-        self.transfers += 1
-        self.transfer_bytes += done.bytes
-        self.transfer_s += done.seconds
-        return [], []
-
-    def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
-        """The request won't come: free its blocks once quiet, have its writer fenced off."""
-        reservation = self.reservations.live(key)
-        if reservation is None:
-            return []
-        self.end(reservation)
-        self.lending.begin_fence(key, now_s)
-        return [] if reservation.source is None else [cancel_at(reservation.source, key, reason)]
-
-    def end(self, reservation: Reservation) -> None:
-        self.lending.forget_asked(reservation.key)
-        self.reservations.end(reservation)
+HandoffEvent = (
+    FromPeer
+    | SlabScattered
+    | PieceFetched
+    | BlocksDigested
+    | LinkMeasured
+    | SlabReplaced
+    | PeerLost
+    | Tick
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class Reservations:
-    """`regions` names each slab's registered region, as peers are told."""
+    """`regions` names the slabs' regions. `offer` are the codecs that this worker allows;
+    its `ranks` share the heads.
+
+    `awaiting_blocks` are in line for blocks. `arrived` and `freed` wait for the scheduler: what is
+    to join the batch, and what was given up and holds nothing any more. `choices` counts the
+    sequences that are reserved. `transfers` counts the pieces that have landed.
+    """
 
     tables: BlockTables
     slabs: SlabPool
-    regions: dict[SlabId, str]
+    regions: InitVar[dict[SlabId, str]]
     leases: LeaseTable[RequestKey]
     mode: HandoffMode = HandoffMode.PUSH
     offer: InitVar[CodecOffer] = NO_CODEC
     ranks: InitVar[int] = 1
+    choices: int = 0
+    awaiting_blocks: deque[IncomingHandoff] = field(default_factory=deque)
+    arrived: list[Arrived] = field(default_factory=list)
+    freed: list[RequestKey] = field(default_factory=list)
+    transfers: int = 0
+    transfer_bytes: int = 0
+    transfer_s: float = 0.0
     canaries_passed: int = 0
     canaries_mismatched: int = 0
-    pools: PeerPools = field(init=False)
-    pieces: Pieces = field(init=False)
-    _lending: Lending = field(init=False)
-    _room: Room = field(init=False)
-    _reservations: ReservationTable = field(init=False)
-    _freed: list[RequestKey] = field(default_factory=list)
+    peers: PeerPools = field(init=False)
+    grants: SlabGrants = field(init=False)
+    _incoming: dict[RequestKey, IncomingHandoff] = field(default_factory=dict)
 
-    def __post_init__(self, offer: CodecOffer, ranks: int) -> None:
-        self.pools = PeerPools(
+    def __post_init__(self, regions: dict[SlabId, str], offer: CodecOffer, ranks: int) -> None:
+        self.peers = PeerPools(
             layout=self.tables.layout,
             slab_bytes=self.slabs.slab_bytes,
             offer=offer,
             ranks=ranks,
         )
-        self._room = Room(tables=self.tables, mode=self.mode)
-        self._lending = Lending(slabs=self.slabs, regions=self.regions, ttl_s=self.leases.ttl_s)
-        self._reservations = ReservationTable(
-            tables=self.tables,
-            leases=self.leases,
-            room=self._room,
-            freed=lambda key: self._freed.append(key),
-        )
-        self.pieces = Pieces(
-            reservations=self._reservations, lending=self._lending, pools=self.pools
-        )
+        self.grants = SlabGrants(slabs=self.slabs, regions=regions, ttl_s=self.leases.ttl_s)
 
     def __contains__(self, key: RequestKey) -> bool:
-        return key in self._reservations
+        return key in self._incoming
 
-    @property
-    def reserved_specs(self) -> tuple[RequestSpec, ...]:
-        """Of those that are on their way."""
-        return tuple(r.message.spec for r in self._reservations if not r.cancelled)
+    def specs(self) -> Iterator[RequestSpec]:
+        """Of the requests that are still to come."""
+        return (one.message.spec for one in self._live())
 
-    @property
-    def reserved_choices(self) -> int:
-        return self._reservations.choices
+    def _live(self) -> Iterator[IncomingHandoff]:
+        """Those that were not given up; some may end while this is read."""
+        here = [*self._incoming.values()]
+        return (one for one in here if one.state is not HandoffState.DRAINING)
 
-    def try_reserve(self, message: Reserve, now_s: float) -> Reservation | None:
-        """None and nothing changed when there are no blocks for the prompt."""
-        return self._reservations.try_add(message, now_s)
+    def _find(self, key: RequestKey) -> IncomingHandoff | None:
+        """None also for one that was given up."""
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.state is HandoffState.DRAINING:
+            return None
+        return incoming
 
-    def take_freed(self) -> list[RequestKey]:
-        """Reservations that ended without a commit, and hold nothing any more: for the router."""
-        if not self._freed:
-            return []
-        freed, self._freed = self._freed, []
-        return freed
+    # --- beginning ------------------------------------------------------------------------------
 
-    @property
-    def awaits_blocks(self) -> bool:
-        """A prompt whose KV is announced waits for room."""
-        return bool(self._room.awaiting_blocks)
+    def try_reserve(self, message: Reserve, now_s: float) -> int | None:
+        """How many of its tokens are cached here. None, and nothing changed, when there are no
+        blocks for it, or could never be."""
+        spec = message.spec
+        incoming = IncomingHandoff(
+            message=message,
+            holder=Holder("decode", spec.key),
+            names=self.tables.names_of(spec),
+            source=message.source,
+        )
+        if self.mode is not HandoffMode.PUSH:
+            if spec.context_tokens >= self.tables.total_tokens:
+                return None
+        elif not self._try_lease(incoming, incoming.names.full(spec.context_tokens), now_s):
+            return None
+        self._incoming[spec.key] = incoming
+        self.choices += spec.sampling.n
+        self.leases.grant(spec.key, now_s)
+        return incoming.held_tokens
 
-    def take_blocks(self, now_s: float) -> tuple[list[Command], list[RequestKey]]:
-        """For those that wait, in order, as far as the blocks go; who got them."""
+    def _try_lease(
+        self, incoming: IncomingHandoff, hashes: Sequence[BlockHash], now_s: float
+    ) -> bool:
+        """Blocks for the prompt and its first token."""
+        held_tokens = self.tables.try_open(
+            incoming.holder,
+            incoming.prompt_tokens + 1,
+            hashes=hashes,
+            seen_from=incoming.prompt_tokens,
+            now_s=now_s,
+            leased=True,
+        )
+        if held_tokens is None:
+            return False
+        incoming.held_tokens = held_tokens
+        return True
+
+    def _begin(self, incoming: IncomingHandoff, *, needs_blocks: bool) -> None:
+        """Its KV was announced or committed: it receives now, or stands in line for blocks."""
+        if incoming.state is not HandoffState.RESERVED:
+            return
+        if needs_blocks and incoming.holder not in self.tables:
+            incoming.enter(HandoffState.AWAITING_BLOCKS)
+            self.awaiting_blocks.append(incoming)
+        else:
+            incoming.enter(HandoffState.RECEIVING)
+
+    def take_blocks(self, now_s: float) -> list[Command]:
+        """Blocks for those in line, as far as they go. All their KV is on its way already, so what
+        is cached here is of no use."""
+        taken: list[IncomingHandoff] = []
         commands: list[Command] = []
-        keys = []
-        for reservation in self._room.take(now_s):
-            keys.append(reservation.key)
-            commands += self.pieces.begin(reservation, now_s)
-        return commands, keys
+        while self.awaiting_blocks and self._try_lease(self.awaiting_blocks[0], (), now_s):
+            incoming = self.awaiting_blocks.popleft()
+            incoming.enter(HandoffState.RECEIVING)
+            taken.append(incoming)
+            commands += self._choose_ways(incoming, now_s)
+        return [*commands, *(one for incoming in taken for one in self._complete(incoming))]
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def on_handoff_event(self, event: HandoffEvent, now_s: float) -> list[Command]:
+        match event:
+            case FromPeer(peer=peer, message=message):
+                return self._on_message(peer, message, now_s)
+            case SlabScattered():
+                freed = self.grants.release(event.slab_id, event.lease_id, now_s)
+                incoming = self._incoming[event.key]
+                landed = self._on_landed(incoming, event, now_s)
+                return [*freed, *landed, *self._complete(incoming)]
+            case PieceFetched():
+                return self._on_fetched(event, now_s)
+            case BlocksDigested():
+                return self._on_digested(event, now_s)
+            case LinkMeasured(peer=peer, cost=cost):
+                self.peers.measured(peer, cost)
+                return []
+            case SlabReplaced(slab_id=slab_id, region=region):
+                return self.grants.replaced(slab_id, region, now_s)
+            case PeerLost(peer=peer, reason=reason):
+                return self._on_peer_lost(peer, reason, now_s)
+            case Tick():
+                return self._expire(now_s)
+
+    def _on_message(self, peer: Incarnation, message: PeerMessage, now_s: float) -> list[Command]:
+        match message:
+            case PiecesAhead():
+                return self._on_announced(peer, message, now_s)
+            case SlabFilled():
+                return self._on_filled(message, now_s)
+            case PieceComputed():
+                return self._on_computed(peer, message, now_s)
+            case Commit():
+                return self._on_commit(peer, message, now_s)
+            case RenewLeases(keys=keys):
+                self._renew(keys, now_s)
+            case TransferCancelled(key=key):
+                return self._on_fenced(key, now_s)
+            case PeerHello(kv=kv):
+                self.peers.met(peer, kv)
+            case _:
+                pass
+        return []
 
     # --- pieces ---------------------------------------------------------------------------------
 
-    def ahead(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
-        return self.pieces.ahead(peer, ahead, now_s)
+    def _on_announced(self, peer: Incarnation, ahead: PiecesAhead, now_s: float) -> list[Command]:
+        incoming = self._find(ahead.key)
+        if incoming is None or not incoming.is_from(peer):
+            return [_cancel(peer, ahead.key, "no such reservation")]
+        if ahead.number in incoming.announced:
+            return []
+        end = incoming.prompt_tokens
+        try:
+            wanted = range(incoming.held_tokens, end)
+            writes = self.peers.writes_of(peer, ahead, wanted, end)
+        except PeerError as error:
+            return [_cancel(peer, ahead.key, str(error))]
+        self.leases.renew(ahead.key, now_s)
+        incoming.announce(ahead, writes)
+        self._begin(incoming, needs_blocks=True)
+        if incoming.state is HandoffState.AWAITING_BLOCKS:
+            return []
+        return self._choose_ways(incoming, now_s)
 
-    def filled(self, filled: SlabFilled, now_s: float) -> list[Command]:
-        return self.pieces.filled(filled, now_s)
+    def _choose_ways(self, incoming: IncomingHandoff, now_s: float) -> list[Command]:
+        """Each announced piece comes through a slab, or is read directly."""
+        commands: list[Command] = []
+        for ahead, writes in incoming.take_undecided():
+            try:
+                commands += self._choose(incoming, ahead, writes, now_s)
+            except PeerError as error:
+                commands.append(_cancel(incoming.sender, ahead.key, str(error)))
+        return commands
 
-    def scattered(self, done: SlabScattered, now_s: float) -> tuple[list[Command], list[Failure]]:
-        return self.pieces.scattered(done, now_s)
+    def _choose(
+        self,
+        incoming: IncomingHandoff,
+        ahead: PiecesAhead,
+        writes: Sequence[SlabWrite],
+        now_s: float,
+    ) -> list[Command]:
+        peer, tables = incoming.sender, self.tables.tables(incoming.holder)
+        ways = self.peers.ways(peer, ahead, writes, tables)
+        by_slab, by_read = incoming.set_ways(ahead, ways)
+        for number, write in by_slab:
+            self.grants.ask(peer, ahead.key, number, write)
+        commands = self.grants.grant(now_s)
+        if by_read:
+            message = PiecesAwaited(key=ahead.key, pieces=tuple(by_read))
+            commands.append(SendPeer(peer=peer, message=message))
+        return commands
 
-    def computed(self, peer: Incarnation, computed: PieceComputed, now_s: float) -> list[Command]:
-        return self.pieces.computed(peer, computed, now_s)
+    def _on_filled(self, filled: SlabFilled, now_s: float) -> list[Command]:
+        """A writer whose lease is over is ignored."""
+        number = self.grants.try_fill(filled)
+        if number is None:
+            return []
+        incoming = self._find(filled.key)
+        if incoming is None:
+            return self.grants.release(filled.slab_id, filled.lease_id, now_s)
+        self.leases.renew(filled.key, now_s)
+        piece, write = incoming.begin_scatter(number)
+        tables, peer = self.tables.tables(incoming.holder), incoming.sender
+        return [ScatterSlab(peer=peer, filled=filled, piece=piece, write=write, tables=tables)]
 
-    def fetched(self, done: PieceFetched, now_s: float) -> tuple[list[Command], list[Failure]]:
-        return self.pieces.fetched(done, now_s)
+    def _on_computed(
+        self, peer: Incarnation, computed: PieceComputed, now_s: float
+    ) -> list[Command]:
+        """A piece that was awaited may be read."""
+        incoming = self._find(computed.key)
+        if incoming is None or not incoming.is_from(peer):
+            return []
+        fetch = incoming.try_begin_read(computed.piece)
+        if fetch is None:
+            return []
+        self.leases.renew(computed.key, now_s)
+        return [fetch]
 
-    def replaced(self, event: SlabReplaced, now_s: float) -> list[Command]:
-        self._lending.replaced(event)
-        return [*self._lending.lend(now_s)]
+    def _on_fetched(self, done: PieceFetched, now_s: float) -> list[Command]:
+        incoming = self._incoming[done.key]
+        is_live = incoming.state is not HandoffState.DRAINING
+        commands = self._on_landed(incoming, done, now_s)
+        if is_live and done.error is not None:
+            self.peers.forget_cost(incoming.sender)
+        elif is_live:
+            commands += incoming.end_read(done.piece)
+        return [*commands, *self._complete(incoming)]
 
-    # --- endings --------------------------------------------------------------------------------
-
-    def commit(self, peer: Incarnation, commit: Commit, now_s: float) -> list[Command]:
-        reservation = self._reservations.get(commit.key)
-        if reservation is None:  # it may be the first that is heard of it
-            return [cancel_at(peer, commit.key, "no such reservation")]
-        if self.leases.renew(commit.key, now_s) and reservation.is_from(peer):
-            reservation.commit = commit
-            if self.mode is not HandoffMode.POOL:
-                self._room.want(reservation)
+    def _on_landed(
+        self, incoming: IncomingHandoff, done: SlabScattered | PieceFetched, now_s: float
+    ) -> list[Command]:
+        """A copy into its blocks has ended."""
+        incoming.in_flight -= 1
+        if incoming.state is HandoffState.DRAINING:
+            self._free_if_quiet(incoming)
+            return []
+        if done.error is not None:
+            cancel = self.cancel(done.key, done.error, now_s)
+            return [*cancel, _failed(done.key, "transfer_failed", done.error, now_s)]
+        incoming.landed += 1
+        self.transfers += 1
+        self.transfer_bytes += done.bytes
+        self.transfer_s += done.seconds
         return []
 
-    def check(self, key: RequestKey) -> DigestBlocks | None:
-        """What came with a digest is compared before it joins. Until then it counts as moving."""
-        reservation = self._reservations.get(key)
-        commit = reservation.complete if reservation else None
-        if reservation is None or commit is None or commit.digest is None:
-            return None
-        reservation.moving += 1
-        tables = self.tables.tables(reservation.holder)
-        span = prompt_from(commit.digest.start, reservation.prompt_tokens)
-        return DigestBlocks(holder=reservation.holder, span=span, tables=tables)
+    # --- joining the batch ----------------------------------------------------------------------
 
-    def digested(self, event: BlocksDigested) -> tuple[list[Command], list[Failure]]:
+    def _on_commit(self, peer: Incarnation, commit: Commit, now_s: float) -> list[Command]:
+        incoming = self._incoming.get(commit.key)
+        if incoming is None:
+            return [_cancel(peer, commit.key, "no such reservation")]
+        if not self.leases.renew(commit.key, now_s) or not incoming.is_from(peer):
+            return []
+        incoming.commit = commit
+        self._begin(incoming, needs_blocks=self.mode is not HandoffMode.POOL)
+        return self._complete(incoming)
+
+    def _complete(self, incoming: IncomingHandoff) -> list[Command]:
+        """When nothing is missing any more, it is checked, if it came with a digest, or joins."""
+        if not incoming.is_complete:
+            return []
+        assert incoming.commit is not None
+        if (digest := incoming.commit.digest) is not None:
+            return [incoming.begin_check(digest.start, self.tables.tables(incoming.holder))]
+        self._end(incoming)
+        del self._incoming[incoming.key]
+        if incoming.holder in self.tables:
+            self.tables.activate(incoming.holder)
+        self.arrived.append(incoming.arrive())
+        return []
+
+    def _on_digested(self, event: BlocksDigested, now_s: float) -> list[Command]:
         """Wrong KV is given up; its prefill worker has done its part."""
-        reservation = self._reservations[event.holder.key]
-        reservation.moving -= 1
-        if reservation.cancelled:
-            self._reservations.free_if_quiet(reservation)
-            return [], []
-        commit = reservation.commit
-        assert commit is not None and commit.digest is not None, reservation.key
-        allowed = self.pools.canary_distance(reservation.sender)
+        incoming = self._incoming[event.holder.key]
+        incoming.in_flight -= 1
+        if incoming.state is HandoffState.DRAINING:
+            self._free_if_quiet(incoming)
+            return []
+        commit, key = incoming.commit, incoming.key
+        assert commit is not None and commit.digest is not None, key
+        allowed = self.peers.canary_distance(incoming.sender)
         problem = mismatch(commit.digest, event.digests, allowed)
         if problem is None:
             self.canaries_passed += 1
-            reservation.commit = replace(commit, digest=None)
-            return [], []
+            incoming.pass_check()
+            checked = Emit(events=(Lifetime(key=key, at_s=now_s, name="kv_checked"),))
+            return [checked, *self._complete(incoming)]
         self.canaries_mismatched += 1
-        self.pieces.end(reservation)
-        answer = SendPeer(peer=reservation.sender, message=Committed(key=reservation.key))
-        return [answer], [Failure(reservation.key, "kv_mismatch", problem)]
+        self._leave(incoming)
+        answer = SendPeer(peer=incoming.sender, message=Committed(key=key))
+        return [answer, _failed(key, "kv_mismatch", problem, now_s)]
 
     def stop(self, key: RequestKey, choice: int) -> None:
         """A stop string ended this choice with its first token."""
-        if key in self._reservations:
-            self._reservations[key].stopped.add(choice)
+        if key in self._incoming:
+            self._incoming[key].stopped.add(choice)
 
-    def take_complete(self, key: RequestKey) -> Arrived | None:
-        """Once all pieces have landed and are committed: the blocks, if it has any, are the running
-        request's."""
-        return self._reservations.take_complete(key)
+    # --- giving up ------------------------------------------------------------------------------
 
     def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
-        """The request won't come: free its blocks once quiet, have its writer fenced off."""
-        return self.pieces.cancel(key, reason, now_s)
+        """The request won't come: its prefill worker is told to stop."""
+        incoming = self._find(key)
+        if incoming is None:
+            return []
+        self._leave(incoming)
+        self.grants.begin_fence(key, now_s)
+        return [] if incoming.source is None else [_cancel(incoming.source, key, reason)]
 
-    def fenced(self, key: RequestKey, now_s: float) -> list[Command]:
-        """The writer says that it stopped, asked or by itself: its slabs and blocks are free."""
-        self._lending.fenced(key)
-        reservation = self._reservations.live(key)
-        if reservation is not None:
-            self.pieces.end(reservation)
-        return [*self._lending.lend(now_s)]
+    def _leave(self, incoming: IncomingHandoff) -> None:
+        """Gives back all that it holds; its blocks once nothing in flight touches them. Slabs that
+        it was granted come back when their writer is fenced, or retired."""
+        if incoming.state is HandoffState.AWAITING_BLOCKS:
+            self.awaiting_blocks.remove(incoming)
+        self._end(incoming)
+        self.grants.withdraw(incoming.key)
+        if incoming.in_flight:
+            incoming.enter(HandoffState.DRAINING)
+        self._free_if_quiet(incoming)
 
-    def renew(self, keys: tuple[RequestKey, ...], now_s: float) -> None:
+    def _end(self, incoming: IncomingHandoff) -> None:
+        """It is not to come any more, or has come."""
+        self.choices -= incoming.choices
+        self.leases.end(incoming.key)
+
+    def _free_if_quiet(self, incoming: IncomingHandoff) -> None:
+        if incoming.in_flight == 0:
+            incoming.enter(HandoffState.GONE)
+            del self._incoming[incoming.key]
+            self.tables.release(incoming.holder)
+            self.freed.append(incoming.key)
+
+    def take_freed(self) -> list[RequestKey]:
+        freed, self.freed = self.freed, []
+        return freed
+
+    def take_arrived(self) -> list[Arrived]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def _on_fenced(self, key: RequestKey, now_s: float) -> list[Command]:
+        """The prefill worker has stopped, because it was told to or by itself."""
+        if (incoming := self._find(key)) is not None:
+            self._leave(incoming)
+        return self.grants.fenced(key, now_s)
+
+    def _renew(self, keys: tuple[RequestKey, ...], now_s: float) -> None:
         for key in keys:
             if self.leases.renew(key, now_s):
-                self._lending.renew(key, now_s)
+                self.grants.renew(key, now_s)
 
-    def expire(self, now_s: float) -> tuple[list[Command], list[Failure]]:
-        """Ends what nobody renewed: reservations fail, silent writers' slabs are retired."""
-        replaced, keys = self._lending.expire(now_s)
-        silent = dict.fromkeys((*self._reservations.expire(now_s), *keys))
-        commands: list[Command] = [*replaced]
+    def _expire(self, now_s: float) -> list[Command]:
+        """Gives up what nobody renewed. A request that no prefill worker has come for yet is its
+        router's, which gives it up when it goes."""
+        for incoming in self._live():
+            if incoming.source is None:
+                self.leases.renew(incoming.key, now_s)
+        commands, without_slab = self.grants.expire(now_s)
+        silent = dict.fromkeys((*self.leases.expire(now_s), *without_slab))
+        reason = f"no progress from the prefill worker in {self.leases.ttl_s:g} s"
         failures = []
         for key in silent:
-            message = f"no progress from the prefill worker in {self.leases.ttl_s:g} s"
-            cancels = self.cancel(key, message, now_s)
+            cancels = self.cancel(key, reason, now_s)
             if cancels:
-                failures.append(Failure(key, "handoff_timeout", message))
+                failures.append(_failure(key, "handoff_timeout", reason, now_s))
             commands += cancels
-        return commands, failures
+        return [*commands, Emit(events=tuple(failures))] if failures else commands
 
-    def peer_lost(self, peer: Incarnation, reason: str) -> tuple[list[Command], list[Failure]]:
-        self.pools.lost(peer)
-        failures = []
-        for reservation in self._reservations:
-            if reservation.source == peer and not reservation.cancelled:
-                failures.append(Failure(reservation.key, "peer_lost", reason))
-                self.pieces.end(reservation)
-        return [*self._lending.peer_lost(peer)], failures
+    def _on_peer_lost(self, peer: Incarnation, reason: str, now_s: float) -> list[Command]:
+        self.peers.lost(peer)
+        lost = [one for one in self._live() if one.source == peer]
+        for incoming in lost:
+            self._leave(incoming)
+        commands = self.grants.peer_lost(peer)
+        failures = tuple(_failure(one.key, "peer_lost", reason, now_s) for one in lost)
+        return [*commands, Emit(events=failures)] if failures else commands
 
     def validate(self) -> None:
-        self._lending.validate()
-        self._reservations.validate()
+        """Each lease, leased block, slab and place in line belongs to one request."""
+        live = {one.key: one for one in self._live()}
+        assert self.choices == sum(one.choices for one in live.values())
+        assert {*self.leases} == live.keys(), "a lease without a reservation, or none"
+        waiting = [one for one in live.values() if one.state is HandoffState.AWAITING_BLOCKS]
+        assert {*waiting} == {*self.awaiting_blocks}, "in line for blocks, and not awaiting them"
+        assert len(waiting) == len(self.awaiting_blocks), "in line for blocks twice"
+        holders = {one.holder for one in self._incoming.values()}
+        held = {one.holder for one in self.tables.held() if one.state is BlockState.LEASED}
+        assert held <= holders, "blocks are leased to no reservation"
+        assert self.mode is not HandoffMode.PUSH or held == holders, "reserved without blocks"
+        for one in self._incoming.values():
+            needs = self.mode is not HandoffMode.POOL
+            one.validate(holds_blocks=one.holder in held, needs_blocks=needs)
+        self.grants.validate(live)
+
+
+def _cancel(peer: Incarnation, key: RequestKey, reason: str) -> SendPeer:
+    return SendPeer(peer=peer, message=CancelTransfer(key=key, reason=reason))
+
+
+def _failed(key: RequestKey, reason: str, message: str, now_s: float) -> Emit:
+    return Emit(events=(_failure(key, reason, message, now_s),))
+
+
+def _failure(key: RequestKey, reason: str, message: str, now_s: float) -> RequestFailed:
+    return RequestFailed(key=key, at_s=now_s, reason=reason, message=message)

@@ -1,22 +1,16 @@
 """Decides what a decode worker does next. Pure; one per worker.
 
-Continuous batching: at every step requests join and leave. They arrive by handoff with their
-prompt's KV, or are prefilled here (role both).
-
-Handoffs as a decode worker sees them: from peers' messages to sequences that run. Pure.
-
-reserved -> received -> checked, if it came with a digest -> joins the batch, or failed
+Continuous batching: at every step requests join and leave. They come by handoff with their prompt's
+KV, or are prefilled here (role both).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch
-from decode_worker.incoming import Failure
-from decode_worker.reservations import Reservations
+from decode_worker.reservations import HandoffEvent, Reservations
 from decode_worker.run_ahead import Taken
 from decode_worker.sequence import Sequence
 from engine.core.step import (
@@ -26,34 +20,14 @@ from engine.core.step import (
     StepBehindWanted,
     StepDone,
     StepWanted,
-    Tick,
     scored_event,
 )
 from kvpool.core.fetch.pool_fetch import Restored
-from kvpool.core.transfer.commands import (
-    FromPeer,
-    LinkMeasured,
-    PeerLost,
-    PieceFetched,
-    SlabReplaced,
-    SlabScattered,
-)
-from kvpool.core.transfer.messages import (
-    BlocksDigested,
-    Commit,
-    PeerHello,
-    PieceComputed,
-    PiecesAhead,
-    RenewLeases,
-    SlabFilled,
-    TransferCancelled,
-)
 from kvrelay.messages import (
     Abort,
     Generate,
     Lifetime,
     Released,
-    RequestFailed,
     Reserve,
     Reserved,
     ReserveRefused,
@@ -62,116 +36,14 @@ from kvrelay.messages import (
 )
 from kvrelay.types import RequestKey
 
-Moved = PieceFetched | SlabScattered | SlabReplaced | BlocksDigested
-ArrivalEvent = FromPeer | PeerLost | LinkMeasured | Moved | Tick
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    reservations: Reservations
-    batch: Batch
-
-    def handle(self, event: ArrivalEvent, now_s: float) -> list[Command]:
-        match event:
-            case FromPeer():
-                return self._from_peer(event, now_s)
-            case SlabScattered(key=key):
-                commands, failures = self.reservations.scattered(event, now_s)
-                return [*commands, *_failed(failures, now_s), *self._join_complete([key], now_s)]
-            case PieceFetched(key=key):
-                commands, failures = self.reservations.fetched(event, now_s)
-                return [*commands, *_failed(failures, now_s), *self._join_complete([key], now_s)]
-            case BlocksDigested():
-                return self._digested(event, now_s)
-            case LinkMeasured(peer=peer, cost=cost):
-                self.reservations.pools.measured(peer, cost)
-                return []
-            case SlabReplaced():
-                return self.reservations.replaced(event, now_s)
-            case PeerLost(peer=peer, reason=reason):
-                commands, failures = self.reservations.peer_lost(peer, reason)
-                return [*commands, *_failed(failures, now_s)]
-            case Tick():
-                commands, failures = self.reservations.expire(now_s)
-                return [*commands, *_failed(failures, now_s)]
-
-    def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
-        match event.message:
-            case PeerHello(kv=kv):
-                self.reservations.pools.met(event.peer, kv)
-                return []
-            case PiecesAhead() as ahead:
-                return self.reservations.ahead(event.peer, ahead, now_s)
-            case PieceComputed() as computed:
-                return self.reservations.computed(event.peer, computed, now_s)
-            case SlabFilled() as filled:
-                return self.reservations.filled(filled, now_s)
-            case Commit() as commit:
-                commands = self.reservations.commit(event.peer, commit, now_s)
-                return [*commands, *self._join_complete([commit.key], now_s)]
-            case TransferCancelled(key=key):
-                return self.reservations.fenced(key, now_s)
-            case RenewLeases(keys=keys):
-                self.reservations.renew(keys, now_s)
-                return []
-            case _:
-                return []
-
-    def settle(self, now_s: float) -> list[Command]:
-        """After every event: blocks for those that await them, and who holds nothing any more."""
-        commands: list[Command] = []
-        if self.reservations.awaits_blocks and not self.batch.running_set.lacks_blocks:
-            taken, keys = self.reservations.take_blocks(now_s)
-            commands = [*taken, *self._join_complete(keys, now_s)]
-        if freed := self.reservations.take_freed():
-            commands.append(Emit(events=tuple(Released(key=key, at_s=now_s) for key in freed)))
-        return commands
-
-    # --- joining --------------------------------------------------------------------------------
-
-    def _join_complete(self, keys: Iterable[RequestKey], now_s: float) -> list[Command]:
-        return [command for key in keys for command in self._join_if_complete(key, now_s)]
-
-    def _join_if_complete(self, key: RequestKey, now_s: float) -> list[Command]:
-        if (check := self.reservations.check(key)) is not None:
-            return [check]
-        arrived = self.reservations.take_complete(key)
-        if arrived is None:
-            return []
-        committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
-        self.batch.join(arrived, now_s)
-        ended = self.batch.running_set.released_if_done(key, now_s)
-        return [arrived.answer, Emit(events=(committed, *ended))]
-
-    def _digested(self, event: BlocksDigested, now_s: float) -> list[Command]:
-        key = event.holder.key
-        commands, failures = self.reservations.digested(event)
-        if failures or key not in self.reservations:
-            return [*commands, *_failed(failures, now_s)]
-        checked = Emit(events=(Lifetime(key=key, at_s=now_s, name="kv_checked"),))
-        return [checked, *self._join_if_complete(key, now_s)]
-
-
-def _failed(failures: list[Failure], now_s: float) -> list[Command]:
-    events = tuple(_failure(failure, now_s) for failure in failures)
-    return [Emit(events=events)] if events else []
-
-
-def _failure(failure: Failure, now_s: float) -> RequestFailed:
-    return RequestFailed(
-        key=failure.key, at_s=now_s, reason=failure.reason, message=failure.message
-    )
-
-
 Ask = Reserve | Generate
-
 StepEvent = StepWanted | StepBehindWanted | StepDone | Restored
-DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | ArrivalEvent
+DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | HandoffEvent
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
-    """`asking` waits for the step to end, and for the blocks of others."""
+    """`asking` are requests that wait for the step to end, and for the blocks of others."""
 
     reservations: Reservations
     batch: Batch
@@ -179,38 +51,56 @@ class DecodeScheduler:
     generated_tokens: int = 0
     asking: list[Ask] = field(default_factory=list)
     admission: Admission = field(init=False)
-    _arrivals: Arrivals = field(init=False)
 
     def __post_init__(self) -> None:
         self.admission = Admission(reservations=self.reservations, batch=self.batch)
-        self._arrivals = Arrivals(reservations=self.reservations, batch=self.batch)
 
     def handle(self, event: DecodeEvent, now_s: float) -> list[Command]:
-        commands = self._handle(event, now_s)
-        if self.asking:
-            commands += self._answer_asking(now_s)
-        commands += self._arrivals.settle(now_s)
-        return commands
-
-    def _handle(self, event: DecodeEvent, now_s: float) -> list[Command]:
         match event:
             case StepWanted(most_steps=most_steps):
-                return self._next_step(most_steps, now_s)
+                commands = self._next_step(most_steps, now_s)
             case StepBehindWanted():
-                return self._step_behind(now_s)
+                commands = self._step_behind(now_s)
+            case StepDone():
+                commands = self._step_done(event, now_s)
+            case Reserve() | Generate():
+                commands = self._ask(event, now_s)
             case Restored(holder=holder):
                 self.batch.running_set.restored(event)
-                return self._release_if_done(holder.key, now_s)
-            case StepDone():
-                return self._step_done(event, now_s)
-            case Reserve() | Generate():
-                return self._ask(event, now_s)
+                commands = self._release_if_done(holder.key, now_s)
             case Abort(key=key):
-                return self._abort(key, now_s)
+                commands = self._abort(key, now_s)
             case Stop():
-                return self._stop(event, now_s)
+                commands = self._stop(event, now_s)
             case _:
-                return self._arrivals.handle(event, now_s)
+                commands = self.reservations.on_handoff_event(event, now_s)
+                commands += self._join_arrived(now_s)
+        if self.asking:
+            commands += self._answer_asking(now_s)
+        if self.reservations.awaiting_blocks or self.reservations.freed:
+            commands += self._settle_reservations(now_s)
+        return commands
+
+    def _settle_reservations(self, now_s: float) -> list[Command]:
+        """Blocks for those that await them, and word of those that hold nothing any more."""
+        commands: list[Command] = []
+        if self.reservations.awaiting_blocks and not self.batch.running_set.lacks_blocks:
+            commands = self.reservations.take_blocks(now_s)
+            commands += self._join_arrived(now_s)
+        if freed := self.reservations.take_freed():
+            commands.append(Emit(events=tuple(Released(key=key, at_s=now_s) for key in freed)))
+        return commands
+
+    def _join_arrived(self, now_s: float) -> list[Command]:
+        """Those whose KV is here now are in the batch from the next step on."""
+        commands: list[Command] = []
+        for arrived in self.reservations.take_arrived() if self.reservations.arrived else ():
+            key = arrived.spec.key
+            self.batch.join(arrived, now_s)
+            ended = self.batch.running_set.released_if_done(key, now_s)
+            committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
+            commands += [arrived.answer, Emit(events=(committed, *ended))]
+        return commands
 
     @property
     def has_work(self) -> bool:
@@ -254,15 +144,15 @@ class DecodeScheduler:
         """None when blocks have run out."""
         key = message.spec.key
         if isinstance(message, Reserve):
-            reservation = self.reservations.try_reserve(message, now_s)
-            return self._taken(key, now_s, reservation.held_tokens) if reservation else None
+            held_tokens = self.reservations.try_reserve(message, now_s)
+            return None if held_tokens is None else self._taken(key, now_s, held_tokens)
         if self._waits_behind(message):
             return None
         return self._taken(key, now_s) if self.batch.try_enqueue(message.spec, now_s) else None
 
     def _waits_behind(self, message: Ask) -> bool:
         """What was computed already comes first."""
-        return isinstance(message, Generate) and self.reservations.awaits_blocks
+        return isinstance(message, Generate) and bool(self.reservations.awaiting_blocks)
 
     @staticmethod
     def _taken(key: RequestKey, now_s: float, held_tokens: int = 0) -> Emit:

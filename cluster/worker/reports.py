@@ -104,7 +104,7 @@ def count(
     origins = openings.origins
     tables, restores, reservations = openings.tables, openings.restores, decode.reservations
     pool, running_set = tables.scarcest, decode.batch.running_set
-    queue, handoffs, pieces = prefill.queue, prefill.handoffs, reservations.pieces
+    queue, handoffs = prefill.queue, prefill.handoffs
     return Counters(
         free_blocks=pool.free,
         leased_blocks=pool.leased,
@@ -130,19 +130,19 @@ def count(
         prefill_waiting_tokens=queue.tokens + running_set.waiting_tokens,
         decode_sequences=len(running_set.running),
         decode_kv_tokens=sum([sequence.computed for sequence in running_set.running]),
-        reserved_sequences=reservations.reserved_choices,
+        reserved_sequences=reservations.choices,
         prefill_correction=pace.prefill.factor,
         decode_correction=pace.decode.factor,
         steps=totals.steps,
         prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
         generated_tokens=decode.generated_tokens,
         preemptions=running_set.preemptions,
-        transfers=handoffs.transfers + pieces.transfers,
-        transfer_bytes=handoffs.transfer_bytes + pieces.transfer_bytes,
-        transfer_s=handoffs.transfer_s + pieces.transfer_s,
+        transfers=handoffs.transfers + reservations.transfers,
+        transfer_bytes=handoffs.transfer_bytes + reservations.transfer_bytes,
+        transfer_s=handoffs.transfer_s + reservations.transfer_s,
         busy_s=totals.busy_s,
-        canaries_passed=decode.reservations.canaries_passed,
-        canaries_mismatched=decode.reservations.canaries_mismatched,
+        canaries_passed=reservations.canaries_passed,
+        canaries_mismatched=reservations.canaries_mismatched,
         links=links,
         tiers=tier_loads(prefill, decode),
         draining=draining,

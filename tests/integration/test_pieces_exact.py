@@ -39,8 +39,8 @@ def formula(layout: KvLayout, tokens: int) -> int:
 def moved_bytes(hosts: tuple[LocalHost, LocalHost]) -> tuple[int, int]:
     """(through slabs, into the decode worker's blocks) so far."""
     sender = hosts[0].loop.prefill.handoffs
-    pieces = hosts[1].loop.decode.reservations.pieces
-    return sender.transfer_bytes, pieces.transfer_bytes
+    receiver = hosts[1].loop.decode.reservations
+    return sender.transfer_bytes, receiver.transfer_bytes
 
 
 @pytest.mark.parametrize("handoff", ["push", "pull"])

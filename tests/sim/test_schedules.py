@@ -164,11 +164,11 @@ def test_pull_takes_blocks_when_the_prompt_is_announced_and_there_is_room() -> N
     Driver(fabric, specs, split=True)
     together = 0
     while fabric.step():
-        room = fabric.d.decode.reservations._room
-        held = list(fabric.d.decode.reservations._reservations)
+        reservations = fabric.d.decode.reservations
+        held = list(reservations._incoming.values())
         together = max(together, sum(len(r.message.spec.prompt_ids) + 1 for r in held))
         assert all(r.commit or r.announced for r in held if r.holder in fabric.d.tables)
-        assert len(room.awaiting_blocks) <= len(held)
+        assert len(reservations.awaiting_blocks) <= len(held)
     assert together > 12 * fabric.d.shape.layout.block_size
     for spec in specs:
         assert_right(fabric, spec)

@@ -26,7 +26,7 @@ def _of_worker(worker: Worker) -> Iterator[str]:
         yield f"{job.key} waits for prefill, {_prefix(worker, job.holder)}"
     for sequence in batch.running_set.awaiting_prefill:
         yield f"{sequence.holder} waits to be computed, {_prefix(worker, sequence.holder)}"
-    yield f"slabs {reservations.slabs.counts()}, {reservations.reserved_choices} choices reserved"
+    yield f"slabs {reservations.slabs.counts()}, {reservations.choices} choices reserved"
     if worker.pool is not None:
         yield f"pool: link {worker.pool.link}, idle {worker.pool.client.idle}"
 

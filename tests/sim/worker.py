@@ -137,7 +137,9 @@ class Worker:
 
     def scatter(self, job: ScatterSlab) -> SlabScattered:
         filled = job.filled
-        lease, piece, content = self.regions[self.decode.reservations.regions[filled.slab_id]]
+        lease, piece, content = self.regions[
+            self.decode.reservations.grants.regions[filled.slab_id]
+        ]
         assert lease == filled.lease_id, "someone wrote into a slab that was not lent to it"
         assert piece == job.piece, "another piece than was announced"
         side = Side(tables=job.tables, block_size=self.shape.layout.block_size)
@@ -151,8 +153,11 @@ class Worker:
             seconds=0,
         )
 
+    def _region_of(self, slab_id: SlabId) -> str:
+        return self.decode.reservations.grants.regions[slab_id]
+
     def replace(self, slab_id: SlabId, region: str) -> SlabReplaced:
-        del self.regions[self.decode.reservations.regions[slab_id]]
+        del self.regions[self._region_of(slab_id)]
         self.regions[region] = EMPTY
         return SlabReplaced(slab_id=slab_id, region=region)
 

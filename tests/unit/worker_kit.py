@@ -126,7 +126,7 @@ def decode_scheduler(
 ) -> DecodeScheduler:
     """P has said hello to it."""
     owner = reservations(blocks=blocks, slabs=slabs, caching=caching, mode=mode)
-    owner.pools.met(P, FACTS)
+    owner.peers.met(P, FACTS)
     return DecodeScheduler(
         reservations=owner,
         batch=Batch(
