@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
-from decode_worker.batch import Batch
+from decode_worker.batch import Batch, Taken
 from decode_worker.reservations import HandoffEvent, Reservations
-from decode_worker.run_ahead import Taken
 from decode_worker.sequence import Sequence
 from engine.core.step import (
     Command,
     Emit,
+    RunStep,
     Sampled,
     StepBehindWanted,
     StepDone,
@@ -32,6 +32,7 @@ from kvrelay.messages import (
     Reserved,
     ReserveRefused,
     Stop,
+    Tokens,
     WorkerEvent,
 )
 from kvrelay.types import RequestKey
@@ -60,7 +61,7 @@ class DecodeScheduler:
             case StepWanted(most_steps=most_steps):
                 commands = self._next_step(most_steps, now_s)
             case StepBehindWanted():
-                commands = self._step_behind(now_s)
+                commands = self._overlapped_step(now_s)
             case StepDone():
                 commands = self._step_done(event, now_s)
             case Reserve() | Generate():
@@ -74,7 +75,8 @@ class DecodeScheduler:
                 commands = self._stop(event, now_s)
             case _:
                 commands = self.reservations.on_handoff_event(event, now_s)
-                commands += self._join_arrived(now_s)
+                if self.reservations.arrived:
+                    commands += self._join_arrived(now_s)
         if self.asking:
             commands += self._answer_asking(now_s)
         if self.reservations.awaiting_blocks or self.reservations.freed:
@@ -94,7 +96,7 @@ class DecodeScheduler:
     def _join_arrived(self, now_s: float) -> list[Command]:
         """Those whose KV is here now are in the batch from the next step on."""
         commands: list[Command] = []
-        for arrived in self.reservations.take_arrived() if self.reservations.arrived else ():
+        for arrived in self.reservations.take_arrived():
             key = arrived.spec.key
             self.batch.join(arrived, now_s)
             ended = self.batch.running_set.released_if_done(key, now_s)
@@ -105,14 +107,15 @@ class DecodeScheduler:
     @property
     def has_work(self) -> bool:
         """There may be a step to run."""
-        return not self.batch.running_set.is_empty
+        here = self.batch.running_set
+        return bool(here.running or here.awaiting_prefill)
 
     # --- admission ------------------------------------------------------------------------------
 
     @property
     def sequences(self) -> int:
-        """Running, waiting and on their way."""
-        return self.admission.sequences
+        """Running, waiting and reserved."""
+        return self.batch.running_set.choices + self.reservations.choices
 
     def _ask(self, message: Ask, now_s: float) -> list[Command]:
         counted = message.counted if isinstance(message, Reserve) else None
@@ -151,7 +154,7 @@ class DecodeScheduler:
         return self._taken(key, now_s) if self.batch.try_enqueue(message.spec, now_s) else None
 
     def _waits_behind(self, message: Ask) -> bool:
-        """What was computed already comes first."""
+        """Prompts that were computed elsewhere get blocks first."""
         return isinstance(message, Generate) and bool(self.reservations.awaiting_blocks)
 
     @staticmethod
@@ -166,24 +169,22 @@ class DecodeScheduler:
 
     def _next_step(self, most_steps: int, now_s: float) -> list[Command]:
         step = self.batch.next_step(now_s, most_steps)
-        return (
-            [] if step is None else [*self._joined(self.batch.running_set.on_device, now_s), step]
-        )
+        return [] if step is None else self._launch(step, self.batch.running_set.on_device, now_s)
 
-    def _step_behind(self, now_s: float) -> list[Command]:
-        """Who waits for the device to be free is not kept waiting."""
-        if self.asking:
-            return []
-        step = self.batch.step_behind(now_s)
-        return [] if step is None else [*self._joined(self.batch.running_set.behind, now_s), step]
+    def _overlapped_step(self, now_s: float) -> list[Command]:
+        """None while requests wait for the device to be free."""
+        step = None if self.asking else self.batch.overlapped_step(now_s)
+        return [] if step is None else self._launch(step, self.batch.running_set.overlapped, now_s)
 
-    def _joined(self, taken: Taken, now_s: float) -> list[Command]:
-        chosen = [sequence for sequence, _ in taken]
-        fresh = [s for s in chosen if not s.joined]
+    def _launch(self, step: RunStep, taken: Taken, now_s: float) -> list[Command]:
+        """Tells of each request that is in a step for the first time."""
+        fresh = [sequence for sequence, _ in taken if not sequence.joined]
+        if not fresh:
+            return [step]
         for sequence in fresh:
             sequence.joined = True
         events = {sequence.key: sequence.joined_event(now_s) for sequence in fresh}
-        return [Emit(events=tuple(events.values()))] if events else []
+        return [Emit(events=tuple(events.values())), step]
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         events: list[WorkerEvent] = []
@@ -204,46 +205,53 @@ class DecodeScheduler:
                 events.append(told)
             if sampled:
                 events += self._advance(sequence, sampled, now_s)
-        self.batch.ahead.give_back(ran)
+        self.batch.step_over(ran)
         return [Emit(events=tuple(events))] if events else []
 
     def _advance(
         self, sequence: Sequence, sampled: tuple[Sampled, ...], now_s: float
     ) -> list[WorkerEvent]:
-        tokens = [
-            sequence.tokens_event(choice, (one,), now_s)
-            for choice, one in zip(sequence.choices, sampled, strict=True)
-        ]
+        """One token of each choice."""
         if len(sequence.choices) > 1:
-            tokens = [event for event in tokens if self._is_drawn_first(sequence, event.choice)]
-        self.generated_tokens += len(tokens)
-        finished = frozenset(event.choice for event in tokens if event.finish_reason is not None)
-        if len(sequence.choices) > 1:
-            ids = tuple(one.token_id for one in sampled)
-            self.batch.split(sequence, ids, finished | sequence.stopped, now_s)
-        elif finished:
-            self.batch.end(sequence)
-        else:
-            sequence.emitted.append(sampled[0].token_id)
-        return [*tokens, *self.batch.running_set.released_if_done(sequence.key, now_s)]
+            return self._part(sequence, sampled, now_s)
+        event = sequence.tokens_event(sequence.choices[0], sampled, now_s)
+        self.generated_tokens += 1
+        if event.finish_reason is not None:
+            return self._finish(sequence, event, now_s)
+        sequence.emitted.append(event.token_ids[0])
+        return [event]
 
-    @staticmethod
-    def _is_drawn_first(whole: Sequence, choice: int) -> bool:
-        """Not of a choice that goes on behind what it has emitted, nor of one that has ended."""
+    def _finish(self, sequence: Sequence, last: Tokens, now_s: float) -> list[WorkerEvent]:
+        self.batch.end(sequence)
+        return [last, *self.batch.running_set.released_if_done(sequence.key, now_s)]
+
+    def _part(
+        self, whole: Sequence, sampled: tuple[Sampled, ...], now_s: float
+    ) -> list[WorkerEvent]:
+        """The first token of each choice, but for those that ended in an earlier attempt, or go on
+        after its tokens."""
         spec = whole.spec
-        return not spec.resumed_by(choice) and choice not in spec.finished_choices
+        tokens = [
+            whole.tokens_event(choice, (one,), now_s)
+            for choice, one in zip(whole.choices, sampled, strict=True)
+            if not spec.resumed_by(choice) and choice not in spec.finished_choices
+        ]
+        self.generated_tokens += len(tokens)
+        finished = frozenset([one.choice for one in tokens if one.finish_reason is not None])
+        ids = tuple([one.token_id for one in sampled])
+        self.batch.split(whole, ids, finished | whole.stopped, now_s)
+        return [*tokens, *self.batch.running_set.released_if_done(whole.key, now_s)]
 
     def _advance_run(
         self, sequence: Sequence, drawn: tuple[Sampled, ...], now_s: float
     ) -> list[WorkerEvent]:
-        """One token of one choice for each step; only the last can end it."""
+        """One token of one choice for each step; only the last token can end it."""
         self.generated_tokens += len(drawn)
         tokens = sequence.tokens_event(sequence.choices[0], drawn, now_s)
         sequence.emitted += tokens.token_ids[:-1]
         self.batch.advance(sequence, len(drawn))
         if tokens.finish_reason is not None:
-            self.batch.end(sequence)
-            return [tokens, *self.batch.running_set.released_if_done(sequence.key, now_s)]
+            return self._finish(sequence, tokens, now_s)
         sequence.emitted.append(tokens.token_ids[-1])
         return [tokens]
 

@@ -1,14 +1,13 @@
-"""Prompts whose KV is still to be computed, and what of them runs next. Pure.
+"""The prompts of a prefill worker, from arrival to release, and which of them run next. Pure.
 
-Prompts are chunked under a token budget, so memory is bounded whatever their length. A prompt's
-blocks are taken all at once before its first chunk (in groups with a window, those of one chunk).
-One that is half computed keeps its blocks when another goes before it, and that one takes all of
-its own at once, window or not: so at most one asks for more, and all others can end without. Where
-the first in order lacks blocks, none behind it takes any: those it waits for are on their way out.
+    awaiting_prefill -> prefilling -> handing_over -> gone
 
-The prompts of a prefill worker, from arrival to release, and how they end early. Pure.
-
-awaiting_prefill -> prefilling -> handing_over -> gone
+A step runs chunks of prompts, under a token budget. A prompt takes all its blocks before its first
+chunk; in layer groups with a window it takes those of one chunk. When another prompt goes before a
+half-computed one, the half-computed one keeps its blocks, and the other takes all of its own at
+once, window or not. So at most one prompt asks for more blocks, and all others can end without
+more. When the first prompt in order lacks blocks, no prompt after it takes any: blocks will come
+free for it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class PromptQueue:
     on_device: tuple[tuple[PrefillJob, int], ...] = ()  # job, its tokens in the step
     _opened: dict[RequestKey, PrefillJob] = field(default_factory=dict)  # of those that wait
     _growing: PrefillJob | None = None
-    """It has yet to ask for some of its blocks."""
+    """It has not asked for all its blocks yet."""
 
     def __len__(self) -> int:
         return len(self.awaiting_prefill)
@@ -48,7 +47,7 @@ class PromptQueue:
         self.order.add(job, now_s)
 
     def remove(self, job: PrefillJob) -> None:
-        """Removing what doesn't wait is fine."""
+        """Nothing happens when it does not wait."""
         if self.awaiting_prefill.pop(job.key, None) is not None:
             self.order.remove(job)
             self._opened.pop(job.key, None)
@@ -84,7 +83,7 @@ class PromptQueue:
         return step.try_go_on(job)
 
     def _choose_opened(self, step: _Step) -> None:
-        """Only what has its blocks goes on."""
+        """Only prompts that hold their blocks go on."""
         for job in self._opened.values():
             if step.budget_tokens and job not in step.chosen:
                 step.try_go_on(job)
@@ -92,7 +91,7 @@ class PromptQueue:
     # --- afterwards -----------------------------------------------------------------------------
 
     def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[PrefillJob, int], ...]:
-        """A step is over that took so long."""
+        """A step is over, which took `seconds`."""
         ran, self.on_device = self.on_device, ()
         for job, take in ran:
             job.ran(take)
@@ -112,8 +111,8 @@ class PromptQueue:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """One step being put together; `budget_tokens` are left, and of prompts that are scored
-    `scored_tokens`."""
+    """One step being put together. It may run `budget_tokens` more, and `scored_tokens` more of
+    prompts that are scored."""
 
     openings: Openings
     now_s: float
@@ -125,9 +124,9 @@ class _Step:
         """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
         found = self.openings.try_open(
             job.holder,
-            len(job.prompt),
+            job.prompt_tokens,
             hashes=job.reusable,
-            ahead_tokens=len(job.prompt) if whole else self.budget_tokens,
+            ahead_tokens=job.prompt_tokens if whole else self.budget_tokens,
             now_s=self.now_s,
             source=None if job.is_scored else job.message.prefix_source,
         )
@@ -137,13 +136,14 @@ class _Step:
         return True
 
     def has_all_blocks(self, job: PrefillJob) -> bool:
-        return self.openings.tables.capacity(job.holder) >= len(job.prompt)
+        return self.openings.tables.capacity(job.holder) >= job.prompt_tokens
 
     def try_go_on(self, job: PrefillJob) -> bool:
         """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
         tables = self.openings.tables
-        end = min(len(job.prompt), job.computed + self.budget_tokens)
-        if not tables.try_grow(job.holder, len(job.prompt), window_tokens=end, now_s=self.now_s):
+        length = job.prompt_tokens
+        end = min(length, job.computed + self.budget_tokens)
+        if not tables.try_grow(job.holder, length, window_tokens=end, now_s=self.now_s):
             return False
         if not self.openings.waits(job.holder):
             self._take(job)
@@ -163,15 +163,15 @@ class _Step:
 class PrefillJobs:
     openings: Openings
     queue: PromptQueue = field(default_factory=PromptQueue)
+    block_tables: BlockTables = field(init=False)
     _jobs: dict[RequestKey, PrefillJob] = field(default_factory=dict)
 
-    @property
-    def block_tables(self) -> BlockTables:
-        return self.openings.tables
+    def __post_init__(self) -> None:
+        self.block_tables = self.openings.tables
 
     @property
     def handing_over(self) -> int:
-        return len(self._jobs) - len(self.queue)
+        return len(self._jobs) - len(self.queue.awaiting_prefill)
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._jobs
@@ -185,8 +185,8 @@ class PrefillJobs:
         self.queue.add(job, now_s)
 
     def live(self) -> Iterator[PrefillJob]:
-        """Those not cancelled, though they may be while this is read."""
-        return (job for job in [*self._jobs.values()] if job.cancelled is None)
+        """Those that are not cancelled; some may be while this is read."""
+        return (job for job in [*self._jobs.values()] if job.sender.cancelled is None)
 
     def live_for(self, peer: str) -> Iterator[PrefillJob]:
         return (job for job in self.live() if job.message.target == peer)
@@ -199,14 +199,14 @@ class PrefillJobs:
         return job
 
     def tables(self, job: PrefillJob) -> Tables:
-        """None yet for one that waits: nothing of it is planned either."""
+        """A waiting prompt has none yet; nothing of it is planned either."""
         held = job.holder in self.block_tables
         return self.block_tables.tables(job.holder) if held else ()
 
     # --- endings --------------------------------------------------------------------------------
 
     def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
-        """Stop at once; the blocks and the fence wait for a step or writes in flight."""
+        """Stops it at once. Its blocks and the fence wait for the step or writes in flight."""
         job = self._jobs.get(key)
         if job is None:
             return []

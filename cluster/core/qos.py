@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cluster.config.qos import Qos, TierSection
 from cluster.core.settings import WorkerSettings
-from decode_worker.shares import TierShares
+from decode_worker.running_set import TierShares
 from engine.core.prompt_order import Order
 from engine.core.step_times import StepTimes
 from kvrelay.qos import ONE_TIER, LadderRules, QosTier, QosTiers

@@ -154,7 +154,7 @@ def count(
 
 def tier_loads(prefill: PrefillScheduler, decode: DecodeScheduler) -> tuple[TierLoad, ...]:
     """In the order of the configuration."""
-    shares = decode.admission.shares
+    shares = decode.batch.shares
     tiers = shares.qos.tiers
     if len(tiers) == 1:
         return ()

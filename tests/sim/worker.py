@@ -9,8 +9,8 @@ from random import Random
 from cluster.worker.streams import Preloads
 from decode_worker.batch import Batch
 from decode_worker.reservations import Reservations
+from decode_worker.running_set import TierShares
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import TierShares
 from engine.core.prompt_order import Order
 from engine.core.step_times import LinearTimes
 from kvpool.core.blocks.leases import LeaseTable

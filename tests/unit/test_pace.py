@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from decode_worker.packing import LEAST_SHARE
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import LEAST_SHARE
 from engine.core.step import StepWanted
 from engine.core.step_times import LinearTimes, decode_work
 from kvrelay.messages import Generate, Tokens

@@ -10,8 +10,8 @@ import pytest
 
 from decode_worker.batch import Batch
 from decode_worker.reservations import Reservations
+from decode_worker.running_set import TierShares
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import TierShares
 from engine.core.sizing import EngineLimits
 from engine.core.step import Command, Emit, RunStep, StepDone, StepWanted
 from engine.load import load_engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from decode_worker.batch import Batch
 from decode_worker.reservations import Reservations
+from decode_worker.running_set import TierShares
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import TierShares
 from engine.core.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
 from engine.core.step_times import StepTimes
 from kvpool.core.blocks.leases import LeaseTable
