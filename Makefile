@@ -53,6 +53,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.router
 	$(BIN)/python -m bench.trace_request
 	$(BIN)/python -m bench.metrics
+	$(BIN)/python -m bench.wire
 	$(BIN)/python -m bench.prefix_live
 	$(BIN)/python -m bench.transfer
 	$(BIN)/python -m bench.transfer --handoff

@@ -33,13 +33,13 @@ def _check_speed(speed: CodecSpeed) -> None:
 check(KvFacts, _check_facts)
 check(CodecSpeed, _check_speed)
 
-_PEER: EnvelopeCodec[PeerMessage, pb.PeerMessage] = EnvelopeCodec(
+PEER_CODEC: EnvelopeCodec[PeerMessage, pb.PeerMessage] = EnvelopeCodec(
     PeerMessage, pb.PeerMessage, "a peer"
 )
 
 
 def encode(message: PeerMessage) -> bytes:
-    return _PEER.encode(message).SerializeToString()
+    return PEER_CODEC.encode(message).SerializeToString()
 
 
 def decode(payload: bytes) -> PeerMessage:
@@ -48,4 +48,4 @@ def decode(payload: bytes) -> PeerMessage:
         envelope = pb.PeerMessage.FromString(payload)
     except DecodeError as error:
         raise PeerError(f"a peer sent {len(payload)} bytes that are no message: {error}") from error
-    return _PEER.decode(envelope)
+    return PEER_CODEC.decode(envelope)
