@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -43,6 +44,9 @@ class PrefillQueue:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._ahead
 
+    def __iter__(self) -> Iterator[RequestKey]:
+        return iter(self._ahead)
+
     def add(self, key: RequestKey, ahead: Ahead, now_s: float) -> None:
         assert key not in self._ahead, f"{key} waits here already"
         if not self._ahead:
@@ -77,8 +81,8 @@ class PrefillQueue:
         begun = sum([self._ahead[key].tokens - self._left[key] for key in self._told])
         return max(0, waiting_tokens - self.tokens + begun)
 
-    def lived(self, moment: Lifetime) -> None:
-        """The worker has found or computed some of a prompt."""
+    def on_lifetime(self, moment: Lifetime) -> None:
+        """The worker has found or computed some of the prompt."""
         key = moment.key
         if key not in self._ahead:
             return

@@ -136,6 +136,7 @@ class Promises:
 
     claims: Claims = field(default_factory=Claims)
     delay_s: float = _STEP_S
+    claimed: int = 0  # neither kept, broken nor given up yet
     kept: int = 0
     broken: int = 0
     expired: int = 0
@@ -188,6 +189,7 @@ class Promises:
     def settle(self, *, kept: bool) -> None:
         """One that was claimed. The delay is where `KEPT_SHARE` of them are kept: a quantile
         that is followed (Robbins and Monro, 1951)."""
+        self.claimed -= 1
         self.kept += kept
         self.broken += not kept
         step_s = _STEP_S * (KEPT_SHARE - kept)
@@ -201,7 +203,12 @@ class Promises:
             return None
         self._take(digest)
         self.claims.of(promise.again).learn(True)
+        self.claimed += 1
         return promise
+
+    def give_up(self) -> None:
+        """A request with a claimed promise has ended before it was kept or broken."""
+        self.claimed -= 1
 
     def line(self, priority: int = 0) -> Promised:
         """All that was promised, by any router, of this priority or before it."""
