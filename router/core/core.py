@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvrelay.errors import FailureReason
 from kvrelay.messages import (
     Lifetime,
+    Moment,
     PromptLogprobs,
     Released,
     RequestFailed,
@@ -162,7 +164,7 @@ class RouterCore:
     ) -> list[Command]:
         request.on_lifetime(moment)
         view.queue.on_lifetime(moment)
-        if moment.name == "handoff_committed":
+        if moment.name == Moment.HANDOFF_COMMITTED:
             self.state.recent_pairs.used(request.links(), now_s)
         return [*lifecycle.trust(self.state, request, moment)]
 
@@ -177,11 +179,11 @@ class RouterCore:
         state.moves.lost(state, incarnation, now_s)
         affected = [one for one in state.requests.values() if incarnation in one.legs]
         affected += state.dispatch.stranded(state, now_s) if view.prefills else []
-        message = f"worker {view.hello.name} was lost"
+        reason, message = FailureReason.WORKER_LOST, f"worker {view.hello.name} was lost"
         return [
             command
             for request in affected
-            for command in lifecycle.fail_attempt(state, request, "worker_lost", message, now_s)
+            for command in lifecycle.fail_attempt(state, request, reason, message, now_s)
         ]
 
     def validate(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from kvrelay.errors import RefusalReason
 from kvrelay.qos import LadderRules, QosTier
 from kvrelay.types import Objectives, RequestSpec
 from router.core.policy.admission import Capacity, Deferred, Verdict
@@ -21,8 +22,18 @@ from router.core.state.demand import Demand, HeldPrefixes, Known
 from router.core.state.ladder import Ladder, LadderStep
 from router.core.state.promises import NOTHING_PROMISED, Promised, Refusal
 
-WAITING_HELPS = {"tpot_unreachable", "kv_exhausted", "slots_exhausted", "tier_share_exhausted"}
+WAITING_HELPS = {
+    RefusalReason.TPOT_UNREACHABLE,
+    RefusalReason.KV_EXHAUSTED,
+    RefusalReason.SLOTS_EXHAUSTED,
+    RefusalReason.TIER_SHARE_EXHAUSTED,
+}
 """Not `ttft_unreachable`: the wait itself counts to the time to first token."""
+LESS_OUTPUT_HELPS = {
+    RefusalReason.TPOT_UNREACHABLE,
+    RefusalReason.DEADLINE_UNREACHABLE,
+    RefusalReason.KV_EXHAUSTED,
+}
 
 
 def ways(demand: Demand, tier: QosTier, step: LadderStep) -> Iterator[Demand]:
@@ -44,7 +55,7 @@ def capped(demand: Demand, tier: QosTier) -> Demand | None:
 
 
 def less_output_helps(refusal: Refusal) -> bool:
-    return refusal.reason in ("tpot_unreachable", "deadline_unreachable", "kv_exhausted")
+    return refusal.reason in LESS_OUTPUT_HELPS
 
 
 def deferred(refusal: Refusal, tier: QosTier, waited_s: float) -> Deferred | None:
@@ -71,7 +82,7 @@ def stricter(demand: Demand, rules: LadderRules) -> Demand:
 def tripped(tier: QosTier, ladder: Ladder, now_s: float) -> Refusal:
     whose = "its" if ladder.tier is tier else f"{ladder.tier.name}'s"
     return Refusal(
-        reason="tier_share_exhausted",
+        reason=RefusalReason.TIER_SHARE_EXHAUSTED,
         message=f"only the reserve of tier {tier.name} is served until {whose} latencies are "
         "inside the objectives again",
         retry_after_s=max(0.0, ladder.falls_in_s(now_s)),

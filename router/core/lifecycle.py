@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, isfinite
 
-from kvrelay.messages import Lifetime, RequestFailed, Tokens
+from kvrelay.errors import FailureReason
+from kvrelay.messages import Lifetime, Moment, RequestFailed, Tokens
 from kvrelay.types import FinishReason, RequestSpec
 from router.core import orders
 from router.core.decision import decide
@@ -183,7 +184,7 @@ def take_slot(
     """Its decode worker has a slot for it. The client is told once that it is admitted."""
     assert request.placed is not None, f"{request.key} has a slot that nobody asked for"
     candidate = request.placed.candidate
-    request.ledger.mark("reserved", now_s)
+    request.ledger.mark(Moment.RESERVED, now_s)
     request.reserved_s = now_s
     if candidate.prefill is not None:
         candidate.decode.reserving.observe(now_s - request.placed_s)
@@ -233,8 +234,8 @@ def deliver(
     view.outlook.grown(event.key, event.first_index + len(event.token_ids))
     if event.first_index == request.choices[event.choice].resumed:
         start_decoding(state, request, event, now_s)
-    request.ledger.mark("last_token", event.at_s)
-    request.ledger.mark("last_token_received", now_s)
+    request.ledger.mark(Moment.LAST_TOKEN, event.at_s)
+    request.ledger.mark(Moment.LAST_TOKEN_RECEIVED, now_s)
     ready = request.take(event)
     if not ready:
         return []
@@ -250,8 +251,8 @@ def start_decoding(state: RouterState, request: Request, event: Tokens, now_s: f
     """The first token of a choice has come, so its prompt is ahead of no other any more."""
     if request.state is not RequestState.DECODING:
         request.enter(RequestState.DECODING)
-    request.ledger.mark("first_token", event.at_s)
-    request.ledger.mark("first_token_received", now_s)
+    request.ledger.mark(Moment.FIRST_TOKEN, event.at_s)
+    request.ledger.mark(Moment.FIRST_TOKEN_RECEIVED, now_s)
     for worker in request.legs:
         if (view := state.workers.get(worker)) is not None:
             view.queue.remove(request.key, now_s)
@@ -335,7 +336,7 @@ def miss_deadline(state: RouterState, request_id: str, now_s: float) -> list[Com
         return []
     deadline_s = request.objectives.deadline_s or 0.0
     message = f"its deadline of {deadline_s:.3f} s has passed"
-    failure = Fail(request_id=request_id, reason="deadline_exceeded", message=message)
+    failure = Fail(request_id=request_id, reason=FailureReason.DEADLINE_EXCEEDED, message=message)
     return [*abort(state, request_id, now_s), failure]
 
 
@@ -470,8 +471,8 @@ def suspect(
 def trust(state: RouterState, request: Request, moment: Lifetime) -> Iterator[Command]:
     """Its KV was handed over, or even checked."""
     pair = request.pair
-    if pair is None or moment.name not in ("handoff_committed", "kv_checked"):
+    if pair is None or moment.name not in (Moment.HANDOFF_COMMITTED, Moment.KV_CHECKED):
         return
-    checked = moment.name == "kv_checked"
+    checked = moment.name == Moment.KV_CHECKED
     if state.quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):
         yield PairTrusted(pair=pair)

@@ -24,7 +24,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Protocol
 
-from kvrelay.messages import Lifetime, PromptLogprobs, Tokens
+from kvrelay.messages import Lifetime, Moment, PromptLogprobs, Tokens
 from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, PromptLogprob, RequestKey, RequestSpec, Sampling
 from router.core.policy.admission import Admitted
@@ -72,17 +72,17 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 # moment |-> the phase that ends with it
 PHASES: dict[str, str] = {
-    "placed": "place",
-    "reserved": "reserve",
-    "dispatched": "router_queue",
-    "prefill_received": "dispatch",
-    "prefill_started": "prefill_queue",
-    "first_token": "prefill",
-    "first_token_received": "first_token_return",
-    "handoff_committed": "handoff",
-    "decode_joined": "decode_queue",
-    "last_token": "decode",
-    "last_token_received": "last_token_return",
+    Moment.PLACED: "place",
+    Moment.RESERVED: "reserve",
+    Moment.DISPATCHED: "router_queue",
+    Moment.PREFILL_RECEIVED: "dispatch",
+    Moment.PREFILL_STARTED: "prefill_queue",
+    Moment.FIRST_TOKEN: "prefill",
+    Moment.FIRST_TOKEN_RECEIVED: "first_token_return",
+    Moment.HANDOFF_COMMITTED: "handoff",
+    Moment.DECODE_JOINED: "decode_queue",
+    Moment.LAST_TOKEN: "decode",
+    Moment.LAST_TOKEN_RECEIVED: "last_token_return",
 }
 
 
@@ -197,7 +197,10 @@ def prediction_errors(predicted: Predicted, ledger: Ledger, tokens: int) -> dict
 
     `tokens`: the number of tokens of the longest choice.
     """
-    first_s, last_s = ledger.after_s("first_token_received"), ledger.after_s("last_token_received")
+    first_s, last_s = (
+        ledger.after_s(Moment.FIRST_TOKEN_RECEIVED),
+        ledger.after_s(Moment.LAST_TOKEN_RECEIVED),
+    )
     ratios: dict[str, float] = {}
     if first_s:
         ratios["ttft"] = predicted.ttft_s / (ledger.before_submission_s + first_s)
@@ -334,7 +337,9 @@ class Request:
         """Of its longest choice, without `less_s` of its time; None if it had to be run again or
         is short."""
         tokens = max(choice.next_index for choice in self.choices)
-        first_s, last_s = map(self.ledger.after_s, ("first_token_received", "last_token_received"))
+        first_s, last_s = map(
+            self.ledger.after_s, (Moment.FIRST_TOKEN_RECEIVED, Moment.LAST_TOKEN_RECEIVED)
+        )
         if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
         return max(0.0, last_s - first_s - less_s) / (tokens - 1)
@@ -377,14 +382,14 @@ class Request:
         if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(candidate.decode.incarnation)
-        self.ledger.mark("placed", now_s)
+        self.ledger.mark(Moment.PLACED, now_s)
 
     def send_prompt_to(self, candidate: Candidate, now_s: float) -> None:
         """Its prompt has waited at the router; the prefill worker of `candidate` gets it."""
         assert self.placed is not None and candidate.prefill is not None
         self.placed = replace(self.placed, candidate=candidate)
         self.prefill_worker = candidate.prefill.incarnation
-        self.ledger.mark("dispatched", now_s)
+        self.ledger.mark(Moment.DISPATCHED, now_s)
 
     def cap(self, max_tokens: int) -> None:
         if max_tokens < self.submitted.sampling.max_tokens:
@@ -392,8 +397,8 @@ class Request:
 
     def on_lifetime(self, moment: Lifetime) -> None:
         """A worker says how far it has got."""
-        self.committed |= moment.name == "handoff_committed"
-        if moment.name == "prefill_started" and self.found_tokens is None:
+        self.committed |= moment.name == Moment.HANDOFF_COMMITTED
+        if moment.name == Moment.PREFILL_STARTED and self.found_tokens is None:
             self.found_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
 

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from operator import itemgetter
 
+from kvrelay.errors import RefusalReason
 from kvrelay.types import value
 from router.core.state.generation import GenerationRequest
 
@@ -287,10 +288,9 @@ class ReleaseClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`reason` is one of ttft_unreachable, tpot_unreachable, deadline_unreachable, kv_exhausted,
-    slots_exhausted, tier_share_exhausted, draining, no_capacity. `retry_after_s`: when it would
-    be taken, where that can be told, and `work` how much that would be; `hopeless`: never, as the
-    cluster is."""
+    """`reason` is a RefusalReason, or what a worker has named. `retry_after_s`: when the request
+    would be taken, if that is known, and `work` how much work that would be. `hopeless`: never, as
+    the cluster is."""
 
     reason: str
     message: str
@@ -300,17 +300,19 @@ class Refusal:
 
 
 NO_CAPACITY = Refusal(
-    reason="no_capacity", message="no prefill and decode worker is ready to serve"
+    reason=RefusalReason.NO_CAPACITY, message="no prefill and decode worker is ready to serve"
 )
-DRAINING = Refusal(reason="draining", message="every worker that could serve it is draining")
+DRAINING = Refusal(
+    reason=RefusalReason.DRAINING, message="every worker that could serve it is draining"
+)
 
 
 def refused_by_worker(reason: str) -> Refusal:
-    messages = {
-        "slots_exhausted": "all places of every decode worker are taken",
-        "kv_exhausted": "no decode worker has KV blocks left for this prompt",
-        "tpot_unreachable": "every decode worker has too much to decode",
-        "tier_share_exhausted": "the places that are left are those of other tiers",
-        "draining": "the worker is draining",
+    messages: Mapping[str, str] = {
+        RefusalReason.SLOTS_EXHAUSTED: "all places of every decode worker are taken",
+        RefusalReason.KV_EXHAUSTED: "no decode worker has KV blocks left for this prompt",
+        RefusalReason.TPOT_UNREACHABLE: "every decode worker has too much to decode",
+        RefusalReason.TIER_SHARE_EXHAUSTED: "the places that are left are those of other tiers",
+        RefusalReason.DRAINING: "the worker is draining",
     }
     return Refusal(reason=reason, message=messages.get(reason, reason))
