@@ -145,7 +145,7 @@ class ReserveRefused:
     reason: str
 
 
-class Moment(StrEnum):
+class LifetimeMoment(StrEnum):
     """Named moments of a request, at a worker (`Lifetime.name`) or at the router."""
 
     PLACED = "placed"
@@ -165,7 +165,7 @@ class Moment(StrEnum):
 
 @value
 class Lifetime:
-    """A Moment: prefill_received, prefill_started (`tokens` found cached or fetched, of a
+    """A LifetimeMoment: prefill_received, prefill_started (`tokens` found cached or fetched, of a
     PrefixOrigin `source`), prefill_chunk (`tokens` computed), handoff_committed, kv_checked (the
     canary passed), decode_joined."""
 

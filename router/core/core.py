@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from kvrelay.errors import FailureReason
 from kvrelay.messages import (
     Lifetime,
-    Moment,
+    LifetimeMoment,
     PromptLogprobs,
     Released,
     RequestFailed,
@@ -164,7 +164,7 @@ class RouterCore:
     ) -> list[Command]:
         request.on_lifetime(moment)
         view.queue.on_lifetime(moment)
-        if moment.name == Moment.HANDOFF_COMMITTED:
+        if moment.name == LifetimeMoment.HANDOFF_COMMITTED:
             self.state.recent_pairs.used(request.links(), now_s)
         return [*lifecycle.trust(self.state, request, moment)]
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from math import inf, isfinite
 
 from kvrelay.errors import FailureReason
-from kvrelay.messages import Lifetime, Moment, RequestFailed, Tokens
+from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Tokens
 from kvrelay.types import FinishReason, RequestSpec
 from router.core import orders
 from router.core.decision import decide
@@ -184,7 +184,7 @@ def take_slot(
     """Its decode worker has a slot for it. The client is told once that it is admitted."""
     assert request.placed is not None, f"{request.key} has a slot that nobody asked for"
     candidate = request.placed.candidate
-    request.ledger.mark(Moment.RESERVED, now_s)
+    request.ledger.mark(LifetimeMoment.RESERVED, now_s)
     request.reserved_s = now_s
     if candidate.prefill is not None:
         candidate.decode.reserving.observe(now_s - request.placed_s)
@@ -234,8 +234,8 @@ def deliver(
     view.outlook.grown(event.key, event.first_index + len(event.token_ids))
     if event.first_index == request.choices[event.choice].resumed:
         start_decoding(state, request, event, now_s)
-    request.ledger.mark(Moment.LAST_TOKEN, event.at_s)
-    request.ledger.mark(Moment.LAST_TOKEN_RECEIVED, now_s)
+    request.ledger.mark(LifetimeMoment.LAST_TOKEN, event.at_s)
+    request.ledger.mark(LifetimeMoment.LAST_TOKEN_RECEIVED, now_s)
     ready = request.take(event)
     if not ready:
         return []
@@ -251,8 +251,8 @@ def start_decoding(state: RouterState, request: Request, event: Tokens, now_s: f
     """The first token of a choice has come, so its prompt is ahead of no other any more."""
     if request.state is not RequestState.DECODING:
         request.enter(RequestState.DECODING)
-    request.ledger.mark(Moment.FIRST_TOKEN, event.at_s)
-    request.ledger.mark(Moment.FIRST_TOKEN_RECEIVED, now_s)
+    request.ledger.mark(LifetimeMoment.FIRST_TOKEN, event.at_s)
+    request.ledger.mark(LifetimeMoment.FIRST_TOKEN_RECEIVED, now_s)
     for worker in request.legs:
         if (view := state.workers.get(worker)) is not None:
             view.queue.remove(request.key, now_s)
@@ -471,8 +471,11 @@ def suspect(
 def trust(state: RouterState, request: Request, moment: Lifetime) -> Iterator[Command]:
     """Its KV was handed over, or even checked."""
     pair = request.pair
-    if pair is None or moment.name not in (Moment.HANDOFF_COMMITTED, Moment.KV_CHECKED):
+    if pair is None or moment.name not in (
+        LifetimeMoment.HANDOFF_COMMITTED,
+        LifetimeMoment.KV_CHECKED,
+    ):
         return
-    checked = moment.name == Moment.KV_CHECKED
+    checked = moment.name == LifetimeMoment.KV_CHECKED
     if state.quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):
         yield PairTrusted(pair=pair)

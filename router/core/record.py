@@ -16,7 +16,7 @@ from typing import Any
 
 from kvrelay import messages, qos, types
 from kvrelay.errors import FailureReason, RefusalReason
-from kvrelay.messages import Moment
+from kvrelay.messages import LifetimeMoment
 from kvrelay.types import StepCoefficients
 from router.core import events, start
 from router.core.events import Command, Event
@@ -30,7 +30,7 @@ _MODULES = (
 )
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 
-_AS_TEXT = (RefusalReason, FailureReason, Moment)
+_AS_TEXT = (RefusalReason, FailureReason, LifetimeMoment)
 """A worker, or another version, may name others."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)

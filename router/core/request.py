@@ -24,7 +24,7 @@ from enum import StrEnum
 from operator import attrgetter
 from typing import Protocol
 
-from kvrelay.messages import Lifetime, Moment, PromptLogprobs, Tokens
+from kvrelay.messages import Lifetime, LifetimeMoment, PromptLogprobs, Tokens
 from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, PromptLogprob, RequestKey, RequestSpec, Sampling
 from router.core.policy.admission import Admitted
@@ -72,17 +72,17 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
 
 # moment |-> the phase that ends with it
 PHASES: dict[str, str] = {
-    Moment.PLACED: "place",
-    Moment.RESERVED: "reserve",
-    Moment.DISPATCHED: "router_queue",
-    Moment.PREFILL_RECEIVED: "dispatch",
-    Moment.PREFILL_STARTED: "prefill_queue",
-    Moment.FIRST_TOKEN: "prefill",
-    Moment.FIRST_TOKEN_RECEIVED: "first_token_return",
-    Moment.HANDOFF_COMMITTED: "handoff",
-    Moment.DECODE_JOINED: "decode_queue",
-    Moment.LAST_TOKEN: "decode",
-    Moment.LAST_TOKEN_RECEIVED: "last_token_return",
+    LifetimeMoment.PLACED: "place",
+    LifetimeMoment.RESERVED: "reserve",
+    LifetimeMoment.DISPATCHED: "router_queue",
+    LifetimeMoment.PREFILL_RECEIVED: "dispatch",
+    LifetimeMoment.PREFILL_STARTED: "prefill_queue",
+    LifetimeMoment.FIRST_TOKEN: "prefill",
+    LifetimeMoment.FIRST_TOKEN_RECEIVED: "first_token_return",
+    LifetimeMoment.HANDOFF_COMMITTED: "handoff",
+    LifetimeMoment.DECODE_JOINED: "decode_queue",
+    LifetimeMoment.LAST_TOKEN: "decode",
+    LifetimeMoment.LAST_TOKEN_RECEIVED: "last_token_return",
 }
 
 
@@ -198,8 +198,8 @@ def prediction_errors(predicted: Predicted, ledger: Ledger, tokens: int) -> dict
     `tokens`: the number of tokens of the longest choice.
     """
     first_s, last_s = (
-        ledger.after_s(Moment.FIRST_TOKEN_RECEIVED),
-        ledger.after_s(Moment.LAST_TOKEN_RECEIVED),
+        ledger.after_s(LifetimeMoment.FIRST_TOKEN_RECEIVED),
+        ledger.after_s(LifetimeMoment.LAST_TOKEN_RECEIVED),
     )
     ratios: dict[str, float] = {}
     if first_s:
@@ -338,7 +338,8 @@ class Request:
         is short."""
         tokens = max(choice.next_index for choice in self.choices)
         first_s, last_s = map(
-            self.ledger.after_s, (Moment.FIRST_TOKEN_RECEIVED, Moment.LAST_TOKEN_RECEIVED)
+            self.ledger.after_s,
+            (LifetimeMoment.FIRST_TOKEN_RECEIVED, LifetimeMoment.LAST_TOKEN_RECEIVED),
         )
         if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
@@ -382,14 +383,14 @@ class Request:
         if not self.disturbed:
             self.predicted = admitted.prediction
         self.tried.add(candidate.decode.incarnation)
-        self.ledger.mark(Moment.PLACED, now_s)
+        self.ledger.mark(LifetimeMoment.PLACED, now_s)
 
     def send_prompt_to(self, candidate: Candidate, now_s: float) -> None:
         """Its prompt has waited at the router; the prefill worker of `candidate` gets it."""
         assert self.placed is not None and candidate.prefill is not None
         self.placed = replace(self.placed, candidate=candidate)
         self.prefill_worker = candidate.prefill.incarnation
-        self.ledger.mark(Moment.DISPATCHED, now_s)
+        self.ledger.mark(LifetimeMoment.DISPATCHED, now_s)
 
     def cap(self, max_tokens: int) -> None:
         if max_tokens < self.submitted.sampling.max_tokens:
@@ -397,8 +398,8 @@ class Request:
 
     def on_lifetime(self, moment: Lifetime) -> None:
         """A worker says how far it has got."""
-        self.committed |= moment.name == Moment.HANDOFF_COMMITTED
-        if moment.name == Moment.PREFILL_STARTED and self.found_tokens is None:
+        self.committed |= moment.name == LifetimeMoment.HANDOFF_COMMITTED
+        if moment.name == LifetimeMoment.PREFILL_STARTED and self.found_tokens is None:
             self.found_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
 

@@ -14,10 +14,10 @@ COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
-    plain_request: Counts(files=75, calls=3096, across=1850, naming=1122),
-    hard_request: Counts(files=75, calls=11760, across=6617, naming=1686),
+    plain_request: Counts(files=77, calls=3142, across=1894, naming=1122),
+    hard_request: Counts(files=77, calls=11916, across=6771, naming=1686),
 }
-CALLS_PER_TOKEN = 210.625
+CALLS_PER_TOKEN = 212.625
 
 pytestmark = pytest.mark.skipif(
     sys.version_info[:2] != COUNTED_BY, reason="the budget was counted with another Python"

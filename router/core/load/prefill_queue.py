@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from kvrelay.messages import Lifetime, Moment
+from kvrelay.messages import Lifetime, LifetimeMoment
 from kvrelay.types import RequestKey
 
 _LAST = inf
@@ -86,9 +86,9 @@ class PrefillQueue:
         key = moment.key
         if key not in self._ahead:
             return
-        if moment.name == Moment.PREFILL_STARTED:
+        if moment.name == LifetimeMoment.PREFILL_STARTED:
             self._left[key] = self._ahead[key].tokens - moment.tokens
-        elif moment.name == Moment.PREFILL_CHUNK:
+        elif moment.name == LifetimeMoment.PREFILL_CHUNK:
             self._left[key] = max(0, self._left[key] - moment.tokens)
         else:
             return
