@@ -43,13 +43,13 @@ class Timeline:
     def _now(self) -> Look:
         cores = [worker.core for worker in self.workers if not worker.is_dead]
         queues = [queue for core in cores if len(queue := core.prefill.queue)]
-        rosters = [core.decode.batch.roster for core in cores]
-        busy = [roster for roster in rosters if not roster.is_empty]
+        running_sets = [core.decode.batch.running_set for core in cores]
+        busy = [one for one in running_sets if not one.is_empty]
         return Look(
             at_s=self.clock.now_s,
             awaiting_prefill=sum(len(queue) for queue in queues),
             prefill_tokens=sum(queue.tokens for queue in queues),
-            decoding=sum(len(roster.running) for roster in busy),
-            awaiting_decode=sum(len(roster.awaiting_prefill) for roster in busy),
-            free_blocks=sum([roster.tables.free_blocks for roster in rosters]),
+            decoding=sum(len(one.running) for one in busy),
+            awaiting_decode=sum(len(one.awaiting_prefill) for one in busy),
+            free_blocks=sum([one.tables.free_blocks for one in running_sets]),
         )

@@ -140,7 +140,7 @@ class SimWorker:
     def _is_wanted_otherwise(self) -> bool:
         """The next step is not to be as the one that runs."""
         decode, prefill = self.core.decode, self.core.prefill
-        settled = decode.batch.roster.is_settled and not decode.asking
+        settled = decode.batch.running_set.is_settled and not decode.asking
         return not settled or prefill.has_work
 
     def _tick(self, _: None) -> None:
@@ -208,7 +208,7 @@ class SimWorker:
 
     def assert_nothing_held(self) -> None:
         self.core.validate()
-        tables, slabs = self.core.tables, self.core.decode.receiver.slabs
+        tables, slabs = self.core.tables, self.core.decode.reservations.slabs
         held = [str(one.holder) for one in tables.held()]
         assert not held, f"{self.incarnation} holds {held}"
         counts = tables.counts()

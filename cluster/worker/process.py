@@ -37,13 +37,12 @@ from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.hashes import TenantBlocks, most_of
 from kvpool.wire.pool import cached_blocks
-from kvrelay.commands_wire import decode_to_worker
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
-from kvrelay.reports_wire import encode_batch, encode_hello
 from kvrelay.types import WIRE_VERSION
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire import decode_to_worker, encode_batch, encode_hello
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 
 def kv_report(hello: WorkerHello, core: WorkerCore, now_s: float) -> pb.DebugKvResponse:
-    tables, slabs = core.tables, core.decode.receiver.slabs
+    tables, slabs = core.tables, core.decode.reservations.slabs
     counts = tables.counts()
     held = [
         pb.HeldBlocks(

@@ -13,10 +13,9 @@ from functools import partial
 from itertools import count
 
 from cluster.core.worker.events import FromRouter, RouterJoined, RouterLost
-from kvrelay.commands_wire import decode_to_worker, encode_to_worker
 from kvrelay.messages import BlockChanges, Counters, Preload, ToWorker, WorkerEvent
-from kvrelay.reports_wire import decode_event, encode_event
 from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from router.core.events import Command as RouterCommand
 from router.core.events import Event as RouterEvent
 from router.core.events import (

@@ -82,7 +82,7 @@ def make_clients(
 
 def done(clients: Clients) -> Counter[str]:
     """What happened, those of dead workers left out."""
-    found: Counter[str] = Counter(moved=clients.cluster.core.moving.moved)
+    found: Counter[str] = Counter(moved=clients.cluster.core.state.moves.moved)
     for worker in clients.cluster.workers.values():
         assert worker.core.openings.pulls is not None
         found.update(pulled_tokens=worker.core.openings.pulls.tokens)

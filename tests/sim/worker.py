@@ -419,12 +419,12 @@ class Worker:
     # --- its memory -----------------------------------------------------------------------------
 
     def region_of(self, slab_id: SlabId) -> str:
-        return self.decode.receiver.regions[slab_id]
+        return self.decode.reservations.grants.regions[slab_id]
 
     def fill(self, job: WriteSlab, content: Content) -> SlabFilled:
         """A peer writes."""
         lent = job.lent
-        lease = self.decode.receiver.slabs._leases.get(lent.slab_id)
+        lease = self.decode.reservations.slabs._leases.get(lent.slab_id)
         assert lease is not None, "a slab was freed under its writer"
         assert lease.lease_id == lent.lease_id, "a slab was lent again under its writer"
         assert job.write.nbytes <= self.shape.slab_bytes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cluster.core.qos import prefill_order, standing
+from cluster.core.qos import prefill_order, tier_shares
 from cluster.core.settings import WorkerSettings
 from cluster.core.worker.core import WorkerCore
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
 from engine.core.step_times import StepTimes
@@ -51,18 +51,19 @@ def build_worker_core(
     cost = RestoreCost(layout.block_size) if cost is None else cost
     openings = _openings(settings, tables, staging, cost)
     pace = StepPace(times)
-    receiver = Receiver(
+    reservations = Reservations(
         tables=tables,
         slabs=SlabPool(staging.payload_bytes, staging.slabs),
         regions=regions,
         leases=LeaseTable(settings.lease_ttl_s),
         mode=HandoffMode(settings.handoff),
+        offer=offer,
+        ranks=ranks,
     )
-    receiver.pools.offer, receiver.pools.ranks = offer, ranks
     return WorkerCore(
         openings,
         _prefill(settings, openings, pace),
-        DecodeScheduler(receiver=receiver, batch=_batch(settings, openings, pace)),
+        DecodeScheduler(reservations=reservations, batch=_batch(settings, openings, pace)),
         pace,
         max_model_len=max_model_len,
         confirms_offers=settings.handoff == HandoffMode.POOL,
@@ -103,7 +104,7 @@ def _batch(settings: WorkerSettings, openings: Openings, times: StepTimes) -> Ba
     return Batch(
         openings=openings,
         chunk_tokens=settings.own_chunk_tokens,
-        standing=standing(settings),
+        shares=tier_shares(settings),
         times=times,
         rope_border_tokens=openings.tables.names.rope_border_tokens,
     )

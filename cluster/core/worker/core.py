@@ -285,7 +285,7 @@ class WorkerCore:
 
     def _link_measured(self, event: LinkMeasured, now_s: float) -> list[Command]:
         commands = self.decode.handle(event, now_s)
-        if choice := self.decode.receiver.pools.choice(event.peer).reason:
+        if choice := self.decode.reservations.peers.choice(event.peer).reason:
             log.info("KV from %s: %s", event.name, choice)
         return commands
 
