@@ -36,13 +36,12 @@ from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.hashes import TenantBlocks, most_of
 from kvpool.wire.pool import cached_blocks
-from kvrelay.commands_wire import decode_to_worker
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
-from kvrelay.reports_wire import encode_batch, encode_hello
 from kvrelay.types import WIRE_VERSION
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire import decode_to_worker, encode_batch, encode_hello
 
 log = logging.getLogger(__name__)
 
