@@ -138,7 +138,7 @@ _FORMAT_LOSS = {"float8_e4m3fn": 0.25}
 _LONG_TOLERANCE = 1e-3
 _BLOCK_SIZE = 16
 
-Part = tuple[int, int, int]
+_Part = tuple[int, int, int]
 """Sequence, first position, end."""
 Logits = Callable[[KvMemory, StepBatch], torch.Tensor]
 
@@ -150,7 +150,7 @@ class Trial:
 
     sequences: int
     tokens: int
-    steps: tuple[tuple[Part, ...], ...]
+    steps: tuple[tuple[_Part, ...], ...]
 
 
 _SHORT = Trial(

@@ -1,4 +1,4 @@
-"""`kvrelay config`: what a cluster file may hold, and what one amounts to."""
+"""`kvrelay config`: the schema of cluster files, and the effective settings of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `kvrelay` command: its entry point, and how errors end it.
+"""The `kvrelay` command: its entry point and its error messages.
 
 Commands import what they need when they run, so that help is instant.
 """
@@ -60,7 +60,8 @@ app.add_typer(cli_config.app, name="config")
 
 
 def main() -> None:
-    """Run one command: exit 0 when it did its work, 2 with one line on stderr when it can't."""
+    """Run one command. Exit code 0: it did its work; 2: it can't, and one line on stderr says
+    why."""
     try:
         code = app(prog_name="kvrelay", standalone_mode=False)
     except typer.Abort:
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def _usage(error: Exception) -> str:
-    """What click has to say, and where help is."""
+    """The message of click, and the command that shows help."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "kvrelay"
     text = error.format_message()  # type: ignore[attr-defined]

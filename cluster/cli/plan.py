@@ -1,4 +1,4 @@
-"""`kvrelay plan`: what of a model fits where, and what serving it takes."""
+"""`kvrelay plan`: which devices hold a model, and which fleet serves a trace for least."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KvOption = Annotated[
     str | None, typer.Option("--kv", help="The KV cache's format; without it float16.")
 ]
 FractionOption = Annotated[float, typer.Option("--memory-fraction", min=0.01, max=1.0)]
-TraceOption = Annotated[
+_TraceOption = Annotated[
     Path | None, typer.Option("--trace", help="Search fleets for these requests; needs --slo.")
 ]
 SloOption = Annotated[
@@ -51,7 +51,7 @@ def plan(
     weights: WeightsOption = None,
     kv: KvOption = None,
     memory_fraction: FractionOption = 0.9,
-    trace: TraceOption = None,
+    trace: _TraceOption = None,
     slo: SloOption = None,
     attainment: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="The share of requests to meet the SLO.")
@@ -73,10 +73,10 @@ def plan(
     ] = None,
     format_: FormatOption = Format.TABLE,
 ) -> None:
-    """Print a model's weights and KV, what of it fits on devices, and how fast they could be.
+    """Print a model's weights and KV, which devices hold them, and how fast they could be.
 
-    With --trace, --slo and --gpus NAME:COUNT,...: search roles, degrees of parallelism and mixes
-    of devices for the cheapest fleet that holds the SLO, by simulation.
+    With --trace, --slo and --gpus NAME:COUNT,...: search roles, degrees of parallelism and mixes of
+    devices for the cheapest fleet that holds the SLO, by simulation.
     """
     from cluster.cli.plan_search import Asked, search
     from cluster.sim.planning.model_facts import find_facts
@@ -121,7 +121,7 @@ def _plan_alone(
 
 
 def _dtype(given: str | None) -> Dtype | None:
-    """Raises ConfigError, with the formats there are."""
+    """Raises ConfigError, which names the known formats."""
     from cluster.sim.profiles.schema import BYTES_PER_PARAMETER
     from kvrelay.errors import ConfigError
 

@@ -259,7 +259,7 @@ def pool_node(
 
 
 def _host(given: str | None, join: list[str]) -> str:
-    """Where to listen."""
+    """The address to listen on."""
     from cluster.process.net import host_towards, split_address
 
     for address in join:
@@ -278,7 +278,7 @@ def _no_node(internal_host: str | None) -> None:
 def _pool(
     device: str, cpu_threads: int | None, cpu_pinning: str | None, tensor: int
 ) -> dict[str, object]:
-    """Role both stands in for the worker's own: a cluster file needs both sides."""
+    """Role both stands in for the worker's own role, because a cluster file needs both sides."""
     pool: dict[str, object] = {
         "role": Role.BOTH,
         "device": device,

@@ -1,4 +1,4 @@
-"""`kvrelay simulate`: a cluster file and a trace, without machines."""
+"""`kvrelay simulate`: simulates a cluster file with a trace, without machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ClusterFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The cluster file (YAML).")]
-TraceOption = Annotated[
+_TraceOption = Annotated[
     Path,
     typer.Option(
         "--trace", help="Requests: Mooncake's JSON lines, Azure's CSV, or what a router recorded."
@@ -52,7 +52,7 @@ CompareOption = Annotated[
 
 def simulate(
     config: ClusterFile,
-    trace: TraceOption,
+    trace: _TraceOption,
     rate_scale: RateOption = None,
     replicate: ReplicasOption = 1,
     limit: LimitOption = None,
@@ -114,7 +114,7 @@ def _tell(results: Sequence[Result], wall_s: float, out: Path | None, format_: F
 def _tell_comparison(
     key: str, by_value: Mapping[str, Sequence[Result]], out: Path | None, format_: Format
 ) -> None:
-    """`by_value`: a result for each rate. `--out` gets a folder for each value."""
+    """`by_value`: one result for each rate. `--out` gets one folder for each value."""
     from cluster.sim.output import comparison_json, write
 
     for value, results in by_value.items() if out is not None else ():

@@ -40,7 +40,7 @@ class TierSection(Section):
     """Bearer tokens that mean this tier."""
 
 
-Share = Annotated[float, Field(gt=0, le=1)]
+_Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class LadderSection(Section):
@@ -56,10 +56,10 @@ class LadderSection(Section):
     """Least time between two levels up."""
     calm: Seconds = 30.0
     """Latencies must be well within the objectives for this long before one level down."""
-    stricter: Share = 0.85
+    stricter: _Share = 0.85
     """On the first level a request must be predicted to need at most this share of its
     objectives."""
-    easing: Share = 0.95
+    easing: _Share = 0.95
     """Latencies are well within the objectives while their 99th percentile is at most this share of
     them. Must be more than `stricter` times `tolerance`: a stricter tier is filled up to there."""
     tolerance: Annotated[float, Field(ge=1)] = 1.1

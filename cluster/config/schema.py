@@ -25,13 +25,13 @@ from cluster.config.types import (
     AutoTransports,
     Bytes,
     Count,
-    Dtype,
+    DtypeName,
     Name,
     Port,
-    Profile,
     Quantity,
     Seconds,
     Section,
+    StepTimesSource,
 )
 from cluster.config.workers import WorkerPool
 from kvrelay.types import Role
@@ -46,7 +46,7 @@ class ModelSection(Section):
     """The hub revision: a branch, a tag or a commit."""
     served_name: AutoText = None
     """The model's name for clients; auto: the hub id, or the folder's name."""
-    dtype: Dtype = "auto"
+    dtype: DtypeName = "auto"
     """auto: the dtype of the checkpoint. A pool's dtype overrides it."""
     max_model_len: AutoCount = None
     """Prompt plus output, in tokens; auto: the model's own context length."""
@@ -82,7 +82,7 @@ class EngineSection(Section):
     cuda_graphs: AutoOrOff = "auto"
     """auto: on CUDA a worker records decode steps of some batch sizes when it starts; off: steps
     are launched kernel by kernel."""
-    profile: Profile = "auto"
+    profile: StepTimesSource = "auto"
     """How long steps take. auto: a worker times some steps when it starts; off: it guesses until it
     has run some; else the path of a YAML file of step times on the worker's machine."""
     rank_timeout: Seconds = 60.0

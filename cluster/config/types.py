@@ -85,7 +85,7 @@ Bytes = Annotated[
 ]
 
 
-Json = dict[str, Any]
+_Json = dict[str, Any]
 
 
 def _none_if_auto(given: object) -> object:
@@ -127,7 +127,7 @@ class _AutoInSchema:
     """The JSON schema allows "auto" beside what the type allows."""
 
     @staticmethod
-    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+    def __get_pydantic_json_schema__(core: CoreSchema, handler: GetJsonSchemaHandler) -> _Json:
         return {"anyOf": [*handler(core)["anyOf"], {"const": "auto"}]}
 
 
@@ -140,7 +140,7 @@ AutoCount = Annotated[Count | None, *_AUTO]
 AutoBytes = Annotated[Bytes | None, *_AUTO]
 AutoPort = Annotated[Port | None, *_AUTO]
 AutoText = Annotated[str | None, *_AUTO]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "native", "triton", "flex", "flashinfer", "flash", "sdpa"]
 Name = Annotated[str, *_spelled(r"[a-z0-9]([a-z0-9-]{0,48}[a-z0-9])?", "a-z, 0-9 and inner dashes")]
 Transport = Literal["shm", "nixl", "ucx", "cuda_ipc"]
@@ -150,7 +150,9 @@ AutoTransports = Annotated[
     Annotated[tuple[Transport, ...], Field(min_length=1)] | None, BeforeValidator(_as_tuple), *_AUTO
 ]
 Device = Annotated[str, *_spelled(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
-Profile = Annotated[str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")]
+StepTimesSource = Annotated[
+    str, BeforeValidator(_off_if_false), *_spelled(r".+", "auto, off or a file")
+]
 """In YAML `off` is false."""
 AutoOrOff = Annotated[Literal["auto", "off"], BeforeValidator(_off_if_false)]
 AutoOnOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from cluster.config.types import AutoCount, AutoOrOff, Count, Device, Dtype, Quantity, Section
+from cluster.config.types import AutoCount, AutoOrOff, Count, Device, DtypeName, Quantity, Section
 from kvrelay.types import Role
 
 
@@ -32,7 +32,7 @@ class WorkerPool(Section):
     """auto: a worker on device cpu gets one CPU for each thread, which no other worker of the host
     uses, if there are enough; off: the system places its threads."""
     parallel: ParallelSection = ParallelSection()
-    dtype: Dtype | None = None
+    dtype: DtypeName | None = None
     """null: model.dtype."""
 
     @property

@@ -26,10 +26,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from cluster.core.plan import ClusterPlan, placements
 from cluster.core.supervision import (
     Announce,
-    Command,
     Does,
     DriverSeen,
-    Event,
     Home,
     Lost,
     Note,
@@ -49,6 +47,8 @@ from cluster.core.supervision import (
     StopAsked,
     StopProcess,
     SupervisionTick,
+    SupervisorCommand,
+    SupervisorEvent,
     Withdraw,
 )
 from cluster.core.supervisor import Limits, Supervisor
@@ -133,7 +133,7 @@ class Controller:
         self._plan = plan
         self._fleet = Fleet(plan)
         self._id = uuid4().hex
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[SupervisorEvent] = asyncio.Queue()
         self._notes: list[str] = []
         self._free_before = ray.available_resources()
         self._router_at: dict[str, RouterAt] = {}
@@ -212,7 +212,7 @@ class Controller:
 
     async def _run(self) -> None:
         try:
-            event: Event = SupervisionTick()
+            event: SupervisorEvent = SupervisionTick()
             while self._core.phase is not Phase.STOPPED:
                 for command in self._core.handle(event, time.monotonic()):
                     self._execute(command)
@@ -224,7 +224,7 @@ class Controller:
             log.exception("the controller failed; Ray starts it again")
             self._exit(restart=True)
 
-    async def _next_event(self) -> Event:
+    async def _next_event(self) -> SupervisorEvent:
         try:
             return await asyncio.wait_for(self._events.get(), TICK_S)
         except TimeoutError:
@@ -241,7 +241,7 @@ class Controller:
     def _exit(self, *, restart: bool) -> None:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=not restart)
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: SupervisorCommand) -> None:
         match command:
             case Start():
                 self._spawn(self._start(command))

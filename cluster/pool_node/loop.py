@@ -23,7 +23,7 @@ from kvpool.core.blocks.eviction import open_policy
 from kvpool.core.node.events import (
     DropRouter,
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolEvent,
     PoolTick,
@@ -76,8 +76,8 @@ class DiskCrashed:
     error: BaseException
 
 
-Incoming = Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | LifeAsked | DiskCrashed
-PoolInbox = queue.SimpleQueue[Incoming]
+NodeEvent = Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | LifeAsked | DiskCrashed
+PoolInbox = queue.SimpleQueue[NodeEvent]
 
 
 class PoolLoop:
@@ -147,7 +147,7 @@ class PoolLoop:
             return False
         return self._core is None or self._core.idle or time.monotonic() >= self._ends_s
 
-    def _settle(self, event: Incoming) -> None:
+    def _settle(self, event: NodeEvent) -> None:
         match event:
             case Heard(connection=connection, message=PoolHello() as hello):
                 self._greeted(connection, hello, event.region)
@@ -226,7 +226,7 @@ class PoolLoop:
         if worker is None or isinstance(event.message, FromPool):
             self._break_with(event.connection, "a message that a worker doesn't send")
             return
-        self._decide(FromWorker(worker=worker, message=event.message))
+        self._decide(FromPoolWorker(worker=worker, message=event.message))
 
     def _break_with(self, connection: Connection, reason: str) -> None:
         log.warning("%s broke the protocol (%s): dropped", connection.peer_address, reason)

@@ -248,12 +248,12 @@ def starts_of(counts: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)])
 
 
-Store = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+_StoreKv = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """New keys and values `[kv_heads, tokens, dim]`, the layer's planes, slots int32 `[tokens]`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LayerKv:
     """A layer's planes `[slots, kv_heads, dim]`, with the KV of this step."""
 
     group: int
@@ -275,13 +275,13 @@ class KvWriter:
     places: Mapping[int, tuple[int, int]]
     slots: Sequence[torch.Tensor]
     marks: LayerMarks | None
-    store: Store
+    store: _StoreKv
 
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Held:
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerKv:
         """`key`, `value` as `AttentionState.attend` gets them."""
         group, index = self.places[layer]
         keys, values = self.memory.layer(group, index)
         self.store(key[0], value[0], keys, values, self.slots[group])
         if self.marks is not None:
             self.marks.wrote(layer)
-        return Held(group, keys, values, self.memory.layout.block_size)
+        return LayerKv(group, keys, values, self.memory.layout.block_size)

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from engine.compiled.chain import BufferPlace, Plan, viewed
 from engine.compiled.graph import Captured, TensorKind
-from engine.compiled.library import MOST_OPS, Fused, Op, OpKind, Value
+from engine.compiled.library import MOST_OPS, Fused, Op, OpKind, OpValue
 from engine.model.packed_linear import Packed
 
 
@@ -59,10 +59,10 @@ class Buffers:
         self.inputs, self.rows = inputs, rows
         return found
 
-    def value(self, place: BufferPlace) -> Value:
+    def value(self, place: BufferPlace) -> OpValue:
         own = place.buffer >= 0
         buffer = len(self.inputs) + place.buffer if own else -1 - place.buffer
-        return Value(buffer, place.offset, place.stride)
+        return OpValue(buffer, place.offset, place.stride)
 
 
 def _rows_of(node: Node, dtype: torch.dtype, *, may_be_angles: bool) -> object:

@@ -32,7 +32,7 @@ class OpKind(IntEnum):
     GELU = 6
 
 
-class Value(ctypes.Structure):
+class OpValue(ctypes.Structure):
     _fields_: ClassVar = [(name, c_int32) for name in ("buffer", "offset", "stride", "spare")]
 
 
@@ -40,7 +40,7 @@ class Op(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, c_int32) for name in ("kind", "heads", "width", "depth", "head_stride", "rounds")),
         ("eps", c_float),
-        *((name, Value) for name in ("x", "y", "z", "out", "more")),
+        *((name, OpValue) for name in ("x", "y", "z", "out", "more")),
         *((name, c_void_p) for name in ("weight", "bias")),
     ]
 

@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 
 from engine.core.step_times import LinearTimes, StepWork, decode_work, prefill_work
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 _TOLERANCE = 1e-10
 
 
-def relative_least_squares(rows: Floats, seconds: Floats) -> Floats:
+def relative_least_squares(rows: _Floats, seconds: _Floats) -> _Floats:
     """The x >= 0 that makes `rows @ x / seconds` nearest to ones. `rows` `[samples, columns]`,
     `seconds` positive; a column of zeros gets 0."""
     relative = rows / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0
-    found: Floats = _nnls(relative / scale, np.ones(len(seconds))) / scale
+    found: _Floats = _nnls(relative / scale, np.ones(len(seconds))) / scale
     return found
 
 
-def _nnls(matrix: Floats, target: Floats) -> Floats:
+def _nnls(matrix: _Floats, target: _Floats) -> _Floats:
     x = np.zeros(matrix.shape[1])
     free = np.zeros(len(x), dtype=bool)
     for _ in range(3 * len(x)):
@@ -45,7 +45,7 @@ def _nnls(matrix: Floats, target: Floats) -> Floats:
     return x
 
 
-def _settle(matrix: Floats, target: Floats, x: Floats, free: NDArray[np.bool_]) -> Floats:
+def _settle(matrix: _Floats, target: _Floats, x: _Floats, free: NDArray[np.bool_]) -> _Floats:
     """Solves for the free ones; those that would turn negative on the way are fixed at 0."""
     while True:
         solved = np.zeros_like(x)
@@ -109,7 +109,7 @@ def _fit(prefill: list[Timed], decode: list[Timed], error: float) -> LinearTimes
 def _solve(rows: list[list[float]], timed: list[Timed]) -> list[float]:
     if not timed:
         return [0.0] * 4
-    seconds: Floats = np.array([one.seconds for one in timed])
+    seconds: _Floats = np.array([one.seconds for one in timed])
     found: list[float] = relative_least_squares(np.array(rows, dtype=float), seconds).tolist()
     return found
 

@@ -33,7 +33,7 @@ from kvrelay.qos import ONE_TIER, QosTier, QosTiers
 from kvrelay.types import RequestKey
 
 
-class Prompt(Protocol):
+class OrderedPrompt(Protocol):
     """It came `arrival`-th. Its first token is due at `deadline_s`, and alone it would take
     `left_s` more; both are the order's to set."""
 
@@ -63,7 +63,7 @@ class Prompt(Protocol):
         """Tokens to be computed."""
 
 
-P = TypeVar("P", bound=Prompt)
+P = TypeVar("P", bound=OrderedPrompt)
 
 
 _MOST_NAMES = 4096

@@ -54,10 +54,10 @@ def _no_wait() -> None:
     pass
 
 
-Floats = NDArray[np.float32]
+_Floats = NDArray[np.float32]
 
 
-def send(values: Sequence[Any] | Floats, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def send(values: Sequence[Any] | _Floats, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers, or rows of them."""
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":

@@ -11,7 +11,7 @@ import torch
 
 from engine.model.families import refusal
 from engine.model.interface import NAME, Scores
-from engine.model.masks import Visible, cached_windows, composed_masks, mask_difference
+from engine.model.masks import MaskFunction, cached_windows, composed_masks, mask_difference
 from engine.model.model import LOAD_ERRORS, Model
 from kvpool.core.layout.layout import KvLayout, LayerGroup, Plane
 
@@ -115,7 +115,7 @@ def _check_layers(model: Model, shapes: dict[int, LayerShape]) -> None:
 
 
 def _check_mask(
-    kind: str, layer: int, visible: Visible | None, window: int | None, longest: int
+    kind: str, layer: int, visible: MaskFunction | None, window: int | None, longest: int
 ) -> None:
     if visible is None:
         raise refusal(kind, "mask", f"layer {layer} uses a mask that transformers did not compose")

@@ -19,7 +19,7 @@ from engine.model.interface import attention
 
 NAME = "kvrelay_probe"
 
-Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Batch, head, query position, key position: whether the query sees the key."""
 
 
@@ -27,10 +27,10 @@ Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 class Masks:
     """# mask built in this pass |-> its function; # layer |-> the mask it was called with"""
 
-    composed: list[tuple[torch.Tensor, Visible]] = field(default_factory=list)
+    composed: list[tuple[torch.Tensor, MaskFunction]] = field(default_factory=list)
     used: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
-    def of_layer(self, layer: int) -> Visible | None:
+    def of_layer(self, layer: int) -> MaskFunction | None:
         """None: the layer got no mask, or one that transformers did not compose."""
         found = self.used.get(layer)
         return next((visible for mask, visible in self.composed if mask is found), None)
@@ -59,7 +59,7 @@ def cached_windows(config: PretrainedConfig) -> list[int | None]:
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
-def mask_difference(visible: Visible, window: int | None, longest: int) -> str | None:
+def mask_difference(visible: MaskFunction, window: int | None, longest: int) -> str | None:
     """Where `visible` is not causal attention with this window, in sequences of up to `longest`
     tokens; None: nowhere on the pairs that are looked at."""
     queries, keys = _pairs(window, longest)
@@ -100,7 +100,7 @@ def _register() -> None:
 
 
 def _mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Visible, **_: object
+    batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, **_: object
 ) -> torch.Tensor:
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
     _MASKS.get().composed.append((mask, mask_function))

@@ -30,7 +30,7 @@ _SAMPLE = SampleRequest(
 )
 
 _Name = tuple[RequestKey, int]
-Int32s = NDArray[np.int32]
+_Int32s = NDArray[np.int32]
 
 
 class StepTeller:
@@ -149,7 +149,7 @@ class StepHearer:
         return self._rows[row]
 
 
-def _cut(numbers: Int32s, lengths: Int32s) -> list[tuple[int, ...]]:
+def _cut(numbers: _Int32s, lengths: _Int32s) -> list[tuple[int, ...]]:
     flat, ends = numbers.tolist(), np.cumsum(lengths).tolist()
     return [
         tuple(flat[end - length : end]) for end, length in zip(ends, lengths.tolist(), strict=True)

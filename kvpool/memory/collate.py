@@ -33,7 +33,7 @@ from kvpool.memory.rows import plane_rows, section_rows
 from kvpool.memory.views import SlabViews, plane_views, row_index, slab_views
 from kvrelay.errors import PeerError
 
-Move = Callable[[KvMemory, SlabSection, torch.Tensor], None]
+_Move = Callable[[KvMemory, SlabSection, torch.Tensor], None]
 """Between the pool of one rank and a slab."""
 
 
@@ -52,7 +52,7 @@ def move_parts(
     wire: WireFormat,
     slab: torch.Tensor,
     end: End,
-    move: Move,
+    move: _Move,
 ) -> None:
     """At the source out of the pool, at the target into all copies of the heads."""
     whole = slab_views(section, wire, slab)

@@ -159,7 +159,7 @@ def _place(
     )
 
 
-Bytes = NDArray[np.uint8]
+_Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,7 +170,7 @@ class SlabRows:
     where heads have copies.
     """
 
-    pool: Bytes
+    pool: _Bytes
     index: Index
     others: tuple[Index, ...] = ()
 
@@ -189,14 +189,14 @@ class SlabRows:
         for index in (self.index, *self.others):
             self.pool[index.ravel()] = rows
 
-    def _of(self, slab: torch.Tensor) -> Bytes:
-        rows: Bytes = slab.view(-1).view(torch.uint8).numpy()
+    def _of(self, slab: torch.Tensor) -> _Bytes:
+        rows: _Bytes = slab.view(-1).view(torch.uint8).numpy()
         return rows.reshape(self.index.size, self.pool.shape[1])
 
 
-def pool_rows(memory: KvMemory, row_bytes: int) -> Bytes:
+def pool_rows(memory: KvMemory, row_bytes: int) -> _Bytes:
     """`[rows, row_bytes]`, without what is left at the end."""
-    flat: Bytes = memory.flat.numpy()
+    flat: _Bytes = memory.flat.numpy()
     return flat[: len(flat) // row_bytes * row_bytes].reshape(-1, row_bytes)
 
 

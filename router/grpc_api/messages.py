@@ -14,7 +14,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from router.core.state.generation import QuarantinedPair, WorkerStatus
 from router.text.request_fields import FIELDS, objectives_of
 from router.text.sampling import RequestedSampling
-from router.text.service import ChatPrompt, Prompt, TextDelta, TextGeneration
+from router.text.service import ChatPrompt, PromptInput, TextDelta, TextGeneration
 
 OPTIONAL_FIELDS = (
     "temperature",
@@ -57,7 +57,7 @@ def objectives_in(slo: pb.Slo, call_remaining_s: float | None) -> Objectives:
     return replace(asked, deadline_s=call_remaining_s)
 
 
-def prompt_of(request: pb.GenerateRequest) -> Prompt:
+def prompt_of(request: pb.GenerateRequest) -> PromptInput:
     match request.WhichOneof("input"):
         case "tokenized":
             return tuple(request.tokenized.input_ids)

@@ -23,7 +23,13 @@ from router.http.bodies import (
 )
 from router.http.face import HttpFace, face_of, new_id
 from router.http.neutral_fields import CHAT_NEUTRAL
-from router.http.reply import GenerationResponse, Reply, Totals, chat_logprobs, prompt_logprobs
+from router.http.reply import (
+    ChoiceTotals,
+    GenerationResponse,
+    Reply,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from router.text.service import ChatPrompt, TextDelta, TextRequest
 
 
@@ -123,7 +129,7 @@ class ChatReply(Reply):
     def closing_chunk(self) -> dict[str, object]:
         return {**self._envelope, "choices": []}
 
-    def whole(self, totals: Totals) -> dict[str, object]:
+    def whole(self, totals: ChoiceTotals) -> dict[str, object]:
         choices = [
             {
                 **self._choice(delta),

@@ -24,11 +24,11 @@ from router.http.bodies import (
 from router.http.face import HttpFace, face_of, new_id
 from router.http.neutral_fields import COMPLETION_NEUTRAL
 from router.http.reply import (
+    ChoiceTotals,
     CompletionLogprobs,
     EchoedPrompt,
     GenerationResponse,
     Reply,
-    Totals,
     prompt_logprobs,
 )
 from router.text.service import TextDelta, TextGeneration, TextRequest
@@ -123,7 +123,7 @@ class CompletionReply(Reply):
     def closing_chunk(self) -> dict[str, object]:
         return {**self._envelope, "choices": []}
 
-    def whole(self, totals: Totals) -> dict[str, object]:
+    def whole(self, totals: ChoiceTotals) -> dict[str, object]:
         choices = [self._choice(position, delta) for (position, _), delta in totals.items()]
         return {**self._envelope, "choices": choices, "usage": self.usage()}
 

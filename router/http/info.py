@@ -14,7 +14,7 @@ from router.http.bodies import DetokenizeBody, TokenizeBody, read_body
 from router.http.chat import chat_prompt
 from router.http.face import HttpFace, face_of, json_response
 from router.http.neutral_fields import TEMPLATE_NEUTRAL
-from router.text.service import Prompt
+from router.text.service import PromptInput
 
 
 async def models(request: Request) -> Response:
@@ -57,7 +57,7 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-def _prompt_of(body: TokenizeBody) -> Prompt:
+def _prompt_of(body: TokenizeBody) -> PromptInput:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     if body.messages is not None:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 CAPPED_HEADER = "x-kvrelay-capped"
 
-Totals = Mapping[tuple[int, int], TextDelta]
+ChoiceTotals = Mapping[tuple[int, int], TextDelta]
 """# (prompt, choice) |-> all it gained"""
 
 
@@ -50,7 +50,7 @@ class Reply(ABC):
         """The last event's object, without choices."""
 
     @abstractmethod
-    def whole(self, totals: Totals) -> dict[str, object]: ...
+    def whole(self, totals: ChoiceTotals) -> dict[str, object]: ...
 
     def streamed(self, position: int, delta: TextDelta) -> bytes:
         """One event, with the usage of its choice so far if every one is to have it."""

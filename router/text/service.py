@@ -144,7 +144,7 @@ class ChatPrompt:
     add_special_tokens: bool = False
 
 
-Prompt = str | tuple[int, ...] | ChatPrompt
+PromptInput = str | tuple[int, ...] | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class TextRequest:
     byte."""
 
     request_id: str
-    prompt: Prompt
+    prompt: PromptInput
     sampling: RequestedSampling
     model: str = ""
     tenant: str = ""
@@ -213,7 +213,7 @@ class TextService:
         return facts
 
     async def prompt_ids(
-        self, prompt: Prompt, *, add_special_tokens: bool = True
+        self, prompt: PromptInput, *, add_special_tokens: bool = True
     ) -> tuple[int, ...]:
         match prompt:
             case tuple():

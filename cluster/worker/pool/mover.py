@@ -20,7 +20,7 @@ from kvpool.memory.kv_memory import KvMemory
 from kvpool.transport.peer.base import RegionName
 from kvrelay.errors import PeerError
 
-PoolOutcome = BlocksStored | BlocksFetched
+PoolMoveDone = BlocksStored | BlocksFetched
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PoolJob:
 
     order: StoreBlocks | FetchBlocks
     link: PoolLink
-    post: Callable[[PoolOutcome], None]
+    post: Callable[[PoolMoveDone], None]
 
 
 class PoolMover:

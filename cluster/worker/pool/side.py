@@ -163,7 +163,7 @@ def _nothing(wanted: WantPrefix) -> PrefixFetched:
     return PrefixFetched(key=wanted.key, blocks=0)
 
 
-PoolEvent = ClientEvent | AskFar | FromFar
+PoolLinkEvent = ClientEvent | AskFar | FromFar
 
 PoolAnswer = OfferSettled | PrefixFound | PrefixFetched
 
@@ -210,7 +210,7 @@ class PoolSide:
         self._mover.start()
         self._link.start()
 
-    def handle(self, event: PoolEvent) -> list[PoolAnswer]:
+    def handle(self, event: PoolLinkEvent) -> list[PoolAnswer]:
         """Never waits."""
         match event:
             case AskFar():

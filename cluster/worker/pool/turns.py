@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from cluster.worker.pool.side import PoolEvent, PoolSide
+from cluster.worker.pool.side import PoolLinkEvent, PoolSide
 from kvpool.core.fetch.client_events import (
     ClientTick,
     OfferSettled,
@@ -48,9 +48,9 @@ class PoolTurns:
     def tick(self) -> list[PoolOutcome]:
         return self.handle(ClientTick())
 
-    def handle(self, event: PoolEvent) -> list[PoolOutcome]:
+    def handle(self, event: PoolLinkEvent) -> list[PoolOutcome]:
         outcomes: list[PoolOutcome] = []
-        events: deque[PoolEvent] = deque([event])
+        events: deque[PoolLinkEvent] = deque([event])
         while events:
             for answer in self._side.handle(events.popleft()):
                 match answer:

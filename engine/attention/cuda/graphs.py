@@ -76,7 +76,7 @@ class StaticDecode:
 
 
 Run = Callable[[], torch.Tensor]
-Record = Callable[[Run], Run]
+_Record = Callable[[Run], Run]
 """Makes of a run one that does the same over the same memory, at once."""
 
 _WARM = 2
@@ -97,7 +97,7 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """`inputs` are large enough for `most` sequences."""
 
-    def __init__(self, model: Model, inputs: StaticDecode, most: int, record: Record) -> None:
+    def __init__(self, model: Model, inputs: StaticDecode, most: int, record: _Record) -> None:
         self._inputs = inputs
         self._sizes = bucket_sizes(most)
         self._replays: dict[int, Run] = {}

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.integer]
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
+_Ints = NDArray[np.integer]
+_Int32s = NDArray[np.int32]
+_Int64s = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class QueryTiles:
     """`rows` `[tiles, 4]`: first row, tokens, first token's position, where its block table begins.
     Tile i sees keys of positions `[first_keys[i], end_keys[i])`."""
 
-    rows: Int32s
-    first_keys: Int64s
-    end_keys: Int64s
+    rows: _Int32s
+    first_keys: _Int64s
+    end_keys: _Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +38,17 @@ class Work:
     slots) puts consecutive parts together; joins without slots do nothing.
     """
 
-    pieces: Int32s  # [pieces, 5]
-    starts: Int32s  # [programs + 1]
-    joins: Int32s  # [programs, 4]
+    pieces: _Int32s  # [pieces, 5]
+    starts: _Int32s  # [programs + 1]
+    joins: _Int32s  # [programs, 4]
 
 
 def query_tiles(
     *,
-    rows: Ints,
-    counts: Ints,
-    positions: Ints,
-    tables: Ints,
+    rows: _Ints,
+    counts: _Ints,
+    positions: _Ints,
+    tables: _Ints,
     tile_tokens: int,
     window: int | None,
 ) -> QueryTiles:
@@ -93,13 +93,13 @@ def divide(
     )
 
 
-def _bounds(total: int, programs: int, least: int) -> Int64s:
+def _bounds(total: int, programs: int, least: int) -> _Int64s:
     """Where each program's stretch begins, and the last one's end: `[programs + 1]`."""
     used = max(1, min(programs, total // least))
     return total * np.minimum(np.arange(programs + 1), used) // used
 
 
-def _distinct(values: Int64s) -> Int64s:
+def _distinct(values: _Int64s) -> _Int64s:
     values = np.sort(values)
     return values[np.concatenate([[True], values[1:] != values[:-1]])]
 

@@ -60,7 +60,7 @@ class BlockNews:
         return news
 
 
-Part = tuple[int, BlockId]
+GroupBlock = tuple[int, BlockId]
 """layer group, block"""
 
 
@@ -81,7 +81,7 @@ class DeviceCache:
     index: PrefixIndex = field(init=False)
     _news: list[CachedBlock] = field(init=False, default_factory=list)
     _faded: list[OrderedDict[BlockId, CachedBlock]] = field(init=False)
-    _of: dict[Part, CachedBlock] = field(init=False, default_factory=dict)
+    _of: dict[GroupBlock, CachedBlock] = field(init=False, default_factory=dict)
     _windowed: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class DeviceCache:
 
     def insert(
         self, block_hash: BlockHash, parent: CachedBlock | None, place: Place
-    ) -> tuple[CachedBlock, list[Part]]:
+    ) -> tuple[CachedBlock, list[GroupBlock]]:
         """The caller holds `parent` and the parts in `place`, and from now on the block.
 
         Someone may have been faster: then the caller keeps its own copy, and holds the parts
@@ -171,7 +171,7 @@ class DeviceCache:
         news, self._news = self._news, []
         return [block for block in news if self.index.find([block.hash]) == [block]]
 
-    def _join(self, block: CachedBlock, place: Place) -> list[Part]:
+    def _join(self, block: CachedBlock, place: Place) -> list[GroupBlock]:
         fresh = [g for g, part in enumerate(block.place) if part == NO_BLOCK != place[g]]
         block.place = tuple(place[g] if g in fresh else part for g, part in enumerate(block.place))
         for group in fresh:
@@ -182,7 +182,7 @@ class DeviceCache:
             self.hold(group, [part])
         return twins
 
-    def _name(self, part: Part, block: CachedBlock) -> None:
+    def _name(self, part: GroupBlock, block: CachedBlock) -> None:
         group, block_id = part
         self.pools[group].name(block_id)
         self._of[part] = block
@@ -224,7 +224,7 @@ class DeviceCache:
             self._faded[group].pop(block_id, None)
             self._forget((group, block_id))
 
-    def _forget(self, part: Part) -> None:
+    def _forget(self, part: GroupBlock) -> None:
         group, block_id = part
         del self._of[part]
         self.pools[group].forget(block_id)
@@ -244,7 +244,7 @@ class DeviceCache:
             assert free == cached and (group.window is not None or cached <= idle)
 
 
-def _parts(place: Place) -> list[Part]:
+def _parts(place: Place) -> list[GroupBlock]:
     return [(group, block) for group, block in enumerate(place) if block != NO_BLOCK]
 
 

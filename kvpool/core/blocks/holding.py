@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from kvpool.core.blocks.device_cache import DeviceCache, Part
+from kvpool.core.blocks.device_cache import DeviceCache, GroupBlock
 from kvpool.core.blocks.eviction import CachedBlock, Place
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout, Tables
@@ -32,7 +32,7 @@ class Holding:
     leased: bool
     seen_from: int
     chain: list[CachedBlock]
-    twins: list[Part] = field(default_factory=list)
+    twins: list[GroupBlock] = field(default_factory=list)
 
     @classmethod
     def of(

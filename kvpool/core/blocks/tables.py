@@ -26,7 +26,7 @@ from kvrelay.types import RequestKey, RequestSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class GroupRoom:
     """What is `missing` is asked first, so that all groups get theirs or none does."""
 
     cache: DeviceCache
@@ -85,14 +85,14 @@ class BlockTables:
     hit_tokens: int = field(init=False, default=0)
     pools: list[BlockPool] = field(init=False)
     cache: DeviceCache = field(init=False)
-    _room: Room = field(init=False)
+    _room: GroupRoom = field(init=False)
     _copies: Copies = field(init=False)
     _entries: dict[Holder, Holding] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pools = [BlockPool(self.blocks) for _ in self.layout.groups]
         self.cache = DeviceCache(self.layout, self.pools, open_policy(self.policy))
-        self._room, self._copies = Room(self.cache), Copies(self.cache)
+        self._room, self._copies = GroupRoom(self.cache), Copies(self.cache)
 
     def __contains__(self, holder: Holder) -> bool:
         return holder in self._entries

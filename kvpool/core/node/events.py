@@ -27,7 +27,7 @@ class PoolWorkerJoined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FromWorker:
+class FromPoolWorker:
     worker: Incarnation
     message: ToPool
 
@@ -86,7 +86,7 @@ class SlotsRead:
 
 PoolEvent = (
     PoolWorkerJoined
-    | FromWorker
+    | FromPoolWorker
     | PoolWorkerLost
     | RouterCalled
     | RouterTook

@@ -18,7 +18,7 @@ from kvpool.core.node.checked_blocks import BlockOrigins, Changes, CheckedBlocks
 from kvpool.core.node.disk_tier import DiskTier
 from kvpool.core.node.events import (
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolEvent,
     PoolTick,
@@ -126,7 +126,7 @@ class HostTier:
                 self._workers.add(worker)
                 if looks_up:
                     self._changes.joined(worker)
-            case FromWorker():
+            case FromPoolWorker():
                 if event.worker in self._workers:
                     self._from_worker(event, now_s)
             case PoolWorkerLost(worker=worker):
@@ -148,7 +148,7 @@ class HostTier:
             case _:
                 assert_never(event)
 
-    def _from_worker(self, event: FromWorker, now_s: float) -> None:
+    def _from_worker(self, event: FromPoolWorker, now_s: float) -> None:
         worker = event.worker
         match event.message:
             case StoreWanted() as wanted:

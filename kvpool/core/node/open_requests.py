@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvpool.core.blocks.eviction import CachedBlock
 from kvpool.core.layout.hashes import BlockHash
 from kvpool.core.node.messages import ChainBlock
-from kvpool.core.node.tier_blocks import Chain, PoolPlace
+from kvpool.core.node.tier_blocks import BlockChain, PoolPlace
 from kvrelay.types import Incarnation
 
 StoreKey = tuple[Incarnation, int]
@@ -119,7 +119,7 @@ class Fetch:
     hashes: tuple[BlockHash, ...]
     skip: int
     loads: set[int]
-    chain: Chain
+    chain: BlockChain
     since_s: float
     deadline_s: float | None = None
 

@@ -25,7 +25,7 @@ from kvpool.core.layout.layout import BlockId
 PoolPlace = NewType("PoolPlace", int)
 """Index of a block-sized place of one tier of one pool node."""
 
-Chain = Sequence[CachedBlock]
+BlockChain = Sequence[CachedBlock]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,11 +174,11 @@ class TierBlocks:
         block.place = (BlockId(place),)
         return True
 
-    def hold(self, hashes: Sequence[BlockHash]) -> Chain:
+    def hold(self, hashes: Sequence[BlockHash]) -> BlockChain:
         """The longest prefix that can be served; not evicted until `release`."""
         return self._index.acquire(hashes[: self.match(hashes)])
 
-    def release(self, chain: Chain) -> None:
+    def release(self, chain: BlockChain) -> None:
         self._index.release(chain)
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:

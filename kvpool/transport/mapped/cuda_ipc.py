@@ -25,7 +25,7 @@ import torch
 from kvpool.transport.mapped import windowed
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
-from kvpool.transport.peer.exposure import Check, Fetch
+from kvpool.transport.peer.exposure import Check, FetchGrant
 from kvrelay.errors import ConfigError, PeerError
 
 # of the handle, the counter's handle and the event's handle the bytes; then storage bytes, storage
@@ -183,7 +183,7 @@ class CudaIpcExposure:
         del self._regions[name]
         self._settle()
 
-    def peer(self, address: str, fetch: Fetch) -> CudaIpcPeer:
+    def peer(self, address: str, fetch: FetchGrant) -> CudaIpcPeer:
         return CudaIpcPeer(address, fetch, self._device)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class CudaIpcExposure:
 
 
 class CudaIpcPeer:
-    def __init__(self, address: str, fetch: Fetch, device: torch.device) -> None:
+    def __init__(self, address: str, fetch: FetchGrant, device: torch.device) -> None:
         self._address = address
         self._fetch = fetch
         self._device = device

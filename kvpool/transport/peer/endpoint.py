@@ -22,7 +22,7 @@ from kvpool.transport.peer import control_wire
 from kvpool.transport.peer.base import Callbacks, Region, RegionName
 from kvpool.transport.peer.connection import KnownPeers, PeerConnection
 from kvpool.transport.peer.control_wire import Grant, Packet
-from kvpool.transport.peer.exposure import Exposure, Fetch
+from kvpool.transport.peer.exposure import Exposure, FetchGrant
 from kvpool.transport.peer.rendezvous import Rendezvous
 from kvrelay.errors import PeerError
 from kvrelay.types import Incarnation
@@ -289,7 +289,7 @@ class PeerEndpoint:
             else:
                 control_wire.send_grant(sock, grant)
 
-    def _fetcher(self, address: str) -> Fetch:
+    def _fetcher(self, address: str) -> FetchGrant:
         def fetch(region: RegionName) -> Grant:
             with self._rendezvous.dial(address) as sock:
                 try:

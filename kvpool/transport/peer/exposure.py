@@ -13,7 +13,7 @@ import torch
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
 
-Fetch = Callable[[RegionName], Grant]
+FetchGrant = Callable[[RegionName], Grant]
 """Ask the peer for a region. Raises PeerError when it has none of that name (any more)."""
 Check = Callable[[], None]
 """Raises PeerError once the connection that asks has ended."""
@@ -56,7 +56,7 @@ class Exposure(Protocol):
     def free(self, name: RegionName) -> None:
         """All peers have said that they use it no more, or are gone."""
 
-    def peer(self, address: str, fetch: Fetch) -> PeerMemory: ...
+    def peer(self, address: str, fetch: FetchGrant) -> PeerMemory: ...
 
     @property
     def staging_bytes(self) -> int: ...

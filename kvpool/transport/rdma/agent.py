@@ -52,7 +52,7 @@ class RegionPlace:
         )
 
 
-Piece = tuple[torch.Tensor, RegionName, int]
+RegionPiece = tuple[torch.Tensor, RegionName, int]
 """Contiguous registered memory here, of at least one byte; a learnt region of the peer, and an
 address in it."""
 
@@ -66,7 +66,7 @@ class Remote(Protocol):
     def forget(self, region: RegionName) -> None:
         """The peer has retired it."""
 
-    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+    def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
         """One batch. Returns once all bytes have arrived and are visible. Raises PeerError when
         they could not, and what `check` raises once it has taken long."""
 

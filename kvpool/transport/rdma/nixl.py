@@ -25,7 +25,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, Piece, RegionPlace
+from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
 
@@ -138,7 +138,7 @@ class NixlRemote:
     def forget(self, region: RegionName) -> None:
         self._retired.add(region)
 
-    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+    def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
         nixl, agent = self._agent.nixl, self._agent.open()
         kind = nixl.NIXL_WRITE if operation is Operation.WRITE else nixl.NIXL_READ
         here = self._agent.spans((data.data_ptr(), data.nbytes, 0) for data, _, _ in pieces)

@@ -16,13 +16,13 @@ import torch
 from kvpool.transport.mapped.windowed import as_bytes
 from kvpool.transport.peer.base import Read, RegionName, RegionWrite
 from kvpool.transport.peer.control_wire import Grant
-from kvpool.transport.peer.exposure import Check, Fetch
-from kvpool.transport.rdma.agent import Agent, Operation, Piece, RegionPlace
+from kvpool.transport.peer.exposure import Check, FetchGrant
+from kvpool.transport.rdma.agent import Agent, Operation, RegionPiece, RegionPlace
 from kvrelay.errors import ConfigError
 
 _STAGING_BYTES = 4 * 2**20
 
-_Staged = list[tuple[torch.Tensor, Piece]]  # memory that is not registered |-> its stand-in
+_Staged = list[tuple[torch.Tensor, RegionPiece]]  # memory that is not registered |-> its stand-in
 
 
 class OneSidedExposure:
@@ -52,7 +52,7 @@ class OneSidedExposure:
     def free(self, name: RegionName) -> None:
         self._registered.remove(self._memory.pop(name))
 
-    def peer(self, address: str, fetch: Fetch) -> OneSidedPeer:
+    def peer(self, address: str, fetch: FetchGrant) -> OneSidedPeer:
         return OneSidedPeer(self._agent, self._registered, fetch)
 
     @property
@@ -121,7 +121,7 @@ def _inside(spans: list[tuple[int, int]], pieces: Sequence[torch.Tensor]) -> Ite
 
 
 class OneSidedPeer:
-    def __init__(self, agent: Agent, registered: Registered, fetch: Fetch) -> None:
+    def __init__(self, agent: Agent, registered: Registered, fetch: FetchGrant) -> None:
         self._registered = registered
         self._fetch = fetch
         self._remote = agent.remote()
@@ -174,7 +174,7 @@ class OneSidedPeer:
                 self._staging = None
             return self._remote.rest()
 
-    def _placed(self, moves: Iterable[tuple[RegionName, int, torch.Tensor]]) -> list[Piece]:
+    def _placed(self, moves: Iterable[tuple[RegionName, int, torch.Tensor]]) -> list[RegionPiece]:
         """Raises PeerError for a region that the peer does not have."""
         pieces = []
         for region, offset, data in moves:
@@ -193,7 +193,7 @@ class OneSidedPeer:
             self._places[region] = place
         return place
 
-    def _sorted(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    def _sorted(self, pieces: list[RegionPiece]) -> tuple[list[RegionPiece], list[RegionPiece]]:
         """Those in registered memory here, and the others."""
         held = self._registered.hold([piece[0] for piece in pieces])
         return (
@@ -201,11 +201,11 @@ class OneSidedPeer:
             [piece for piece, is_held in zip(pieces, held, strict=True) if not is_held],
         )
 
-    def _transfer(self, operation: Operation, pieces: list[Piece], check: Check) -> None:
+    def _transfer(self, operation: Operation, pieces: list[RegionPiece], check: Check) -> None:
         if pieces:
             self._remote.transfer(operation, pieces, check)
 
-    def _staged(self, pieces: list[Piece]) -> Iterator[_Staged]:
+    def _staged(self, pieces: list[RegionPiece]) -> Iterator[_Staged]:
         """In batches that fit into the staging buffer."""
         batch: _Staged = []
         used = 0
@@ -219,7 +219,7 @@ class OneSidedPeer:
         if batch:
             yield batch
 
-    def _cut(self, pieces: list[Piece]) -> Iterator[Piece]:
+    def _cut(self, pieces: list[RegionPiece]) -> Iterator[RegionPiece]:
         for data, region, address in pieces:
             for part in as_bytes(data).split(_STAGING_BYTES):
                 yield part, region, address

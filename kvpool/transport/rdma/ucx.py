@@ -27,7 +27,7 @@ import torch
 
 from kvpool.transport.peer.base import RegionName
 from kvpool.transport.peer.exposure import Check
-from kvpool.transport.rdma.agent import Operation, Piece, RegionPlace
+from kvpool.transport.rdma.agent import Operation, RegionPiece, RegionPlace
 from kvpool.transport.rdma.nixl import Waiting
 from kvpool.transport.rdma.ucx_options import UcxOptions
 from kvrelay.errors import ConfigError, PeerError
@@ -217,7 +217,7 @@ class UcxRemote:
         if key is not None:
             self._ucp.destroy_key(key)
 
-    def transfer(self, operation: Operation, pieces: Sequence[Piece], check: Check) -> None:
+    def transfer(self, operation: Operation, pieces: Sequence[RegionPiece], check: Check) -> None:
         if self._endpoint is None or not self._endpoint.alive:
             raise PeerError("UCX has lost the peer")
         requests = self._post(operation, pieces)
@@ -249,7 +249,7 @@ class UcxRemote:
         for region in list(self._keys):
             self.forget(region)
 
-    def _post(self, operation: Operation, pieces: Sequence[Piece]) -> list[int]:
+    def _post(self, operation: Operation, pieces: Sequence[RegionPiece]) -> list[int]:
         move = self._ucp.put if operation is Operation.WRITE else self._ucp.get
         endpoint = self._endpoint.handle
         requests = [
