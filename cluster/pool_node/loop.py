@@ -1,4 +1,4 @@
-"""The loop of a pool node: one thread owns the core, and obeys it towards workers and disk."""
+"""The loop of a pool node: one thread owns the core and executes its commands."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ TICK_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """Take nothing new; the loop ends when nothing is under way, or after `drain_s`."""
+    """Accept nothing new; the loop ends when no operation is under way, or after `drain_s`."""
 
     drain_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LifeAsked:
-    """For a sign of life."""
+    """A heartbeat is asked for."""
 
     answer: Future[None]
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCrashed:
-    """The disk's thread has died of a bug: so does the pool node."""
+    """The disk thread died of a bug, so the pool node ends too."""
 
     error: BaseException
 
@@ -81,7 +81,7 @@ PoolInbox = queue.SimpleQueue[NodeEvent]
 
 
 class PoolLoop:
-    """`files` are opened already; None without a disk tier."""
+    """`files` are open already; None without a disk tier."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class PoolLoop:
         self._next_tick_s = 0.0
 
     def load(self) -> None:
-        """What an earlier life left on disk. Raises ConfigError."""
+        """Reads the blocks that an earlier process left on disk. Raises ConfigError."""
         if self._files is None:
             return
         found = self._files.found_format()
@@ -120,7 +120,7 @@ class PoolLoop:
         log.info("%d blocks (%s) on disk, of %s", self._on_disk.cached, size, found)
 
     def run(self) -> None:
-        """Until drained; raises what a thread beside it raised."""
+        """Runs until drained. Raises the error of a thread beside it."""
         while not self._is_over():
             timeout_s = max(0.0, self._next_tick_s - time.monotonic())
             with suppress(queue.Empty):
@@ -243,8 +243,8 @@ class PoolLoop:
     # --- the core and its disk ------------------------------------------------------------------
 
     def _learn(self, format_: PoolFormat) -> None:
-        """The first worker tells what the blocks are, and routers that called hear of them. Raises
-        ConfigError, which changes nothing."""
+        """The first worker determines the format of the blocks, and waiting routers learn it.
+        Raises ConfigError, which changes nothing."""
         if self._core is not None:
             return
         places = self._settings.host_bytes // format_.block_bytes

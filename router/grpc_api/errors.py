@@ -20,7 +20,7 @@ FAILURES = {
     "aborted": grpc.StatusCode.ABORTED,
     "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""# reason of a RequestFailedError |-> its status, where it isn't UNAVAILABLE"""
+"""# reason of a RequestFailedError |-> its status, if not UNAVAILABLE"""
 
 
 @dataclass(frozen=True, slots=True)

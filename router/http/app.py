@@ -40,12 +40,12 @@ INTERNAL_ROUTES = [METRICS, Route("/debug/kv", info.debug_kv)]
 
 
 def create_public_app(face: HttpFace, *, with_metrics: bool = False) -> Starlette:
-    """For clients."""
+    """The application for clients."""
     return _app(face, [*PUBLIC_ROUTES, *([METRICS] if with_metrics else [])])
 
 
 def create_internal_app(face: HttpFace) -> Starlette:
-    """For those who run the cluster."""
+    """The application for operators."""
     return _app(face, INTERNAL_ROUTES)
 
 
@@ -65,8 +65,8 @@ def _app(face: HttpFace, routes: list[Route]) -> Starlette:
 
 
 class RequestIdEcho:
-    """Every response has x-request-id: the client's own, or a new one. It is part of the id under
-    which logs and `/debug/kv` show the request."""
+    """Every response has x-request-id: the client's own, or a new one. Logs and `/debug/kv` show
+    the request under an id that contains it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

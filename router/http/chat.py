@@ -54,7 +54,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def chat_prompt(messages: Sequence[MessageBody], body: ChatBody | TokenizeBody) -> ChatPrompt:
-    """Raises InvalidRequest: no messages, or content that isn't text."""
+    """Raises InvalidRequest without messages, or for content that isn't text."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     return ChatPrompt(

@@ -69,7 +69,7 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 def _one_each(asked: TextRequest, prompts: Sequence[str | tuple[int, ...]]) -> list[TextRequest]:
-    """A single one keeps the call's id."""
+    """A single prompt keeps the call's id."""
     if len(prompts) == 1:
         return [replace(asked, prompt=prompts[0])]
     return [
@@ -79,7 +79,7 @@ def _one_each(asked: TextRequest, prompts: Sequence[str | tuple[int, ...]]) -> l
 
 
 def _prompts(body: CompletionBody) -> list[str | tuple[int, ...]]:
-    """A list of numbers is one prompt; a list of strings or of lists is several."""
+    """A list of numbers is one prompt; a list of strings or lists is several."""
     if isinstance(body.prompt, str):
         return [body.prompt]
     numbers = tuple(part for part in body.prompt if isinstance(part, int))

@@ -78,12 +78,12 @@ async def health(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """vLLM's and SageMaker's: `health` without a body."""
+    """As in vLLM and SageMaker: `health` without a body."""
     return Response()
 
 
 async def load(request: Request) -> Response:
-    """vLLM's: how many requests this router is serving."""
+    """As in vLLM: the number of requests that this router is serving."""
     running = face_of(request).service.dispatcher.running_requests()
     return json_response({"server_load": running})
 

@@ -1,4 +1,4 @@
-"""What a worker's loop does for its pool: asks, offers, and passes on what comes back.
+"""The pool's part of a worker's loop: lookups and offers go out, their results come back.
 
 Runs on the loop's thread.
 """
@@ -21,13 +21,13 @@ from kvpool.core.fetch.pool_fetch import Restored
 from kvrelay.types import RequestKey
 
 PoolOutcome = Restored | OfferSettled
-"""What the schedulers hear of it."""
+"""Results for the schedulers."""
 
 
 class PoolTurns:
-    """`confirms`: the schedulers hear that an offer is settled once the node can be asked for it.
-    It hears what one worker says in order, so the answer to an empty question behind the store
-    tells."""
+    """`confirms`: schedulers learn that an offer is settled once the node can be asked for it. The
+    node handles a worker's messages in order, so the answer to an empty lookup behind the store
+    confirms the store."""
 
     def __init__(self, side: PoolSide, openings: Openings, *, confirms: bool) -> None:
         assert openings.write_behind is not None
