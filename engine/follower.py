@@ -116,7 +116,7 @@ def main() -> None:
     except EOFError:
         pass
     except Exception as error:
-        log.exception("a rank gives up")
+        log.exception("this rank ends after an error")
         channel.send_facts(error=" ".join(str(error).split()))
         sys.exit(1)
 

@@ -40,7 +40,8 @@ app = typer.Typer(
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show it.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Show it and exit."),
     ] = False,
 ) -> None:
     """Serve language models with prefill and decode on separate workers."""

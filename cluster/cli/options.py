@@ -32,25 +32,29 @@ Served = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any key, such as engine.block_size=32."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set any key, such as engine.block_size=32."),
 ]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="A folder or a hub id; without it the bundled model.")
+    str | None, typer.Option("--model", help="A folder or a hub id. Default: the bundled model.")
 ]
 Host = Annotated[
     str | None,
     typer.Option("--host", help="The address that clients connect to; 0.0.0.0: every interface."),
 ]
 HttpPort = Annotated[
-    int | None, typer.Option("--port", "--http-port", help="Of HTTP. 0: the system chooses.")
+    int | None, typer.Option("--port", "--http-port", help="HTTP port. 0: the system chooses.")
 ]
-GrpcPort = Annotated[int | None, typer.Option("--grpc-port", help="0: the system chooses.")]
+GrpcPort = Annotated[
+    int | None, typer.Option("--grpc-port", help="gRPC port. 0: the system chooses.")
+]
 NameOption = Annotated[str | None, typer.Option("--name", help="The cluster's name.")]
 RayAddress = Annotated[
     str | None,
     typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray, or auto to find one."),
 ]
-FormatOption = Annotated[Format, typer.Option("--format", help="For people or for programs.")]
+FormatOption = Annotated[
+    Format, typer.Option("--format", help="Output for people or for programs.")
+]
 
 
 def given(**options: object) -> list[Override]:

@@ -22,20 +22,23 @@ ClusterFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The cluster
 _TraceOption = Annotated[
     Path,
     typer.Option(
-        "--trace", help="Requests: Mooncake's JSON lines, Azure's CSV, or what a router recorded."
+        "--trace", help="Requests: Mooncake's JSON lines, Azure's CSV, or a router's record."
     ),
 ]
 RateOption = Annotated[
     list[float] | None,
-    typer.Option("--rate-scale", help="Arrivals at so many times the trace's rate; repeatable."),
+    typer.Option("--rate-scale", help="Multiply the trace's rate by this; repeatable."),
 ]
 ReplicasOption = Annotated[
-    int, typer.Option("--replicate", min=1, help="Each request comes so often, as others' would.")
+    int,
+    typer.Option(
+        "--replicate", min=1, help="Each request comes N times, as if from different users."
+    ),
 ]
 LimitOption = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Only so many of the trace's requests.")
+    int | None, typer.Option("--limit", min=1, help="Use only the first N requests.")
 ]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Without it simulation.seed.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Default: simulation.seed.")]
 OutOption = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write report.json and plots there.")
 ]

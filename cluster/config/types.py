@@ -104,7 +104,7 @@ def _off_if_false(given: object) -> object:
 
 
 def _as_tuple(given: object) -> object:
-    """JSON has no tuples, but a validator that runs first may return one."""
+    """After a validator that ran first, pydantic no longer takes a list for a tuple, as in JSON."""
     return tuple(given) if isinstance(given, list) else given
 
 

@@ -152,7 +152,7 @@ def serve(config: Config, here: Connected, *, detach: bool, say: Stopwatch) -> N
         if not detach:
             driver.follow()
     except KeyboardInterrupt:
-        say("ending at once: what runs is cut")
+        say("ending at once: running requests are cut")
         if not here.own:  # else it ends with its Ray
             kill(driver.name)
         raise

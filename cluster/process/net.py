@@ -32,7 +32,7 @@ def host_towards(joins: Sequence[str]) -> str:
     for other in others:
         if (its := _host_towards(other)) != host:
             raise ConfigError(
-                f"--join {other}: this machine is {its} on the way there, but {host} on the way to "
+                f"--join {other}: towards it this machine's address is {its}, but {host} towards "
                 f"{first}: set network.host to one that both reach"
             )
     return host

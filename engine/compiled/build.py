@@ -117,7 +117,7 @@ def _open(dtype: torch.dtype) -> Fused | None:
     try:
         return open_fused(dtype)
     except BuildError as error:
-        log.warning("compile: operations stay apart: %s", error)
+        log.warning("compile: operations are not fused: %s", error)
         return None
 
 

@@ -198,7 +198,7 @@ def _record(model: Model, path: Path) -> Captured:
         write_whole(path, text)
         log.info("compile: captured in %.1f s, once: %s", time.monotonic() - started_s, path)
     except OSError as error:
-        log.warning("compile: the next start takes as long: %s", error)
+        log.warning("compile: the graph is not kept, so the next start takes as long: %s", error)
     del made
     gc.collect()  # it is held in circles, and the weights with it
     return replay(text, model.module)

@@ -38,7 +38,7 @@ def fetch(
         connection.read_many([*reads_of(memory, target, theirs, region, source, write)])
         return
     if window.numel() != theirs.nbytes:
-        raise PeerError(f"a pool of {window.numel()} bytes where {theirs.nbytes} were told")
+        raise PeerError(f"the pool has {window.numel()} bytes, not {theirs.nbytes} as announced")
     _copy(memory, target, KvMemory.over(theirs, window), source, write)
     memory.settle()
 

@@ -234,7 +234,7 @@ class TextService:
     async def _start(self, request: TextRequest) -> TextGeneration:
         parsed_s = time.perf_counter()
         if self.draining:
-            raise Refused("draining", "this router stops and takes nothing new", retry_after_s=1.0)
+            raise Refused("draining", "this router is stopping", retry_after_s=1.0)
         self.check_model(request.model)
         facts = self.facts()
         if request.prompt == "":

@@ -353,7 +353,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_nothing(head: Head, tmp_path: P
         assert driver.wait(60) == 130, log.read_text()
         with pytest.raises(KvrelayError):
             list(stream)
-    assert "ending at once: what runs is cut" in log.read_text()
+    assert "ending at once: running requests are cut" in log.read_text()
     assert "Traceback" not in log.read_text()
     assert_nothing_is_left(head.marked, http, grpc)
 

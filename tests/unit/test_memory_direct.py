@@ -122,7 +122,7 @@ def test_a_pool_of_another_size_than_told_is_not_read() -> None:
     ((_, write),) = pieces(ours, TokenSpan(start=0, tokens=20, next_position=20))
     with connected() as (owner, link):
         kv = facts(memory, owner.register(memory.flat.numel() - 256).name)
-        with pytest.raises(PeerError, match=r"bytes where .* were told"):
+        with pytest.raises(PeerError, match=r"bytes, not .* as announced"):
             fetch(memory, side(memory, tables), link, kv, side(memory, tables), write)
 
 

@@ -230,7 +230,7 @@ class PoolLink:
                 f"{WIRE_VERSION}"
             )
         if self._expects not in (None, welcome.incarnation):
-            raise PeerError(f"{welcome.incarnation} is in the place of {self._expects}")
+            raise PeerError(f"expected pool node {self._expects}, found {welcome.incarnation}")
         log.info("pool node %s joined (%s)", welcome.incarnation, self._name)
         with self._changed:
             self._joined = True

@@ -136,7 +136,7 @@ class FarPools:
         return self._tell(far, dropped)
 
     def _lost(self, node: Incarnation, far: _Far, reason: str) -> list[PrefixFetched]:
-        log.warning("pool node %s is left alone for %g s: %s", node, LEFT_ALONE_S, reason)
+        log.warning("pool node %s is not asked for %g s: %s", node, LEFT_ALONE_S, reason)
         far.is_lost = True
         far.link.close()
         self._left_alone[node] = time.monotonic() + LEFT_ALONE_S

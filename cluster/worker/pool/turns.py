@@ -38,7 +38,8 @@ class PoolTurns:
         self._write_behind = openings.write_behind
 
     def turn(self) -> list[PoolOutcome]:
-        """After the worker's own events: their questions, and what they have named."""
+        """Called after the worker's own events: sends their lookups, and offers the blocks that
+        they have named."""
         outcomes = [
             one for question in self._openings.take_outbox() for one in self.handle(question)
         ]

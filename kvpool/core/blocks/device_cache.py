@@ -31,13 +31,13 @@ from kvpool.core.layout.layout import NO_BLOCK, BlockId, KvLayout
 
 @dataclass(slots=True)
 class BlockNews:
-    """Parents before their children."""
+    """Parents come before their children."""
 
     _stored: dict[BlockHash, None] = field(default_factory=dict)
     _removed: dict[BlockHash, None] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """True if there are changes to report."""
         return bool(self._stored or self._removed)
 
     def stored(self, block_hash: BlockHash) -> None:
@@ -68,8 +68,8 @@ GroupBlock = tuple[int, BlockId]
 class DeviceCache:
     """`pools[group]` belong to this cache: blocks are taken, held and released through it.
 
-    `reports`: newly named blocks are kept for `take_news`. `changes`, if there is one, hears of
-    every block that comes or goes.
+    With `reports`, newly named blocks are kept for `take_news`. `changes`, if given, records every
+    block that comes or goes.
     """
 
     layout: KvLayout
@@ -93,7 +93,7 @@ class DeviceCache:
 
     def find(self, hashes: Sequence[BlockHash], seen_from: int | None) -> list[CachedBlock]:
         """The longest cached prefix with all parts that a query at `seen_from` (None: right behind
-        it) needs. Changes nothing."""
+        the prefix) needs. Changes nothing."""
         chain = self.index.find(hashes)
         if not self._windowed:
             return chain
@@ -105,7 +105,7 @@ class DeviceCache:
         return []
 
     def firsts(self, length: int, seen_from: int | None) -> list[int]:
-        """# layer group |-> the first of a chain's `length` blocks that is still seen"""
+        """# layer group |-> index of the first of `length` blocks that is still seen"""
         size = self.layout.block_size
         position = length * size if seen_from is None else seen_from
         return [min(group.first_block(position, size), length) for group in self.layout.groups]
@@ -113,7 +113,7 @@ class DeviceCache:
     # --- holding --------------------------------------------------------------------------------
 
     def hold_chain(self, chain: Sequence[CachedBlock]) -> None:
-        """All of it; its parts are held one by one."""
+        """Holds the whole chain; its parts are held one by one."""
         self.index.acquire([block.hash for block in chain])
 
     def hold(self, group: int, blocks: Sequence[BlockId]) -> None:
@@ -139,10 +139,12 @@ class DeviceCache:
     def insert(
         self, block_hash: BlockHash, parent: CachedBlock | None, place: Place
     ) -> tuple[CachedBlock, list[GroupBlock]]:
-        """The caller holds `parent` and the parts in `place`, and from now on the block.
+        """Names a block. The caller holds `parent` and the parts in `place`, and from now on the
+        block.
 
-        Someone may have been faster: then the caller keeps its own copy, and holds the parts
-        returned as long as the block. Parts that the other has lost are replaced by the caller's.
+        If another request has named the block before, the caller keeps its own copy. It holds the
+        returned parts as long as the block. Parts that the other copy has lost are replaced by the
+        caller's.
         """
         block = self.index.insert(block_hash, parent=parent, place=place)
         if block.place is place:
@@ -163,11 +165,11 @@ class DeviceCache:
             self.changes.stored(block.hash)
 
     def has_news(self, hashes: Iterable[BlockHash]) -> bool:
-        """Whether `take_news` will tell of one of these."""
+        """True if `take_news` will report one of these blocks."""
         return not {block.hash for block in self._news}.isdisjoint(hashes)
 
     def take_news(self) -> list[CachedBlock]:
-        """Those named since the last call that are still here."""
+        """The blocks named since the last call that are still cached."""
         news, self._news = self._news, []
         return [block for block in news if self.index.find([block.hash]) == [block]]
 
@@ -188,15 +190,15 @@ class DeviceCache:
         self._of[part] = block
 
     def _bound(self) -> None:
-        """Blocks that have lost all their parts, as only those with windows can, take no room in a
-        pool: bound them here."""
+        """Blocks can lose all their parts in groups with windows. They take no room in a pool, so
+        their number is bounded here."""
         while len(self.index) > self.pools[0].count and self.index.idle:
             self._evict_one()
 
     # --- room -----------------------------------------------------------------------------------
 
     def take(self, group: int, blocks: int, *, leased: bool) -> tuple[BlockId, ...]:
-        """At most `available` blocks; what is cached makes room."""
+        """Takes at most `available` blocks; cached blocks are evicted for them."""
         pool = self.pools[group]
         while pool.free < blocks:
             if self._faded[group]:
@@ -230,7 +232,7 @@ class DeviceCache:
         self.pools[group].forget(block_id)
 
     def validate(self) -> None:
-        """Every part is named once, and what is cached can be had."""
+        """Every part is named once, and cached blocks are available."""
         self.index.validate()
         parts = {part: block for block in self.index for part in _parts(block.place)}
         assert parts == self._of
@@ -249,6 +251,6 @@ def _parts(place: Place) -> list[GroupBlock]:
 
 
 def _run_lengths(chain: Sequence[CachedBlock], group: int) -> list[int]:
-    """# block |-> how many parts of the group, up to and with it, follow one another"""
+    """# block |-> number of parts of the group, up to and with it, that follow one another"""
     present = (block.place[group] != NO_BLOCK for block in chain)
     return list(accumulate(present, lambda run, here: (run + 1) * here, initial=0))[1:]

@@ -76,8 +76,8 @@ class _Pull:
 
 @dataclass(slots=True, kw_only=True)
 class Pulls:
-    """`patience_s`: how long the peer may take for an answer. `read_bytes`: of one read; other
-    transfers have their turn between two."""
+    """A peer may take `patience_s` for an answer. One read has at most `read_bytes`, so that other
+    transfers get their turn in between."""
 
     tables: BlockTables
     cost: RestoreCost
@@ -100,8 +100,8 @@ class Pulls:
         host_blocks: int = 0,
         disk_blocks: int = 0,
     ) -> bool:
-        """Of the chain `hashes` the first `here` blocks are here, and those behind them in the
-        pool's tiers."""
+        """Of the chain `hashes` the first `here` blocks are on this worker; the pool's tiers have
+        the ones behind them."""
         more = self._most(hashes, source) - here
         if more <= 0:
             return False
@@ -132,7 +132,7 @@ class Pulls:
         self._outbox.append(send)
 
     def drop(self, holder: Holder) -> bool:
-        """The request is over. True: its blocks are being written, until Restored comes."""
+        """The request is over. True: its blocks are being written until Restored comes."""
         for number, pull in list(self._open.items()):
             if pull.holder == holder:
                 if pull.state is _State.READING:
@@ -158,7 +158,7 @@ class Pulls:
         return []
 
     def expire(self, now_s: float) -> list[Restored]:
-        """A peer that takes too long to answer is waited for no more."""
+        """Stops waiting for a peer that takes too long to answer."""
         late = [
             number
             for number, pull in self._open.items()
@@ -262,12 +262,12 @@ class Pulls:
         return taken
 
     def validate(self) -> None:
-        """Whoever waits for a prefix holds its blocks."""
+        """A sequence that waits for a prefix holds its blocks."""
         assert all(pull.holder in self.tables for pull in self._open.values())
 
 
 Reader = tuple[Incarnation, int]
-"""peer, its number of the pull"""
+"""Peer, and its number of the pull."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,7 +276,7 @@ class PullGrants:
     leases: LeaseTable[Reader]
 
     def wanted(self, peer: Incarnation, wanted: PullWanted, now_s: float) -> PullGranted:
-        """Nothing is granted that isn't behind what the peer has."""
+        """Nothing is granted unless it follows the blocks that the peer has."""
         reader = (peer, wanted.pull)
         nothing = PullGranted(pull=wanted.pull)
         if reader in self.leases:

@@ -142,7 +142,7 @@ def source_side(
         if said is None or (said.first, said.first + said.blocks) != (first, end):
             raise PeerError(f"a piece whose blocks [{first}, {end}) of group {group} are not named")
         if any(start + count > blocks for start, count in said.runs):
-            raise PeerError(f"a piece in blocks that a pool of {blocks} blocks has not")
+            raise PeerError(f"a piece names blocks outside a pool of {blocks} blocks")
     tables = tuple(_table(by_group.get(group)) for group in range(groups))
     return Side(tables=tables, block_size=block_size)
 

@@ -244,7 +244,7 @@ def _check_fits(part: _Part, wire: WireFormat, staging_bytes: int) -> None:
     least = part.nbytes(wire, 1, 1)
     if least > staging_bytes:
         raise ConfigError(
-            f"transfer.staging_bytes {staging_bytes} holds not one token of one layer; it must "
+            f"transfer.staging_bytes {staging_bytes} can't hold one token of one layer; it must "
             f"be at least {least}, better {part.nbytes(wire, len(part.layers), WRITE_TOKENS)}"
         )
 

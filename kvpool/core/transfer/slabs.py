@@ -370,7 +370,7 @@ def _tokens_of(layout: KvLayout, slabs: int, total_bytes: int) -> int:
     if tokens < 1:
         least = slabs * (layout.bytes_per_token + HEADER_BYTES)
         raise ConfigError(
-            f"transfer.staging_bytes {total_bytes} holds no token for each of {slabs} "
+            f"transfer.staging_bytes {total_bytes} can't hold a token for each of {slabs} "
             f"transfers; at least {least} bytes are needed"
         )
     return tokens
