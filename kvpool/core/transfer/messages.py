@@ -61,10 +61,11 @@ from kvpool.core.transfer.write import TokenSpan
 from kvrelay.types import Incarnation, RequestKey, value
 
 SUMS = 4
-"""One sum of noise misses a wrong block in 1 of 4 cases where a codec is allowed (`LOSSY`)."""
+"""With one sum, noise would hide a wrong block in 1 of 4 cases where a codec is allowed
+(`LOSSY`)."""
 RUN_TOKENS = 16
 MOST_RUNS = 2048
-"""Of one digest, 20 bytes each: a message has at most 64 KiB."""
+"""Runs of one digest, 20 bytes each: a message has at most 64 KiB."""
 
 EXACT = 1e-3
 """Two orders of summation in float32 differ by about 1e-6."""
@@ -82,8 +83,8 @@ class PlaneDigest:
     sums: tuple[float, ...]
 
     def distance(self, other: PlaneDigest) -> float:
-        """The largest difference of two sums, in norms of the run or of a run beside it: a codec
-        has one scale for tokens of both."""
+        """The largest difference of two sums, in norms of the run or of a neighbouring run: a codec
+        has one scale for the tokens of both."""
         if len(self.sums) != len(other.sums) or len(self.sums) != SUMS * len(self.norms):
             return inf
         beside = [max(around) for around in zip(self.norms, *_beside(self.norms), strict=True)]
@@ -108,7 +109,7 @@ class KvDigest:
 
 @value
 class DigestBlocks:
-    """Digest the KV of `span` in the blocks of `tables`; answered by BlocksDigested."""
+    """Digest the KV of `span` in the blocks of `tables`; the answer is BlocksDigested."""
 
     holder: Holder
     span: TokenSpan
@@ -117,14 +118,14 @@ class DigestBlocks:
 
 @value
 class BlocksDigested:
-    """`digests`: one for each copy of the heads, where ranks hold several."""
+    """`digests`: one for each copy of the heads, if ranks hold several copies."""
 
     holder: Holder
     digests: tuple[KvDigest, ...]
 
 
 def is_chosen(request_id: str, every: int) -> bool:
-    """One request in `every` (0: none), with all its tries: the rerun of one that failed its check
+    """One request in `every` (0: none), with all its attempts: if a check failed, the next attempt
     is checked again."""
     if every == 0:
         return False
@@ -133,18 +134,18 @@ def is_chosen(request_id: str, every: int) -> bool:
 
 
 def prompt_from(start: int, prompt_tokens: int) -> TokenSpan:
-    """What is digested."""
+    """The span of tokens to digest."""
     return TokenSpan(start=start, tokens=prompt_tokens - start, next_position=prompt_tokens)
 
 
 def run_tokens(layout: KvLayout, tokens: int) -> int:
-    """The tokens of one run."""
+    """The number of tokens in one run."""
     planes = sum(len(group.planes) for group in layout.groups)
     return max(RUN_TOKENS, -(-tokens * planes // (MOST_RUNS - planes)))
 
 
 def allowed_distance(sender_dtype: str, own_dtype: str, *, codecs: bool) -> float:
-    """Of KV that is right; `codecs`: this worker allows some."""
+    """The distance allowed for right KV; `codecs`: this worker allows some."""
     if codecs:
         return LOSSY
     if sender_dtype == own_dtype:
@@ -153,7 +154,7 @@ def allowed_distance(sender_dtype: str, own_dtype: str, *, codecs: bool) -> floa
 
 
 def mismatch(sent: KvDigest, found: tuple[KvDigest, ...], allowed: float) -> str | None:
-    """Why the KV that was `found` here can't be what was `sent`; None: it is."""
+    """Why the KV that was `found` here can't be the KV that was `sent`; None: it can."""
     distance = max(sent.distance(one) for one in found)
     if distance <= allowed:
         return None
@@ -161,7 +162,7 @@ def mismatch(sent: KvDigest, found: tuple[KvDigest, ...], allowed: float) -> str
 
 
 def _beside(norms: tuple[float, ...]) -> tuple[list[float], list[float]]:
-    """# run |-> the norm of the run before it, and behind it"""
+    """# run |-> norms of the runs before and behind it"""
     return [0.0, *norms][:-1], [*norms, 0.0][1:]
 
 
@@ -172,8 +173,8 @@ def _distance(difference: float, norm: float) -> float:
 
 
 class HandoffMode(StrEnum):
-    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: they leave so
-    as soon as the decode worker has room. `pool`: through the host's pool node."""
+    """`push`: pieces leave as they are computed, into blocks leased before. `pull`: the same, once
+    the decode worker has room. `pool`: through the host's pool node."""
 
     PUSH = "push"
     PULL = "pull"
@@ -192,8 +193,9 @@ class PeerHello:
 
 @value
 class PiecesAhead:
-    """Of one span `count` pieces, from `piece` on; `number`, of the first, counts the request's
-    pieces. `held` are the sender's blocks of all of them, fixed until the end."""
+    """`count` pieces of one span, from `piece` on; `number` counts the request's pieces and is that
+    of the first one here. `held` are the sender's blocks of all these pieces, fixed until the
+    end."""
 
     key: RequestKey
     number: int
@@ -227,7 +229,8 @@ class SlabFilled:
 
 @value
 class PiecesAwaited:
-    """Not into slabs: say when each is computed, it will be read where it lies."""
+    """These pieces need no slab: announce each one when it is computed, then it is read where it
+    lies."""
 
     key: RequestKey
     pieces: tuple[int, ...]
@@ -247,8 +250,8 @@ class PiecesRead:
 
 @value
 class Commit:
-    """The next token of each choice; `finished_choices` ended with it and need no decoding. With
-    a `digest` the KV is checked before it is used. A request of one choice that was moved here has
+    """The next token of each choice; `finished_choices` ended with it and need no decoding. With a
+    `digest` the KV is checked before it is used. A request of one choice that was moved here has
     emitted `resumed_ids` since this worker was asked; the first of them is its next token."""
 
     key: RequestKey
@@ -283,7 +286,7 @@ class RenewLeases:
 
 @value
 class Ping:
-    """How long does a message take? Links answer it themselves."""
+    """Measures the time of a message; links answer it themselves."""
 
 
 @value
@@ -293,7 +296,7 @@ class Pong:
 
 @value
 class LinkProbed:
-    """The side that was connected to has measured the link: now the other one may."""
+    """The accepting side has measured the link, so the other side may start."""
 
 
 PieceMessage = PiecesAhead | SlabLent | SlabFilled | PiecesAwaited | PieceComputed | PiecesRead
@@ -302,4 +305,5 @@ LinkMessage = PeerHello | RenewLeases | Ping | Pong | LinkProbed
 PeerMessage = PieceMessage | EndMessage | LinkMessage | PullMessage
 
 TO_PREFILL = (SlabLent, PiecesAwaited, PiecesRead, Committed, CancelTransfer)
-"""What a decode worker says; all but the hello, which either says, is the prefill worker's."""
+"""Messages of a decode worker; all others are the prefill worker's, and the hello is sent by
+both."""
