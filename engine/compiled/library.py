@@ -1,6 +1,6 @@
 """The operations of `source/fused.cpp` on torch tensors. Runs in the worker.
 
-What a chain of operations is to C++. Mirrors engine/compiled/source/chain.h.
+The structures of a chain mirror engine/compiled/source/chain.h.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ DTYPES = frozenset(_SUFFIX)
 
 
 class Fused:
-    """All of one dtype's operations. Tensors are `[1, tokens, ...]`, their last dimension dense."""
+    """All operations of one dtype. Tensors are `[1, tokens, ...]`, their last dimension dense."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype, self.fork = dtype, torch_fork()
@@ -167,7 +167,7 @@ def _function(library: ctypes.CDLL, name: str, dtype: torch.dtype) -> Callable[.
 
 
 def load_library() -> ctypes.CDLL:
-    """Builds it where it isn't cached. Raises BuildError."""
+    """Builds it if it isn't cached. Raises BuildError."""
     return open_library(built(SOURCE))
 
 
@@ -186,5 +186,5 @@ def _library() -> ctypes.CDLL:
 
 
 def open_fused(dtype: torch.dtype) -> Fused:
-    """`dtype` is one of DTYPES. Builds the library where it isn't cached. Raises BuildError."""
+    """`dtype` is one of DTYPES. Builds the library if it isn't cached. Raises BuildError."""
     return Fused(_library(), dtype)
