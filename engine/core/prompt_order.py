@@ -34,8 +34,8 @@ from kvrelay.types import RequestKey
 
 
 class OrderedPrompt(Protocol):
-    """It came `arrival`-th. Its first token is due at `deadline_s`, and alone it would take
-    `left_s` more; both are the order's to set."""
+    """It was the `arrival`-th to come. Its first token is due at `deadline_s`, and alone it needs
+    `left_s` more seconds; the order sets both."""
 
     arrival: int
     deadline_s: float | None
@@ -52,7 +52,7 @@ class OrderedPrompt(Protocol):
 
     @property
     def within_s(self) -> float | None:
-        """How soon after it came its first token is due."""
+        """Its first token is due this long after its arrival."""
 
     @property
     def computed(self) -> int:
@@ -60,7 +60,7 @@ class OrderedPrompt(Protocol):
 
     @property
     def remaining(self) -> int:
-        """Tokens to be computed."""
+        """Tokens still to be computed."""
 
 
 P = TypeVar("P", bound=OrderedPrompt)
@@ -71,7 +71,7 @@ _MOST_NAMES = 4096
 
 @dataclass(slots=True, kw_only=True)
 class Decaying:
-    """What was spent `span_s` ago counts 1/e of what is spent now."""
+    """Sums by name. An amount spent `span_s` ago counts 1/e of one spent now."""
 
     span_s: float
     _spent: dict[str, tuple[float, float]] = field(default_factory=dict)  # name |-> amount, as of
@@ -86,7 +86,7 @@ class Decaying:
             self._forget_small(now_s)
 
     def _forget_small(self, now_s: float) -> None:
-        """The half that spent least."""
+        """Forgets the half that spent least."""
         by_amount = sorted(self._spent, key=lambda name: self.at(name, now_s))
         for name in by_amount[: _MOST_NAMES // 2]:
             del self._spent[name]
@@ -94,7 +94,7 @@ class Decaying:
 
 @dataclass(slots=True)
 class Sorted(Generic[P]):
-    """Prompts by a number; equal ones by arrival."""
+    """Prompts ordered by a number; equal ones by arrival."""
 
     entries: list[tuple[float, int, P]] = field(default_factory=list)
     _by_key: dict[RequestKey, tuple[float, int, P]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Sorted(Generic[P]):
         insort(self.entries, entry)
 
     def remove(self, prompt: P) -> None:
-        """Removing what isn't there is fine."""
+        """Does nothing for an unknown prompt."""
         entry = self._by_key.pop(prompt.key, None)
         if entry is not None:
             del self.entries[bisect_left(self.entries, entry)]
@@ -157,7 +157,7 @@ class Line(Generic[P]):
         yield from self._fairly(now_s)
 
     def _fairly(self, now_s: float) -> Iterator[P]:
-        """As if each were served before the next is chosen."""
+        """Each next prompt is chosen as if those before were served already."""
         turns = [
             (self.served.at(tenant, now_s) / self._weight(tenant), tenant, 0)
             for tenant in self._tenants
@@ -178,7 +178,7 @@ class Line(Generic[P]):
         return self.weights.get(tenant, 1.0)
 
     def validate(self, prompts: Iterable[P]) -> None:
-        """Each is here once."""
+        """Each prompt is here once."""
         here = [*self._deadlines, *(prompt for line in self._tenants.values() for prompt in line)]
         assert len({*map(id, here)}) == len(here), "a prompt is here twice"
         assert {*map(id, here)} == {*map(id, prompts)}, "a prompt ran away"
@@ -188,17 +188,17 @@ class Line(Generic[P]):
 RECENT_S = 10.0
 AGED_SHARE = 0.1
 AGED_RECENT_S = 2.0
-"""Over so long: a prompt of a tier within its share waits for a tenth of it at most."""
+"""Over this time, a prompt of a tier within its share waits for at most a tenth of it."""
 AGED_S = 2.0
 AGED_BY_OWN = 10.0
-"""A prompt has aged when it waited for AGED_S, and for so many times what it takes itself."""
+"""A prompt has aged after AGED_S, and after this many times its own duration."""
 
 _AGED = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Order(Generic[P]):
-    """`times` are the worker's own, as corrected at the moment; None: nothing is known."""
+    """`times` are the worker's own, with the current correction; None: nothing is known."""
 
     qos: QosTiers = ONE_TIER
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class Order(Generic[P]):
         self._lines[self.tier_of(prompt)].remove(prompt)
 
     def _seconds(self, prompt: P) -> float:
-        """Of what is left to compute, alone."""
+        """Time of its remaining tokens, alone."""
         if self.times is None:
             return 0.0
         try:
@@ -249,7 +249,7 @@ class Order(Generic[P]):
     # --- choosing -------------------------------------------------------------------------------
 
     def order(self, now_s: float) -> Iterator[P]:
-        """All that wait; may be left at any point."""
+        """All waiting prompts; the caller may stop at any point."""
         self._chosen_as_aged.clear()
         for prompt in self._aged(now_s):
             self._chosen_as_aged.add(prompt.arrival)
@@ -274,7 +274,7 @@ class Order(Generic[P]):
     # --- afterwards -----------------------------------------------------------------------------
 
     def ran(self, taken: Iterable[tuple[P, int]], seconds: float, now_s: float) -> None:
-        """A step took so long for so many tokens of each, which are computed now."""
+        """A step took this long; the tokens of each prompt are computed now."""
         chunks = tuple(taken)
         tokens = sum(take for _, take in chunks)
         for prompt, take in chunks:
@@ -295,7 +295,7 @@ class Order(Generic[P]):
                 self._lines[tier].add(prompt)
 
     def validate(self, waiting: Iterable[P]) -> None:
-        """Each is in its tier's line once, and ages."""
+        """Each prompt is in its tier's line once, and ages."""
         prompts = tuple(waiting)
         assert all(prompt in self._aging for prompt in prompts)
         assert len(self._aging.entries) == len(prompts), "one that is gone ages"
