@@ -1,7 +1,8 @@
-"""Compares the masks that transformers composes with what its layers' calls say of them.
+"""Compares the masks that transformers composes with the arguments of the layers' calls.
 
-kvrelay's attention builds no mask: a layer's call must say all of it. In the probe's one forward
-pass transformers composes its masks too, and each layer's is evaluated on pairs of positions.
+kvrelay's attention builds no mask: a layer's call must describe it fully. In the probe's one
+forward pass transformers composes its masks too, and each layer's mask is evaluated on pairs of
+positions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.model.interface import attention
 NAME = "kvrelay_probe"
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Batch, head, query position, key position: whether the query sees the key."""
+"""Batch, head, query position, key position: true if the query sees the key."""
 
 
 @dataclass(slots=True)
@@ -41,7 +42,8 @@ _MASKS: ContextVar[Masks] = ContextVar("kvrelay_masks")
 
 @contextmanager
 def composed_masks(module: torch.nn.Module, usual: str) -> Iterator[Masks]:
-    """Inside, `module` builds its masks. `usual`: the implementation that it has otherwise."""
+    """In this context `module` builds its masks. `usual`: the implementation that it has
+    otherwise."""
     _register()
     masks = Masks()
     token = _MASKS.set(masks)
@@ -54,14 +56,14 @@ def composed_masks(module: torch.nn.Module, usual: str) -> Iterator[Masks]:
 
 
 def cached_windows(config: PretrainedConfig) -> list[int | None]:
-    """Of each layer that has a cache: the last tokens that transformers keeps; None: all."""
+    """For each layer with a cache: the last tokens that transformers keeps; None: all."""
     layers = DynamicCache(config=config).layers
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def mask_difference(visible: MaskFunction, window: int | None, longest: int) -> str | None:
-    """Where `visible` is not causal attention with this window, in sequences of up to `longest`
-    tokens; None: nowhere on the pairs that are looked at."""
+    """A place where `visible` is not causal attention with this window, in sequences of up to
+    `longest` tokens; None: all checked pairs agree."""
     queries, keys = _pairs(window, longest)
     zero = torch.zeros_like(queries)
     try:
@@ -80,7 +82,7 @@ def mask_difference(visible: MaskFunction, window: int | None, longest: int) -> 
 
 
 def _pairs(window: int | None, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries at the powers of two, around the window and at the end; to each the keys nearby, at
+    """Queries at the powers of two, around the window and at the end; for each the keys nearby, at
     the window's border and at the powers of two before it."""
     last = longest - 1
     steps = [0, *(2**i for i in range(longest.bit_length()))]

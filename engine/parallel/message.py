@@ -24,7 +24,7 @@ _HEAD = 4
 _FACTS = 5
 _SAMPLES, _CHANGED = 1, 2  # flags
 _SPARE_ROWS = 256
-"""Sequences that are remembered beyond those of a step: those of the other role's steps."""
+"""Sequences remembered beyond those of a step: those of the other role's steps."""
 _SAMPLE = SampleRequest(
     sampling=Sampling(max_tokens=1, seed=0), choice=0, index=0, prompt_ids=(), emitted_ids=()
 )
@@ -34,7 +34,7 @@ _Int32s = NDArray[np.int32]
 
 
 class StepTeller:
-    """Rank 0's side. What it tells must reach the others, in order."""
+    """Rank 0's side. Its messages must reach the others in order."""
 
     def __init__(self) -> None:
         self._told: OrderedDict[_Name, tuple[int, Tables]] = OrderedDict()  # the last used last
@@ -42,7 +42,7 @@ class StepTeller:
         self._rows = 0
 
     def encode(self, slices: Sequence[SequenceSlice], is_long: bool) -> bytes:
-        """What the forward pass needs: not what is sampled, nor for whom."""
+        """The input of the forward pass, without sampling and owners."""
         facts: list[int] = []
         changes: list[int] = []
         tokens: list[int] = []
@@ -65,7 +65,7 @@ class StepTeller:
         return np.array([*head, *facts, *changes, *tokens, *blocks], dtype=np.int32).tobytes()
 
     def _row(self, piece: SequenceSlice) -> tuple[int, Tables | None]:
-        """Where it is kept, and what was there; None: of another sequence."""
+        """The row of the sequence, and the tables known there; None: those of another sequence."""
         name = (piece.key, piece.choice)
         row, known = self._told.get(name) or (self._new_row(), None)
         if known is not piece.tables:
