@@ -67,7 +67,7 @@ class ShmPeer:
         windowed.read(lambda region: self.window(region, check), reads)
 
     def window(self, region: RegionName, check: Check) -> torch.Tensor:
-        """Mapped on first use; a region that was retired is unmapped here when that is seen."""
+        """Mapped on first use; a retired region is unmapped here when that is noticed."""
         with self._lock:
             check()
             mapping = self._mappings.get(region)
@@ -79,7 +79,7 @@ class ShmPeer:
             return mapping.memory
 
     def retire(self, region: RegionName) -> None:
-        """What is being written harms no one: whoever maps the memory keeps it."""
+        """Running writes do no harm: the memory exists as long as a process maps it."""
         with self._lock:
             self._mappings.pop(region, None)
 

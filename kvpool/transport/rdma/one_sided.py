@@ -1,8 +1,8 @@
-"""Exposes memory through an agent, and copies to and from that of peers.
+"""Exposes memory through an agent, and copies to and from peers' memory.
 
-One batch to a peer runs at a time; whoever holds its lock knows that none does, which is how a
-region or the peer itself is given up safely. Memory that is not registered passes through a staging
-buffer, one for each peer that needs it.
+One batch to a peer runs at a time. A holder of its lock knows that none is running, so it can
+safely give up a region or the peer. Unregistered memory passes through a staging buffer, one for
+each peer that needs it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Registered:
             self._memory.append(memory)
 
     def remove(self, memory: torch.Tensor) -> None:
-        """Once for each `add` of this very tensor; what has gone is let be."""
+        """Once for each `add` of this very tensor; does nothing if it is gone."""
         with self._lock:
             at = next((i for i, other in enumerate(self._memory) if other is memory), None)
             if at is not None:
@@ -102,14 +102,14 @@ class Registered:
         self.remove(staging)
 
     def hold(self, pieces: Sequence[torch.Tensor]) -> list[bool]:
-        """Of each piece, whether all of it lies in one registered piece of memory."""
+        """For each piece, whether it is entirely inside one registered piece of memory."""
         with self._lock:
             spans = [(m.data_ptr(), m.data_ptr() + m.numel()) for m in self._memory]
         return list(_inside(spans, pieces))
 
 
 def _inside(spans: list[tuple[int, int]], pieces: Sequence[torch.Tensor]) -> Iterator[bool]:
-    """Neighbours mostly lie in one span: that of the piece before is tried first."""
+    """Neighbours are mostly in one span, so that of the previous piece is tried first."""
     start = end = 0
     for piece in pieces:
         at = piece.data_ptr()
@@ -194,7 +194,7 @@ class OneSidedPeer:
         return place
 
     def _sorted(self, pieces: list[RegionPiece]) -> tuple[list[RegionPiece], list[RegionPiece]]:
-        """Those in registered memory here, and the others."""
+        """Pieces in registered memory here, and the others."""
         held = self._registered.hold([piece[0] for piece in pieces])
         return (
             [piece for piece, is_held in zip(pieces, held, strict=True) if is_held],
