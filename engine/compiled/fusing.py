@@ -1,6 +1,5 @@
-"""Finds rotary embeddings and gated activations in a captured graph.
-
-Finds RMS norms (arXiv:1910.07467 §4) in a captured graph, and the sums before them.
+"""Finds operations to fuse in a captured graph: rotary embeddings, gated activations, and RMS norms
+(arXiv:1910.07467 §4) with the sums before them.
 
 Rotary embeddings that choose their factors while they run (LongRoPE) stay whole in a capture.
 """

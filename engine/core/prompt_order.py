@@ -1,22 +1,17 @@
-"""In which order prompts that wait are computed. Pure.
+"""The order in which waiting prompts are computed. Pure.
 
-Decided anew for each step, so a tier gets back what it lent with the next one:
+It is decided anew for each step, so a tier gets its lent share back with the next one:
 
     1. prompts that waited too long, within AGED_SHARE of the time
     2. tiers within their share of recent prefill time, by priority
     3. the other tiers, by priority
 
-and inside a tier as `Line` says. As the first kind takes its share whatever comes, nobody starves:
-a prompt is computed once those that aged before it are, in AGED_SHARE of the time at worst.
+The first kind always gets its share, so no prompt starves: it is computed after those that aged
+before it, at worst in AGED_SHARE of the time.
 
-A prompt that waits to be computed, as its order sees it. Pure.
-
-Sums of what was spent lately, by name. Pure.
-
-The prompts of one tier that wait, in order. Pure.
-
-Earliest deadline first of those that can still be met. Then all others: of the tenant that was
-served least lately by its weight, the one with the least left to compute.
+Inside a tier (`Line`), prompts that can still meet their deadlines go first, by deadline. Then
+come all others: of the tenant that was served least of late, by its weight, the prompt with the
+least left to compute.
 """
 
 from __future__ import annotations

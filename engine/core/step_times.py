@@ -1,9 +1,7 @@
-"""How long a step of the engine takes, as a function of what it computes. Pure.
+"""The time of an engine step, as a function of its work. Pure.
 
 The router predicts with it, workers order their queues by it, and the simulator runs on it: it is
-the same object everywhere.
-
-Step times as linear in what a step computes. Pure.
+the same object everywhere. Times are linear in the work:
 
     prefill   overhead + tokens + pairs (of a new token and one that it sees) + sequences
     decode    a function of the sequences, linear between measured knots, + tokens of context

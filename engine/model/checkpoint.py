@@ -1,10 +1,8 @@
 """A Hugging Face checkpoint's files and facts, checked cheaply before anything is loaded.
 
-Needs neither torch nor transformers, so the router uses it too.
-
-Checks safetensors files by their headers, without loading them. Needs no torch.
-
-Format: 8 bytes little endian header length, JSON header, data (huggingface/safetensors README).
+Needs neither torch nor transformers, so the router uses it too. Safetensors files are checked by
+their headers: 8 bytes little endian header length, JSON header, data (huggingface/safetensors
+README).
 """
 
 from __future__ import annotations

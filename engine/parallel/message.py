@@ -1,10 +1,10 @@
-"""One step as a rank is told it: whole numbers in one buffer. Pure.
+"""The message that tells a rank one step: whole numbers in one buffer. Pure.
 
-[slices, groups, is_long, changed | of each slice: row, tokens, start, flags, scored | of each slice
-whose tables changed, of each group: blocks kept, blocks told | all tokens | all blocks told)
+[slices, groups, is_long, changed | for each slice: row, tokens, start, flags, scored | for each
+slice whose tables changed, for each group: blocks kept, new blocks | all tokens | all new blocks)
 
-A *row* is a place where both sides keep the block tables of one sequence, so that only what is new
-in them is told: mostly nothing.
+A *row* is a place where both sides keep the block tables of one sequence. So only new blocks are
+sent: mostly none.
 """
 
 from __future__ import annotations

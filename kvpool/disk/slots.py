@@ -1,10 +1,10 @@
-"""What stands at the head of a segment file and of each of its slots. Pure.
+"""The headers of a segment file and of its slots. Pure.
 
-    [0, 4096)                     file header: magic, version, what the blocks are
+    [0, 4096)                     file header: magic, version, format of the blocks
     then for each slot:           slot header (512 bytes), then one block's bytes
 
-A header ends in the xxh3_64 of all that stands before it. A slot names its block, so that the index
-is rebuilt from the headers alone; the block's own checksum is looked at whenever it is read.
+A header ends with the xxh3_64 of its other bytes. A slot names its block, so that the index can be
+rebuilt from the headers alone. The block's own checksum is compared at every read.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """The named blocks of a worker's device tier: found by hash, held, evicted. Pure.
 
 A cached block has a part in every layer group. In groups with a window a running request gives up
-the parts that its window has passed: they *fade*, that is they stay cached while there is room,
-though the chain that they belong to is held. So
+the parts that its window has passed. They *fade*: they stay cached while there is room, although
+the chain that they belong to is held. So
 
     full group:   a part is cached when its chain is idle (evicted leaves first, by the policy)
     window group: a part is cached when no request's window shows it (evicted longest first)
 
-and when nobody keeps the part alone, as one that copies it elsewhere does.
+and when no copy elsewhere holds the part alone.
 
-What a cache holds since it was last asked, and holds no more. Pure.
-
-Coalesced: of a block that came and went, or went and came again, in between nothing is told. So
-there are never more changes than twice the blocks that the cache has room for.
+BlockNews are the changes since the last report. They are coalesced: a block that came and went in
+between, or went and came again, is not reported. So there are never more changes than twice the
+blocks that the cache has room for.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Which idle block of a prefix cache goes next. Pure; one policy object per index.
+"""Chooses the idle block of a prefix cache to evict next. Pure; one policy object per index.
 
-A policy may judge a block by its uses and by the time since it became idle, never preferring to
-keep the less used or the longer idle. The prefix index lets chains go from their ends, so a parent
-is used at least as often and idle no longer than its children: every such policy evicts the leaves
-of the prefix tree first.
-
-One entry of a prefix cache. Pure; owned by the prefix index of one tier.
+A policy judges a block by its uses and by the time since it became idle. It never prefers to keep
+the less used or the longer idle one. The prefix index releases chains from their ends, so a parent
+is used at least as often, and idle no longer, than its children. So every such policy evicts the
+leaves of the prefix tree first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who holds which block of one group's device tier. Pure; runs in the worker that owns the blocks.
+"""The blocks of one group's device tier and their holders. Pure; runs in the worker that owns them.
 
 Every block is in exactly one state. Shared blocks (the choices of one prompt, a cached prefix)
-count their holders; a named block's KV stands in the prefix index under a hash.
+count their holders; a named block's KV is in the prefix index under a hash.
 
     free --allocate--> active --release (last holder)--> free, or cached when it has a name
     free --lease-----> leased --activate---------------> active

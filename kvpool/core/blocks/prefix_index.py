@@ -1,10 +1,10 @@
-"""Which prefixes one tier holds: a tree of blocks under their chained hashes. Pure.
+"""The cached prefixes of one tier: a tree of blocks under their chained hashes. Pure.
 
     absent --insert--> held --release (last holder)--> idle --evict--> absent
                         ^-----------acquire-------------'
 
-A chain is a sequence's blocks from its start. Whoever holds a block holds its whole chain, and
-chains are let go from their ends. So a parent is never idle before its children, never used less
+A chain is a sequence's blocks from its start. A holder of a block holds its whole chain, and
+chains are released from their ends. So a parent is never idle before its children, never used less
 often, and outlives them: eviction takes leaves first without searching for one.
 """
 

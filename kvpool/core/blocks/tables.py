@@ -1,13 +1,9 @@
-"""Which sequence holds which blocks, over all groups of the layout. Pure; runs in the owner.
+"""The block tables of all sequences, over all groups of the layout. Pure; runs in the owner.
 
 A holder is one choice of one request. In groups without a window its tables hold all its tokens, in
-the others those that its window still shows. What a holder has filled is named by its hashes, so
-that later requests with the same prefix find it, also after the holder has gone.
-Operations are all-or-nothing over the groups.
-
-Blocks for holdings, over all groups of a layout: taken, held and given back. Pure.
-
-Prefixes that are never evicted from a worker's device tier. Pure.
+the others those that its window still shows. Full blocks are named by their hashes, so that later
+requests with the same prefix find them, also after the holder has gone. Operations are
+all-or-nothing over the groups. Pinned prefixes are never evicted.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Prefixes on their way from another worker's cache into this worker's blocks. Pure.
+"""Fetches prefixes from another worker's cache into this worker's blocks. Pure.
 
     begin --PullWanted--> asked --PullGranted--> reading --PullRead--> read --PullSettled-.
                             |                                                             v
                             `------ nothing there, peer lost or late --------------> Restored
 
-Every `begin` ends in one Restored, with what is there then, however the peer behaves. Until then
-the sequence's blocks are the pull's: a read that is under way is always waited for.
+Every `begin` ends in one Restored, with the KV that is there then, however the peer behaves. Until
+then the sequence's blocks belong to the pull: it always waits for a running read.
 
-Cached blocks that peers are reading just now: held as they are until they have. Pure.
-
-A hold ends with PullRead, with the peer's connection, or with its lease: late readers are told that
-what they read is of no use.
+On the other side, blocks that a peer reads are held unchanged. The hold ends with PullRead, with
+the peer's connection, or with its lease. Late readers learn that their bytes are useless.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
-"""Prefixes on their way from a pool node into this worker's blocks. Pure.
+"""Fetches prefixes from pool nodes into this worker's blocks. Pure.
+
+From the pool node of its own host:
 
     begin --SeekPrefix--> asked --PrefixFound--> fetching --PrefixFetched--> Restored
                                       `-- nothing there, or computing is faster --> Restored
 
-A sequence waits for its prefix with all its blocks held; every `begin` ends in one Restored, also
-when the node is lost.
-
-Prefixes on their way from another host's pool node into this worker's blocks. Pure.
+From the pool node of another host:
 
     begin --AskFar(WantPrefix)--> fetching --PrefixFetched--> Restored
 
-Routers know what the node seemed to hold; it answers with what it has. A sequence waits with all
-its blocks held; every `begin` ends in one Restored, also when the node is lost. What was fetched is
-named here, and so written behind to the pool of this host too: hot blocks end up in all pools that
-are asked for them.
+A sequence waits for its prefix with all its blocks held. Every `begin` ends in one Restored, also
+when the node is lost.
+
+Routers know roughly which blocks a remote node holds; the node answers with those it has. Fetched
+blocks are named here, and so stored in the pool of this host too. Hot blocks end up in all pools
+that are asked for them.
 """
 
 from __future__ import annotations

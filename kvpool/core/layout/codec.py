@@ -1,4 +1,4 @@
-"""How a section's elements are written in a slab, and how many bytes that takes. Pure.
+"""The encodings of a section's elements in a slab, and their sizes in bytes. Pure.
 
 Under `none` a section is, for each layer, for each plane, `[token, head, dim]` in the wire's dtype.
 Under `fp8` and `int8`, all padded to 16 bytes:

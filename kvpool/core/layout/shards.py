@@ -1,12 +1,11 @@
-"""Which part of a model's KV one rank holds: layers of its stage, heads of its tensor slice. Pure.
+"""The part of a model's KV on one rank: layers of its stage, heads of its tensor slice. Pure.
 
-Heads are split evenly over the tensor ranks; with fewer heads than ranks each head is replicated
+Heads are split evenly over the tensor ranks. With fewer heads than ranks each head is replicated
 on consecutive ranks, so MLA's single latent head is whole on every one of them.
 
-Which layers, planes and heads one source rank sends to one target rank. Pure.
-
-Every head that a target rank holds comes from exactly one source rank: of those that hold
-replicas of it, the one whose share of the replicas covers the target's.
+`reslice` tells which layers, planes and heads one source rank sends to one target rank. Every head
+of a target rank comes from exactly one source rank: among the holders of its replicas, the one
+whose share of the replicas covers the target's.
 """
 
 from __future__ import annotations

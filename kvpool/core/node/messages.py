@@ -1,16 +1,16 @@
-"""What a worker and a pool node say to each other, as values. Pure.
+"""The messages between a worker and a pool node, as values. Pure.
 
     worker                                   pool node
       PoolHello  ------------------------->  PoolWelcome, or PoolRefused
-      StoreWanted  ----------------------->  finds room for what it hasn't
+      StoreWanted  ----------------------->  finds room for missing blocks
                    <-----------------------  StoreGranted(places)
       gathers, writes, Stored  ----------->  readable from now on
-      FetchWanted  ----------------------->  reads from disk what isn't in memory
+      FetchWanted  ----------------------->  reads blocks from disk if need be
                    <-----------------------  Fetched(places, checksums)
       reads, scatters, FetchDone  -------->  may be evicted again
 
-Only whole blocks are kept: one that lacks a layer group, because it has left a window, can't be
-stored. A chain's hashes come from its start.
+Only whole blocks are kept: a block that has left a window lacks a layer group, so it can't be
+stored. The hashes of a chain begin at its start.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Who may write to which host places, and until when. Pure; runs in the pool node.
+"""Open stores and fetches of the host tier, with their leases. Pure; runs in the pool node.
+
+Stores, which write to host places:
 
     granted --stored, abandoned, writer lost--> (its places are the tier's again)
     granted --expire--> fenced --stored, abandoned, writer lost--> (the same, and unread)
 
-Its writer may still write to a fenced place, so it is used again only once that has ended.
+The writer of a fenced place may still write to it, so it is reused only once that has ended.
 
-Who reads which chains of the host tier, and until when. Pure; runs in the pool node.
+Fetches, which read chains:
 
 waiting (for the disk) --served--> reading --done, expire, reader lost--> ended
                        `--------reader lost-------------------------------^

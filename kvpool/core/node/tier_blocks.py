@@ -6,8 +6,8 @@ exactly one state.
     free --reserve--> reserved --adopt (under its parent)--> cached --evicted by reserve--> reserved
                       reserved --give_back, or no parent--> free
 
-A spoiled block stays in the tree, because others stand below it, but it is never served; adopted
-anew it is whole again.
+A spoiled block stays in the tree, because others are below it, but it is never served. When it is
+adopted again it is whole.
 """
 
 from __future__ import annotations

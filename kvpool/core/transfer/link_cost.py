@@ -1,24 +1,24 @@
-"""What moving KV over one link costs, and so which way is the faster one. Pure.
+"""The time to move KV over one link, and the faster of two ways. Pure.
 
 Two ways (n bytes; the coefficients are LinkCost's fields):
 
     direct     the receiver reads the blocks where they lie, one descriptor per run, layer and
-               plane, one piece's after the other's
+               plane, one piece after the other
                5 x latency + pieces x read + descriptors x descriptor + n / direct
-    collated   the sender gathers each piece into a slab and writes it, the receiver scatters what
-               came before
+    collated   the sender gathers each piece into a slab and writes it, the receiver scatters the
+               piece before
                (1 + 2 x pieces) x latency + sent + scattered
                    + (pieces - 1) x max(sent, scattered), each piece's
                sent      = (source_runs x run + n / gather) / pieces + write + n / (pieces x bytes)
                scattered = (target_runs x run + n / scatter) / pieces
 
-Messages from the announcement until a request may join: ahead, and for each piece
-lent and filled, the commit beside the last; or ahead, awaited, computed, read, and only then the
-commit. What handling a message takes a worker is not known apart from its latency.
+The latencies count the messages from the announcement until a request may join. Collated: ahead,
+then lent and filled for each piece; the commit travels with the last. Direct: ahead, awaited,
+computed, read, and only then the commit. The time to handle a message is part of its latency.
 
-On a `mapped` link gathering goes straight into the peer's slab, and nothing is written; it takes
-about twice what was timed, a gather into memory of one's own. Both ends copy in the same memory
-there and gain nothing by doing it at once: sent + scattered for each piece.
+On a `mapped` link gathering goes straight into the peer's slab, and nothing is written. It takes
+about twice the measured time of a gather into own memory. Both ends copy in the same memory there
+and gain nothing by copying at once: the time is sent + scattered for each piece.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a prefill and a decode worker hand one request over, as values. Pure.
+"""The messages by which a prefill worker hands a request to a decode worker, as values. Pure.
 
     prefill worker                          decode worker
       PeerHello  <----------------------->  PeerHello       once per connection
-      PiecesAhead(pieces, blocks) -------->  chooses each one's way; collated:
+      PiecesAhead(pieces, blocks) -------->  chooses a way for each; collated:
                          <------------------  SlabLent(piece, codec), when a slab is free
       gathers, writes, SlabFilled  -------->  scatters into the blocks it reserved
                                              or direct:
@@ -13,18 +13,19 @@
       frees its blocks   <------------------  Committed
 
 Pieces are announced before they are computed. With `push` the decode worker holds its blocks from
-the reservation on; with `pull` it takes them when the first piece is announced, or later, when it
-has some: until then pieces wait.
+the reservation on. With `pull` it takes them when the first piece is announced, or later when some
+are free; until then pieces wait.
 
-Either side may end it early, by CancelTransfer or, once no write is in flight, TransferCancelled.
-That is the fence: until it comes, or the slab is retired at its lease's end, it is not reused.
+Either side may end the handoff early, by CancelTransfer or, once no write is in flight,
+TransferCancelled. The latter is the fence: a slab is reused only after it, or after the slab is
+retired at the end of its lease.
 
-Only its owner ever writes a block. A read of blocks that were freed meanwhile finds other bytes,
-but they can't be used: Commit follows PiecesRead, so the owner still held every block when it heard
-that the last of them had been read, however late anyone is, and without Commit no request joins.
-So the owner frees its blocks whenever it likes, and no clock is trusted.
+Only its owner ever writes a block. A read of blocks that were freed in between finds other bytes,
+but they are never used. Commit follows PiecesRead, so the owner still held every block when the
+last one had been read, however late a message is. Without Commit no request joins. So the owner
+may free its blocks at any time, and no clock is trusted.
 
-The KV canary: both ends of a handoff digest its KV where it lies, and compare. Pure.
+The KV canary: both ends of a handoff digest its KV in their own blocks, and compare.
 
     prefill worker                            decode worker
       all pieces are sent
@@ -34,12 +35,12 @@ The KV canary: both ends of a handoff digest its KV where it lies, and compare. 
                                                 joins the batch, or fails with kv_mismatch
 
 The checksum of a slab ends where the slab is scattered, and a piece that is read directly has none.
-A digest covers what follows: a wrong block table, a wrong scatter or read, a block that somebody
-else wrote meanwhile. It can't find KV that was computed wrong, nor wrong KV that comes from a pool.
+A digest covers the rest: a wrong block table, a wrong scatter or read, a block that another request
+overwrote. It can't find KV that was computed wrong, nor wrong KV that comes from a pool.
 
 A digest is linear in the KV: for each run of tokens of each plane, `SUMS` sums over all layers with
 signs that depend on token, layer, head and dimension (AMS sketch: Alon, Matias, Szegedy 1996). So
-ranks add up theirs, and an error that a codec may make changes a sum by little.
+the digests of ranks add up, and the small error of a codec changes a sum by little.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Where in one flat memory each plane of a worker's KV pool lies. Pure.
+"""The places of a worker's KV planes in one flat memory. Pure.
 
 A peer that knows layout and number of blocks finds the same places:
 
 [plane 0 of group 0 | plane 1 of group 0 | ... | plane 0 of group 1 | ...)
 
-each `[layers, slots, heads, dim]`, slot = block x block_size + token, on a border of 256 bytes. A
-worker with several tensor parallel ranks has as many such maps, of each rank's heads, one after
-another. With more ranks than heads, each head has *copies*, on ranks that follow one another.
+each `[layers, slots, heads, dim]`, slot = block x block_size + token, aligned to 256 bytes. A
+worker with several tensor parallel ranks has one such map for the heads of each rank, one after
+another. With more ranks than heads, each head has *copies* on consecutive ranks.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Cached blocks read out of another worker's pool, as values. Pure.
+"""The messages by which a worker reads cached blocks of another worker, as values. Pure.
 
     puller                                  worker that has the blocks
-      PullWanted(hashes)  --------------->  holds what it has of the chain
+      PullWanted(hashes)  --------------->  holds the chain's blocks that it has
                           <---------------  PullGranted(its blocks)
       reads them into blocks of its own
-      PullRead            --------------->  lets go of them
+      PullRead            --------------->  releases them
                           <---------------  PullSettled(held all the time?)
 
-The reads are one-sided, like those of a handoff, and end the same way: only the worker that holds
-the blocks knows whether it still did when the last of them had been read, so what was read is used
-after PullSettled says so. It may let go whenever it likes, and does when the puller is lost or
-silent for too long. Whatever goes wrong, the puller computes what it wanted.
+The reads are one-sided, like those of a handoff, and end in the same way. Only the holder knows
+whether it still held the blocks when the last one had been read. So the bytes are used only after
+PullSettled confirms it. The holder may release the blocks at any time, and does so when the puller
+is lost or silent for too long. Whatever goes wrong, the puller computes the KV itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which peer may write into which staging slab. Pure; runs in the worker that owns the slabs.
+"""Staging slabs: which peer may write into which one, their headers and sizes. Pure; runs in the
+worker that owns the slabs.
 
-A lease is current from `try_lend` until its slab is free or retired; what an older lease says
-changes nothing.
+A lease is current from `try_lend` until its slab is free or retired; events of an older lease
+change nothing.
 
     free --try_lend--> lent --mark_filled--> filled --release--> free
                        lent --begin_fence--> fencing --fence_acknowledged--> free
@@ -11,17 +12,15 @@ changes nothing.
 A retired slab's region is deregistered and a new one registered in its place, because its writer
 fell silent and may still write.
 
-What stands at the head of a slab, so that a foreign, stale or damaged one is never scattered.
+A slab begins with a header, so that a foreign, stale or damaged one is never scattered:
 
 [0, 128)                      header, little endian, padded with zeros
-[128, 128 + payload_bytes)    the sections of a write one after another, each as
-                              kvpool.core.layout.codec says
+[128, 128 + payload_bytes)    the sections of a write one after another, each in the format of
+                              kvpool.core.layout.codec
 
-How much memory a worker stages transfers in. Pure.
-
-Each transfer in flight has a slab: by default for the largest piece that is ever sent, the KV of a
-prefill chunk, with its header. On a CPU pieces are no larger than what stays in its cache from
-gathering to scattering, and a chunk goes in several.
+Each transfer in flight has a slab. By default it has room for the largest piece, the KV of a
+prefill chunk, with its header. On a CPU a piece is small enough to stay in the cache from gathering
+to scattering, and a chunk is sent in several pieces.
 """
 
 from __future__ import annotations
