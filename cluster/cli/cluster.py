@@ -31,7 +31,7 @@ def serve(
     source: Served = None,
     model: ModelOption = None,
     device: Annotated[
-        str | None, typer.Option(help="Of every worker: auto (default), cpu, cuda or cuda:N.")
+        str | None, typer.Option(help="Device of all workers: auto (default), cpu, cuda or cuda:N.")
     ] = None,
     host: Host = None,
     http_port: HttpPort = None,

@@ -354,7 +354,7 @@ class Supervisor:
         """Processes that don't answer are lost."""
         serving = [p for p in self.processes() if p.state is State.SERVING]
         asked, silent = self._watching.look(serving, now_s)
-        reason = f"it has answered nothing for {self._watching.timeout_s:g} s"
+        reason = f"it has not answered for {self._watching.timeout_s:g} s"
         lost = (Lost(name=p.name, life=p.life, reason=reason) for p in silent)
         return [*asked, *(command for one in lost for command in self._lost(one, now_s))]
 

@@ -73,7 +73,7 @@ class Fleet:
     def kill_strays(self) -> None:
         """Kills actors that an earlier controller started and this one doesn't know."""
         for name in self.names():
-            log.warning("%s was left by a former controller", name)
+            log.warning("%s was left by an earlier controller", name)
             self.kill(name)
 
     def keep_ports(self, at: RouterAt) -> None:

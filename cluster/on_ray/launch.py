@@ -122,7 +122,7 @@ class Driver:
             except GetTimeoutError:
                 if not self._was_ready or self._stopping.is_set():
                     raise
-                self._say(f"the controller has answered nothing for {ANSWER_S:g} s")
+                self._say(f"the controller has not answered for {ANSWER_S:g} s")
             else:
                 return report
 

@@ -194,7 +194,7 @@ class PoolLoop:
         before = self._connection_of.get(hello.incarnation)
         if before is not None:
             self._workers.drop(before)
-            self._gone(before, "it connected anew")
+            self._gone(before, "it connected again")
         self._worker_of[connection] = hello.incarnation
         self._connection_of[hello.incarnation] = connection
         welcome = PoolWelcome(

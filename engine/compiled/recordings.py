@@ -182,7 +182,7 @@ def recorded(model: Model) -> Captured:
     except FileNotFoundError:
         pass
     except (OSError, NotRecorded) as error:
-        log.info("compile: %s is made anew: %s", path, error)
+        log.info("compile: %s is made again: %s", path, error)
     return _record(model, path)
 
 

@@ -76,7 +76,7 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
     "return_tokens_as_token_ids": Neutral(values=(False,), instead="send return_token_ids"),
     "return_token_offsets": ANYTHING,
     "return_mm_kwargs": ANYTHING,
-    "routed_experts_prompt_start": Neutral(values=(0,), instead="routing is not told"),
+    "routed_experts_prompt_start": Neutral(values=(0,), instead="routing is not reported"),
     "kv_transfer_params": Neutral(instead="the router chooses the workers"),
     "ec_transfer_params": Neutral(instead=NO_MEDIA),
     "vllm_xargs": Neutral(values=({},), instead=NO_EXTENSIONS),
@@ -87,7 +87,7 @@ COMMON_NEUTRAL: Mapping[str, Neutral] = {
 
 COMPLETION_NEUTRAL: Mapping[str, Neutral] = {
     **COMMON_NEUTRAL,
-    "suffix": Neutral(values=("",), instead="the model goes on behind the prompt"),
+    "suffix": Neutral(values=("",), instead="the model only continues the prompt"),
     "prompt_embeds": Neutral(instead="send text or token ids"),
 }
 

@@ -216,7 +216,7 @@ def test_a_worker_that_hangs_is_killed_and_started_again(head: Head, tmp_path: P
     hung = next(p for p in head.marked.processes() if "ray::WorkerHost" in title(p))
     hung.suspend()
     until(lambda: len(re.findall(r"both-0 serves on", log.read_text())) == 2)
-    told = "both-0 is lost: it has answered nothing for 8 s; starting it again in 1 s"
+    told = "both-0 is lost: it has not answered for 8 s; starting it again in 1 s"
     assert told in log.read_text()
     until(lambda: not hung.is_running())
     until(lambda: ready(http))

@@ -391,7 +391,7 @@ def test_one_that_does_not_answer_is_killed_and_started_again() -> None:
     for name in (ROUTER, D):
         act(core, ProcessAnswered(name=name, life=1), 9.6)
     said = core.handle(SupervisionTick(), 10.0)
-    told = "prefill-0 is lost: it has answered nothing for 8 s; starting it again in 1 s"
+    told = "prefill-0 is lost: it has not answered for 8 s; starting it again in 1 s"
     assert said == [Note(told), Withdraw(ROUTER, "p"), Remove(P)]
     assert act(core, ProcessAnswered(name=P, life=1), 10.1) == []
     assert core.workers[P].state is State.BACKING_OFF

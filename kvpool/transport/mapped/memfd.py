@@ -61,7 +61,7 @@ def lend(memory: torch.Tensor) -> Loan:
                 return made.lend(pages, start, memory.numel())
     raise ConfigError(
         "only memory of kvpool.transport.mapped.memfd.allocate can be shared between processes; "
-        f"{memory.numel()} bytes on {memory.device} are not of it"
+        f"these {memory.numel()} bytes on {memory.device} are other memory"
     )
 
 

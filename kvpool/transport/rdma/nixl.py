@@ -168,7 +168,7 @@ class NixlRemote:
         try:
             name: bytes = self._agent.open().loadRemoteMD(place.key)
         except self._agent.errors as error:
-            raise PeerError(f"NIXL cannot use what the peer told of its memory: {error}") from error
+            raise PeerError(f"NIXL cannot use the announced memory of the peer: {error}") from error
         self._name = name.decode()
 
     def _unlearn_retired(self) -> None:
