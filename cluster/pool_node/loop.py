@@ -63,7 +63,7 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class LifeAsked:
+class HeartbeatAsked:
     """A heartbeat is asked for."""
 
     answer: Future[None]
@@ -76,7 +76,9 @@ class DiskCrashed:
     error: BaseException
 
 
-NodeEvent = Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | LifeAsked | DiskCrashed
+NodeEvent = (
+    Heard | Gone | SlotsWritten | SlotsRead | Drain | ServiceEvent | HeartbeatAsked | DiskCrashed
+)
 PoolInbox = queue.SimpleQueue[NodeEvent]
 
 
@@ -170,7 +172,7 @@ class PoolLoop:
             case ReportAsked(answer=answer):
                 if answer.set_running_or_notify_cancel():
                     answer.set_result(self._report())
-            case LifeAsked(answer=life):
+            case HeartbeatAsked(answer=life):
                 life.set_result(None)
             case DiskCrashed(error=error):
                 raise error

@@ -22,7 +22,7 @@ import psutil
 
 from cluster.config.types import format_size
 from cluster.core.settings import PoolNodeSettings
-from cluster.pool_node.loop import Drain, LifeAsked, PoolInbox, PoolLoop, open_files
+from cluster.pool_node.loop import Drain, HeartbeatAsked, PoolInbox, PoolLoop, open_files
 from cluster.pool_node.service import PoolNodeService
 from cluster.pool_node.workers import PoolWorkers
 from cluster.process.auto import far_transports
@@ -88,7 +88,7 @@ class PoolNode:
     async def answer(self) -> None:
         """A heartbeat: returns once the loop has handled it."""
         answer: Future[None] = Future()
-        self._inbox.put(LifeAsked(answer))
+        self._inbox.put(HeartbeatAsked(answer))
         await asyncio.wrap_future(answer)
 
     async def wait_closed(self) -> None:

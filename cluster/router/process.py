@@ -1,4 +1,4 @@
-"""One router process: the dispatcher, its faces and the registry that workers join.
+"""One router process: the dispatcher, its servers and the registry that workers join.
 
 The same object serves as `kvrelay router` and inside a Ray actor.
 """
@@ -27,7 +27,7 @@ from router.core.start import Beginning
 from router.live.dispatcher import WorkerDispatcher
 from router.live.listener import Ports
 from router.live.recorder import Recorder
-from router.server import FaceOptions, Faces
+from router.server import RouterServers, ServerOptions
 from router.text.preload import preload_specs
 from router.text.request_fields import TierRules
 from router.text.tokenizer import TextTokenizer
@@ -139,7 +139,7 @@ class RouterProcess:
         self._registry = RegistryService(
             self.dispatcher, only_router=settings.policies.shared_queue
         )
-        options = FaceOptions(
+        options = ServerOptions(
             host=settings.host,
             http_port=settings.http_port,
             grpc_port=settings.grpc_port,
@@ -151,7 +151,7 @@ class RouterProcess:
             cluster=settings.name,
             tiers=TierRules(tiers=settings.qos, match=settings.tier_match),
         )
-        self._faces = Faces(
+        self._servers = RouterServers(
             self.dispatcher,
             folder,
             tokenizer,
@@ -159,7 +159,7 @@ class RouterProcess:
             options,
             add_internal=self._add_registry,
         )
-        public, internal = await self._faces.start()
+        public, internal = await self._servers.start()
         return RouterAddress(public=public, internal=internal)
 
     def _add_registry(self, server: grpc.aio.Server) -> None:
@@ -179,11 +179,11 @@ class RouterProcess:
 
     async def stop(self, *, drain_s: float) -> None:
         """Take no new requests, finish what runs for up to `drain_s`, then close everything."""
-        await asyncio.gather(self._faces.stop(drain_s), self._release_workers(drain_s))
+        await asyncio.gather(self._servers.stop(drain_s), self._release_workers(drain_s))
         await self.dispatcher.close()
 
     async def _release_workers(self, drain_s: float) -> None:
-        """Once nothing runs: calls that stay open would hold up the faces for all of `drain_s`."""
+        """Once no request runs: open calls would delay the servers for all of `drain_s`."""
         deadline_s = time.monotonic() + drain_s
         while self.dispatcher.running_requests() and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)

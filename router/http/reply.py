@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
 from kvrelay.types import PromptLogprob, TokenLogprobs, value
+from router.http.api import DONE_EVENT, HttpApi, event, json_response, run_until_disconnect
 from router.http.bodies import StreamFlags
 from router.http.errors import INTERNAL, TIER_HEADER, reply_of
 from router.http.event_stream import EventStream
-from router.http.face import DONE_EVENT, HttpFace, event, json_response, run_until_disconnect
 from router.text.service import DeltaSum, TextDelta, TextGeneration, TextRequest, merged, start_all
 from router.text.tokenizer import TextTokenizer
 
@@ -97,9 +97,9 @@ def _usage(prompt: int, completion: int) -> dict[str, object]:
 class GenerationResponse(Response):
     """Runs the requests while it answers."""
 
-    def __init__(self, face: HttpFace, requests: Sequence[TextRequest], reply: Reply) -> None:
-        self._service = face.service
-        self._keep_alive_s = face.keep_alive_s
+    def __init__(self, api: HttpApi, requests: Sequence[TextRequest], reply: Reply) -> None:
+        self._service = api.service
+        self._keep_alive_s = api.keep_alive_s
         self._requests = requests
         self._reply = reply
 

@@ -45,7 +45,7 @@ from kvpool.core.node.messages import (
     StoreWanted,
 )
 from kvpool.core.node.open_requests import Fetch, Fetches, FetchKey, Store, StoreKey, Stores
-from kvpool.core.node.reports import PoolBooks
+from kvpool.core.node.reports import PoolUsage
 from kvpool.core.node.tier_blocks import PoolPlace, TierBlocks
 from kvrelay.types import Incarnation
 
@@ -95,7 +95,7 @@ class HostTier:
         self._changes = Changes(self._origins)
         self._blocks = CheckedBlocks(host, self._changes)
         self._commands: list[PoolCommand] = []
-        self.books = PoolBooks(
+        self.books = PoolUsage(
             host=host,
             disk=self._disk,
             stores=self._stores,

@@ -38,7 +38,7 @@ class HeldForWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolBooks:
+class PoolUsage:
     """Reads the parts of a HostTier; changes nothing."""
 
     host: TierBlocks

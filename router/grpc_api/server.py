@@ -36,7 +36,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 STANDARD_NAMES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
-class InferenceFace(inference_pb2_grpc.InferenceServicer):
+class InferenceApi(inference_pb2_grpc.InferenceServicer):
     def __init__(self, service: TextService, *, version: str, cluster: str) -> None:
         self._service = service
         self._version = version
@@ -121,8 +121,8 @@ class InferenceFace(inference_pb2_grpc.InferenceServicer):
         )
 
 
-class AdminFace(admin_pb2_grpc.AdminServicer):
-    def __init__(self, inference: InferenceFace) -> None:
+class AdminApi(admin_pb2_grpc.AdminServicer):
+    def __init__(self, inference: InferenceApi) -> None:
         self._inference = inference
 
     async def GetKv(  # noqa: N802
@@ -179,19 +179,19 @@ class Health(health.aio.HealthServicer):
 
 
 def create_public_server(
-    face: InferenceFace, watcher: Health, max_body_bytes: int
+    api: InferenceApi, watcher: Health, max_body_bytes: int
 ) -> grpc.aio.Server:
     """The server for clients."""
     server = _server(watcher, (("grpc.max_receive_message_length", max_body_bytes),))
-    inference_pb2_grpc.add_InferenceServicer_to_server(face, server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(api, server)
     reflection.enable_server_reflection((SERVICE_NAME, *STANDARD_NAMES), server)
     return server
 
 
-def create_internal_server(face: InferenceFace, watcher: Health) -> grpc.aio.Server:
+def create_internal_server(api: InferenceApi, watcher: Health) -> grpc.aio.Server:
     """The server for operators."""
     server = _server(watcher)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminFace(face), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminApi(api), server)
     reflection.enable_server_reflection((ADMIN_NAME, REGISTRY_NAME, *STANDARD_NAMES), server)
     return server
 

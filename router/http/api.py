@@ -19,7 +19,7 @@ from router.text.service import TextService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpFace:
+class HttpApi:
     service: TextService
     max_body_bytes: int
     version: str
@@ -29,10 +29,10 @@ class HttpFace:
     """A stream without a token for this long gets a comment."""
 
 
-def face_of(request: Request) -> HttpFace:
-    face = request.app.state.face
-    assert isinstance(face, HttpFace)
-    return face
+def api_of(request: Request) -> HttpApi:
+    api = request.app.state.api
+    assert isinstance(api, HttpApi)
+    return api
 
 
 ID_LENGTH = 200
