@@ -58,6 +58,6 @@ def load_split(
     except BaseException as error:
         words = leader.last_words() if isinstance(error, PeerError) else None
         leader.close()
-        if words is not None:  # a sum whose other parts don't come
+        if words is not None:  # the sum failed because a rank ended
             raise ModelError(words) from error
         raise

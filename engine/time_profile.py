@@ -56,7 +56,7 @@ def profile_times(
         max_model_len=engine.facts.max_model_len,
         pool_tokens=engine.memory.blocks * engine.layout.block_size,
     )
-    # What a first step of so many tokens does once is no part of its time.
+    # One-time work of the first step of a size is not part of its time.
     for tokens, rows in {(shape.rows * shape.tokens, shape.rows) for shape, _ in shapes}:
         engine.model.prepare(tokens, rows)
     seconds: dict[Shape, list[float]] = {}

@@ -79,7 +79,7 @@ def _named(found: Found) -> Iterable[tuple[str, list[Settled]]]:
     return (("cheapest", found.enough), ("fastest", found.fastest))
 
 
-# --- what was asked -----------------------------------------------------------------------------
+# --- the options --------------------------------------------------------------------------------
 
 
 def _task(facts: PlannedModel, asked: Asked) -> tuple[Task, Workload]:

@@ -79,7 +79,7 @@ class Process:
     address: str | None = None
     start_at_s: float = 0.0
     home: Home | None = None
-    activity: StartActivity = STARTS  # what it does while its state is STARTING
+    activity: StartActivity = STARTS  # while its state is STARTING
     asked_s: float | None = None  # for a sign of life, not answered yet
     heard_s: float = 0.0  # when there was the last one
 

@@ -298,7 +298,7 @@ class Controller:
         self._events.put_nowait(Lost(name=name, life=life, reason=reason))
 
     async def _place(self, command: Start, asked: asyncio.Future[Home]) -> None:
-        with suppress(RayError):  # `_start` hears of it too
+        with suppress(RayError):  # `_start` gets the error too
             home = await asked
             self._events.put_nowait(Placed(name=command.name, life=command.life, home=home))
 
@@ -345,7 +345,7 @@ class Controller:
         )
 
     async def _ping(self, command: PingProcess) -> None:
-        with suppress(RayError):  # one that is dead has been heard of, by `_start`
+        with suppress(RayError):  # `_start` reports a dead one
             await self._fleet.find(command.name).answer.remote()
             self._events.put_nowait(ProcessAnswered(name=command.name, life=command.life))
 

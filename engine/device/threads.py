@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def use_threads(count: int) -> None:
-    torch.get_num_threads()  # else this thread's first operation takes what any thread set last
+    torch.get_num_threads()  # else the first operation here takes the number of another thread
     torch.set_num_threads(count)
 
 

@@ -53,7 +53,7 @@ def _panel(weight: torch.Tensor, index: int, depth: int, numbers: int) -> torch.
     return bits.view(PANEL, depth // numbers, numbers).transpose(0, 1)
 
 
-_NO_MORE: tuple[str, list[float], str] = ("none", [], "")  # what to do with the product: nothing
+_NO_MORE: tuple[str, list[float], str] = ("none", [], "")  # the product is not changed further
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from engine.device.group import LOADING_TIMEOUT_S, MEETING_TIMEOUT_S
 from kvrelay.errors import PeerError
 
 PLACE_BYTES = 4 << 20
-_BORDER_BYTES = 64  # between what two ranks write: a cache line
+_BORDER_BYTES = 64  # a cache line between the ranks' memory
 _YIELD_S = 2e-3
 _NAP_S = 50e-6
 """Ranks are about equally fast: a rank that waits longer has lost its core, or the other has."""
@@ -70,7 +70,7 @@ class Board:
         places = self._places[self._turn % 2, :, : part.nbytes].view(part.dtype)
         found = [place.view(part.shape) for place in places]
         found[self._rank].copy_(part)
-        with self._fence:  # what is written before it is seen before what is written after
+        with self._fence:  # earlier writes are visible before later ones
             self._turns[self._rank] = self._turn
         self._wait()
         return found

@@ -135,7 +135,7 @@ class Leader:
         self.group.give_up()
         for other in self._followers:
             if other is not one:
-                other.process.kill()  # who waits for its part over gloo hears of it
+                other.process.kill()  # ends the waiting of others over gloo
         self._lost.set_result(PeerError(one.obituary()))
 
 

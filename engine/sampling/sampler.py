@@ -152,7 +152,7 @@ _ROWS = 64
 class Scored:
     """On the host once the device has reached the point where they were made."""
 
-    wanted: list[tuple[int, Scoring]]  # slice, what it scores
+    wanted: list[tuple[int, Scoring]]  # slice and its scoring
     own: torch.Tensor  # [rows]
     ranks: torch.Tensor  # [rows]
     ids: torch.Tensor  # [rows, widest], most likely first

@@ -23,7 +23,7 @@ from kvpool.transport.peer.base import Connection, Read, RegionName, RegionWrite
 from kvrelay.errors import PeerError
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STAGING_BYTES = 4 * 2**20  # about what a core's cache holds
+_STAGING_BYTES = 4 * 2**20  # about the size of a core's cache
 
 
 def staging_bytes(block_bytes: int) -> int:

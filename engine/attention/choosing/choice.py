@@ -123,7 +123,7 @@ def _fastest(names: list[str], wanted: Wanted) -> str:
     from engine.attention.choosing.measure import measure
 
     times = {name: measure(opener(name), wanted) for name in names}
-    torch.cuda.empty_cache()  # what is free is measured next
+    torch.cuda.empty_cache()  # free memory is measured next
     best = {
         work: min(found[work] for found in times.values()) for work in next(iter(times.values()))
     }

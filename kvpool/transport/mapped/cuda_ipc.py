@@ -38,8 +38,8 @@ _HEAD = struct.Struct("<HHHQQQ?QQ")
 class CudaHandle:
     handle: bytes
     storage_bytes: int
-    storage_offset: int  # of the storage, in what CUDA has allocated
-    counter_handle: bytes  # PyTorch's, of those who have the storage mapped
+    storage_offset: int  # of the storage, in CUDA's allocation
+    counter_handle: bytes  # PyTorch's counter of processes that map the storage
     counter_offset: int
     event_handle: bytes  # after which the storage may be used
     event_counts: bool

@@ -24,7 +24,7 @@ from kvrelay.errors import PeerError
 
 _UNREAD_BYTES = 4 * MAX_MESSAGE_BYTES
 _REPORT_BYTES = _UNREAD_BYTES // 8
-_MESSAGE_OVERHEAD_BYTES = 1024  # no less than what a socket's buffer holds for a small one
+_MESSAGE_OVERHEAD_BYTES = 1024  # at least a socket buffer's overhead for a small message
 
 
 class PeerConnection:
@@ -148,7 +148,7 @@ class PeerConnection:
 
     def reply(self, packet: Packet, payload: bytes) -> None:
         if not self._closed:
-            with suppress(PeerError):  # what the peer sent before it died is still to come
+            with suppress(PeerError):  # messages sent before its death are still to come
                 self.send(packet, payload)
 
     def _make_room(self, nbytes: int) -> None:

@@ -31,7 +31,7 @@ class Packet(IntEnum):
     WELCOME = 2
     REFUSE = 3
     MESSAGE = 4
-    READ = 5  # so many bytes of messages were taken
+    READ = 5  # this many bytes of messages were read
     RETIRE = 6  # this region is to be used no more
     RETIRED = 7  # and it is not
     GET = 8
@@ -77,7 +77,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes | None:
         try:
             piece = sock.recv(size - len(data))
         except ConnectionResetError:
-            continue  # the peer left unread what we sent; what it sent us before is still to come
+            continue  # it did not read our packet; its own packets are still to come
         if not piece:
             return None
         data += piece

@@ -32,7 +32,7 @@ class RegionPlace:
 
     address: int
     nbytes: int
-    key: bytes  # what the peer's agent needs to reach it
+    key: bytes  # for the peer's agent
 
     def pack(self) -> bytes:
         return _PLACE.pack(self.address, self.nbytes) + self.key

@@ -122,7 +122,7 @@ class NixlRemote:
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._name = ""  # of the peer's agent, once anything is known
-        self._known: dict[RegionName, RegionPlace] = {}  # what our agent was told
+        self._known: dict[RegionName, RegionPlace] = {}  # known to our agent
         self._retired: set[RegionName] = set()  # of those
 
     def learn(self, region: RegionName, place: RegionPlace) -> None:

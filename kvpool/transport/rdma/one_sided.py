@@ -70,7 +70,7 @@ class Registered:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self._memory: list[torch.Tensor] = []  # what is adopted twice is in it twice
+        self._memory: list[torch.Tensor] = []  # memory adopted twice is listed twice
         self.staging_bytes = 0
 
     def add(self, memory: torch.Tensor) -> None:
