@@ -66,7 +66,7 @@ def pack_modules(model: torch.nn.Module) -> None:
 
 
 def linears(model: torch.nn.Module) -> Iterator[LinearPlace]:
-    """Linear layers whose weights are not known to be used by other modules."""
+    """Linear layers without hooks, so that they can be replaced."""
     for parent in model.modules():
         for name, module in parent.named_children():
             if type(module) is torch.nn.Linear and not _has_hooks(module):

@@ -22,9 +22,8 @@ class _Nowhere:
 
 
 def bars_for(report: Report) -> type[tqdm]:
-    """A class of progress bars for `snapshot_download(tqdm_class=...)`. Several bars count bytes,
-    some before they are unpacked; the most advanced one is reported. Bars that count files are
-    ignored."""
+    """A class of progress bars for `snapshot_download(tqdm_class=...)`. Of the bars that count
+    bytes the most advanced one is reported; bars that count files are ignored."""
     furthest = StartActivity(stage=Stage.DOWNLOADS)
     lock = threading.Lock()
 

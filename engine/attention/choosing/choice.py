@@ -129,7 +129,7 @@ def _fastest(names: list[str], wanted: Wanted) -> str:
     }
 
     def slowness(name: str) -> float:
-        """The product of the times of each work, relative to the fastest backend."""
+        """Its time relative to the fastest backend, multiplied over the kinds of work."""
         product = 1.0
         for work, seconds in times[name].items():
             product *= seconds / best[work]
