@@ -44,7 +44,7 @@ class RouterAddress:
 class RegistryService(worker_pb2_grpc.RegistryServicer):
     """A worker or pool node started with --join keeps this call open for as long as it lives.
 
-    `only_router`: workers that join others too are refused.
+    `only_router`: workers that join other routers too are refused.
     """
 
     def __init__(self, dispatcher: WorkerDispatcher, *, only_router: bool = False) -> None:
@@ -54,7 +54,7 @@ class RegistryService(worker_pb2_grpc.RegistryServicer):
         self._calls: Counter[str] = Counter()  # one may call again before its old call ends
 
     def close(self) -> None:
-        """End every call: the workers then look for the next router."""
+        """Ends every call; the workers then look for the next router."""
         self._closed.set()
 
     async def Register(  # noqa: N802
@@ -124,7 +124,7 @@ class RouterProcess:
         self.activity = activity
 
     async def start(self) -> RouterAddress:
-        """Serve on all ports. Raises ModelError (no tokenizer) or ConfigError (busy)."""
+        """Serves on all ports. Raises ModelError (no tokenizer) or ConfigError (busy port)."""
         settings = self._settings
         folder = await asyncio.to_thread(
             find_text_files, settings.model, settings.revision, self._now_does
@@ -178,7 +178,8 @@ class RouterProcess:
         await self.dispatcher.pools.remove(address)
 
     async def stop(self, *, drain_s: float) -> None:
-        """Take no new requests, finish what runs for up to `drain_s`, then close everything."""
+        """Accepts no new requests, finishes running ones for up to `drain_s`, then closes
+        everything."""
         await asyncio.gather(self._servers.stop(drain_s), self._release_workers(drain_s))
         await self.dispatcher.close()
 
