@@ -124,7 +124,7 @@ class World:
     def run_in_peace(self) -> None:
         """To the end, without a tick in it that anyone needs: no one waits for time to pass."""
         self.cluster.run()
-        assert not self.cluster.core.requests, who_waits(self.cluster)
+        assert not self.cluster.core.state.requests, who_waits(self.cluster)
         assert self.clients.finish() == {"done": len(self.clients.calls)}
 
     # --- what may go wrong ----------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_node_that_hangs_is_not_waited_for() -> None:
         world.cluster.after("hang", lambda w=world, n=name: w.cluster.stop(n), 2.0)
         world.cluster.run()
         world.cluster.settle()
-        assert not world.cluster.core.requests, who_waits(world.cluster)
+        assert not world.cluster.core.state.requests, who_waits(world.cluster)
         world.cluster.resume(name)
         assert world.clients.finish()["done"] > world.requests // 2
 

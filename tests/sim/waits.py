@@ -9,7 +9,7 @@ from tests.sim.worker import Worker
 
 
 def who_waits(cluster: Cluster) -> str:
-    lines = [f"router: {key} {request}" for key, request in cluster.core.requests.items()]
+    lines = [f"router: {key} {request}" for key, request in cluster.core.state.requests.items()]
     for worker in cluster.workers.values():
         lines += [f"{worker.incarnation}: {line}" for line in _of_worker(worker)]
     for host in cluster.pools.hosts.values():
