@@ -29,23 +29,24 @@ def test_the_readme_names_every_folder() -> None:
 LIFE = (REPOSITORY / "docs/life-of-a-request.md").read_text()
 
 
-def functions_of(path: Path) -> Iterator[str]:
-    """Functions as `name`, methods as `Class.name`."""
+def names_in(path: Path) -> Iterator[str]:
+    """Functions and classes as `name`, methods as `Class.name`."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
         elif isinstance(node, ast.ClassDef):
+            yield node.name
             methods = (
                 n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
             )
             yield from (f"{node.name}.{method.name}" for method in methods)
 
 
-def test_the_life_of_a_request_names_functions_that_exist() -> None:
+def test_the_life_of_a_request_names_what_exists() -> None:
     named = re.findall(r"((?:`[\w.]+`(?:, )?)+) in `([\w/]+\.py)`", LIFE)
     assert len(named) > 20
     for names, path in named:
-        found = {*functions_of(REPOSITORY / path)}
+        found = {*names_in(REPOSITORY / path)}
         assert {*re.findall(r"[\w.]+", names)} <= found, path
 
 
