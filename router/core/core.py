@@ -67,6 +67,7 @@ from router.core.state.generation import GenerationRequest
 from router.core.state.ladder import Ladders
 from router.core.state.promises import DRAINING, NO_CAPACITY, Promises, refused_by_worker
 from router.core.state.quarantine import Quarantine, RecentPairs
+from router.core.state.story import Moment, Story, StoryRing, held, plain
 from router.core.state.waiting import WaitingRoom
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
@@ -108,6 +109,7 @@ class RouterCore:
     waiting: WaitingRoom = field(default_factory=WaitingRoom)
     quarantine: Quarantine = field(default_factory=Quarantine)
     recent_pairs: RecentPairs = field(default_factory=RecentPairs)
+    stories: StoryRing = field(default_factory=StoryRing)
     local_prefills: int = 0  # prompts that decode workers took, though there are others for that
 
     def __post_init__(
@@ -147,6 +149,7 @@ class RouterCore:
             waiting=self.waiting,
             workers=self.workers,
             requests=self.requests,
+            stories=self.stories,
         )
         self.ending = Ending(
             requests=self.requests,
@@ -257,6 +260,7 @@ class RouterCore:
             case ReserveRefused(reason=reason) if not request.decodes_at(view.incarnation):
                 return self.ending.sent_back(request, refused_by_worker(reason), now_s)
             case ReserveRefused(reason=reason):
+                request.story.note(Moment.TURNED_DOWN, now_s, request.decoder, plain(reason))
                 self.legs.forget(request, now_s)
                 return self.seeking.place(request, refused_by_worker(reason), now_s)
             case Lifetime():
@@ -276,6 +280,8 @@ class RouterCore:
 
     def _reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         request.ledger.mark("reserved", now_s)
+        there = held(held_tokens) if held_tokens else ""
+        request.story.note(Moment.RESERVED, now_s, request.decoder, there)
         self.learning.reserved(request, now_s)
         self.waiting.leave(request.request_id)
         self.local_prefills += request.ledger.is_local
@@ -304,6 +310,10 @@ class RouterCore:
             for request in affected
             for command in self.ending.leg_failed(request, "worker_lost", message, now_s)
         ]
+
+    def stories_of(self, asked: str) -> list[Story]:
+        """What happened to the requests that a client knows as `asked`, in their order."""
+        return self.stories.find(asked, (one.story for one in self.requests.values()))
 
     def validate(self) -> None:
         """A request waits, or is with workers that are here."""

@@ -21,6 +21,7 @@ from router.core.policy.admission import Admitted
 from router.core.request import Request
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
+from router.core.state.story import Moment
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
 
@@ -129,12 +130,15 @@ class Direct:
         self, request: Request, demand: Demand, admitted: Admitted, now_s: float
     ) -> list[Command]:
         request.place(admitted, now_s)
+        request.story.note(Moment.ASKED, now_s, request.worker_names)
         self.workers.book(demand, admitted, now_s)
         return [ask(request.spec, admitted, request.within_s(now_s))]
 
     def reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
         assert request.placed is not None
         within_s = request.within_s(now_s)
+        if request.prefill_worker is not None:
+            request.story.note(Moment.SENT_TO_PREFILL, now_s, request.worker_names)
         return begin(request, request.placed.candidate, held_tokens, within_s)
 
     def forget(self, request: Request) -> None:

@@ -51,6 +51,7 @@ from router.core.state.candidate import PromptPrediction
 from router.core.state.ladder import Ladders
 from router.core.state.promises import Promises, Refusal, ReleaseClock
 from router.core.state.quarantine import SUSPICIOUS, Quarantine
+from router.core.state.story import Moment, StoryRing, choice_end, ending, why
 from router.core.state.waiting import PATIENCE_S, WaitingRoom
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
@@ -113,6 +114,7 @@ class Seeking:
     waiting: WaitingRoom
     workers: Workers
     requests: dict[str, Request]
+    stories: StoryRing
 
     def place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
         """Ask the next decode worker; refuse for the last reason when none is left."""
@@ -138,12 +140,14 @@ class Seeking:
             self.waiting.follow(request_id, now_s)
         return commands
 
-    def fail(self, request: Request, reason: str, message: str) -> list[Command]:
+    def fail(self, request: Request, reason: str, message: str, now_s: float) -> list[Command]:
+        request.story.note(Moment.FAILED, now_s, request.worker_names, why(reason, message))
         self.leave(request)
         return [Fail(request_id=request.request_id, reason=reason, message=message)]
 
     def leave(self, request: Request) -> None:
         """It seeks nothing any more."""
+        self.stories.keep(request.story)
         del self.requests[request.request_id]
         self.waiting.leave(request.request_id)
         self.dispatch.forget(request)
@@ -151,6 +155,7 @@ class Seeking:
     def _refuse(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
         if request.admitted:
             return self._wait(request, refusal, PATIENCE_S, now_s)
+        request.story.note(Moment.REFUSED, now_s, (), why(refusal.reason, refusal.message))
         self.leave(request)
         told = self.refusing.told(request, refusal, now_s)
         return [Refuse(request_id=request.request_id, refusal=told)]
@@ -164,11 +169,12 @@ class Seeking:
             request.request_id, line, refusal, patience_s, now_s
         )
         if waits:
+            request.story.note(Moment.WAITS, now_s, (), why(refusal.reason, refusal.message))
             request.placed = None
             return []
         if not request.admitted:
             return self._refuse(request, refusal, now_s)
-        return self.fail(request, refusal.reason, f"can't go on: {refusal.message}")
+        return self.fail(request, refusal.reason, f"can't go on: {refusal.message}", now_s)
 
 
 MAX_ATTEMPTS = 3
@@ -193,7 +199,9 @@ class Ending:
             return []
         request.choices[event.choice].finished = True
         if request.done:
-            return self.aborted(event.request_id, now_s)
+            request.story.note(Moment.DONE, now_s, request.decoder, ending(request.told, 0.0))
+            return self._end(request, now_s)
+        request.story.note(Moment.CHOICE_DONE, now_s, (), choice_end(event.choice, "stop string"))
         if request.placement is None:
             return []  # told to the next worker once it has taken the request
         decode = request.placement.decode
@@ -203,6 +211,11 @@ class Ending:
         request = self.requests.get(request_id)
         if request is None:
             return []
+        request.story.note(Moment.ABORTED, now_s, request.worker_names, "by its client")
+        return self._end(request, now_s)
+
+    def _end(self, request: Request, now_s: float) -> list[Command]:
+        """Before its workers are done with it."""
         self.ended(request, now_s)
         return self.legs.abort(request, now_s)
 
@@ -213,12 +226,14 @@ class Ending:
         deadline_s = request.objectives.deadline_s or 0.0
         message = f"its deadline of {deadline_s:.3f} s has passed"
         failure = Fail(request_id=request_id, reason="deadline_exceeded", message=message)
-        return [*self.aborted(request_id, now_s), failure]
+        request.story.note(Moment.FAILED, now_s, request.worker_names, message)
+        return [*self._end(request, now_s), failure]
 
     def sent_back(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
         """Its prefill worker takes no prompts any more: it is placed anew, which is no failure."""
         aborts = self.legs.abort(request, now_s)
         self.legs.forget(request, now_s)
+        request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, refusal.message)
         request.begin_again(next(self.attempts))
         return [*aborts, *self.seeking.place(request, refusal, now_s)]
 
@@ -228,8 +243,10 @@ class Ending:
         """Run it again elsewhere; what the old attempt still says is dropped."""
         aborts = self.legs.abort(request, now_s)
         if request.tries >= MAX_ATTEMPTS:
-            return [*aborts, *self.seeking.fail(request, reason, message)]
+            return [*aborts, *self.seeking.fail(request, reason, message, now_s)]
         self.legs.forget(request, now_s)
+        cause = f"{why(reason, message)}; {ending(request.told, 0.0)} so far"
+        request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, cause)
         request.try_again(next(self.attempts))
         refusal = Refusal(reason=reason, message=message)
         return [*aborts, *self.seeking.place(request, refusal, now_s)]
@@ -341,21 +358,28 @@ class Delivering:
     ) -> list[Command]:
         worker.outlook.grown(event.key, event.first_index + len(event.token_ids))
         if event.first_index == request.choices[event.choice].resumed:
-            self._begun(request, event, now_s)
+            self._begun(request, worker, event, now_s)
         request.ledger.mark("last_token", event.at_s)
         request.ledger.mark("last_token_received", now_s)
         ready = request.take(event)
         if not ready:
             return []
         self.learning.choice_grown(request, event)
+        if ready[-1].finish_reason is not None and len(request.choices) > 1:
+            cause = choice_end(event.choice, ready[-1].finish_reason)
+            request.story.note(Moment.CHOICE_DONE, now_s, request.decoder, cause)
         if request.done:
+            request.story.note(
+                Moment.DONE, now_s, request.decoder, ending(request.told, request.stood_back_s)
+            )
             self.learning.ended(request, now_s)
             self.ending.ended(request, now_s)
         return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
 
-    def _begun(self, request: Request, event: Tokens, now_s: float) -> None:
+    def _begun(self, request: Request, worker: WorkerView, event: Tokens, now_s: float) -> None:
         request.ledger.mark("first_token", event.at_s)
         request.ledger.mark("first_token_received", now_s)
+        request.story.note(Moment.FIRST_TOKEN, event.at_s, (worker.hello.name,))
         self.workers.prefilled(request.key, request.legs, now_s)
         self.learning.begun(request, now_s)
 

@@ -30,8 +30,10 @@ from router.core.policy.admission import Admitted
 from router.core.request import Request
 from router.core.state.candidate import Candidate, Prediction
 from router.core.state.quarantine import Pair
+from router.core.state.story import Moment
 from router.core.state.worker_view import WorkerView
 
+OVERFLOWS = "the worker would overflow"
 PRESSED = 0.7
 """A worker with fewer of its blocks taken is not looked at."""
 LOOK_S = 0.25
@@ -256,6 +258,7 @@ class Moving:
         self.legs.forget(request, now_s)
         request.move(move.spec)
         request.place(move.admitted, now_s)
+        request.story.note(Moment.MOVED, now_s, request.worker_names, OVERFLOWS)
         self.moved += 1
         return [*aborts, *dispatch.begin(request, candidate, event.held_tokens, None)]
 

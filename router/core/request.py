@@ -27,6 +27,7 @@ from router.core.state.candidate import Candidate, Prediction
 from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.promises import Promise, digest_of
 from router.core.state.quarantine import Pair, Placement
+from router.core.state.story import LIFETIMES, Moment, Story, found, submission
 
 # moment |-> the phase that ends with it
 PHASES: dict[str, str] = {
@@ -191,6 +192,8 @@ class Request:
     moves: int = 0  # to other decode workers
     stood_back_s: float = 0.0  # for others, while it decoded
     prefill_worker: Incarnation | None = None  # has its prompt, or gets it when there is a place
+    worker_names: tuple[str, ...] = ()  # of its latest placement: who prefills, who decodes
+    story: Story = field(init=False)
     digest: int = field(init=False)  # by which it is known when it comes again
     key: RequestKey = field(init=False)
     emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
@@ -201,6 +204,8 @@ class Request:
         self.key = RequestKey(self.request_id, self.attempt)
         self.digest = digest_of(self.submitted)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
+        self.story = Story(self.key.request_id, self.ledger.submitted_s)
+        self.story.note(Moment.SUBMITTED, self.ledger.submitted_s, (), submission(self.submitted))
 
     @property
     def request_id(self) -> str:
@@ -320,6 +325,16 @@ class Request:
             return (decode,)
         return (decode, self.prefill_worker)
 
+    @property
+    def told(self) -> int:
+        """Tokens of all choices that were delivered."""
+        return sum([len(choice.delivered) for choice in self.choices])
+
+    @property
+    def decoder(self) -> tuple[str, ...]:
+        """The name of the decode worker of its latest placement."""
+        return self.worker_names[-1:]
+
     def decodes_at(self, worker: Incarnation) -> bool:
         """This attempt's decode worker is that one."""
         return self.placed is not None and self.placed.candidate.decode.incarnation == worker
@@ -328,6 +343,7 @@ class Request:
         self.placed = admitted
         self.placed_s = now_s
         self.prefill_worker = admitted.candidate.placement.prefill
+        self.worker_names = admitted.candidate.names
         self.ledger.is_local = admitted.candidate.is_local
         if not self.disturbed:
             self.predicted = admitted.prediction
@@ -343,6 +359,7 @@ class Request:
         assert self.placed is not None
         self.placed = replace(self.placed, candidate=candidate)
         self.prefill_worker = candidate.placement.prefill
+        self.worker_names = candidate.names
         self.ledger.mark("dispatched", now_s)
 
     def cap(self, max_tokens: int) -> None:
@@ -355,6 +372,10 @@ class Request:
         if moment.name == "prefill_started" and self.found_tokens is None:
             self.found_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
+        if (happened := LIFETIMES.get(moment.name)) is not None:
+            by = self.worker_names[:1] if moment.name == "prefill_started" else self.decoder
+            cause = found(moment.tokens, moment.source) if moment.tokens else ""
+            self.story.note(happened, moment.at_s, by, cause)
 
     def scored(self, event: PromptLogprobs) -> None:
         """What an earlier attempt has told is dropped."""

@@ -27,6 +27,7 @@ from router.core.request import Request
 from router.core.state.candidate import Candidate, PromptPrediction
 from router.core.state.demand import Demand
 from router.core.state.quarantine import Pair
+from router.core.state.story import Moment
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers, fitting
 
@@ -212,6 +213,7 @@ class SharedQueueDispatch:
         seconds = prompt.pull_s + prompt.prefill_s
         self.queue.expect(Queued(spec=demand.spec, seconds=seconds, priority=demand.priority))
         request.keep_prompt()
+        request.story.note(Moment.ASKED, now_s, request.decoder)
         return [dispatch.reserve(request.spec, admitted.candidate.decode, None, admitted.counted)]
 
     def reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
@@ -219,6 +221,7 @@ class SharedQueueDispatch:
             return self.direct.reserved(request, held_tokens, now_s)
         within_s = request.within_s(now_s)
         self.queue.add(request.key, held_tokens=held_tokens, within_s=within_s, now_s=now_s)
+        request.story.note(Moment.QUEUED, now_s, (), f"{len(self.queue)} prompts at the router")
         return []
 
     def forget(self, request: Request) -> None:
@@ -295,6 +298,7 @@ class SharedQueueDispatch:
     def _send(self, turn: Turn, now_s: float) -> list[Command]:
         request, way = turn.request, turn.way
         request.give_prompt(way.candidate, now_s)
+        request.story.note(Moment.SENT_TO_PREFILL, now_s, request.worker_names)
         self.workers.book_prefill(turn.demand, way.worker, way.prompt, now_s)
         within_s = request.within_s(now_s)
         return dispatch.begin(request, way.candidate, turn.queued.held_tokens, within_s)

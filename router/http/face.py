@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from router.core.state.story import ID_LENGTH
 from router.http.event_stream import KEEP_ALIVE_S
 from router.text.service import TextService
 
@@ -37,10 +38,6 @@ def face_of(request: Request) -> HttpFace:
     face = request.app.state.face
     assert isinstance(face, HttpFace)
     return face
-
-
-ID_LENGTH = 200
-"""Of a client's x-request-id: with what is added it stays below what workers take."""
 
 
 def new_id(prefix: str, request: Request) -> str:
