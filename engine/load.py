@@ -169,7 +169,7 @@ def load_engine(
 ) -> Engine:
     """`dtype` "auto" is the checkpoint's own; `blocks` None fills the memory that `limits` give.
     `allocate` gives the KV pool's memory, on `device`; None takes plain memory. `attention` is a
-    backend of `engine.backends` or "auto". `compiled`: take seconds to make steps faster. All of
+    backend of `engine.attention` or "auto". `compiled`: take seconds to make steps faster. All of
     `ranks` call this, for an engine with their share of the model; only rank 0's is used directly.
     `report` hears what is done now.
 

@@ -134,7 +134,7 @@ def test_adopted_memory_outlives_its_region_and_can_be_adopted_again(
 def test_memory_that_was_not_made_to_be_shared(make_side: MakeSide, scheme: str) -> None:
     side, memory = make_side(), torch.zeros(100, dtype=torch.uint8)
     reasons = {
-        "shm": r"only memory of kvpool\.transport\.memfd\.allocate",
+        "shm": r"only memory of kvpool\.transport\.mapped\.memfd\.allocate",
         "cuda_ipc": "only, not cpu",
     }
     if scheme not in reasons:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from cluster.process import host_cpus
-from cluster.process import host_cpus as pinning
 from cluster.process.host_cpus import chosen, cores, quota, ranges
 
 PAIRS = {cpu: (0, cpu % 4) for cpu in range(8)}
@@ -85,14 +84,14 @@ def test_quota_is_the_least_around(
 
 
 def test_claims_are_taken_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "NAMES", f"test-{os.getpid()}-")
-    first = pinning.Pinned(pinning._claim(2, [0, 1, 2]))
+    monkeypatch.setattr(host_cpus, "NAMES", f"test-{os.getpid()}-")
+    first = host_cpus.Pinned(host_cpus._claim(2, [0, 1, 2]))
     assert len(first.cpus) == 2
-    assert pinning._claim(2, [0, 1, 2]) == {}
-    second = pinning.Pinned(pinning._claim(1, [0, 1, 2]))
+    assert host_cpus._claim(2, [0, 1, 2]) == {}
+    second = host_cpus.Pinned(host_cpus._claim(1, [0, 1, 2]))
     assert sorted([*first.cpus, *second.cpus]) == [0, 1, 2]
     first.release()
-    third = pinning.Pinned(pinning._claim(2, [0, 1, 2]))
+    third = host_cpus.Pinned(host_cpus._claim(2, [0, 1, 2]))
     assert len(third.cpus) == 2
     second.release()
     third.release()
@@ -104,18 +103,18 @@ def test_a_time_quota_leaves_it_unpinned(
     monkeypatch.setattr(host_cpus, "allowed", lambda: frozenset(range(64)))
     monkeypatch.setattr(host_cpus, "quota", lambda: 2.0)
     with caplog.at_level(logging.INFO):
-        assert pinning.pin(2).cpus == ()
+        assert host_cpus.pin(2).cpus == ()
     assert "not pinned: it may use the time of 2 CPUs, on any of 64" in caplog.text
 
 
 SCRIPT = """
 import os, sys, threading
-from cluster import pinning
-pinning.NAMES = sys.argv[1]
+from cluster.process import host_cpus
+host_cpus.NAMES = sys.argv[1]
 gate = threading.Event()
 there = threading.Thread(target=gate.wait)
 there.start()
-pinned = pinning.pin(1)
+pinned = host_cpus.pin(1)
 masks = {tuple(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
 masks |= {tuple(os.sched_getaffinity(0))}
 print(sorted(masks) == [pinned.cpus])

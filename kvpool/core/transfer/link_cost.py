@@ -28,8 +28,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
 
-import numpy as np
-
 from kvrelay.types import value
 
 
@@ -205,6 +203,8 @@ def _speed(byte_s: float, samples: Iterable[Sample]) -> float:
 def _solve(rows: Sequence[tuple[float, ...]], samples: Sequence[Sample]) -> list[float]:
     """Coefficients >= 0 that explain the seconds. What comes out negative is set to zero, the
     worst first, and the others are fitted again."""
+    import numpy as np  # here, for commands that measure nothing start without it
+
     weights = np.array([1 / max(sample.seconds, 1e-9) for sample in samples])
     matrix = np.array(rows, dtype=float) * weights[:, None]
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
