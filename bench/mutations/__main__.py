@@ -20,8 +20,10 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from queue import Queue
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
@@ -65,21 +67,37 @@ def sampled(sites: Sequence[Site], count: int, seed: int) -> list[tuple[Site, st
     return [(site, chosen.choice(site.after)) for site in picked]
 
 
-def trials(bench: Bench, sample: Sequence[tuple[Site, str]]) -> Iterator[Trial]:
-    for site, after in sample:
-        source = mutated(bench.copy.source(site.path), site, after)
-        fate, test, files = bench.fate_of(site.path, site.function, source)
-        yield Trial(
-            path=site.path,
-            line=site.line,
-            function=site.function,
-            kind=site.kind,
-            before=site.before,
-            after=after,
-            fate=fate,
-            test=test,
-            files=files,
-        )
+def trials(benches: Sequence[Bench], sample: Sequence[tuple[Site, str]]) -> Iterator[Trial]:
+    """In the sample's order; as many at once as there are benches."""
+    free: Queue[Bench] = Queue()
+    for bench in benches:
+        free.put(bench)
+
+    def tried(mutation: tuple[Site, str]) -> Trial:
+        bench = free.get()
+        try:
+            return trial_of(bench, *mutation)
+        finally:
+            free.put(bench)
+
+    with ThreadPoolExecutor(len(benches)) as pool:
+        yield from pool.map(tried, sample)
+
+
+def trial_of(bench: Bench, site: Site, after: str) -> Trial:
+    source = mutated(bench.copy.source(site.path), site, after)
+    fate, test, files = bench.fate_of(site.path, site.function, source)
+    return Trial(
+        path=site.path,
+        line=site.line,
+        function=site.function,
+        kind=site.kind,
+        before=site.before,
+        after=after,
+        fate=fate,
+        test=test,
+        files=files,
+    )
 
 
 def print_found(found: Sequence[Trial]) -> None:
@@ -121,6 +139,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", default=TESTS, help="folders; %(default)s")
     parser.add_argument("--map", type=Path, help="the map of its tests: read, or found and written")
     parser.add_argument("--most-s", type=float, default=180.0, help="seconds for one mutation")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations that are tried at once")
     parser.add_argument("--json", type=Path, help="write all trials there")
     return parser.parse_args()
 
@@ -143,8 +162,10 @@ def main() -> None:
         if not known.exists():
             modules = copy.modules(args.paths or cores(copy.root))
             find_tests(copy, modules, args.tests, known.resolve())
+        copies = [copy, *(Copy(tree, folder / str(job)) for job in range(1, args.jobs))]
+        benches = [Bench(one, TestMap.load(known), args.most_s) for one in copies]
         found: list[Trial] = []
-        for one in trials(Bench(copy, TestMap.load(known), args.most_s), sample):
+        for one in trials(benches, sample):
             found.append(one)
             print(f"{len(found)}/{len(sample)} {one.fate}: {_told(one)}", file=sys.stderr)
     print_found(found)
