@@ -25,7 +25,6 @@ from kvpool.core.transfer.commands import (
     WriteSlab,
 )
 from kvpool.core.transfer.messages import DigestBlocks, HandoffMode
-from kvrelay.commands_wire import decode_to_worker, encode_to_worker
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -37,8 +36,8 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.reports_wire import decode_event, encode_event
 from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from prefill_worker.scheduler import PrefillScheduler
 from router.core.core import RouterCore
 from router.core.events import Command as RouterCommand
@@ -52,6 +51,7 @@ from router.core.events import (
     WorkerSaid,
 )
 from router.core.policy.admission import Capacity
+from router.core.router_state import RouterState
 from tests.sim.peers import PeerFabric
 from tests.sim.pool_net import PoolNet
 from tests.sim.pool_side import PoolSide
@@ -63,7 +63,7 @@ class Cluster(PeerFabric):
 
     def __init__(self, seed: int, on_command: Callable[[RouterCommand], None]) -> None:
         super().__init__(seed)
-        self.core = RouterCore(admitting=Capacity())
+        self.core = RouterCore(RouterState(admitting=Capacity()))
         self.pools = PoolNet(self)
         self._on_command = on_command
         self._attached: dict[Incarnation, int] = {}  # the router's view: worker |-> stream

@@ -45,7 +45,7 @@ LINES = dict[str, tuple[str, ...]]
 
 def lines(core: RouterCore, request_id: str = "r") -> list[str]:
     """Of its only story: moment, workers and reason of each event."""
-    (story,) = core.stories_of(request_id)
+    (story,) = core.state.stories_of(request_id)
     return [
         " ".join(filter(None, (event.moment, "->".join(event.workers), event.reason)))
         for event in story.events
@@ -117,7 +117,7 @@ def test_each_choice_has_its_end() -> None:
         "choice done d choice 0: length",
         "done d 3 tokens",
     ]
-    (told,) = core.stories_of("r")
+    (told,) = core.state.stories_of("r")
     (first,) = (event for event in told.events if event.moment is Moment.FIRST_TOKEN)
     assert first.times == 2
 
@@ -155,7 +155,7 @@ def test_a_request_that_waits_in_vain_says_so_once() -> None:
         "waits worker lost: worker d was lost",
         "failed p->d worker lost: can't go on: worker d was lost",
     ]
-    (story,) = core.stories_of("r")
+    (story,) = core.state.stories_of("r")
     waits = story.events[-2]
     assert (waits.at_s, waits.times, waits.last_s) == (3, 5, 4)
 
@@ -163,14 +163,14 @@ def test_a_request_that_waits_in_vain_says_so_once() -> None:
 def test_a_move() -> None:
     core = moving(decoding())
     says(core, "d2", reserved(attempt=1))
-    assert lines(core)[-1] == "moved d->d2 the worker would overflow"
+    assert lines(core)[-1] == "moved d->d2 its worker would overflow"
 
 
 def test_a_prompt_that_waits_at_the_router() -> None:
     core = shared("p")
     take(core, asked("a"), asked("b"))
-    assert lines(core, "a")[-2:] == ["queued 1 prompts at the router", "sent to prefill p->d"]
-    assert lines(core, "b")[-1] == "queued 1 prompts at the router"
+    assert lines(core, "a")[-2:] == ["queued 1 at the router", "sent to prefill p->d"]
+    assert lines(core, "b")[-1] == "queued 1 at the router"
 
 
 def test_a_prefill_worker_that_drains() -> None:
@@ -202,10 +202,10 @@ def test_of_an_id_that_comes_again_the_latest_is_told() -> None:
         says(core, "d", reserved(attempt=attempt))
         says(core, "p", tokens(0, 10, attempt=attempt, reason=LENGTH))
         says(core, "d", released(attempt=attempt))
-    assert [story.submitted_s for story in core.stories_of("r")] == [10]
-    assert len(core.stories) == 1
+    assert [story.submitted_s for story in core.state.stories_of("r")] == [10]
+    assert len(core.state.stories) == 1
     submit(core, now_s=20)
-    assert [story.submitted_s for story in core.stories_of("r")] == [20]
+    assert [story.submitted_s for story in core.state.stories_of("r")] == [20]
 
 
 # --- the bounds -----------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvrelay.messages import LifetimeMoment
 from router.core.state.generation import GenerationRequest
 
 MOST_EVENTS = 32
@@ -49,12 +50,12 @@ class Moment(StrEnum):
     ABORTED = "aborted"
 
 
-LIFETIMES = {
-    "prefill_started": Moment.PREFILL_STARTED,
-    "handoff_committed": Moment.HANDED_OVER,
-    "decode_joined": Moment.DECODES,
+LIFETIMES: Mapping[str, Moment] = {
+    LifetimeMoment.PREFILL_STARTED: Moment.PREFILL_STARTED,
+    LifetimeMoment.HANDOFF_COMMITTED: Moment.HANDED_OVER,
+    LifetimeMoment.DECODE_JOINED: Moment.DECODES,
 }
-"""# name of a worker's Lifetime |-> its moment"""
+"""# what a worker tells |-> its moment"""
 
 
 class StoryEvent(NamedTuple):
@@ -77,6 +78,15 @@ class Story:
     submitted_s: float
     events: list[StoryEvent] = field(default_factory=list)
     left_out: int = 0
+
+    @staticmethod
+    def begun(asked: GenerationRequest, at_s: float) -> Story:
+        sampling, tier = asked.sampling, asked.qos_tier
+        each = f" for each of {sampling.n} choices" if sampling.n > 1 else ""
+        of_tier = f", tier {tier}" if tier else ""
+        tokens = f"{len(asked.prompt_ids)} prompt tokens, at most {sampling.max_tokens} more"
+        first = StoryEvent(at_s, Moment.SUBMITTED, (), f"{tokens}{each}{of_tier}", 1, at_s)
+        return Story(asked.request_id, at_s, [first])
 
     def note(
         self, moment: Moment, at_s: float, workers: tuple[str, ...] = (), reason: str = ""
@@ -143,14 +153,6 @@ def unknown(asked: str) -> str:
     )
 
 
-def submission(asked: GenerationRequest) -> str:
-    sampling, tier = asked.sampling, asked.qos_tier
-    each = f" for each of {sampling.n} choices" if sampling.n > 1 else ""
-    of_tier = f", tier {tier}" if tier else ""
-    tokens = len(asked.prompt_ids)
-    return f"{tokens} prompt tokens, at most {sampling.max_tokens} more{each}{of_tier}"
-
-
 def found(tokens: int, source: str) -> str:
     """What a prefill finds of its prompt."""
     return f"{tokens} tokens found ({source})"
@@ -171,8 +173,3 @@ def why(reason: str, message: str) -> str:
 
 def choice_end(choice: int, reason: str) -> str:
     return f"choice {choice}: {reason}"
-
-
-def ending(tokens: int, preempted_s: float) -> str:
-    preempted = f", preempted for {preempted_s:.3f} s" if preempted_s else ""
-    return f"{tokens} tokens{preempted}"
