@@ -18,6 +18,7 @@ from kvrelay.status import LEDGER_KEY
 from kvrelay.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc, worker_pb2
 from kvrelay.v1 import inference_pb2 as pb
 from router.core.state.generation import Dispatcher
+from router.core.state.story import unknown
 from router.grpc_api.errors import abort_with
 from router.grpc_api.messages import (
     objectives_in,
@@ -129,6 +130,14 @@ class AdminApi(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.GetKvRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.GetKvResponse:
         return await self._inference.dispatcher.debug_kv()
+
+    async def TraceRequest(  # noqa: N802
+        self, request: admin_pb2.TraceRequestRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.TraceRequestResponse:
+        found = self._inference.dispatcher.trace(request.request_id)
+        if not found.stories:
+            await context.abort(grpc.StatusCode.NOT_FOUND, unknown(request.request_id))
+        return found
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from router.core.state.story import ID_LENGTH
 from router.http.event_stream import KEEP_ALIVE_S
 from router.text.service import TextService
 
@@ -33,10 +34,6 @@ def api_of(request: Request) -> HttpApi:
     api = request.app.state.api
     assert isinstance(api, HttpApi)
     return api
-
-
-ID_LENGTH = 200
-"""Longest part of a client's x-request-id; with the rest of the id it fits what workers accept."""
 
 
 def new_id(prefix: str, request: Request) -> str:
