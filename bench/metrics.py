@@ -141,7 +141,7 @@ def fill(dispatcher: WorkerDispatcher, each: int) -> None:
         for p in range(each)
         for d in range(each)
     )
-    core.recent_pairs.used(pairs, time.monotonic())
+    core.state.recent_pairs.used(pairs, time.monotonic())
 
 
 def _hello(name: Incarnation, role: Role) -> WorkerHello:

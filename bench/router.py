@@ -43,8 +43,9 @@ from kvrelay.types import (
 )
 from router.core.core import RouterCore
 from router.core.events import Refuse, Send, Submitted, WorkerJoined, WorkerSaid
-from router.core.opening import open_admission, open_placement
 from router.core.policy.choice import Policies
+from router.core.router_state import RouterState
+from router.core.start import open_admission, open_placement
 from router.core.state.generation import GenerationRequest
 from router.core.state.promises import Promised
 
@@ -115,9 +116,9 @@ def _rows(placement: str, options: argparse.Namespace) -> list[Row]:
     spent = Spent()
     for number in range(options.requests):
         world.decide(world.request(str(number)), spent)
-    held = world.core.directory.entries
+    held, promises = world.core.state.directory.entries, len(world.core.state.promises)
     method = f"CPU time of {options.requests} requests of {options.prompt_tokens} tokens, {held} "
-    return spent.rows(placement, f"{method}blocks known, {len(world.core.promises)} promises left")
+    return spent.rows(placement, f"{method}blocks known, {promises} promises left")
 
 
 @dataclass(slots=True)
@@ -174,11 +175,12 @@ class World:
     def __init__(self, placement: str, workers: int, blocks: int, prompt_tokens: int) -> None:
         self._random = Random(1)
         policies = Policies(placement=placement)
-        self.core = RouterCore(
+        state = RouterState(
             placing=open_placement(policies, self._random),
             admitting=open_admission(policies),
             tiers=TIERS,
         )
+        self.core = RouterCore(state)
         self._now_s = 0.0
         self._links: dict[Incarnation, tuple[LinkState, ...]] = {}
         self._running: dict[Incarnation, list[Running]] = {}
@@ -216,7 +218,7 @@ class World:
         running, links = self._running.get(worker), self._links[worker]
         if running is None:
             return Counters(links=links)
-        outlook, sequences = self.core.workers[worker].outlook, len(running)
+        outlook, sequences = self.core.state.workers[worker].outlook, len(running)
         tiers = [one.tier for one in running]
         loads = (TierLoad(tier=t.name, running=tiers.count(t.name), waiting=0) for t in TIERS.tiers)
         return Counters(
@@ -260,7 +262,7 @@ class World:
     def promise(self, promises: int) -> None:
         """To clients that come back in half of the cases."""
         work = Promised(prefill_s=0.06, sequences=1, kv_tokens=2_300)
-        made = self.core.promises
+        made = self.core.state.promises
         for number in range(promises):
             due_in_s = self._random.uniform(0.1, PROMISED_WITHIN_S)
             made.make(number, work, due_in_s, self._now_s, self._random.choice((1, 2)))
@@ -302,13 +304,13 @@ class World:
         self._end_one(worker)
 
     def _reserved(self, request: GenerationRequest, worker: Incarnation) -> WorkerSaid:
-        key = self.core.requests[request.request_id].key
+        key = self.core.state.requests[request.request_id].key
         reserved = Reserved(key=key, at_s=self._now_s)
-        counters = self.core.workers[worker].counters
+        counters = self.core.state.workers[worker].counters
         return WorkerSaid(incarnation=worker, events=(reserved,), counters=counters)
 
     def _joined(self, request: GenerationRequest, worker: Incarnation) -> None:
-        key = self.core.requests[request.request_id].key
+        key = self.core.state.requests[request.request_id].key
         one = Running(key, request.qos_tier or TIERS.default, self._now_s)
         self._running[worker].append(one)
         self._report(worker, self._progress(one))
@@ -321,7 +323,7 @@ class World:
 
     def _progress(self, one: Running, reason: FinishReason | None = None) -> Tokens:
         """As many tokens as there were steps."""
-        known = self.core.requests[one.key.request_id].choices[0].next_index
+        known = self.core.state.requests[one.key.request_id].choices[0].next_index
         tokens = 1 + int((self._now_s - one.since_s) / STEP_S)
         return Tokens(
             key=one.key,

@@ -170,7 +170,7 @@ class Stage:
 
     def counters(self) -> list[Counters]:
         """Of every worker, as the router knows them."""
-        return [view.counters for view in self._router.core.workers.values()]
+        return [view.counters for view in self._router.core.state.workers.values()]
 
 
 def plain_request(output_tokens: int = OUTPUT_TOKENS) -> Calls:

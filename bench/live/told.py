@@ -54,7 +54,7 @@ class Told:
             self._corrected(event, entry.at_s)
         elif isinstance(event, Submitted):
             self.submitted_s.append(entry.at_s)
-            request = core.requests.get(event.request.request_id)
+            request = core.state.requests.get(event.request.request_id)
             if request is not None:
                 self._placed[len(self.submitted_s)] = entry.at_s, request
 

@@ -19,7 +19,8 @@ from kvrelay.messages import Reserve
 from router.core.events import Aborted, Command, Deliver, Refuse, Send
 from router.core.policy.admission import Admitted, Verdict
 from router.core.policy.forecast import Forecast
-from router.core.request import Request
+from router.core.request import Request, RequestState
+from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.promises import Refusal
@@ -58,10 +59,10 @@ class DecodeTimes:
 
 @dataclass(slots=True)
 class Paper:
-    """Admission as in the paper. `requests` are the router's."""
+    """Admission as in the paper. It looks at the requests of the router whose `state` this is."""
 
     way: str
-    requests: dict[str, Request]
+    state: RouterState
     times: DecodeTimes = field(default_factory=DecodeTimes)
 
     def judge(
@@ -94,7 +95,7 @@ class Paper:
         return over(demand.objectives.tpot_s, candidate.decode, demand.prompt_tokens, there)
 
     def _decoding(self, worker: WorkerView) -> Iterator[Request]:
-        return (one for one in self._at(worker) if one.decodes)
+        return (one for one in self._at(worker) if one.state is RequestState.DECODING)
 
     def _decoding_then(self, worker: WorkerView, then_s: float) -> Iterator[Request]:
         for one in self._at(worker):
@@ -102,7 +103,7 @@ class Paper:
                 yield one
 
     def _at(self, worker: WorkerView) -> Iterator[Request]:
-        for one in self.requests.values():
+        for one in self.state.requests.values():
             if one.placement is not None and one.placement.decode == worker.incarnation:
                 yield one
 
@@ -149,10 +150,10 @@ class JudgedAgain(SimRouter):
     def _rejects(self, command: Deliver) -> bool:
         if command.done:
             return False
-        request = self.core.requests[command.request_id]
+        request = self.core.state.requests[command.request_id]
         if request.choices[0].next_index > 1 or request.placement is None:
             return False
-        worker = self.core.workers[request.placement.decode]
+        worker = self.core.state.workers[request.placement.decode]
         return self.paper.rejects_now(request, worker)
 
 
@@ -161,8 +162,7 @@ class AsInThePaper(ClusterSimulation):
 
     def _router(self) -> SimRouter:
         core = super()._router().core
-        paper = Paper(self.way, core.requests)
-        core.seeking.deciding = replace(core.deciding, admitting=paper)
+        paper = core.state.admitting = Paper(self.way, core.state)
         router = JudgedAgain(core, self.clock, self._config.simulation.fabric.router_latency)
         router.paper = paper
         return router

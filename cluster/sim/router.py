@@ -173,7 +173,7 @@ class Clients:
             case Admit():
                 outcome.admitted_s = now_s
                 core = self._router_of(int(command.request_id)).core
-                self._admitted[command.request_id] = core.requests[command.request_id]
+                self._admitted[command.request_id] = core.state.requests[command.request_id]
             case Refuse():
                 self._refused(command, outcome)
             case Deliver():

@@ -188,8 +188,8 @@ class ClusterSimulation:
 
 def _assert_empty(core: RouterCore) -> None:
     core.validate()
-    assert not core.requests, f"{len(core.requests)} requests never ended"
-    for view in core.workers.values():
+    assert not core.state.requests, f"{len(core.state.requests)} requests never ended"
+    for view in core.state.workers.values():
         assert not view.outlook.sequences and not len(view.queue), view.incarnation
 
 

@@ -5,6 +5,36 @@ Pure. Bugs are assertions, not these. Every message says what to do.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
+
+class RefusalReason(StrEnum):
+    """Why a request is not taken now; each is the text that clients and metrics see."""
+
+    TTFT_UNREACHABLE = "ttft_unreachable"
+    TPOT_UNREACHABLE = "tpot_unreachable"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"
+    KV_EXHAUSTED = "kv_exhausted"
+    SLOTS_EXHAUSTED = "slots_exhausted"
+    TIER_SHARE_EXHAUSTED = "tier_share_exhausted"
+    DRAINING = "draining"
+    NO_CAPACITY = "no_capacity"
+
+
+class FailureReason(StrEnum):
+    """Why an admitted request, or one attempt to run it, has failed, as far as somebody acts on it.
+    Workers may name others."""
+
+    KV_MISMATCH = "kv_mismatch"
+    TRANSFER_FAILED = "transfer_failed"
+    TRANSFER_CANCELLED = "transfer_cancelled"
+    HANDOFF_TIMEOUT = "handoff_timeout"
+    PEER_LOST = "peer_lost"
+    WORKER_LOST = "worker_lost"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    ABORTED = "aborted"
+    INTERNAL = "internal"
+
 
 class KvrelayError(Exception):
     """Base of all that kvrelay raises on purpose."""

@@ -8,6 +8,7 @@ the wire.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 
 from kvrelay.types import (
     FinishReason,
@@ -144,11 +145,29 @@ class ReserveRefused:
     reason: str
 
 
+class LifetimeMoment(StrEnum):
+    """Named moments of a request, at a worker (`Lifetime.name`) or at the router."""
+
+    PLACED = "placed"
+    RESERVED = "reserved"
+    DISPATCHED = "dispatched"
+    PREFILL_RECEIVED = "prefill_received"
+    PREFILL_STARTED = "prefill_started"
+    PREFILL_CHUNK = "prefill_chunk"
+    FIRST_TOKEN = "first_token"
+    FIRST_TOKEN_RECEIVED = "first_token_received"
+    HANDOFF_COMMITTED = "handoff_committed"
+    KV_CHECKED = "kv_checked"
+    DECODE_JOINED = "decode_joined"
+    LAST_TOKEN = "last_token"
+    LAST_TOKEN_RECEIVED = "last_token_received"
+
+
 @value
 class Lifetime:
-    """A named moment: prefill_received, prefill_started (`tokens` found cached or fetched, of a
+    """A LifetimeMoment: prefill_received, prefill_started (`tokens` found cached or fetched, of a
     PrefixOrigin `source`), prefill_chunk (`tokens` computed), handoff_committed, kv_checked (the
-    canary passed), decode_joined (DESIGN §6)."""
+    canary passed), decode_joined."""
 
     key: RequestKey
     at_s: float

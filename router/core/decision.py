@@ -1,38 +1,43 @@
-"""Where a request goes, or why it goes nowhere. Pure; part of a router's core.
+"""Decides which workers are asked for a request, or why none is. Pure; it changes nothing.
 
-Placement suggests, admission judges; as asked first, then as the request's tier lets it degrade.
-
-What is tried before a new request is refused, where its tier allows it: less output, then a
-wait; and what its ladder takes from it. Pure.
+Placement suggests ways to serve a request, and admission judges them. A new request is judged as
+it was asked first. Then it is judged as its tier lets it degrade: with less output, or later.
+While the tier's latencies are outside its objectives, its ladder makes the judgement stricter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from kvrelay.qos import LadderRules, QosTier, QosTiers
+from kvrelay.errors import RefusalReason
+from kvrelay.qos import LadderRules, QosTier
 from kvrelay.types import Objectives, RequestSpec
-from router.core.load.output_lengths import OutputLengths
-from router.core.policy.admission import AdmissionPolicy, Capacity, Deferred, Verdict
-from router.core.policy.forecast import Forecast
-from router.core.policy.placement import PlacementPolicy, WorkerChoice
+from router.core.policy.admission import Capacity, Deferred, Verdict
+from router.core.policy.placement import WorkerChoice
 from router.core.request import Request
+from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand, HeldPrefixes, Known
-from router.core.state.directory import Directory
-from router.core.state.ladder import Ladder, Ladders, LadderStep
-from router.core.state.promises import NOTHING_PROMISED, Promised, Promises, Refusal
-from router.core.state.quarantine import Quarantine
-from router.core.state.waiting import WaitingRoom
-from router.core.workers import Workers
+from router.core.state.ladder import Ladder, LadderStep
+from router.core.state.promises import NOTHING_PROMISED, Promised, Refusal
 
-WAITING_HELPS = {"tpot_unreachable", "kv_exhausted", "slots_exhausted", "tier_share_exhausted"}
-"""Not with a time to first token, which the wait counts to."""
+WAITING_HELPS = {
+    RefusalReason.TPOT_UNREACHABLE,
+    RefusalReason.KV_EXHAUSTED,
+    RefusalReason.SLOTS_EXHAUSTED,
+    RefusalReason.TIER_SHARE_EXHAUSTED,
+}
+"""Not `ttft_unreachable`: the wait itself counts to the time to first token."""
+LESS_OUTPUT_HELPS = {
+    RefusalReason.TPOT_UNREACHABLE,
+    RefusalReason.DEADLINE_UNREACHABLE,
+    RefusalReason.KV_EXHAUSTED,
+}
 
 
 def ways(demand: Demand, tier: QosTier, step: LadderStep) -> Iterator[Demand]:
-    """As asked, then with less output; once the ladder caps, only that."""
+    """As asked, then with less output; only the latter once the ladder caps."""
     less = capped(demand, tier)
     if less is None or step < LadderStep.CAP:
         yield demand
@@ -50,11 +55,11 @@ def capped(demand: Demand, tier: QosTier) -> Demand | None:
 
 
 def less_output_helps(refusal: Refusal) -> bool:
-    return refusal.reason in ("tpot_unreachable", "deadline_unreachable", "kv_exhausted")
+    return refusal.reason in LESS_OUTPUT_HELPS
 
 
 def deferred(refusal: Refusal, tier: QosTier, waited_s: float) -> Deferred | None:
-    """None: waiting for so long would be in vain."""
+    """None: waiting can't help."""
     left_s = tier.patience_s - waited_s
     if refusal.hopeless or refusal.reason not in WAITING_HELPS or left_s <= 0:
         return None
@@ -77,7 +82,7 @@ def stricter(demand: Demand, rules: LadderRules) -> Demand:
 def tripped(tier: QosTier, ladder: Ladder, now_s: float) -> Refusal:
     whose = "its" if ladder.tier is tier else f"{ladder.tier.name}'s"
     return Refusal(
-        reason="tier_share_exhausted",
+        reason=RefusalReason.TIER_SHARE_EXHAUSTED,
         message=f"only the reserve of tier {tier.name} is served until {whose} latencies are "
         "inside the objectives again",
         retry_after_s=max(0.0, ladder.falls_in_s(now_s)),
@@ -87,121 +92,114 @@ def tripped(tier: QosTier, ladder: Ladder, now_s: float) -> Refusal:
 EXPECTED = 0.5
 """The quantile of its tier's output lengths that a request is expected to have."""
 SOON_S = 0.5
-"""Who is to come back later than this finds the worker done with whoever is taken now."""
+"""A promised retry further away than this does not compete with a request that is admitted now: the
+worker will have finished it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deciding:
-    """Reads what the core knows, and changes none of it but a request's cap."""
+def decide(
+    state: RouterState, request: Request, otherwise: Refusal, now_s: float
+) -> tuple[Demand, Verdict]:
+    """What it is admitted with, or why not. `otherwise` is the answer where no worker is left."""
+    demand = demand_of(state, request, request.spec, now_s)
+    if request.admitted:
+        return demand, _judge(state, request, demand, otherwise, now_s)
+    tier = request.tier
+    ladder = state.ladders.highest(tier)
+    if ladder is not None and ladder.step is LadderStep.TRIP and not _in_reserve(state, request):
+        return demand, tripped(tier, ladder, now_s)
+    refusal = otherwise
+    for way in ways(demand, tier, LadderStep.NORMAL if ladder is None else ladder.step):
+        if refusal is not otherwise and _is_alike(state, demand, way):
+            break
+        judged = way if ladder is None else stricter(way, ladder.rules)
+        verdict = _judge(state, request, judged, otherwise, now_s)
+        if not isinstance(verdict, Refusal):
+            return way, verdict
+        refusal = verdict if ladder is None else replace(verdict, hopeless=False)
+        if not less_output_helps(refusal):
+            break
+    waited_s = state.waiting.waited_s(request.request_id, now_s)
+    return demand, deferred(refusal, tier, waited_s) or refusal
 
-    placing: PlacementPolicy
-    admitting: AdmissionPolicy
-    workers: Workers
-    requests: dict[str, Request]
-    directory: Directory
-    lengths: OutputLengths
-    promises: Promises
-    waiting: WaitingRoom
-    quarantine: Quarantine
-    ladders: Ladders
-    forecast: Forecast
-    tiers: QosTiers
 
-    def consider(
-        self, request: Request, otherwise: Refusal, now_s: float
-    ) -> tuple[Demand, Verdict]:
-        """As asked, or if need be as its tier allows: with less output, or later."""
-        if request.admitted:
-            demand = self.demand(request, request.spec, now_s)
-            return demand, self._judge(request, demand, otherwise, now_s)
-        request.capped_tokens = None
-        demand, tier = self.demand(request, request.spec, now_s), request.tier
-        ladder = self.ladders.highest(tier)
-        if ladder is not None and ladder.step is LadderStep.TRIP and not self._in_reserve(request):
-            return demand, tripped(tier, ladder, now_s)
-        refusal = otherwise
-        for way in ways(demand, tier, LadderStep.NORMAL if ladder is None else ladder.step):
-            if refusal is not otherwise and self._is_alike(demand, way):
-                break
-            judged = way if ladder is None else stricter(way, ladder.rules)
-            verdict = self._judge(request, judged, otherwise, now_s)
-            if not isinstance(verdict, Refusal):
-                request.cap(way.spec.sampling.max_tokens)
-                return way, verdict
-            refusal = verdict if ladder is None else replace(verdict, hopeless=False)
-            if not less_output_helps(refusal):
-                break
-        waited_s = self.waiting.waited_s(request.request_id, now_s)
-        return demand, deferred(refusal, tier, waited_s) or refusal
+def _is_alike(state: RouterState, demand: Demand, less: Demand) -> bool:
+    """Less output makes no difference: no more was expected, and each worker could serve it."""
+    expected = (less.output_tokens, less.decodes) == (demand.output_tokens, demand.decodes)
+    return expected and demand.longest_tokens <= state.workers.least_tokens
 
-    def _is_alike(self, demand: Demand, less: Demand) -> bool:
-        """Less output makes no difference: no more was expected, and each worker could serve it."""
-        expected = (less.output_tokens, less.decodes) == (demand.output_tokens, demand.decodes)
-        return expected and demand.longest_tokens <= self.workers.least_tokens
 
-    def _in_reserve(self, request: Request) -> bool:
-        """Whether the tier's own share of decode places has room for it, beside what other routers
-        have sent. One request is always let through: nothing else shows that things are better."""
-        held = self.workers.held(request.tier.name)
-        own = request.tier.own_places(self.workers.decode_places)
-        return held == 0 or held + len(request.choices) <= own
+def _in_reserve(state: RouterState, request: Request) -> bool:
+    """Whether the tier's reserved slots have room for it, beside the requests of other routers. One
+    request is always let through: only that can show that latencies are better."""
+    held = state.workers.held(request.tier.name)
+    own = request.tier.own_places(state.workers.decode_places)
+    return held == 0 or held + len(request.choices) <= own
 
-    def _judge(self, request: Request, demand: Demand, otherwise: Refusal, now_s: float) -> Verdict:
-        """What was admitted once is taken wherever there is a place for it."""
-        objections = self.quarantine.objections(request.avoided, now_s)
-        choice = self.workers.choice(demand, request.tried, objections, self.forecast)
-        policy = Capacity() if request.admitted else self.admitting
-        ways = self._ways(demand, choice, now_s)
-        return policy.judge(demand, ways, otherwise, self.forecast, now_s)
 
-    def _ways(self, demand: Demand, choice: WorkerChoice, now_s: float) -> Iterator[Candidate]:
-        """With less output than was asked for, the same ways are the best ones, as long as no more
-        workers could serve it."""
-        known = demand.known
-        assert known is not None, "a demand of another decision"
-        fitting = [view.incarnation for view in (*choice.prefills, *choice.decoders)]
-        if known.fitting != fitting:
-            suggested = self.placing.candidates(demand, choice, now_s)
-            known.more_ways = choice.acceptable(suggested)
-            known.fitting, known.ways = fitting, []
-        yield from known.ways
-        for way in known.more_ways:
-            known.ways.append(way)
-            yield way
+def _judge(
+    state: RouterState, request: Request, demand: Demand, otherwise: Refusal, now_s: float
+) -> Verdict:
+    """A request that was admitted once is taken wherever a slot is free."""
+    objections = state.quarantine.objections(request.avoided, now_s)
+    choice = state.workers.choice(demand, request.tried, objections, state.forecast)
+    policy = Capacity() if request.admitted else state.admitting
+    candidates = _candidates(state, demand, choice, now_s)
+    return policy.judge(demand, candidates, otherwise, state.forecast, now_s)
 
-    def demand(self, request: Request, spec: RequestSpec, now_s: float) -> Demand:
-        return Demand(
-            spec=spec,
-            output_tokens=self._output_tokens(request, spec),
-            held=HeldPrefixes(spec, self.directory),
-            objectives=request.objectives,
-            tier=request.tier,
-            tiers=self.tiers,
-            waited_s=request.ledger.age_s(now_s),
-            promised=self._soon(request, now_s),
-            line=self._line(request),
-            known=Known(),
-        )
 
-    def _output_tokens(self, request: Request, spec: RequestSpec) -> int:
-        """Of each choice, still to come."""
-        since = (len(spec.resumed_by(c.choice)) for c in request.choices if not c.finished)
-        emitted = len(spec.emitted_ids) + min(since, default=0)
-        most = spec.sampling.max_tokens
-        expected = self.lengths.quantile(
-            request.tier.name, EXPECTED, max_tokens=most, emitted=emitted
-        )
-        return max(1, expected - emitted)
+def _candidates(
+    state: RouterState, demand: Demand, choice: WorkerChoice, now_s: float
+) -> Iterator[Candidate]:
+    """With less output than was asked for, the same ways are the best ones, as long as no more
+    workers could serve it."""
+    known = demand.known
+    assert known is not None, "a demand of another decision"
+    fitting = [view.incarnation for view in (*choice.prefills, *choice.decoders)]
+    if known.fitting != fitting:
+        suggested = state.placing.candidates(demand, choice, now_s)
+        known.more_ways = choice.acceptable(suggested)
+        known.fitting, known.ways = fitting, []
+    yield from known.ways
+    for way in known.more_ways:
+        known.ways.append(way)
+        yield way
 
-    def _soon(self, request: Request, now_s: float) -> Promised:
-        """What goes before it at each worker though it isn't there yet."""
-        if request.admitted or request.promise is not None or not self.promises:
-            return NOTHING_PROMISED
-        soon = self.promises.before(now_s + SOON_S, request.tier.priority)
-        return self.workers.per_worker(soon.times(self.workers.all_by_own()))
 
-    def _line(self, request: Request) -> Promised:
-        """And if it has to come back."""
-        if request.admitted or not self.promises:
-            return NOTHING_PROMISED
-        return self.workers.per_worker(self.promises.line(request.tier.priority))
+def demand_of(state: RouterState, request: Request, spec: RequestSpec, now_s: float) -> Demand:
+    """What the request asks of the workers, if it runs as `spec` says."""
+    return Demand(
+        spec=spec,
+        output_tokens=_output_tokens(state, request, spec),
+        held=HeldPrefixes(spec, state.directory),
+        objectives=request.objectives,
+        tier=request.tier,
+        tiers=state.tiers,
+        waited_s=request.ledger.age_s(now_s),
+        promised=_promised_soon(state, request, now_s),
+        line=_promised_line(state, request),
+        known=Known(),
+    )
+
+
+def _output_tokens(state: RouterState, request: Request, spec: RequestSpec) -> int:
+    """Tokens that each choice is expected to have still to come."""
+    since = [len(spec.resumed_by(c.choice)) for c in request.choices if not c.finished]
+    emitted = len(spec.emitted_ids) + min(since, default=0)
+    most = spec.sampling.max_tokens
+    expected = state.lengths.quantile(request.tier.name, EXPECTED, max_tokens=most, emitted=emitted)
+    return max(1, expected - emitted)
+
+
+def _promised_soon(state: RouterState, request: Request, now_s: float) -> Promised:
+    """Work that goes before it at each worker, though it is not there yet."""
+    if request.admitted or request.promise is not None or not state.promises:
+        return NOTHING_PROMISED
+    soon = state.promises.before(now_s + SOON_S, request.tier.priority)
+    return state.workers.per_worker(soon.times(state.workers.all_by_own()))
+
+
+def _promised_line(state: RouterState, request: Request) -> Promised:
+    """Work that goes before it if it has to come back."""
+    if request.admitted or not state.promises:
+        return NOTHING_PROMISED
+    return state.workers.per_worker(state.promises.line(request.tier.priority))

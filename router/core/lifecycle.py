@@ -1,40 +1,35 @@
-"""From a request's submission, or a failure of what it ran on, until a decode worker is asked for
-it. Pure; part of a router's core.
+"""The life of a request in a router: one function for each transition, in their order. Pure.
 
-    place -> a decode worker is asked
-         `-> waits, and is placed again; or is refused; or fails, if it was admitted before
+    submit           (new) -> SEEKING
+    seek             SEEKING -> ASKED (`ask`), WAITING (`wait`) or GONE (`reject`, `fail`)
+    retry_waiting    WAITING -> SEEKING   it is its turn to ask again
+    ask_next         ASKED -> SEEKING     its decode worker has no slot for it
+    take_slot        ASKED -> QUEUED, or PREFILLING (`send_prompt`)
+    send_prompt      ASKED, QUEUED -> PREFILLING
+    place_elsewhere  PREFILLING -> SEEKING   its prefill worker drains
+    start_decoding   PREFILLING -> DECODING
+    move             DECODING -> PREFILLING  another decode worker takes it
+    finish           DECODING -> GONE
+    fail_attempt     any -> SEEKING or GONE  one of its workers has failed it
+    abort            any -> GONE             also `stop_choice` of its last choice, `miss_deadline`
 
-What the workers of a request's attempt hold for it, and how that is given up. Pure; part of a
-router's core.
-
-What a refused client is told: when to come back, as a promise where one can be given. Pure; part
-of a router's core.
-
-How requests end before their time: stopped, aborted, too late, or on a worker that failed, from
-where they go on elsewhere. Pure; part of a router's core.
-
-What the fate of requests teaches: how far predictions were off, how long outputs are, whether a
-tier keeps its objectives. Pure; part of a router's core.
-
-Tokens, from whoever decodes a request to its client: in order, each once. Pure; part of a
-router's core.
-
-Whether the two workers of a request are to be trusted with others. Pure.
+`leave` undoes whatever a request holds; `end_attempt` what its attempt holds. A request that goes
+on elsewhere goes on behind the tokens that were delivered: random draws are counter based.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf, isfinite
 
-from kvrelay.messages import Lifetime, RequestFailed, Tokens
-from kvrelay.types import FinishReason
-from router.core import dispatch
-from router.core import dispatch as orders
-from router.core.decision import Deciding
-from router.core.dispatch import Dispatch
+from kvrelay.errors import FailureReason
+from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Tokens
+from kvrelay.types import FinishReason, RequestSpec
+from router.core import orders
+from router.core.decision import decide
 from router.core.events import (
+    Admit,
     ChoiceStopped,
     Command,
     Deliver,
@@ -43,347 +38,444 @@ from router.core.events import (
     PairTrusted,
     Refuse,
 )
-from router.core.load.output_lengths import OutputLengths
 from router.core.policy.admission import Admitted, Deferred
-from router.core.policy.forecast import Forecast, messages_s
-from router.core.request import Request
-from router.core.state.candidate import PromptPrediction
-from router.core.state.ladder import Ladders
-from router.core.state.promises import Promises, Refusal, ReleaseClock
-from router.core.state.quarantine import SUSPICIOUS, Quarantine
-from router.core.state.waiting import PATIENCE_S, WaitingRoom
+from router.core.policy.forecast import messages_s
+from router.core.request import Ledger, Request, RequestState
+from router.core.router_state import RouterState
+from router.core.state.candidate import Candidate, PromptPrediction
+from router.core.state.demand import Demand
+from router.core.state.generation import GenerationRequest
+from router.core.state.promises import NO_CAPACITY, Refusal
+from router.core.state.quarantine import SUSPICIOUS
+from router.core.state.waiting import PATIENCE_S
 from router.core.state.worker_view import WorkerView
-from router.core.workers import Workers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Legs:
-    workers: Workers
-    dispatch: Dispatch
-
-    def abort(self, request: Request, now_s: float) -> list[Command]:
-        """The workers say Released once nothing is held; until then the places stay taken. Of a
-        prompt that has not been sent yet a prefill worker says nothing."""
-        self.workers.prefilled(request.key, request.legs, now_s)
-        self.dispatch.forget(request)
-        return [send for send in orders.abort(request) if send.worker in self.workers]
-
-    def forget(self, request: Request, now_s: float) -> None:
-        """Nothing is held any more, or nobody will say so."""
-        self.workers.forget(request.key, request.legs, now_s)
-        self.dispatch.forget(request)
-        request.placed = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusing:
-    promises: Promises
-    workers: Workers
-    releases: ReleaseClock = field(default_factory=ReleaseClock)
-
-    def told(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
-        if request.promise is not None:
-            self.promises.settle(kept=False)
-        known = refusal.retry_after_s is not None and isfinite(refusal.retry_after_s)
-        if not known and not refusal.hopeless:
-            refusal = replace(refusal, retry_after_s=self.releases.retry_after_s())
-        return self._promise(request, refusal, now_s)
-
-    def _promise(self, request: Request, refusal: Refusal, now_s: float) -> Refusal:
-        soonest_s = refusal.retry_after_s
-        if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
-            return refusal
-        retry_after_s = self.promises.make(
-            request.digest,
-            refusal.work,
-            soonest_s,
-            now_s,
-            request.tier.priority,
-            again=request.promise is not None,
-            all_by_own=self.workers.all_by_own(),
-        )
-        return replace(refusal, retry_after_s=retry_after_s)
-
-
-@dataclass(slots=True, kw_only=True)
-class Seeking:
-    deciding: Deciding
-    dispatch: Dispatch
-    refusing: Refusing
-    waiting: WaitingRoom
-    workers: Workers
-    requests: dict[str, Request]
-
-    def place(self, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
-        """Ask the next decode worker; refuse for the last reason when none is left."""
-        demand, verdict = self.deciding.consider(request, otherwise, now_s)
-        match verdict:
-            case Refusal() as refusal:
-                return self._refuse(request, refusal, now_s)
-            case Deferred(refusal=refusal, patience_s=patience_s):
-                return self._wait(request, refusal, patience_s, now_s)
-            case Admitted() as admitted:
-                admitted.note_trial(now_s)
-                return self.dispatch.place(request, demand, admitted, now_s)
-
-    def ask_again(self, now_s: float) -> list[Command]:
-        """Whoever is refused again waits on, and its line with it."""
-        commands: list[Command] = []
-        due_s = now_s if self.workers else inf
-        while (turn := self.waiting.take_next(due_s)) is not None:
-            request_id, refusal = turn
-            request = self.requests[request_id]
-            request.tried.clear()
-            commands += self.place(request, refusal, now_s)
-            self.waiting.follow(request_id, now_s)
-        return commands
-
-    def fail(self, request: Request, reason: str, message: str) -> list[Command]:
-        self.leave(request)
-        return [Fail(request_id=request.request_id, reason=reason, message=message)]
-
-    def leave(self, request: Request) -> None:
-        """It seeks nothing any more."""
-        del self.requests[request.request_id]
-        self.waiting.leave(request.request_id)
-        self.dispatch.forget(request)
-
-    def _refuse(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
-        if request.admitted:
-            return self._wait(request, refusal, PATIENCE_S, now_s)
-        self.leave(request)
-        told = self.refusing.told(request, refusal, now_s)
-        return [Refuse(request_id=request.request_id, refusal=told)]
-
-    def _wait(
-        self, request: Request, refusal: Refusal, patience_s: float, now_s: float
-    ) -> list[Command]:
-        """Without any worker there is nothing to wait for."""
-        line = "" if request.admitted else request.tier.name
-        waits = self.workers and self.waiting.try_wait(
-            request.request_id, line, refusal, patience_s, now_s
-        )
-        if waits:
-            request.placed = None
-            return []
-        if not request.admitted:
-            return self._refuse(request, refusal, now_s)
-        return self.fail(request, refusal.reason, f"can't go on: {refusal.message}")
-
+from router.core.workers import book_decode, book_prefill
 
 MAX_ATTEMPTS = 3
+MAX_LATENESS = 1.1
+"""A late first token is recorded as at most 1.1 x its deadline, so that one outlier does not
+distort the margin: it went behind all prompts that could still be in time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    requests: dict[str, Request]
-    legs: Legs
-    seeking: Seeking
-    refusing: Refusing
-    attempts: Iterator[int]
-
-    def ended(self, request: Request, now_s: float) -> None:
-        """It has left a place to others."""
-        self.seeking.leave(request)
-        self.refusing.releases.released(now_s)
-
-    def stopped(self, event: ChoiceStopped, now_s: float) -> list[Command]:
-        request = self.requests.get(event.request_id)
-        if request is None or request.choices[event.choice].finished:
-            return []
-        request.choices[event.choice].finished = True
-        if request.done:
-            return self.aborted(event.request_id, now_s)
-        if request.placement is None:
-            return []  # told to the next worker once it has taken the request
-        decode = request.placement.decode
-        return [dispatch.stop(request, decode, event.choice, event.valid_tokens)]
-
-    def aborted(self, request_id: str, now_s: float) -> list[Command]:
-        request = self.requests.get(request_id)
-        if request is None:
-            return []
-        self.ended(request, now_s)
-        return self.legs.abort(request, now_s)
-
-    def too_late(self, request_id: str, now_s: float) -> list[Command]:
-        request = self.requests.get(request_id)
-        if request is None:
-            return []
-        deadline_s = request.objectives.deadline_s or 0.0
-        message = f"its deadline of {deadline_s:.3f} s has passed"
-        failure = Fail(request_id=request_id, reason="deadline_exceeded", message=message)
-        return [*self.aborted(request_id, now_s), failure]
-
-    def sent_back(self, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
-        """Its prefill worker takes no prompts any more: it is placed anew, which is no failure."""
-        aborts = self.legs.abort(request, now_s)
-        self.legs.forget(request, now_s)
-        request.begin_again(next(self.attempts))
-        return [*aborts, *self.seeking.place(request, refusal, now_s)]
-
-    def leg_failed(
-        self, request: Request, reason: str, message: str, now_s: float
-    ) -> list[Command]:
-        """Run it again elsewhere; what the old attempt still says is dropped."""
-        aborts = self.legs.abort(request, now_s)
-        if request.tries >= MAX_ATTEMPTS:
-            return [*aborts, *self.seeking.fail(request, reason, message)]
-        self.legs.forget(request, now_s)
-        request.try_again(next(self.attempts))
-        refusal = Refusal(reason=reason, message=message)
-        return [*aborts, *self.seeking.place(request, refusal, now_s)]
+def submit(state: RouterState, submitted: GenerationRequest, now_s: float) -> list[Command]:
+    assert submitted.request_id not in state.requests, f"{submitted.request_id} runs already"
+    request = Request(
+        submitted=submitted,
+        tier=state.tiers[submitted.qos_tier],
+        ledger=Ledger(before_s=submitted.phases_s, submitted_s=now_s),
+        attempt=next(state.attempts),
+    )
+    request.promise = state.promises.claim(request.digest, now_s)
+    state.requests[request.request_id] = request
+    return seek(state, request, NO_CAPACITY, now_s)
 
 
-TOO_LATE = 1.1
-"""Of its time, is what a first token that came too late is taken to have needed at most."""
+# --- seeking --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
-    workers: Workers
-    lengths: OutputLengths
-    ladders: Ladders
-    forecast: Forecast
-
-    def reserved(self, request: Request, now_s: float) -> None:
-        """Its decode worker has taken it."""
-        request.reserved_s = now_s
-        if request.placed is not None and request.placed.candidate.prefill is not None:
-            request.placed.candidate.decode.reserving.observe(now_s - request.placed_s)
-
-    def _dispatched(self, request: Request, now_s: float) -> None:
-        """Its first token has come. What its prompt took beside its own time, where it had none to
-        wait for."""
-        if request.predicted is None or request.placed is None:
-            return
-        prompt, candidate = request.predicted.prompt, request.placed.candidate
-        if prompt.queue_s <= 0 and isfinite(prompt.prefill_s):
-            first_s = request.placed_s + _at_most_due_s(request, prompt.first_token_s, now_s)
-            sent_s = request.placed_s if candidate.prefill is None else request.reserved_s
-            computed_s = prompt.pull_s + prompt.prefill_s
-            candidate.prefiller.dispatching.observe(first_s - sent_s - computed_s)
-
-    @staticmethod
-    def _as_known_now(request: Request, prompt: PromptPrediction) -> PromptPrediction:
-        """With the delays of its workers' messages that it has shown itself: they are not to count
-        as errors too."""
-        if request.placed is None or prompt.queue_s > 0:
-            return prompt
-        return replace(prompt, messages_s=messages_s(request.placed.candidate))
-
-    def begun(self, request: Request, now_s: float) -> None:
-        """Its first token has come, before anyone has counted it."""
-        if any(choice.next_index for choice in request.choices):
-            return
-        if request.submitted.objectives.ttft_s is None:  # it is held to its tier's objective
-            age_s = request.ledger.age_s(now_s)
-            begun_s = now_s - age_s
-            self.ladders.saw_ttft(request.tier.name, age_s, begun_s=begun_s, now_s=now_s)
-        predicted = request.predicted
-        if predicted is not None and not request.disturbed:
-            self._dispatched(request, now_s)
-            predicted_s = self._as_known_now(request, predicted.prompt).first_token_s
-            self.forecast.ttft.observe(
-                predicted_s,
-                _at_most_due_s(request, predicted_s, now_s),
-                now_s,
-                undisturbed=predicted.prompt.queue_s <= 0,
-            )
-
-    def choice_grown(self, request: Request, event: Tokens) -> None:
-        if event.finish_reason is not None and request.sampling.max_tokens:
-            tokens = request.choices[event.choice].next_index
-            was_cut = event.finish_reason is not FinishReason.STOP
-            self.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
-
-    def ended(self, request: Request, now_s: float) -> None:
-        """Its last token has come. That it stood back for others was not for want of speed."""
-        actual_s = request.tpot_s()
-        if actual_s is None:
-            return
-        if request.submitted.objectives.tpot_s is None:
-            begun_s = now_s - request.ledger.age_s(now_s)
-            self.ladders.saw_tpot(request.tier.name, actual_s, begun_s=begun_s, now_s=now_s)
-        paced_s = request.tpot_s(less_s=request.stood_back_s)
-        expected_s = self._expected_tpot_s(request)
-        if expected_s is not None and paced_s is not None:
-            self.forecast.tpot.observe(expected_s, paced_s, now_s, undisturbed=False)
-
-    def _expected_tpot_s(self, request: Request) -> float | None:
-        """Beside the longest steps that it was to have with those admitted after it."""
-        predicted, placement = request.predicted, request.placement
-        if predicted is None or placement is None:
-            return None
-        worker = self.workers.get(placement.decode)
-        worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
-        return max(0.0, worst_s - predicted.decode.step_s) + predicted.tpot_s
+def seek(state: RouterState, request: Request, otherwise: Refusal, now_s: float) -> list[Command]:
+    """Asks the next decode worker. Without any left, `otherwise` says why."""
+    if not request.admitted:
+        request.capped_tokens = None
+    demand, verdict = decide(state, request, otherwise, now_s)
+    match verdict:
+        case Admitted():
+            return ask(state, request, demand, verdict, now_s)
+        case Deferred(refusal=refusal, patience_s=patience_s):
+            return wait(state, request, refusal, patience_s, now_s)
+        case Refusal() if request.admitted:
+            return wait(state, request, verdict, PATIENCE_S, now_s)
+        case Refusal():
+            return reject(state, request, verdict, now_s)
 
 
-def _at_most_due_s(request: Request, predicted_s: float, now_s: float) -> float:
-    """From its placing to its first token. One that came too late went behind all that could still
-    be in time: how late it was then says nothing of the prediction."""
+def ask(
+    state: RouterState, request: Request, demand: Demand, admitted: Admitted, now_s: float
+) -> list[Command]:
+    request.enter(RequestState.ASKED)
+    if not request.admitted:
+        request.cap(demand.spec.sampling.max_tokens)
+    if admitted.doubted:
+        admitted.note_trial(now_s)
+    candidate, prompt = admitted.candidate, admitted.prediction.prompt
+    request.place(admitted, now_s)
+    book_decode(demand, admitted, now_s)
+    if state.dispatch.expect(request, demand, admitted):
+        request.prefill_worker = None
+        return [orders.reserve(demand.spec, candidate.decode, None, admitted.counted)]
+    book_prefill(demand, candidate.prefiller, prompt, now_s)
+    return [orders.ask(demand.spec, admitted, request.within_s(now_s))]
+
+
+def wait(
+    state: RouterState, request: Request, refusal: Refusal, patience_s: float, now_s: float
+) -> list[Command]:
+    """Without any worker there is nothing to wait for."""
+    line = "" if request.admitted else request.tier.name
+    waits = state.workers and state.waiting.try_wait(
+        request.request_id, line, refusal, patience_s, now_s
+    )
+    if waits:
+        request.enter(RequestState.WAITING)
+        return []
+    if not request.admitted:
+        return reject(state, request, refusal, now_s)
+    return fail(state, request, refusal.reason, f"can't go on: {refusal.message}", now_s)
+
+
+def retry_waiting(state: RouterState, now_s: float) -> list[Command]:
+    """All whose turn it is. A request that is refused again waits on, and its line with it."""
+    commands: list[Command] = []
+    due_s = now_s if state.workers else inf
+    while (turn := state.waiting.take_next(due_s)) is not None:
+        request_id, refusal = turn
+        request = state.requests[request_id]
+        request.enter(RequestState.SEEKING)
+        request.tried.clear()
+        commands += seek(state, request, refusal, now_s)
+        state.waiting.follow(request_id, now_s)
+    return commands
+
+
+def reject(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
+    told = rejection_for(state, request, refusal, now_s)
+    leave(state, request, now_s)
+    return [Refuse(request_id=request.request_id, refusal=told)]
+
+
+def rejection_for(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> Refusal:
+    """With the time to come back at, as a promise where one can be given."""
+    again = request.promise is not None
+    if again:
+        state.promises.settle(kept=False)
+        request.promise = None
+    soonest_s = refusal.retry_after_s
+    if (soonest_s is None or not isfinite(soonest_s)) and not refusal.hopeless:
+        soonest_s = state.releases.retry_after_s()
+        refusal = replace(refusal, retry_after_s=soonest_s)
+    if refusal.work is None or soonest_s is None or not isfinite(refusal.work.prefill_s):
+        return refusal
+    retry_after_s = state.promises.make(
+        request.digest,
+        refusal.work,
+        soonest_s,
+        now_s,
+        request.tier.priority,
+        again=again,
+        all_by_own=state.workers.all_by_own(),
+    )
+    return replace(refusal, retry_after_s=retry_after_s)
+
+
+# --- asked ----------------------------------------------------------------------------------------
+
+
+def ask_next(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
+    """Its decode worker has said no and holds nothing; its prefill worker was not told yet."""
+    end_attempt(state, request, now_s, freed=True)
+    request.placed = None
+    request.enter(RequestState.SEEKING)
+    return seek(state, request, refusal, now_s)
+
+
+def take_slot(
+    state: RouterState, request: Request, held_tokens: int, now_s: float
+) -> list[Command]:
+    """Its decode worker has a slot for it. The client is told once that it is admitted."""
+    assert request.placed is not None, f"{request.key} has a slot that nobody asked for"
+    candidate = request.placed.candidate
+    request.ledger.mark(LifetimeMoment.RESERVED, now_s)
+    request.reserved_s = now_s
+    if candidate.prefill is not None:
+        candidate.decode.reserving.observe(now_s - request.placed_s)
+    state.waiting.leave(request.request_id)
+    state.local_prefills += request.ledger.is_local
+    commands: list[Command] = [] if request.admitted else [_admit(state, request)]
+    if state.dispatch.keep(request, held_tokens, now_s):
+        request.enter(RequestState.QUEUED)
+        return commands
+    return commands + send_prompt(request, candidate, held_tokens, now_s)
+
+
+def _admit(state: RouterState, request: Request) -> Admit:
+    request.admitted = True
+    state.forecast.prompts.saw(len(request.submitted.prompt_ids))
+    if request.promise is not None:
+        state.promises.settle(kept=True)
+        request.promise = None
+    return Admit(request_id=request.request_id)
+
+
+def send_prompt(
+    request: Request, candidate: Candidate, held_tokens: int, now_s: float
+) -> list[Command]:
+    request.enter(RequestState.PREFILLING)
+    return orders.begin(request, candidate, held_tokens, request.within_s(now_s))
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def place_elsewhere(
+    state: RouterState, request: Request, refusal: Refusal, now_s: float
+) -> list[Command]:
+    """Its prefill worker takes no prompts any more. That is no failure."""
+    aborts = orders.abort(request, state.workers)
+    end_attempt(state, request, now_s, freed=True)
+    request.begin_attempt(next(state.attempts))
+    request.enter(RequestState.SEEKING)
+    return aborts + seek(state, request, refusal, now_s)
+
+
+def deliver(
+    state: RouterState, request: Request, view: WorkerView, event: Tokens, now_s: float
+) -> list[Command]:
+    """Tokens go to the client in order, each once."""
+    view.outlook.grown(event.key, event.first_index + len(event.token_ids))
+    if event.first_index == request.choices[event.choice].resumed:
+        start_decoding(state, request, event, now_s)
+    request.ledger.mark(LifetimeMoment.LAST_TOKEN, event.at_s)
+    request.ledger.mark(LifetimeMoment.LAST_TOKEN_RECEIVED, now_s)
+    ready = request.take(event)
+    if not ready:
+        return []
+    if event.finish_reason is not None:
+        _learn_length(state, request, event)
+    done = request.done
+    if done:
+        finish(state, request, now_s)
+    return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=done)]
+
+
+def start_decoding(state: RouterState, request: Request, event: Tokens, now_s: float) -> None:
+    """The first token of a choice has come, so its prompt is ahead of no other any more."""
+    if request.state is not RequestState.DECODING:
+        request.enter(RequestState.DECODING)
+    request.ledger.mark(LifetimeMoment.FIRST_TOKEN, event.at_s)
+    request.ledger.mark(LifetimeMoment.FIRST_TOKEN_RECEIVED, now_s)
+    for worker in request.legs:
+        if (view := state.workers.get(worker)) is not None:
+            view.queue.remove(request.key, now_s)
+    _learn_ttft(state, request, now_s)
+
+
+def move(
+    state: RouterState,
+    request: Request,
+    admitted: Admitted,
+    spec: RequestSpec,
+    held_tokens: int,
+    now_s: float,
+) -> list[Command]:
+    """The target has a slot for it, which was booked when it was asked. The worker that it leaves
+    prefills the new attempt `spec`."""
+    aborts = orders.abort(request, state.workers)
+    end_attempt(state, request, now_s, freed=True)
+    request.enter(RequestState.PREFILLING)
+    request.move(spec)
+    request.place(admitted, now_s)
+    return aborts + orders.begin(request, admitted.candidate, held_tokens, None)
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def finish(state: RouterState, request: Request, now_s: float) -> None:
+    """Its last token has come; its workers know."""
+    _learn_pace(state, request, now_s)
+    leave(state, request, now_s)
+    state.releases.released(now_s)
+
+
+def fail_attempt(
+    state: RouterState, request: Request, reason: str, message: str, now_s: float
+) -> list[Command]:
+    """Runs it again elsewhere, unless it has failed too often."""
+    aborts = orders.abort(request, state.workers)
+    if request.tries >= MAX_ATTEMPTS:
+        return aborts + fail(state, request, reason, message, now_s)
+    end_attempt(state, request, now_s, freed=True)
+    request.try_again(next(state.attempts))
+    request.enter(RequestState.SEEKING)
+    return aborts + seek(state, request, Refusal(reason=reason, message=message), now_s)
+
+
+def fail(
+    state: RouterState, request: Request, reason: str, message: str, now_s: float
+) -> list[Command]:
+    leave(state, request, now_s)
+    return [Fail(request_id=request.request_id, reason=reason, message=message)]
+
+
+def stop_choice(state: RouterState, event: ChoiceStopped, now_s: float) -> list[Command]:
+    request = state.requests.get(event.request_id)
+    if request is None or request.choices[event.choice].finished:
+        return []
+    request.choices[event.choice].finished = True
+    if request.done:
+        return abort(state, event.request_id, now_s)
+    if request.placed is None:
+        return []  # the next worker is told once it has taken the request
+    decode = request.placed.candidate.decode.incarnation
+    return [orders.stop(request, decode, event.choice, event.valid_tokens)]
+
+
+def abort(state: RouterState, request_id: str, now_s: float) -> list[Command]:
+    request = state.requests.get(request_id)
+    if request is None:
+        return []
+    aborts = orders.abort(request, state.workers)
+    leave(state, request, now_s)
+    state.releases.released(now_s)
+    return aborts
+
+
+def miss_deadline(state: RouterState, request_id: str, now_s: float) -> list[Command]:
+    request = state.requests.get(request_id)
+    if request is None:
+        return []
+    deadline_s = request.objectives.deadline_s or 0.0
+    message = f"its deadline of {deadline_s:.3f} s has passed"
+    failure = Fail(request_id=request_id, reason=FailureReason.DEADLINE_EXCEEDED, message=message)
+    return [*abort(state, request_id, now_s), failure]
+
+
+def leave(state: RouterState, request: Request, now_s: float) -> None:
+    """any -> GONE: undoes whatever the request holds in its state. Slots stay taken until their
+    workers say Released. A pending move stays until its target answers."""
+    request.enter(RequestState.GONE)
+    del state.requests[request.request_id]
+    state.waiting.leave(request.request_id)
+    if request.promise is not None:
+        state.promises.give_up()
+        request.promise = None
+    end_attempt(state, request, now_s, freed=False)
+
+
+def end_attempt(state: RouterState, request: Request, now_s: float, *, freed: bool) -> None:
+    """Its prompt waits nowhere any more. `freed`: its slots count as free at once, since it takes
+    others; otherwise when their workers say Released. A prefill worker that has handed over always
+    says so itself."""
+    key, legs = request.key, request.legs
+    if not legs:
+        return
+    state.dispatch.forget(key)
+    for worker in (legs[0], request.prefill_worker):
+        view = None if worker is None else state.workers.get(worker)
+        if view is None:
+            continue
+        if worker in legs:
+            view.queue.remove(key, now_s)
+            if freed:
+                view.outlook.remove(key)
+        view.await_release(key)
+
+
+# --- what a request's fate teaches ----------------------------------------------------------------
+
+
+def _learn_ttft(state: RouterState, request: Request, now_s: float) -> None:
+    """The first token of its first choice has come, and is not counted yet."""
+    if any(choice.delivered for choice in request.choices):
+        return
+    if request.submitted.objectives.ttft_s is None:  # it is held to its tier's objective
+        age_s = request.ledger.age_s(now_s)
+        begun_s = now_s - age_s
+        state.ladders.saw_ttft(request.tier.name, age_s, begun_s=begun_s, now_s=now_s)
+    predicted = request.predicted
+    if predicted is not None and not request.disturbed:
+        _learn_dispatching(request, predicted.prompt, now_s)
+        predicted_s = _as_known_now(request, predicted.prompt).first_token_s
+        state.forecast.ttft.observe(
+            predicted_s,
+            _recorded_ttft_s(request, predicted_s, now_s),
+            now_s,
+            undisturbed=predicted.prompt.queue_s <= 0,
+        )
+
+
+def _learn_dispatching(request: Request, prompt: PromptPrediction, now_s: float) -> None:
+    """How long its prompt took beside its own time, if it did not have to wait."""
+    if request.placed is None or prompt.queue_s > 0 or not isfinite(prompt.prefill_s):
+        return
+    candidate = request.placed.candidate
+    first_s = request.placed_s + _recorded_ttft_s(request, prompt.first_token_s, now_s)
+    sent_s = request.placed_s if candidate.prefill is None else request.reserved_s
+    computed_s = prompt.pull_s + prompt.prefill_s
+    candidate.prefiller.dispatching.observe(first_s - sent_s - computed_s)
+
+
+def _as_known_now(request: Request, prompt: PromptPrediction) -> PromptPrediction:
+    """With the delays of its workers' messages that it has shown itself, so that these do not count
+    as errors too."""
+    if request.placed is None or prompt.queue_s > 0:
+        return prompt
+    return replace(prompt, messages_s=messages_s(request.placed.candidate))
+
+
+def _recorded_ttft_s(request: Request, predicted_s: float, now_s: float) -> float:
+    """From its placement to its first token, at most MAX_LATENESS times its deadline."""
     took_s, objective_s = now_s - request.placed_s, request.objectives.ttft_s
     if objective_s is None:
         return took_s
     waited_s = request.ledger.age_s(now_s) - took_s
-    return min(took_s, TOO_LATE * max(objective_s - waited_s, predicted_s))
+    return min(took_s, MAX_LATENESS * max(objective_s - waited_s, predicted_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivering:
-    workers: Workers
-    learning: Learning
-    ending: Ending
+def _learn_length(state: RouterState, request: Request, event: Tokens) -> None:
+    """A choice has ended."""
+    if request.sampling.max_tokens:
+        tokens = len(request.choices[event.choice].delivered)
+        was_cut = event.finish_reason is not FinishReason.STOP
+        state.lengths.observe(request.tier.name, tokens, was_cut=was_cut)
 
-    def said(
-        self, request: Request, worker: WorkerView, event: Tokens, now_s: float
-    ) -> list[Command]:
-        worker.outlook.grown(event.key, event.first_index + len(event.token_ids))
-        if event.first_index == request.choices[event.choice].resumed:
-            self._begun(request, event, now_s)
-        request.ledger.mark("last_token", event.at_s)
-        request.ledger.mark("last_token_received", now_s)
-        ready = request.take(event)
-        if not ready:
-            return []
-        self.learning.choice_grown(request, event)
-        if request.done:
-            self.learning.ended(request, now_s)
-            self.ending.ended(request, now_s)
-        return [Deliver(request_id=request.request_id, tokens=tuple(ready), done=request.done)]
 
-    def _begun(self, request: Request, event: Tokens, now_s: float) -> None:
-        request.ledger.mark("first_token", event.at_s)
-        request.ledger.mark("first_token_received", now_s)
-        self.workers.prefilled(request.key, request.legs, now_s)
-        self.learning.begun(request, now_s)
+def _learn_pace(state: RouterState, request: Request, now_s: float) -> None:
+    """Its last token has come. Time for which it was preempted says nothing about speed."""
+    actual_s = request.tpot_s()
+    if actual_s is None:
+        return
+    if request.submitted.objectives.tpot_s is None:
+        begun_s = now_s - request.ledger.age_s(now_s)
+        state.ladders.saw_tpot(request.tier.name, actual_s, begun_s=begun_s, now_s=now_s)
+    paced_s = request.tpot_s(less_s=request.stood_back_s)
+    expected_s = _expected_tpot_s(state, request)
+    if expected_s is not None and paced_s is not None:
+        state.forecast.tpot.observe(expected_s, paced_s, now_s, undisturbed=False)
+
+
+def _expected_tpot_s(state: RouterState, request: Request) -> float | None:
+    """With the longest steps that were predicted of requests admitted after it."""
+    predicted = request.predicted
+    if predicted is None or request.placed is None:
+        return None
+    worker = state.workers.get(request.placed.candidate.decode.incarnation)
+    worst_s = 0.0 if worker is None else worker.peaks.since(request.placed_s)
+    return max(0.0, worst_s - predicted.decode.step_s) + predicted.tpot_s
 
 
 def suspect(
-    quarantine: Quarantine, request: Request, failed: RequestFailed, now_s: float
-) -> list[PairQuarantined]:
-    """The link between them, where the reason tells of it."""
+    state: RouterState, request: Request, failed: RequestFailed, now_s: float
+) -> Iterator[Command]:
+    """Quarantines the link between its workers, if the reason tells of it."""
     pair = request.pair
     if pair is None or failed.reason not in SUSPICIOUS:
-        return []
+        return
     request.avoided.add(pair)
-    seconds = quarantine.failed(pair, failed.reason, now_s)
-    if seconds is None:
-        return []
-    return [
-        PairQuarantined(pair=pair, seconds=seconds, reason=failed.reason, message=failed.message)
-    ]
+    seconds = state.quarantine.failed(pair, failed.reason, now_s)
+    if seconds is not None:
+        reason, message = failed.reason, failed.message
+        yield PairQuarantined(pair=pair, seconds=seconds, reason=reason, message=message)
 
 
-def trust(quarantine: Quarantine, request: Request, moment: Lifetime) -> list[PairTrusted]:
-    """Its KV has been handed over, or even checked."""
-    if moment.name not in ("handoff_committed", "kv_checked"):
-        return []
+def trust(state: RouterState, request: Request, moment: Lifetime) -> Iterator[Command]:
+    """Its KV was handed over, or even checked."""
     pair = request.pair
-    if pair is None:
-        return []
-    checked = moment.name == "kv_checked"
-    if not quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):
-        return []
-    return [PairTrusted(pair=pair)]
+    if pair is None or moment.name not in (
+        LifetimeMoment.HANDOFF_COMMITTED,
+        LifetimeMoment.KV_CHECKED,
+    ):
+        return
+    checked = moment.name == LifetimeMoment.KV_CHECKED
+    if state.quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):
+        yield PairTrusted(pair=pair)

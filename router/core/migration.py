@@ -1,4 +1,4 @@
-"""Moves of requests that decode from one worker to another. Pure; part of a router's core.
+"""Moves of requests that decode from one worker to another. Pure.
 
 Which sequences leave a worker before it overflows, and where to, is TetriInfer's policy
 (arXiv:2401.11181 §3.4: long sequences are moved). A worker is a hot spot when what runs there will,
@@ -15,22 +15,22 @@ What it says between Reserve and Reserved is not drawn again: the prefill says w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
 
 from kvrelay.messages import Abort, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey, RequestSpec, Role
-from router.core import dispatch
-from router.core.decision import Deciding
+from router.core import lifecycle, orders
+from router.core.decision import demand_of
 from router.core.events import Command, Send
-from router.core.lifecycle import Legs
 from router.core.policy.admission import Admitted
-from router.core.request import Request
+from router.core.request import Request, RequestState
+from router.core.router_state import Move, RouterState
 from router.core.state.candidate import Candidate, Prediction
 from router.core.state.quarantine import Pair
 from router.core.state.worker_view import WorkerView
+from router.core.workers import book_decode, book_prefill
 
 PRESSED = 0.7
 """A worker with fewer of its blocks taken is not looked at."""
@@ -48,42 +48,6 @@ HIGH, LOW = 1.0, 0.9
 """Shares of a worker's blocks, and of its objective for a step."""
 FEWEST_LEFT_TOKENS = 32
 """One that ends sooner isn't worth its handoff."""
-
-
-class Moves(Protocol):
-    """`moved` counts those whose target has taken them."""
-
-    @property
-    def moved(self) -> int: ...
-
-    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
-        """The worker has told its load: some may leave it."""
-
-    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
-        """None: the event is of no move."""
-
-    def lost(self, worker: Incarnation, now_s: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class NoMoves:
-    moved: int = 0
-
-    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
-        return []
-
-    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
-        return None
-
-    def lost(self, worker: Incarnation, now_s: float) -> None:
-        return
-
-
-OpenMoves = Callable[[Deciding, Legs, Iterator[int]], Moves]
-
-
-def no_moves(deciding: Deciding, legs: Legs, attempts: Iterator[int]) -> NoMoves:
-    return NoMoves()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,80 +90,56 @@ class WorkerLoad:
         return max(blocks / hello.total_blocks, step_s / objective_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """What `left` runs at `source` so far."""
-
-    left: RequestKey
-    source: Incarnation
-    spec: RequestSpec
-    admitted: Admitted
-
-
 @dataclass(slots=True)
 class Moving:
-    """Implements `Moves`."""
+    """Implements `router.core.router_state.Moves`."""
 
-    deciding: Deciding
-    legs: Legs
-    attempts: Iterator[int]
     moved: int = 0
-    _pending: dict[RequestKey, Move] = field(default_factory=dict)
+    pending: dict[RequestKey, Move] = field(default_factory=dict)
     _looked_s: dict[Incarnation, float] = field(default_factory=dict)
 
-    def relieve(self, view: WorkerView, now_s: float) -> list[Command]:
-        """Asks the targets of those that are to leave it; they decode on meanwhile."""
+    def relieve(self, state: RouterState, view: WorkerView, now_s: float) -> list[Command]:
+        """Asks the targets of the requests that are to leave it; they decode on meanwhile."""
         return [
             command
-            for request, target in self._wanted(view, now_s)
-            for command in self._begin(request, view, target, now_s)
+            for request, target in self._wanted(state, view, now_s)
+            for command in self._begin(state, request, view, target, now_s)
         ]
 
-    def _wanted(self, view: WorkerView, now_s: float) -> list[tuple[Request, WorkerView]]:
+    def _wanted(
+        self, state: RouterState, view: WorkerView, now_s: float
+    ) -> list[tuple[Request, WorkerView]]:
         """Who is to go where."""
         if not self._is_due(view, now_s):
             return []
         self._looked_s[view.incarnation] = now_s
-        load = self._load(view)
-        most = MOST_MOVING - sum(m.source == view.incarnation for m in self._pending.values())
-        targets = [self._load(target) for target in self._targets(view)]
+        load = self._load(state, view)
+        most = MOST_MOVING - sum(m.source == view.incarnation for m in self.pending.values())
+        targets = [self._load(state, target) for target in _targets(state, view)]
         moves = suggest(load, targets, most)
-        return [(self.deciding.requests[one.request_id], target) for one, target in moves]
+        return [(state.requests[one.request_id], target) for one, target in moves]
 
     def _is_due(self, view: WorkerView, now_s: float) -> bool:
-        """One that drains ends with what it has, perhaps before it had handed that over."""
+        """A worker that drains ends with what it has, perhaps before it had handed that over."""
         if view.draining or _taken_blocks(view) < PRESSED * view.hello.total_blocks:
             return False
         return now_s >= self._looked_s.get(view.incarnation, -LOOK_S) + LOOK_S
 
-    def _targets(self, source: WorkerView) -> list[WorkerView]:
-        others = [
-            view
-            for view in self.deciding.workers.values()
-            if view is not source
-            and view.hello.role is not Role.PREFILL
-            and not view.draining
-            and view.free_places > 0
-            and _taken_blocks(view) < PRESSED * view.hello.total_blocks
-        ]
-        free = sorted(others, key=lambda v: v.hello.total_blocks - _taken_blocks(v), reverse=True)
-        return free[:MOST_TARGETS]
-
-    def _load(self, view: WorkerView) -> WorkerLoad:
-        """Of other routers' sequences nothing is known but their blocks."""
-        sequences = [*self._decoding(view)]
+    def _load(self, state: RouterState, view: WorkerView) -> WorkerLoad:
+        """Of other routers' sequences only the number of their blocks is known."""
+        sequences = [*self._decoding(state, view)]
         own = sum(-(-one.tokens // view.hello.block_size) for one in sequences)
         others = max(0, _taken_blocks(view) - own)
         return WorkerLoad(worker=view, sequences=sequences, other_blocks=others)
 
-    def _decoding(self, view: WorkerView) -> Iterator[Decoding]:
+    def _decoding(self, state: RouterState, view: WorkerView) -> Iterator[Decoding]:
         for key in view.outlook:
-            request = self.deciding.requests.get(key.request_id)
-            if request is None or key not in (request.key, *self._pending):
+            request = state.requests.get(key.request_id)
+            if request is None or key not in (request.key, *self.pending):
                 continue
             for order in request.choices:
                 emitted, most = order.next_index, request.sampling.max_tokens
-                length = self.deciding.lengths.quantile(
+                length = state.lengths.quantile(
                     request.tier.name, 0.5, max_tokens=most, emitted=emitted
                 )
                 yield Decoding(
@@ -211,67 +151,86 @@ class Moving:
 
     def _may_move(self, request: Request, view: WorkerView) -> bool:
         alone = len(request.choices) == 1 and request.moves < MOST_MOVES
-        here = request.legs == (view.incarnation,) and request.decodes
-        return alone and here and all(m.left != request.key for m in self._pending.values())
+        decodes = request.state is RequestState.DECODING
+        here = decodes and request.legs == (view.incarnation,)
+        return alone and here and all(m.left != request.key for m in self.pending.values())
 
     # --- a move's life --------------------------------------------------------------------------
 
     def _begin(
-        self, request: Request, source: WorkerView, target: WorkerView, now_s: float
+        self,
+        state: RouterState,
+        request: Request,
+        source: WorkerView,
+        target: WorkerView,
+        now_s: float,
     ) -> list[Command]:
         pair = Pair(source.incarnation, target.incarnation)
-        if self.deciding.quarantine.objection(pair, request.avoided, now_s)[0]:
+        if state.quarantine.objection(pair, request.avoided, now_s)[0]:
             return []
-        spec = self._spec(request)
-        demand = self.deciding.demand(request, spec, now_s)
+        spec = next_spec(state, request)
+        demand = demand_of(state, request, spec, now_s)
         candidate = Candidate(decode=target, prefill=source)
-        prediction = self.deciding.forecast.predict(demand, candidate, now_s)
+        prediction = state.forecast.predict(demand, candidate, now_s)
         if not _is_worth(prediction, demand.output_tokens):
             return []
         admitted = Admitted(candidate=candidate, prediction=prediction)
-        self._pending[spec.key] = Move(
+        self.pending[spec.key] = Move(
             left=request.key, source=source.incarnation, spec=spec, admitted=admitted
         )
-        self.deciding.workers.book(demand, admitted, now_s)
-        return [dispatch.ask(spec, admitted, None)]
+        book_decode(demand, admitted, now_s)
+        book_prefill(demand, source, prediction.prompt, now_s)
+        return [orders.ask(spec, admitted, None)]
 
-    def _spec(self, request: Request) -> RequestSpec:
-        """Of its next attempt, behind all that it has delivered."""
-        key = RequestKey(request.request_id, next(self.attempts))
-        emitted = tuple(request.choices[0].delivered)
-        return replace(request.spec, key=key, emitted_ids=emitted, resumed=())
-
-    def answered(self, event: WorkerEvent, now_s: float) -> list[Command] | None:
+    def answered(self, state: RouterState, event: WorkerEvent, now_s: float) -> list[Command]:
         """Nothing changes where the target refuses, or the request went on otherwise."""
-        if event.key not in self._pending:
-            return None
-        move = self._take(event.key, now_s)
+        move = self._take(state, event.key, now_s)
+        target = move.admitted.candidate.decode
+        request = state.requests.get(event.key.request_id)
         if not isinstance(event, Reserved):
+            target.await_release(event.key)
             return []
-        request = self.deciding.requests.get(event.key.request_id)
-        candidate = move.admitted.candidate
         if request is None or request.key != move.left:
-            return [Send(worker=candidate.decode.incarnation, message=Abort(key=event.key))]
-        aborts = self.legs.abort(request, now_s)
-        self.legs.forget(request, now_s)
-        request.move(move.spec)
-        request.place(move.admitted, now_s)
+            target.await_release(event.key)
+            return [Send(worker=target.incarnation, message=Abort(key=event.key))]
         self.moved += 1
-        return [*aborts, *dispatch.begin(request, candidate, event.held_tokens, None)]
+        held_tokens = event.held_tokens
+        return lifecycle.move(state, request, move.admitted, move.spec, held_tokens, now_s)
 
-    def _take(self, key: RequestKey, now_s: float) -> Move:
-        """What it would have kept its source busy with is not booked any more."""
-        move = self._pending.pop(key)
-        if move.source in self.deciding.workers:
-            self.deciding.workers[move.source].queue.remove(key, now_s)
+    def _take(self, state: RouterState, key: RequestKey, now_s: float) -> Move:
+        """The work that it would have made for its source is not booked any more."""
+        move = self.pending.pop(key)
+        if move.source in state.workers:
+            state.workers[move.source].queue.remove(key, now_s)
         return move
 
-    def lost(self, worker: Incarnation, now_s: float) -> None:
-        """Nothing comes of the moves to it."""
-        for key, move in [*self._pending.items()]:
+    def lost(self, state: RouterState, worker: Incarnation, now_s: float) -> None:
+        """Moves to it come to nothing."""
+        for key, move in [*self.pending.items()]:
             if move.admitted.candidate.decode.incarnation == worker:
-                self._take(key, now_s)
+                self._take(state, key, now_s)
         self._looked_s.pop(worker, None)
+
+
+def next_spec(state: RouterState, request: Request) -> RequestSpec:
+    """Of its next attempt, behind all that was delivered."""
+    key = RequestKey(request.request_id, next(state.attempts))
+    emitted = tuple(request.choices[0].delivered)
+    return replace(request.spec, key=key, emitted_ids=emitted, resumed=())
+
+
+def _targets(state: RouterState, source: WorkerView) -> list[WorkerView]:
+    others = [
+        view
+        for view in state.workers.values()
+        if view is not source
+        and view.hello.role is not Role.PREFILL
+        and not view.draining
+        and view.free_places > 0
+        and _taken_blocks(view) < PRESSED * view.hello.total_blocks
+    ]
+    free = sorted(others, key=lambda v: v.hello.total_blocks - _taken_blocks(v), reverse=True)
+    return free[:MOST_TARGETS]
 
 
 def _taken_blocks(view: WorkerView) -> int:

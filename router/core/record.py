@@ -15,6 +15,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from kvrelay import messages, qos, types
+from kvrelay.errors import FailureReason, RefusalReason
+from kvrelay.messages import LifetimeMoment
 from kvrelay.types import StepCoefficients
 from router.core import events, start
 from router.core.events import Command, Event
@@ -28,6 +30,8 @@ _MODULES = (
 )
 _CLASS, _BYTES, _ENUM, _MAP = "$", "$bytes", "$enum", "$map"
 
+_AS_TEXT = (RefusalReason, FailureReason, LifetimeMoment)
+"""A worker, or another version, may name others."""
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _JSON = json.JSONEncoder(separators=(",", ":"), check_circular=False)
 
@@ -66,7 +70,7 @@ def _encode(value: object) -> Json:
 
 @lru_cache(maxsize=256)
 def _encoder(kind: Any) -> Callable[[Any], Json]:
-    if issubclass(kind, Enum):
+    if issubclass(kind, Enum) and kind not in _AS_TEXT:
         return lambda value: {_ENUM: kind.__name__, "value": value.value}
     if issubclass(kind, str | int | float):
         return lambda value: value

@@ -1,25 +1,30 @@
-"""One request as the router follows it: its tries, the workers it needs, its tokens. Pure.
+"""One request in the router: its state, its attempts, its tokens, where its time went. Pure.
 
-Where a request's time went: named moments whose gaps are the phases. Pure.
+    SEEKING --> ASKED --> (QUEUED) --> PREFILLING --> DECODING --> GONE
+       ^          |           |            |             |
+       |          '-----------'------------'-------------'  refused, failed or lost: SEEKING again
+       '--> WAITING                                         aborted or failed for good: GONE
 
-Moments of workers are put on the router's clock by their age when they arrive, so a hop's two ways
-are both charged to the phase that waits for the answer. Phases up to `first_token_return` sum to
-the time to first token, all of them to the whole.
+`router.core.lifecycle` has one function for each transition.
 
-Puts what workers say of one choice into index order, each token once. Pure.
+The ledger keeps named moments; the gaps between them are the request's phases. Moments of workers
+are put on the router's clock by their age when they arrive. So both ways of a message count to the
+phase that waits for the answer. The phases up to `first_token_return` sum to the time to first
+token, all of them to the whole time.
 
-An attempt's first token comes from another worker than those after it: they may overtake it.
-
-What was predicted of a request, beside what it really took. Pure.
+The tokens of a choice are delivered in index order, each once. The first token of an attempt comes
+from another worker than the next ones, so these may overtake it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from operator import attrgetter
 from typing import Protocol
 
-from kvrelay.messages import Lifetime, PromptLogprobs, Tokens
+from kvrelay.messages import Lifetime, LifetimeMoment, PromptLogprobs, Tokens
 from kvrelay.qos import QosTier
 from kvrelay.types import Incarnation, Objectives, PromptLogprob, RequestKey, RequestSpec, Sampling
 from router.core.policy.admission import Admitted
@@ -28,38 +33,75 @@ from router.core.state.generation import ChoiceTokens, GenerationRequest
 from router.core.state.promises import Promise, digest_of
 from router.core.state.quarantine import Pair, Placement
 
+
+class RequestState(StrEnum):
+    """Where a request stands; there is always exactly one answer."""
+
+    SEEKING = "seeking"  # the router looks for workers; no event ends in this state
+    WAITING = "waiting"  # no worker can take it now; it is tried again
+    ASKED = "asked"  # a decode worker was asked for a slot
+    QUEUED = "queued"  # it has a slot; its prompt waits at the router for a prefill worker
+    PREFILLING = "prefilling"  # it has a slot; its prompt was sent
+    DECODING = "decoding"  # its first token has come
+    GONE = "gone"  # it has ended, and the router has forgotten it
+
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.SEEKING: frozenset({RequestState.ASKED, RequestState.WAITING, RequestState.GONE}),
+    RequestState.WAITING: frozenset({RequestState.SEEKING, RequestState.GONE}),
+    RequestState.ASKED: frozenset(
+        {
+            *(RequestState.QUEUED, RequestState.PREFILLING),
+            *(RequestState.SEEKING, RequestState.GONE),
+        }
+    ),
+    RequestState.QUEUED: frozenset(
+        {RequestState.PREFILLING, RequestState.SEEKING, RequestState.GONE}
+    ),
+    RequestState.PREFILLING: frozenset(
+        {RequestState.DECODING, RequestState.SEEKING, RequestState.GONE}
+    ),
+    RequestState.DECODING: frozenset(
+        # PREFILLING: it is moved to another decode worker
+        {RequestState.PREFILLING, RequestState.SEEKING, RequestState.GONE}
+    ),
+    RequestState.GONE: frozenset(),
+}
+"""# state |-> the states that may follow it"""
+
+
 # moment |-> the phase that ends with it
 PHASES: dict[str, str] = {
-    "placed": "place",
-    "reserved": "reserve",
-    "dispatched": "router_queue",
-    "prefill_received": "dispatch",
-    "prefill_started": "prefill_queue",
-    "first_token": "prefill",
-    "first_token_received": "first_token_return",
-    "handoff_committed": "handoff",
-    "decode_joined": "decode_queue",
-    "last_token": "decode",
-    "last_token_received": "last_token_return",
+    LifetimeMoment.PLACED: "place",
+    LifetimeMoment.RESERVED: "reserve",
+    LifetimeMoment.DISPATCHED: "router_queue",
+    LifetimeMoment.PREFILL_RECEIVED: "dispatch",
+    LifetimeMoment.PREFILL_STARTED: "prefill_queue",
+    LifetimeMoment.FIRST_TOKEN: "prefill",
+    LifetimeMoment.FIRST_TOKEN_RECEIVED: "first_token_return",
+    LifetimeMoment.HANDOFF_COMMITTED: "handoff",
+    LifetimeMoment.DECODE_JOINED: "decode_queue",
+    LifetimeMoment.LAST_TOKEN: "decode",
+    LifetimeMoment.LAST_TOKEN_RECEIVED: "last_token_return",
 }
 
 
 @dataclass(slots=True)
 class Ledger:
-    """`before_s` are the phases before submission, as the face measured them."""
+    """`before_s`: the phases before submission, as the API measured them."""
 
     before_s: Mapping[str, float]
     submitted_s: float
-    is_local: bool = False  # a decode worker computes the prompt, though there are others for that
+    is_local: bool = False  # a decode worker computes the prompt beside the prefill workers
     _moments: dict[str, float] = field(default_factory=dict)
 
     def mark(self, moment: str, at_s: float) -> None:
-        """Known moments count once, `last_token*` each time."""
+        """The first time counts, but for `last_token*` the latest."""
         if moment in PHASES and (moment not in self._moments or moment.startswith("last_")):
             self._moments[moment] = at_s
 
     def age_s(self, now_s: float) -> float:
-        """Since the face received it."""
+        """Since the API received it."""
         return self.before_submission_s + now_s - self.submitted_s
 
     @property
@@ -84,8 +126,8 @@ class Ledger:
         return phases
 
     def _in_order(self) -> list[tuple[str, float]]:
-        """Moments in their logical order. A batch that was read late dates its moments late, so
-        none is later than those that follow it."""
+        """The moments in their logical order. A batch that was read late has late moments: none
+        may be later than those that follow it."""
         ordered: list[tuple[str, float]] = []
         latest_s = float("inf")
         for moment in reversed(PHASES):
@@ -108,7 +150,9 @@ class TokenOrder:
         return len(self.delivered)
 
     def take(self, event: Tokens) -> list[ChoiceTokens]:
-        """What can be delivered now."""
+        """Returns the tokens that can be delivered now."""
+        if event.first_index <= len(self.delivered) and not self._early:
+            return self._new(event)
         self._early[event.first_index] = event
         ready: list[ChoiceTokens] = []
         while due := [index for index in self._early if index <= self.next_index]:
@@ -116,13 +160,13 @@ class TokenOrder:
         return ready
 
     def begin_again(self) -> None:
-        """Another attempt goes on behind what was delivered."""
+        """Another attempt goes on behind the delivered tokens."""
         self._early.clear()
         self.resumed = self.next_index
 
     def _new(self, event: Tokens) -> list[ChoiceTokens]:
-        """The event less what was delivered before."""
-        skip = self.next_index - event.first_index
+        """The event without the tokens that were delivered before."""
+        skip = len(self.delivered) - event.first_index
         is_new = skip < len(event.token_ids) or not event.token_ids  # an end without a token
         if self.finished or not is_new:
             return []
@@ -139,7 +183,7 @@ class TokenOrder:
 
 
 class Predicted(Protocol):
-    """From when the face received it to the first token, and for each token after it."""
+    """Seconds from the API to the first token, and for each later token."""
 
     @property
     def ttft_s(self) -> float: ...
@@ -149,11 +193,14 @@ class Predicted(Protocol):
 
 
 def prediction_errors(predicted: Predicted, ledger: Ledger, tokens: int) -> dict[str, float]:
-    """# ttft, tpot |-> predicted by actual seconds, of those that are known
+    """# ttft, tpot |-> predicted by actual seconds, as far as known
 
-    `tokens` are those of the longest choice.
+    `tokens`: the number of tokens of the longest choice.
     """
-    first_s, last_s = ledger.after_s("first_token_received"), ledger.after_s("last_token_received")
+    first_s, last_s = (
+        ledger.after_s(LifetimeMoment.FIRST_TOKEN_RECEIVED),
+        ledger.after_s(LifetimeMoment.LAST_TOKEN_RECEIVED),
+    )
     ratios: dict[str, float] = {}
     if first_s:
         ratios["ttft"] = predicted.ttft_s / (ledger.before_submission_s + first_s)
@@ -162,19 +209,21 @@ def prediction_errors(predicted: Predicted, ledger: Ledger, tokens: int) -> dict
     return ratios
 
 
+_is_finished = attrgetter("finished")
 FEWEST_TOKENS = 4
-"""The time per token of fewer says little."""
+"""A request with fewer tokens says little about the time per token."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """`attempt` names this try: no two tries of this router share one. `tried` are the decode
-    workers that were asked in it, `avoided` the pairs that failed earlier ones."""
+    """`attempt` numbers this attempt: no two attempts of a router have the same number. `tried`:
+    the decode workers that were asked in it. `avoided`: the pairs that failed in earlier ones."""
 
     submitted: GenerationRequest
     tier: QosTier
     ledger: Ledger
     attempt: int
+    state: RequestState = RequestState.SEEKING
     tries: int = 1
     placed: Admitted | None = None
     placed_s: float = 0.0
@@ -184,13 +233,15 @@ class Request:
     admitted: bool = False
     committed: bool = False  # this attempt's KV is at the decode worker
     predicted: Prediction | None = None  # when its first attempt was placed
-    promise: Promise | None = None  # that it came back for
-    capped_tokens: int | None = None  # what its output was cut to, so as to serve it
+    promise: Promise | None = None  # claimed by it, and neither kept nor broken yet
+    capped_tokens: int | None = None  # its max_tokens were cut to that
     found_tokens: int | None = None  # in a cache, by the first prefill that began
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     moves: int = 0  # to other decode workers
-    stood_back_s: float = 0.0  # for others, while it decoded
-    prefill_worker: Incarnation | None = None  # has its prompt, or gets it when there is a place
+    stood_back_s: float = 0.0  # while it was preempted after its first token
+    prefill_worker: Incarnation | None = None  # has its prompt, or gets it once it has a slot
+    request_id: str = field(init=False)
+    objectives: Objectives = field(init=False)  # its own, else those of its tier
     digest: int = field(init=False)  # by which it is known when it comes again
     key: RequestKey = field(init=False)
     emitted_ids: tuple[int, ...] = ()  # delivered before this attempt, which goes on behind them
@@ -198,13 +249,17 @@ class Request:
     choices: tuple[TokenOrder, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.request_id = self.submitted.request_id
+        self.objectives = self.submitted.objectives.or_else(self.tier.objectives)
         self.key = RequestKey(self.request_id, self.attempt)
         self.digest = digest_of(self.submitted)
         self.choices = tuple(TokenOrder(choice=i) for i in range(self.submitted.sampling.n))
 
-    @property
-    def request_id(self) -> str:
-        return self.submitted.request_id
+    def enter(self, state: RequestState) -> None:
+        assert state in TRANSITIONS[self.state], (
+            f"{self.key.request_id} (attempt {self.attempt}) can't go from {self.state} to {state}"
+        )
+        self.state = state
 
     @property
     def placement(self) -> Placement | None:
@@ -213,17 +268,17 @@ class Request:
     @property
     def pair(self) -> Pair | None:
         """None where one worker does all."""
-        return self.placement.pair if self.placement else None
+        return None if self.placed is None else self.placed.candidate.pair
 
     def links(self) -> Iterator[Pair]:
-        """From whom to whom its KV travels between workers."""
+        """The pairs of workers between which its KV travels."""
         if self.placed is None:
             return
         candidate = self.placed.candidate
         if candidate.source is not None and not candidate.source.is_pool_node:
             yield Pair(candidate.source.peer, candidate.prefiller.incarnation)
-        if self.pair is not None:
-            yield self.pair
+        if candidate.pair is not None:
+            yield candidate.pair
 
     @property
     def spec(self) -> RequestSpec:
@@ -237,7 +292,7 @@ class Request:
             tpot_s=self.objectives.tpot_s,
             emitted_ids=self.emitted_ids,
             resumed=self.resumed,
-            finished_choices=tuple(c.choice for c in self.choices if c.finished),
+            finished_choices=tuple([c.choice for c in self.choices if c.finished]),
         )
 
     @property
@@ -249,66 +304,63 @@ class Request:
 
     @property
     def is_scored(self) -> bool:
-        """The log probabilities of all tokens of its prompt are here, but for the first's."""
+        """The log probabilities of all tokens of its prompt but the first are known."""
         return len(self.prompt_logprobs) == len(self.submitted.prompt_ids) - 1
 
-    @property
-    def objectives(self) -> Objectives:
-        """Its own, else those of its tier."""
-        return self.submitted.objectives.or_else(self.tier.objectives)
-
     def within_s(self, now_s: float) -> float | None:
-        """How soon its first token is due; None: whenever."""
+        """Seconds until its first token is due; None: it has no such objective."""
         ttft_s = self.objectives.ttft_s
         return None if ttft_s is None else ttft_s - self.ledger.age_s(now_s)
 
     @property
     def cached_tokens(self) -> int:
-        """Of its prompt: a later attempt may also find what was emitted before."""
+        """Of its prompt alone: a later attempt may find emitted tokens too."""
         return min(self.found_tokens or 0, len(self.submitted.prompt_ids))
 
     @property
     def done(self) -> bool:
-        return all(choice.finished for choice in self.choices)
+        return all(map(_is_finished, self.choices))
 
     def prediction_errors(self) -> dict[str, float]:
-        """# ttft, tpot |-> predicted by actual seconds; none once it had to be run again"""
+        """# ttft, tpot |-> predicted by actual seconds; empty once it had to be run again"""
         if self.predicted is None or self.disturbed:
             return {}
         tokens = max(choice.next_index for choice in self.choices)
         return prediction_errors(self.predicted, self.ledger, tokens)
 
     def take(self, event: Tokens) -> list[ChoiceTokens]:
-        """What can be delivered now."""
+        """Returns the tokens that can be delivered now."""
         self.stood_back_s = max(self.stood_back_s, event.stood_back_s)
         return self.choices[event.choice].take(event)
 
     def tpot_s(self, *, less_s: float = 0.0) -> float | None:
-        """Of its longest choice, `less_s` in all; None for one that had to be run again, or is
-        short."""
+        """Of its longest choice, without `less_s` of its time; None if it had to be run again or
+        is short."""
         tokens = max(choice.next_index for choice in self.choices)
-        first_s, last_s = map(self.ledger.after_s, ("first_token_received", "last_token_received"))
+        first_s, last_s = map(
+            self.ledger.after_s,
+            (LifetimeMoment.FIRST_TOKEN_RECEIVED, LifetimeMoment.LAST_TOKEN_RECEIVED),
+        )
         if self.disturbed or tokens < FEWEST_TOKENS or first_s is None or last_s is None:
             return None
         return max(0.0, last_s - first_s - less_s) / (tokens - 1)
 
     @property
     def disturbed(self) -> bool:
-        """It was run again, or moved: how long it took says nothing of the first prediction."""
+        """It was run again or moved, so the time it took says nothing about the prediction."""
         return self.tries > 1 or self.moves > 0
 
     @property
-    def decodes(self) -> bool:
-        """It is past the first token of this attempt."""
-        return any(choice.next_index > choice.resumed for choice in self.choices)
-
-    @property
     def handed_over(self) -> bool:
-        """KV and first tokens have left the prefill worker: it may die now. It draws none for the
-        choices that had some before this attempt, other than those of the prompt."""
-        since = self.resumed
-        drawn = (c for c in self.choices if not (c.finished or (since and since[c.choice])))
-        return self.committed and all(choice.next_index > choice.resumed for choice in drawn)
+        """The prefill worker has sent the KV and the first tokens, so it may die now. It samples
+        no token for choices that had some before this attempt beside those of the prompt."""
+        if not self.committed:
+            return False
+        for one in self.choices:
+            samples = not (one.finished or (self.resumed and self.resumed[one.choice]))
+            if samples and len(one.delivered) <= one.resumed:
+                return False
+        return True
 
     @property
     def legs(self) -> tuple[Incarnation, ...]:
@@ -316,67 +368,60 @@ class Request:
         if self.placed is None:
             return ()
         decode = self.placed.candidate.decode.incarnation
-        if self.prefill_worker is None or self.handed_over:
+        if self.prefill_worker is None or (self.committed and self.handed_over):
             return (decode,)
         return (decode, self.prefill_worker)
 
-    def decodes_at(self, worker: Incarnation) -> bool:
-        """This attempt's decode worker is that one."""
-        return self.placed is not None and self.placed.candidate.decode.incarnation == worker
-
     def place(self, admitted: Admitted, now_s: float) -> None:
+        """Its decode worker is asked now. `prefill_worker` stays None where it computes the prompt
+        itself."""
+        candidate = admitted.candidate
         self.placed = admitted
         self.placed_s = now_s
-        self.prefill_worker = admitted.candidate.placement.prefill
-        self.ledger.is_local = admitted.candidate.is_local
+        self.prefill_worker = None if candidate.prefill is None else candidate.prefill.incarnation
+        self.ledger.is_local = candidate.is_local
         if not self.disturbed:
             self.predicted = admitted.prediction
-        self.tried.add(admitted.candidate.decode.incarnation)
-        self.ledger.mark("placed", now_s)
+        self.tried.add(candidate.decode.incarnation)
+        self.ledger.mark(LifetimeMoment.PLACED, now_s)
 
-    def keep_prompt(self) -> None:
-        """Its prompt waits at the router: any prefill worker may get it."""
-        self.prefill_worker = None
-
-    def give_prompt(self, candidate: Candidate, now_s: float) -> None:
-        """Its prompt has waited at the router, and goes to the prefill worker of `candidate`."""
-        assert self.placed is not None
+    def send_prompt_to(self, candidate: Candidate, now_s: float) -> None:
+        """Its prompt has waited at the router; the prefill worker of `candidate` gets it."""
+        assert self.placed is not None and candidate.prefill is not None
         self.placed = replace(self.placed, candidate=candidate)
-        self.prefill_worker = candidate.placement.prefill
-        self.ledger.mark("dispatched", now_s)
+        self.prefill_worker = candidate.prefill.incarnation
+        self.ledger.mark(LifetimeMoment.DISPATCHED, now_s)
 
     def cap(self, max_tokens: int) -> None:
         if max_tokens < self.submitted.sampling.max_tokens:
             self.capped_tokens = max_tokens
 
-    def lived(self, moment: Lifetime) -> None:
-        """A worker has got so far with it."""
-        self.committed |= moment.name == "handoff_committed"
-        if moment.name == "prefill_started" and self.found_tokens is None:
+    def on_lifetime(self, moment: Lifetime) -> None:
+        """A worker says how far it has got."""
+        self.committed |= moment.name == LifetimeMoment.HANDOFF_COMMITTED
+        if moment.name == LifetimeMoment.PREFILL_STARTED and self.found_tokens is None:
             self.found_tokens = moment.tokens
         self.ledger.mark(moment.name, moment.at_s)
 
-    def scored(self, event: PromptLogprobs) -> None:
-        """What an earlier attempt has told is dropped."""
+    def add_prompt_logprobs(self, event: PromptLogprobs) -> None:
+        """Those that an earlier attempt has told are skipped."""
         known = 1 + len(self.prompt_logprobs) - event.first_position
         if known >= 0:
             self.prompt_logprobs += event.entries[known:]
 
     def try_again(self, attempt: int) -> None:
-        """As `begin_again`, after a failure."""
+        """As `begin_attempt`, after a failure."""
         self.tries += 1
-        self.begin_again(attempt)
+        self.begin_attempt(attempt)
 
-    def begin_again(self, attempt: int) -> None:
-        """What the old attempt still says is dropped. Each choice goes on behind the tokens that
-        were delivered."""
-        if len(self.choices) == 1:
-            self._begin(attempt, emitted_ids=tuple(self.choices[0].delivered))
-        else:
-            self._begin(attempt, emitted_ids=())
+    def begin_attempt(self, attempt: int) -> None:
+        """Answers to the previous attempt are ignored from now on. Each choice goes on behind its
+        delivered tokens; where there is one choice, they count as part of the prompt."""
+        single = self.choices[0].delivered if len(self.choices) == 1 else ()
+        self._begin(attempt, emitted_ids=tuple(single))
 
     def move(self, spec: RequestSpec) -> None:
-        """It goes on as `spec` says, and behind what was delivered since."""
+        """It goes on as `spec` says, and behind the tokens that were delivered since."""
         self.moves += 1
         self._begin(spec.key.attempt, emitted_ids=spec.emitted_ids)
 

@@ -1,14 +1,13 @@
-"""Prompts that wait at the router until a prefill worker is about to be free. Pure; part of a
-router's core.
+"""Prompts that wait at the router until a prefill worker is about to be free. Pure.
 
-They go in the order in which a prefill worker computes its own (`engine.core.prompt_order`). Each
-goes to a worker that has less than about a chunk left to compute; of several such workers to the
-one that is done first. So none waits behind another at a worker that is slow, or gone.
+They leave in the order in which a prefill worker computes its own (`engine.core.prompt_order`).
+Each goes to a worker that has less than about a chunk left to compute; among several such workers,
+to the one that is done first. So no prompt waits behind another at a worker that is slow or gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
@@ -17,21 +16,21 @@ from engine.core.prompt_order import Order
 from engine.core.step_times import NotCovered, StepWork
 from kvrelay.qos import QosTiers
 from kvrelay.types import RequestKey, RequestSpec
-from router.core import dispatch
-from router.core.decision import Deciding
-from router.core.dispatch import Direct
+from router.core import lifecycle
+from router.core.decision import demand_of
 from router.core.events import Command
 from router.core.policy.admission import Admitted
 from router.core.policy.forecast import wait_s
 from router.core.request import Request
+from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate, PromptPrediction
 from router.core.state.demand import Demand
 from router.core.state.quarantine import Pair
 from router.core.state.worker_view import WorkerView
-from router.core.workers import Workers, fitting
+from router.core.workers import Workers, book_prefill, fitting
 
 LOOKED_AT = 8
-"""Of the queue, in its order, of those that a free worker could have."""
+"""Prompts that are looked at, in the queue's order, among those that a free worker could take."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,8 +71,8 @@ class Queued:
 
 @dataclass(slots=True, kw_only=True)
 class SharedQueue:
-    """Those whose place at a decode worker isn't certain yet are expected: they count in forecasts,
-    and are given to nobody."""
+    """Prompts whose slot at a decode worker isn't certain yet are expected: they count in forecasts
+    and are given to no worker."""
 
     order: Order[Queued] = field(default_factory=Order)
     _expected: dict[RequestKey, Queued] = field(default_factory=dict)
@@ -87,6 +86,14 @@ class SharedQueue:
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._waiting or key in self._expected
+
+    @property
+    def expected(self) -> Collection[RequestKey]:
+        return self._expected.keys()
+
+    @property
+    def queued(self) -> Collection[RequestKey]:
+        return self._waiting.keys()
 
     def expect(self, prompt: Queued) -> None:
         assert prompt.key not in self, f"{prompt.key} waits here already"
@@ -187,46 +194,49 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedQueueDispatch:
-    """As `router.core.dispatch.Dispatch`. Prompts that decode workers compute go `direct`."""
+    """Implements `router.core.router_state.Dispatch`. Prompts that decode workers compute don't
+    wait here."""
 
     workers: Workers
     queue: SharedQueue
-    direct: Direct
 
     @property
     def waiting(self) -> int:
         return len(self.queue)
 
+    @property
+    def expected(self) -> Collection[RequestKey]:
+        return self.queue.expected
+
+    @property
+    def queued(self) -> Collection[RequestKey]:
+        return self.queue.queued
+
     def turn_in_s(self, priority: int, now_s: float) -> float:
         busy_s = (wait_s(view, inf, now_s) for view in self.workers.values() if view.prefills)
         return self.queue.starts_in_s(priority, busy_s, now_s)
 
-    def place(
-        self, request: Request, demand: Demand, admitted: Admitted, now_s: float
-    ) -> list[Command]:
+    def expect(self, request: Request, demand: Demand, admitted: Admitted) -> bool:
         if admitted.candidate.prefill is None:
-            return self.direct.place(request, demand, admitted, now_s)
-        request.place(admitted, now_s)
-        self.workers.book_decode(demand, admitted, now_s)
+            return False
         prompt = admitted.prediction.prompt
         seconds = prompt.pull_s + prompt.prefill_s
         self.queue.expect(Queued(spec=demand.spec, seconds=seconds, priority=demand.priority))
-        request.keep_prompt()
-        return [dispatch.reserve(request.spec, admitted.candidate.decode, None, admitted.counted)]
+        return True
 
-    def reserved(self, request: Request, held_tokens: int, now_s: float) -> list[Command]:
+    def keep(self, request: Request, held_tokens: int, now_s: float) -> bool:
         if request.key not in self.queue:
-            return self.direct.reserved(request, held_tokens, now_s)
+            return False
         within_s = request.within_s(now_s)
         self.queue.add(request.key, held_tokens=held_tokens, within_s=within_s, now_s=now_s)
-        return []
+        return True
 
-    def forget(self, request: Request) -> None:
-        self.queue.remove(request.key)
+    def forget(self, key: RequestKey) -> None:
+        self.queue.remove(key)
 
-    def stranded(self, deciding: Deciding, now_s: float) -> list[Request]:
-        queued = [one for one in deciding.requests.values() if one.key in self.queue]
-        demands = ((one, deciding.demand(one, one.spec, now_s)) for one in queued)
+    def stranded(self, state: RouterState, now_s: float) -> list[Request]:
+        queued = [one for one in state.requests.values() if one.key in self.queue]
+        demands = ((one, demand_of(state, one, one.spec, now_s)) for one in queued)
         return [one for one, demand in demands if not self._fitting(demand)]
 
     def _fitting(self, demand: Demand) -> list[WorkerView]:
@@ -237,26 +247,26 @@ class SharedQueueDispatch:
 
     # --- giving ---------------------------------------------------------------------------------
 
-    def give(self, deciding: Deciding, now_s: float) -> list[Command]:
+    def give(self, state: RouterState, now_s: float) -> list[Command]:
         commands: list[Command] = []
-        while self.queue and (turn := self._next(deciding, now_s)) is not None:
+        while self.queue and (turn := self._next(state, now_s)) is not None:
             workers = sum(view.prefills for view in self.workers.values())
             self.queue.given(turn.queued, workers=workers, now_s=now_s)
-            commands += self._send(turn, now_s)
+            commands += _send(turn, now_s)
         return commands
 
-    def _next(self, deciding: Deciding, now_s: float) -> Turn | None:
+    def _next(self, state: RouterState, now_s: float) -> Turn | None:
         """The first in order that one of the free workers is to have."""
         if not any(is_free(view) for view in self.workers.values()):
             return None
         looked_at = 0
         for queued in self.queue.in_order(now_s):
-            request = deciding.requests[queued.key.request_id]
-            demand = deciding.demand(request, request.spec, now_s)
-            workers = self._least_suspected(deciding, request, demand, now_s)
+            request = state.requests[queued.key.request_id]
+            demand = demand_of(state, request, request.spec, now_s)
+            workers = self._least_suspected(state, request, demand, now_s)
             if not any(map(is_free, workers)):
                 continue
-            ways = [self._at(deciding, request, demand, worker, now_s) for worker in workers]
+            ways = [_at(state, request, demand, worker, now_s) for worker in workers]
             if (way := _best(queued, ways, now_s)) is not None:
                 return Turn(queued, request, demand, way)
             looked_at += 1
@@ -265,11 +275,12 @@ class SharedQueueDispatch:
         return None
 
     def _least_suspected(
-        self, deciding: Deciding, request: Request, demand: Demand, now_s: float
+        self, state: RouterState, request: Request, demand: Demand, now_s: float
     ) -> list[WorkerView]:
-        """Of all prefill workers: who is suspected waits until no other could have it."""
-        assert request.placement is not None
-        decode, quarantine = request.placement.decode, deciding.quarantine
+        """Of all prefill workers: a suspected one waits until no other could have it."""
+        assert request.placed is not None
+        decode = request.placed.candidate.decode.incarnation
+        quarantine = state.quarantine
         fitting = [
             (quarantine.objection(Pair(view.incarnation, decode), request.avoided, now_s)[0], view)
             for view in self._fitting(demand)
@@ -277,32 +288,28 @@ class SharedQueueDispatch:
         least = min((against for against, _ in fitting), default=0)
         return [view for against, view in fitting if against == least]
 
-    def _at(
-        self,
-        deciding: Deciding,
-        request: Request,
-        demand: Demand,
-        worker: WorkerView,
-        now_s: float,
-    ) -> DispatchWay:
-        assert request.placed is not None
-        source = demand.held.source(self.workers, worker)
-        candidate = replace(request.placed.candidate, prefill=worker, source=source)
-        prompt = deciding.forecast.prompt(demand, candidate, now_s)
-        waits_s = worker.queue.wait_s(demand.priority, now_s)
-        return DispatchWay(waits_s + prompt.pull_s + prompt.prefill_s, prompt, candidate, worker)
 
-    def _send(self, turn: Turn, now_s: float) -> list[Command]:
-        request, way = turn.request, turn.way
-        request.give_prompt(way.candidate, now_s)
-        self.workers.book_prefill(turn.demand, way.worker, way.prompt, now_s)
-        within_s = request.within_s(now_s)
-        return dispatch.begin(request, way.candidate, turn.queued.held_tokens, within_s)
+def _at(
+    state: RouterState, request: Request, demand: Demand, worker: WorkerView, now_s: float
+) -> DispatchWay:
+    assert request.placed is not None
+    source = demand.held.source(state.workers, worker)
+    candidate = replace(request.placed.candidate, prefill=worker, source=source)
+    prompt = state.forecast.prompt(demand, candidate, now_s)
+    waits_s = worker.queue.wait_s(demand.priority, now_s)
+    return DispatchWay(waits_s + prompt.pull_s + prompt.prefill_s, prompt, candidate, worker)
+
+
+def _send(turn: Turn, now_s: float) -> list[Command]:
+    request, way = turn.request, turn.way
+    request.send_prompt_to(way.candidate, now_s)
+    book_prefill(turn.demand, way.worker, way.prompt, now_s)
+    return lifecycle.send_prompt(request, way.candidate, turn.queued.held_tokens, now_s)
 
 
 def open_shared_queue(workers: Workers, tiers: QosTiers) -> SharedQueueDispatch:
     order: Order[Queued] = Order(qos=tiers, times=AnyPrefillWorker(workers))
-    return SharedQueueDispatch(workers, SharedQueue(order=order), Direct(workers))
+    return SharedQueueDispatch(workers, SharedQueue(order=order))
 
 
 def _best(queued: Queued, ways: list[DispatchWay], now_s: float) -> DispatchWay | None:

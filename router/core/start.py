@@ -1,4 +1,5 @@
-"""How a router's core begins, so that another one can begin the same."""
+"""How a router's core begins, so that another one can begin the same: what a cluster file chooses.
+Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +10,22 @@ from random import Random
 from kvrelay.qos import ONE_TIER, QosTiers
 from kvrelay.types import RequestSpec
 from router.core.core import RouterCore
-from router.core.opening import dispatch_of, moves_of, open_admission, open_placement
+from router.core.migration import Moving
+from router.core.policy.admission import AdmissionPolicy
+from router.core.policy.admission_baselines import EarlyRejection, QueueLimit, Unlimited
 from router.core.policy.choice import DEFAULT_POLICIES, Policies
+from router.core.policy.kv_aware import KvAware, LocalPrefill
+from router.core.policy.placement import PlacementPolicy
+from router.core.policy.placement_baselines import (
+    LeastLoaded,
+    LocalCache,
+    Randomness,
+    RandomPair,
+    RoundRobin,
+)
+from router.core.policy.predictive import Predictive
+from router.core.router_state import Direct, NoMoves, RouterState
+from router.core.shared_queue import open_shared_queue
 from router.core.workers import Workers
 
 
@@ -26,13 +41,45 @@ class Beginning:
 
 
 def begin(beginning: Beginning) -> RouterCore:
-    return RouterCore(
+    policies, tiers = beginning.policies, beginning.tiers
+    workers = Workers(decode_alone=policies.decode_alone)
+    state = RouterState(
         attempts=count(beginning.first_attempt),
-        preloads=beginning.preloads,
-        placing=open_placement(beginning.policies, Random(beginning.seed)),
-        admitting=open_admission(beginning.policies),
-        tiers=beginning.tiers,
-        open_dispatch=dispatch_of(beginning.policies),
-        open_moves=moves_of(beginning.policies),
-        workers=Workers(decode_alone=beginning.policies.decode_alone),
+        tiers=tiers,
+        placing=open_placement(policies, Random(beginning.seed)),
+        admitting=open_admission(policies),
+        dispatch=open_shared_queue(workers, tiers) if policies.shared_queue else Direct(),
+        moves=Moving() if policies.move_hot_spots else NoMoves(),
+        workers=workers,
     )
+    return RouterCore(state, preloads=beginning.preloads)
+
+
+def open_placement(policies: Policies, randomness: Randomness) -> PlacementPolicy:
+    match policies.placement:
+        case "random":
+            return RandomPair(randomness)
+        case "round_robin":
+            return RoundRobin()
+        case "least_loaded":
+            return LeastLoaded()
+        case "local_cache":
+            return LocalCache()
+        case "kv_aware":
+            return LocalPrefill() if policies.local_prefill else KvAware()
+        case other:
+            raise AssertionError(f"no placement policy {other}")
+
+
+def open_admission(policies: Policies) -> AdmissionPolicy:
+    match policies.admission:
+        case "none":
+            return Unlimited()
+        case "queue_limit":
+            return QueueLimit(policies.queue_limit)
+        case "early_rejection":
+            return EarlyRejection()
+        case "predictive":
+            return Predictive()
+        case other:
+            raise AssertionError(f"no admission policy {other}")

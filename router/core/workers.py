@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from math import inf, isfinite
 
 from kvrelay.messages import WorkerHello
-from kvrelay.types import Incarnation, RequestKey, Role
+from kvrelay.types import Incarnation, Role
 from router.core.load.decode_outlook import Expected
 from router.core.load.prefill_queue import Ahead
 from router.core.policy.admission import Admitted
@@ -149,56 +149,42 @@ class Workers(dict[Incarnation, WorkerView]):
         told = sum([view.all_usually for view in decoding])
         return min(MOST_ALIKE, told / own) if own else 1.0
 
-    def book(self, demand: Demand, admitted: Admitted, now_s: float) -> None:
-        self.book_decode(demand, admitted, now_s)
-        self.book_prefill(demand, admitted.candidate.prefiller, admitted.prediction.prompt, now_s)
 
-    @staticmethod
-    def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
-        if demand.is_prompt_only:
-            return
-        candidate, prediction = admitted.candidate, admitted.prediction
-        key = demand.spec.key
-        joins_in_s, step_s = map(_known, (prediction.decode.joins_in_s, prediction.decode.step_s))
-        joins_s = now_s + joins_in_s
-        expected = Expected(
-            joins_s=joins_s,
-            ends_s=joins_s + step_s * max(1, demand.output_tokens - 1),
-            tokens=demand.mean_tokens,
-            prompt_tokens=len(demand.spec.prompt_ids),
-            most_tokens=demand.spec.sampling.max_tokens,
-            choices=demand.choices,
-            tpot_s=_kept_tpot_s(demand, candidate.decode),
-            gaps=max(1, demand.output_tokens - 1),
-            tier=demand.tier.name,
-        )
-        candidate.decode.outlook.add(key, expected)
-        candidate.decode.peaks.add(step_s, now_s)
-        if prediction.prompt.pause_s:
-            candidate.decode.outlook.pauses.add(prediction.prompt.pause_s, now_s)
+def book_decode(demand: Demand, admitted: Admitted, now_s: float) -> None:
+    """A slot at the decode worker; a prompt of which no token is wanted needs none."""
+    if demand.is_prompt_only:
+        return
+    decode, prediction = admitted.candidate.decode, admitted.prediction
+    joins_s = now_s + _known(prediction.decode.joins_in_s)
+    step_s, gaps = _known(prediction.decode.step_s), max(1, demand.output_tokens - 1)
+    expected = Expected(
+        joins_s=joins_s,
+        ends_s=joins_s + step_s * gaps,
+        tokens=demand.mean_tokens,
+        prompt_tokens=len(demand.spec.prompt_ids),
+        most_tokens=demand.spec.sampling.max_tokens,
+        choices=demand.choices,
+        tpot_s=_kept_tpot_s(demand, decode),
+        gaps=gaps,
+        tier=demand.tier.name,
+    )
+    decode.outlook.add(demand.spec.key, expected)
+    decode.peaks.add(step_s, now_s)
+    if prediction.prompt.pause_s:
+        decode.outlook.pauses.add(prediction.prompt.pause_s, now_s)
 
-    @staticmethod
-    def book_prefill(
-        demand: Demand, worker: WorkerView, prompt: PromptPrediction, now_s: float
-    ) -> None:
-        ahead = Ahead(
-            seconds=prompt.pull_s + prompt.prefill_s,
-            tokens=demand.prompt_tokens,
-            priority=demand.priority,
-            cached=demand.held.tokens(worker),
-        )
-        worker.queue.add(demand.spec.key, ahead, now_s)
 
-    def prefilled(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
-        """Its prompt is ahead of no other request any more."""
-        for leg in legs:
-            if leg in self:
-                self[leg].queue.remove(key, now_s)
-
-    def forget(self, key: RequestKey, legs: Iterable[Incarnation], now_s: float) -> None:
-        for leg in legs:
-            if leg in self:
-                self[leg].forget(key, now_s)
+def book_prefill(
+    demand: Demand, worker: WorkerView, prompt: PromptPrediction, now_s: float
+) -> None:
+    """An entry in the queue of the worker that prefills."""
+    ahead = Ahead(
+        seconds=prompt.pull_s + prompt.prefill_s,
+        tokens=demand.prompt_tokens,
+        priority=demand.priority,
+        cached=demand.held.tokens(worker),
+    )
+    worker.queue.add(demand.spec.key, ahead, now_s)
 
 
 def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:

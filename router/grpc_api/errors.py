@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
+from kvrelay.errors import (
+    FailureReason,
+    InvalidRequest,
+    ModelNotFound,
+    RefusalReason,
+    Refused,
+    RequestFailedError,
+)
 from kvrelay.status import ERROR_DOMAIN, STATUS_DETAILS_KEY
 
 log = logging.getLogger(__name__)
 
-FAILURES = {
-    "aborted": grpc.StatusCode.ABORTED,
-    "deadline_exceeded": grpc.StatusCode.DEADLINE_EXCEEDED,
+FAILURES: Mapping[str, Any] = {
+    FailureReason.ABORTED: grpc.StatusCode.ABORTED,
+    FailureReason.DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 """# reason of a RequestFailedError |-> its status, where it isn't UNAVAILABLE"""
 
@@ -52,7 +60,7 @@ def grpc_error_of(error: Exception, request_id: str | None = None) -> GrpcError:
         case _:
             log.error("a call failed", exc_info=error, extra={"request_id": request_id})
             message = "internal error: the router's log has the details"
-            return GrpcError(grpc.StatusCode.INTERNAL, message, (_info("internal"),))
+            return GrpcError(grpc.StatusCode.INTERNAL, message, (_info(FailureReason.INTERNAL),))
 
 
 def _info(reason: str, param: str | None = None) -> error_details_pb2.ErrorInfo:
@@ -65,7 +73,7 @@ def _invalid(code: grpc.StatusCode, error: InvalidRequest) -> GrpcError:
 
 
 def _refused(error: Refused) -> GrpcError:
-    no_capacity = error.reason == "no_capacity"
+    no_capacity = error.reason == RefusalReason.NO_CAPACITY
     code = grpc.StatusCode.UNAVAILABLE if no_capacity else grpc.StatusCode.RESOURCE_EXHAUSTED
     metadata = {"tier": error.tier} if error.tier else {}
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata)

@@ -12,7 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvrelay.errors import InvalidRequest, KvrelayError, ModelNotFound, Refused, RequestFailedError
+from kvrelay.errors import (
+    FailureReason,
+    InvalidRequest,
+    KvrelayError,
+    ModelNotFound,
+    RefusalReason,
+    Refused,
+    RequestFailedError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +64,12 @@ INTERNAL = ErrorReply(
     status=500,
     message="internal error: the router's log has the details",
     type="server_error",
-    code="internal",
+    code=FailureReason.INTERNAL,
 )
+
+
+FAILURES: Mapping[str, int] = {FailureReason.INTERNAL: 500, FailureReason.DEADLINE_EXCEEDED: 504}
+"""# reason of a RequestFailedError |-> its status, where it isn't 503"""
 
 
 def reply_of(error: Exception) -> ErrorReply:
@@ -67,7 +79,7 @@ def reply_of(error: Exception) -> ErrorReply:
         case Refused():
             return _refused(error)
         case RequestFailedError():
-            status = {"internal": 500, "deadline_exceeded": 504}.get(error.reason, 503)
+            status = FAILURES.get(error.reason, 503)
             return ErrorReply(
                 status=status, message=error.message, type="server_error", code=error.reason
             )
@@ -89,7 +101,7 @@ def _invalid(error: InvalidRequest) -> ErrorReply:
 
 
 def _refused(error: Refused) -> ErrorReply:
-    contended = error.reason != "no_capacity"
+    contended = error.reason != RefusalReason.NO_CAPACITY
     return ErrorReply(
         status=429 if contended else 503,
         message=error.message,

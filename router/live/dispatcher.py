@@ -164,7 +164,7 @@ class WorkerDispatcher(ClusterViews):
             self._recorder.close()
 
     def joined(self, link: WorkerLink, hello: WorkerHello) -> None:
-        check_joins(hello, (view.hello for view in self.core.workers.values()))
+        check_joins(hello, (view.hello for view in self.core.state.workers.values()))
         log.info("worker %s joined: %s on %s", hello.name, hello.role, hello.device)
         self.attached[hello.incarnation] = link
         self.recent[hello.incarnation] = RecentActivity(hello.total_blocks)
@@ -199,7 +199,7 @@ class WorkerDispatcher(ClusterViews):
         generation = WorkerGeneration(self, request.request_id)
         self._generations[request.request_id] = generation
         self._post(Submitted(request=request))
-        generation.request = self.core.requests.get(request.request_id)
+        generation.request = self.core.state.requests.get(request.request_id)
         self._watch_deadline(generation, request)
         try:
             await generation.admitted
@@ -223,13 +223,13 @@ class WorkerDispatcher(ClusterViews):
                 f"request_id has more than {MAX_REQUEST_ID_BYTES} bytes: choose a shorter one",
                 param="request_id",
             )
-        if request.request_id in self.core.requests:
+        if request.request_id in self.core.state.requests:
             raise InvalidRequest(
                 f"request id {request.request_id} is running already: choose another",
                 code="duplicate_request_id",
                 param="request_id",
             )
-        places = self.core.workers.most_places
+        places = self.core.state.workers.most_places
         if places and request.sampling.n > places:
             raise InvalidRequest(
                 f"n is {request.sampling.n}, but a worker runs at most {places} sequences "
@@ -246,12 +246,12 @@ class WorkerDispatcher(ClusterViews):
         self._end_if_gone(request_id)
 
     def abort(self, request_id: str) -> None:
-        if request_id in self.core.requests:
+        if request_id in self.core.state.requests:
             self._post(Aborted(request_id=request_id))
         self._end_if_gone(request_id)
 
     def _end_if_gone(self, request_id: str) -> None:
-        if request_id not in self.core.requests and request_id in self._generations:
+        if request_id not in self.core.state.requests and request_id in self._generations:
             self._forget(request_id).put(None)
 
     # --- commands -------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class WorkerDispatcher(ClusterViews):
                 self._settle_admission(generation, failure)
                 generation.put(command)
             case PairQuarantined() | PairTrusted():
-                status.tell_quarantine(command, self.core.workers)
+                status.tell_quarantine(command, self.core.state.workers)
             case LadderStepped():
                 status.tell_ladder_steps(command)
 

@@ -185,26 +185,26 @@ class ClusterViews:
 
     def not_ready(self) -> str | None:
         """A worker that drains or is quarantined serves nobody."""
-        quarantined = self.core.quarantine.active(time.monotonic())
-        return obstacle(self.core.workers, quarantined)
+        quarantined = self.core.state.quarantine.active(time.monotonic())
+        return obstacle(self.core.state.workers, quarantined)
 
     def workers(self) -> tuple[WorkerStatus, ...]:
-        return tuple(map(self._with_links, self.core.workers.values()))
+        return tuple(map(self._with_links, self.core.state.workers.values()))
 
     def snapshot(self) -> ClusterSnapshot:
-        core, told, now_s = self.core, self.core.promises, time.monotonic()
+        state, told, now_s = self.core.state, self.core.state.promises, time.monotonic()
         return ClusterSnapshot(
             ready=self.ready(),
             running_requests=self.running_requests(),
-            quarantined_pairs=len(core.quarantine.active(now_s)),
-            queued_prompts=core.dispatch.waiting,
-            moved_requests=core.moving.moved,
-            local_prefills=core.local_prefills,
+            quarantined_pairs=len(state.quarantine.active(now_s)),
+            queued_prompts=state.dispatch.waiting,
+            moved_requests=state.moves.moved,
+            local_prefills=state.local_prefills,
             promises={"kept": told.kept, "broken": told.broken, "expired": told.expired},
-            workers=tuple(map(self._status, core.workers.values())),
-            linked=core.recent_pairs.lately(now_s),
+            workers=tuple(map(self._status, state.workers.values())),
+            linked=state.recent_pairs.lately(now_s),
             pool_nodes=self.pools.statuses(),
-            tiers=ladder_statuses(core.ladders, now_s),
+            tiers=ladder_statuses(state.ladders, now_s),
             pauses=PAUSES,
         )
 
@@ -235,26 +235,26 @@ class ClusterViews:
 
     def _link_status(self, state: LinkState) -> LinkStatus:
         return LinkStatus(
-            peer=self.core.workers.name_of(state.peer),
+            peer=self.core.state.workers.name_of(state.peer),
             transport=state.transport,
             bytes_per_s=state.bytes_per_s,
             latency_s=state.latency_s,
         )
 
     def quarantined(self) -> tuple[QuarantinedPair, ...]:
-        core = self.core
-        return quarantine_statuses(core.quarantine, core.workers, time.monotonic())
+        state = self.core.state
+        return quarantine_statuses(state.quarantine, state.workers, time.monotonic())
 
     def model(self) -> ModelFacts | None:
-        return self.core.workers.model()
+        return self.core.state.workers.model()
 
     def running_requests(self) -> int:
-        return len(self.core.requests)
+        return len(self.core.state.requests)
 
     async def debug_kv(self) -> GetKvResponse:
         links = list(self.attached.values())
         return await kv_reports(links, self.pools.links(), self._tenant_of)
 
     def _tenant_of(self, request_id: str) -> str:
-        request = self.core.requests.get(request_id)
+        request = self.core.state.requests.get(request_id)
         return tenant_label(request.submitted.tenant) if request is not None else ""

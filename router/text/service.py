@@ -17,7 +17,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvrelay.errors import InvalidRequest, ModelNotFound, Refused, RequestFailedError
+from kvrelay.errors import (
+    FailureReason,
+    InvalidRequest,
+    ModelNotFound,
+    RefusalReason,
+    Refused,
+    RequestFailedError,
+)
 from kvrelay.types import (
     NO_OBJECTIVES,
     FinishReason,
@@ -209,7 +216,7 @@ class TextService:
         """Raises Refused while no worker has said what it serves."""
         facts = self.dispatcher.model()
         if facts is None:
-            raise Refused("no_capacity", "no worker has joined yet", retry_after_s=1.0)
+            raise Refused(RefusalReason.NO_CAPACITY, "no worker has joined yet", retry_after_s=1.0)
         return facts
 
     async def prompt_ids(
@@ -238,7 +245,9 @@ class TextService:
     async def _start(self, request: TextRequest) -> TextGeneration:
         parsed_s = time.perf_counter()
         if self.draining:
-            raise Refused("draining", "this router stops and takes nothing new", retry_after_s=1.0)
+            raise Refused(
+                RefusalReason.DRAINING, "this router stops and takes nothing new", retry_after_s=1.0
+            )
         self.check_model(request.model)
         facts = self.facts()
         if request.prompt == "":
@@ -348,7 +357,7 @@ class TextGeneration:
                 if self._ended and self._cut:
                     return
             if not self._ended:
-                raise RequestFailedError("aborted", "the request was aborted")
+                raise RequestFailedError(FailureReason.ABORTED, "the request was aborted")
         except RequestFailedError as failure:
             self._log_failure(failure)
             self._end("error")
@@ -370,7 +379,7 @@ class TextGeneration:
         return delta
 
     def _log_failure(self, failure: RequestFailedError) -> None:
-        asked_for = failure.reason in ("aborted", "deadline_exceeded")
+        asked_for = failure.reason in (FailureReason.ABORTED, FailureReason.DEADLINE_EXCEEDED)
         level = logging.DEBUG if asked_for else logging.WARNING
         log.log(level, "a request failed: %s", failure, extra={"request_id": self.request_id})
 

@@ -69,7 +69,7 @@ def quarantined(cluster: Cluster) -> list[tuple[str, str, str]]:
 
 def end_back_offs(cluster: Cluster) -> None:
     """As if their time had passed."""
-    records = cluster.router.process.dispatcher.core.quarantine._records
+    records = cluster.router.process.dispatcher.core.state.quarantine._records
 
     def end() -> None:
         for pair, record in records.items():
@@ -149,11 +149,11 @@ def test_a_pair_is_left_alone_for_a_while_and_used_again(
         hosts[1].damage(bad, pieces=0)
         end_back_offs(cluster)
         assert not quarantined(cluster)
-        (other,) = [v for v in core.workers.values() if v.hello.name == "decode-1"]
+        (other,) = [v for v in core.state.workers.values() if v.hello.name == "decode-1"]
         other.draining = True
         assert_same_tokens(expected[2], ask(cluster, asked[2]))
         assert_checks(cluster, "decode-0", passed=1, mismatched=1)
-        assert not core.quarantine.active(0.0), "the next failure begins anew"
+        assert not core.state.quarantine.active(0.0), "the next failure begins anew"
         cluster.assert_clean()
         for address in (bad, good):
             hosts[1].stop(address)

@@ -122,7 +122,7 @@ def test_preempted_requests_finish_with_the_same_tokens(
 
 
 def preemptions(cluster: Cluster) -> int:
-    views = cluster.router.process.dispatcher.core.workers.values()
+    views = cluster.router.process.dispatcher.core.state.workers.values()
     return sum(view.counters.preemptions for view in views)
 
 
@@ -288,7 +288,7 @@ def test_a_worker_that_dies_or_hangs_costs_no_token(
             found = stream_with_a_death(cluster, prompt, doomed, spare, role, llama, how)
             wait_until(lambda: len(cluster.kv()) == 2, "the dead worker is gone")
             doomed.kill()
-            views = cluster.router.process.dispatcher.core.workers.values()
+            views = cluster.router.process.dispatcher.core.state.workers.values()
             drawn = sum(view.counters.generated_tokens for view in views)
         assert_same_tokens(generate_reference(load(llama), prompt, tokens=LONG), found)
         assert role is Role.PREFILL or drawn < LONG - 4, "what was delivered was drawn again"
@@ -334,7 +334,7 @@ def test_each_choice_goes_on_behind_its_own_tokens(llama: Path) -> None:
             )
             (view,) = [
                 view
-                for view in cluster.router.process.dispatcher.core.workers.values()
+                for view in cluster.router.process.dispatcher.core.state.workers.values()
                 if view.hello.name == "spare"
             ]
             drawn = view.counters.generated_tokens

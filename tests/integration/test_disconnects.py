@@ -133,7 +133,7 @@ def open_request(split: Cluster, **fields: Any) -> socket.socket:
 
 def steps(split: Cluster) -> list[int]:
     """Of each worker, as far as it has told."""
-    workers = split.router.process.dispatcher.core.workers
+    workers = split.router.process.dispatcher.core.state.workers
     return split.router.read(lambda: [view.counters.steps for view in workers.values()])
 
 

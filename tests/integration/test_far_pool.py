@@ -82,7 +82,7 @@ def ask(cluster: Cluster, worker: str, ids: list[int]) -> tuple[list[int], int]:
     """The other prefill worker seems busy."""
 
     async def book() -> None:
-        for view in cluster.router.process.dispatcher.core.workers.values():
+        for view in cluster.router.process.dispatcher.core.state.workers.values():
             if view.hello.role is Role.PREFILL:
                 view.queue.remove(ELSEWHERE, 0.0)
                 if view.hello.name != worker:
@@ -96,16 +96,16 @@ def ask(cluster: Cluster, worker: str, ids: list[int]) -> tuple[list[int], int]:
 
 def holders(cluster: Cluster, ids: list[int]) -> dict[Incarnation, int]:
     core = cluster.router.process.dispatcher.core
-    hello = next(iter(core.workers.values())).hello
+    hello = next(iter(core.state.workers.values())).hello
     names = BlockNames(fingerprint=hello.fingerprint, physical_format=hello.physical_format)
     chain = names.chain("", len(ids), hello.block_size)
-    directory: Directory = core.directory
+    directory: Directory = core.state.directory
     return cluster.router.read(lambda: directory.longest(chain.walk(ids, len(ids))))
 
 
 def in_pools(cluster: Cluster, ids: list[int]) -> int:
     """Pool nodes that hold all of it; no worker does."""
-    workers = cluster.router.process.dispatcher.core.workers
+    workers = cluster.router.process.dispatcher.core.state.workers
     held = {h: blocks for h, blocks in holders(cluster, ids).items() if blocks == len(ids) // 16}
     return 0 if held.keys() & workers.keys() else len(held)
 

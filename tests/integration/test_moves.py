@@ -44,13 +44,13 @@ def test_a_moved_request_has_the_tokens_of_one_that_stayed(
     ]
     with running_cluster(llama, workers, policies=MOVES) as cluster:
         core = cluster.router.process.dispatcher.core
-        views = {view.hello.name: view for view in core.workers.values()}
+        views = {view.hello.name: view for view in core.state.workers.values()}
         stayed = [ask_all(cluster, [prompt], **fields)[0] for prompt in asked]
-        assert core.moving.moved == 0
+        assert core.state.moves.moved == 0
         views["large"].draining = True
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ask_all, cluster, asked, **fields)
             wait_until(lambda: views["small"].counters.decode_sequences == 2, "both decode")
             views["large"].draining = False
             assert found.result() == stayed
-        assert core.moving.moved > 0
+        assert core.state.moves.moved > 0

@@ -138,11 +138,15 @@ def test_without_its_node_a_worker_serves_all_the_same(
 def _known_in_pools(cluster: Cluster, prompt: list[int]) -> int:
     """Blocks of the prompt that the router knows a pool node to hold."""
     core = cluster.router.process.dispatcher.core
-    hello = next(iter(core.workers.values())).hello
+    hello = next(iter(core.state.workers.values())).hello
     names = BlockNames(fingerprint=hello.fingerprint, physical_format=hello.physical_format)
     chain = names.chain("", len(prompt), hello.block_size)
-    held = cluster.router.read(lambda: core.directory.longest(chain.walk(prompt, len(prompt))))
-    return max((blocks for holder, blocks in held.items() if holder not in core.workers), default=0)
+    held = cluster.router.read(
+        lambda: core.state.directory.longest(chain.walk(prompt, len(prompt)))
+    )
+    return max(
+        (blocks for holder, blocks in held.items() if holder not in core.state.workers), default=0
+    )
 
 
 def _ask_both(cluster: Cluster, prompts: list[list[int]]) -> list[list[int]]:

@@ -35,7 +35,7 @@ def test_a_prefill_worker_drains_while_requests_keep_coming(
     ]
     with running_cluster(llama, workers) as cluster, ThreadPoolExecutor(CLIENTS) as pool:
         address = cluster.add(hosts[1], worker_settings("leaves", Role.PREFILL, llama))
-        views = cluster.router.process.dispatcher.core.workers.values()
+        views = cluster.router.process.dispatcher.core.state.workers.values()
         view = next(one for one in views if one.hello.name == "leaves")
         enough = threading.Event()
         answers = [pool.submit(keep_asking, cluster, i, enough) for i in range(CLIENTS)]

@@ -66,7 +66,7 @@ def _prefer(cluster: Cluster, name: str) -> None:
     """The router places all prompts there: the other prefill worker seems busy."""
 
     async def book() -> None:
-        for view in cluster.router.process.dispatcher.core.workers.values():
+        for view in cluster.router.process.dispatcher.core.state.workers.values():
             if view.hello.role is Role.PREFILL:
                 view.queue.remove(ELSEWHERE, 0.0)
                 if view.hello.name != name:

@@ -152,22 +152,22 @@ class Traffic:
         try:
             assert self.ask("free", 16, deadline_ms=2000).status_code == 504
             crowd = [self.submit("free", LONG) for _ in range(PLACES - 1)]
-            wait_until(lambda: len(self._core.requests) == PLACES - 1, "all places are taken")
+            wait_until(lambda: len(self._core.state.requests) == PLACES - 1, "all places are taken")
             refused = self.ask("free", LONG)
             assert (refused.status_code, refused.json()["error"]["code"]) == (
                 429,
                 "slots_exhausted",
             )
             crowd += [self.submit("premium", LONG), self.submit("patient", LONG)]
-            wait_until(lambda: len([*self._core.waiting]) == 1, "one waits")
-            wait_until(lambda: len(self._core.requests) == PLACES + 1, "one has its own")
+            wait_until(lambda: len([*self._core.state.waiting]) == 1, "one waits")
+            wait_until(lambda: len(self._core.state.requests) == PLACES + 1, "one has its own")
         finally:
             os.kill(decode.pid, signal.SIGCONT)
         assert {one.result().status_code for one in crowd} == {200}
 
     def wait_free(self) -> None:
         """The router has heard of all that have ended."""
-        views = self._core.workers.values()
+        views = self._core.state.workers.values()
         wait_until(lambda: not any(v.outlook.sequences for v in views), "all places are free")
 
     def go_away(self) -> None:
@@ -183,7 +183,7 @@ class Traffic:
 
     def death(self, doomed: WorkerHost) -> None:
         """With requests on it, all of which end nevertheless."""
-        views = self._core.workers.values()
+        views = self._core.state.workers.values()
         (view,) = [view for view in views if view.hello.name == "doomed"]
         asked = [self.submit("patient", LONGER) for _ in range(2 * PLACES)]
         wait_until(lambda: view.counters.decode_sequences > 0, "it decodes")

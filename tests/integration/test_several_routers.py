@@ -71,7 +71,7 @@ def routers(
 
 
 def held_by_directory(cluster: Cluster) -> dict[Incarnation, Tiers]:
-    held = cluster.router.process.dispatcher.core.directory._held
+    held = cluster.router.process.dispatcher.core.state.directory._held
 
     def tiers() -> dict[Incarnation, Tiers]:
         return {worker: {tier: {*b} for tier, b in of.items() if b} for worker, of in held.items()}
@@ -152,7 +152,7 @@ def test_what_all_preload_is_computed_once(llama: Path, hosts: Hosts) -> None:
 
         wait_until(lambda: pinned() == [1], "it is preloaded")
         three[2].completion("hello", max_tokens=2)
-        views = three[2].router.process.dispatcher.core.workers.values()
+        views = three[2].router.process.dispatcher.core.state.workers.values()
         (computed,) = [v.counters.prompt_tokens for v in views if v.hello.name == "prefill-0"]
         (spec,) = three[0].router.process.dispatcher.core.preloads
         assert computed < len(spec.prompt_ids) + 10
@@ -199,7 +199,7 @@ def test_places_are_the_workers_to_give(long_llama: Path, hosts: Hosts) -> None:
         refused = [answer for answer in answers if answer.status_code == 429]
         assert {answer.json()["error"]["code"] for answer in refused} == {"slots_exhausted"}
         assert all(float(answer.headers["retry-after-ms"]) > 0 for answer in refused)
-        views = three[0].router.process.dispatcher.core.workers.values()
+        views = three[0].router.process.dispatcher.core.state.workers.values()
         assert sum(view.counters.preemptions for view in views) == 0
 
 
@@ -215,7 +215,8 @@ def test_a_tier_gets_its_share_back_from_what_another_router_lent(
     with routers(2, long_llama, workers, **told) as (one, other), ThreadPoolExecutor(4) as pool:
         fields = {"max_tokens": 1500}
         free = [pool.submit(ask_all, one, [prompt], **fields) for prompt in asked]
-        views = {v.hello.name: v for v in other.router.process.dispatcher.core.workers.values()}
+        workers = other.router.process.dispatcher.core.state.workers
+        views = {view.hello.name: view for view in workers.values()}
         decode = views["decode-0"]
         wait_until(lambda: decode.counters.decode_sequences == 4, "free ones have all places")
         body = {"model": "test-model", "prompt": [5, 6, 7], "max_tokens": 4}
@@ -243,7 +244,7 @@ def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: H
     asked = prompts(2, 60)
     with routers(2, llama, workers, policies=moves) as pair:
         cores = [cluster.router.process.dispatcher.core for cluster in pair]
-        views = [{v.hello.name: v for v in core.workers.values()} for core in cores]
+        views = [{v.hello.name: v for v in core.state.workers.values()} for core in cores]
         stayed = [ask_all(pair[0], [prompt], max_tokens=900)[0] for prompt in asked]
         for seen in views:
             seen["large"].draining = True
@@ -259,7 +260,7 @@ def test_moves_that_two_routers_decide_at_once_harm_nobody(llama: Path, hosts: H
             for seen in views:
                 seen["large"].draining = False
             assert [future.result()[0] for future in found] == stayed
-        assert sum(core.moving.moved for core in cores) > 0
-        pending = [one._pending for core in cores if isinstance(one := core.moving, Moving)]
+        assert sum(core.state.moves.moved for core in cores) > 0
+        pending = [one.pending for core in cores if isinstance(one := core.state.moves, Moving)]
         assert len(pending) == len(cores)
         wait_until(lambda: not any(pending), "no move is left")

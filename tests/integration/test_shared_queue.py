@@ -90,12 +90,12 @@ def test_what_waits_at_the_router_keeps_its_place_at_the_decode_worker(
     with WorkerHost() as other, serving(llama, other, ttl_s=2.0) as cluster:
         core = cluster.router.process.dispatcher.core
         busy.set()
-        first = next(core.attempts)
+        first = next(core.state.attempts)
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(ask_all, cluster, asked)
             wait_until(lambda: oldest_lease_s(cluster) > 4.5, "leases would be over")
-            assert core.dispatch.waiting == 6
+            assert core.state.dispatch.waiting == 6
             busy.clear()
             answers = found.result()
         assert all(len(tokens) == TOKENS for tokens in answers)
-        assert next(core.attempts) == first + 7, "none was tried again"
+        assert next(core.state.attempts) == first + 7, "none was tried again"

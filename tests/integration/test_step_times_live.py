@@ -40,7 +40,7 @@ def cluster(hosts: tuple[WorkerHost, WorkerHost]) -> Iterator[Cluster]:
 
 
 def view(cluster: Cluster, role: Role) -> WorkerView:
-    views = cluster.router.process.dispatcher.core.workers.values()
+    views = cluster.router.process.dispatcher.core.state.workers.values()
     (found,) = [view for view in views if view.hello.role is role]
     return found
 

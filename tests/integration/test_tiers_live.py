@@ -115,15 +115,15 @@ def test_output_is_cut_or_a_wait_allowed_before_a_request_is_refused(
         core = core_of(cluster)
 
         def submit(name: str, prompt: int) -> Future[httpx.Response]:
-            before = len(core.requests)
+            before = len(core.state.requests)
             asked = threads.submit(ask, cluster, name, prompt, 250)
-            wait_until(lambda: len(core.requests) > before, f"the router has heard of {name}")
+            wait_until(lambda: len(core.state.requests) > before, f"the router has heard of {name}")
             return asked
 
         with stopped(hosts[1]):
             there, cut = submit("plain", 16), submit("free", 48)
             late = submit("patient", 48)
-            wait_until(lambda: len([*core.waiting]) == 1, "it waits")
+            wait_until(lambda: len([*core.state.waiting]) == 1, "it waits")
             refused = ask(cluster, "plain", 48, 250)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "kv_exhausted"

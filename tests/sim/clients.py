@@ -83,7 +83,7 @@ class Clients:
 
     def abort(self, request_id: str) -> None:
         call = self.calls[request_id]
-        if call.ended is None and request_id in self.cluster.core.requests:
+        if call.ended is None and request_id in self.cluster.core.state.requests:
             call.ended = "aborted"
             self.cluster.to_router(Aborted(request_id=request_id))
 
@@ -115,18 +115,18 @@ class Clients:
                 call.stopped.add(choice)
                 stop = ChoiceStopped(request_id=request_id, choice=choice, valid_tokens=after)
                 self.cluster.to_router(stop)
-                if request_id not in self.cluster.core.requests:
+                if request_id not in self.cluster.core.state.requests:
                     call.ended = "done"
 
     def finish(self) -> Counter[str]:
         """Run to the end and check all that must hold then; how the requests ended."""
         self.cluster.run()
         self.cluster.settle()
-        assert not self.cluster.core.requests, who_waits(self.cluster)
+        assert not self.cluster.core.state.requests, who_waits(self.cluster)
         for call in self.calls.values():
             assert call.ended is not None, f"{call.spec.key} never ended"
             call.check()
-        for view in self.cluster.core.workers.values():
+        for view in self.cluster.core.state.workers.values():
             assert view.outlook.sequences == len(view.queue) == 0, view
         assert_nothing_held(self.cluster)
         return Counter(call.ended or "" for call in self.calls.values())
@@ -140,7 +140,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         pinned = {b for held in worker.tables.held() for b in held.tables[0]}
         assert worker.tables.pools[0].available + len(pinned) == worker.tables.blocks
         assert worker.pool is None or worker.pool.client.idle, worker.incarnation
-        slabs = worker.decode.receiver.slabs
+        slabs = worker.decode.reservations.slabs
         assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(cluster.now_s)
         assert worker.decode.sequences == 0
         assert worker.prefill.jobs.handing_over == len(worker.prefill.queue) == 0

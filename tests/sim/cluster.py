@@ -51,6 +51,7 @@ from router.core.events import (
     WorkerSaid,
 )
 from router.core.policy.admission import Capacity
+from router.core.router_state import RouterState
 from tests.sim.peers import PeerFabric
 from tests.sim.pool_net import PoolNet
 from tests.sim.pool_side import PoolSide
@@ -62,7 +63,7 @@ class Cluster(PeerFabric):
 
     def __init__(self, seed: int, on_command: Callable[[RouterCommand], None]) -> None:
         super().__init__(seed)
-        self.core = RouterCore(admitting=Capacity())
+        self.core = RouterCore(RouterState(admitting=Capacity()))
         self.pools = PoolNet(self)
         self._on_command = on_command
         self._attached: dict[Incarnation, int] = {}  # the router's view: worker |-> stream

@@ -25,6 +25,7 @@ from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.promises import NO_CAPACITY, Refusal, ReleaseClock, refused_by_worker
 from router.core.state.worker_view import BELIEVED, WorkerView
+from router.core.workers import book_decode, book_prefill
 from tests.unit.router_kit import PerToken, demand, key, view, workers_of
 
 P, D = Role.PREFILL, Role.DECODE
@@ -353,15 +354,17 @@ class TestDoubt:
 
     def test_idle_workers_are_tried_ever_more_seldom(self) -> None:
         p, d = pair()
-        workers, tried_s = workers_of(p, d), []
+        tried_s = []
         for now_s in range(100):
             verdict = self.asked_at(now_s, p, d)
             if isinstance(verdict, Admitted):
                 tried_s.append(now_s)
-                workers.book(self.SLOW, verdict, now_s)
+                book_decode(self.SLOW, verdict, now_s)
+                prefiller = verdict.candidate.prefiller
+                book_prefill(self.SLOW, prefiller, verdict.prediction.prompt, now_s)
                 for worker in verdict.candidate.workers:
                     worker.doubt.tried(now_s)
-                workers.forget(self.SLOW.spec.key, workers, now_s)
+                    worker.give_back(self.SLOW.spec.key, now_s)
         assert tried_s == [5, 10, 20, 40, 80]
 
     def test_nobody_else_is_disturbed(self) -> None:

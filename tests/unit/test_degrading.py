@@ -25,6 +25,7 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
+from router.core.router_state import RouterState
 from router.core.state.ladder import LadderStep
 from router.core.state.promises import Refusal
 from tests.unit.router_kit import PerToken, demand, hello, released, request, reserved, says, tokens
@@ -125,10 +126,10 @@ TIERS = QosTiers(tiers=(GOLD, FREE), default="free", ladder=RULES)
 
 def core(times: StepTimes, *, places: int = 4) -> RouterCore:
     """One prefill and one decode worker."""
-    core = RouterCore(tiers=TIERS)
+    core = RouterCore(RouterState(tiers=TIERS))
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=places)), 0)
-    core.workers[D].times = times
+    core.state.workers[D].times = times
     return core
 
 
@@ -152,7 +153,7 @@ def test_output_is_cut_when_all_of_it_would_be_too_slow() -> None:
     """40 tokens: a context of 23 on average, 230 ms for each; with 4 it is 5."""
     at = core(PerToken(context_s=0.012))
     (sampling,) = asked_for(submit(at, "r", "gold"))
-    assert (sampling.max_tokens, at.requests["r"].capped_tokens) == (4, 4)
+    assert (sampling.max_tokens, at.state.requests["r"].capped_tokens) == (4, 4)
     says(at, "d", reserved("r"))
     ended = says(at, "p", tokens(0, 1, 2, 3, 4, name="r", reason=FinishReason.LENGTH))
     assert [c.done for c in ended if isinstance(c, Deliver)] == [True]
@@ -162,10 +163,9 @@ def test_less_output_is_not_judged_where_no_more_was_expected() -> None:
     """Requests of the tier have had 3 tokens: to be cut to 4 changes nothing."""
     at = core(PerToken(context_s=0.012, sequence_s=0.25))
     for _ in range(20):
-        at.lengths.observe("gold", 3, was_cut=False)
-    judge = Mock(wraps=at.deciding.admitting.judge)
-    at.deciding = replace(at.deciding, admitting=Mock(judge=judge))
-    at.seeking.deciding = at.deciding
+        at.state.lengths.observe("gold", 3, was_cut=False)
+    judge = Mock(wraps=at.state.admitting.judge)
+    at.state.admitting = Mock(judge=judge)
     (refusal,) = refusals(submit(at, "r", "gold"))
     assert (refusal.reason, judge.call_count) == ("tpot_unreachable", 1)
 
@@ -175,16 +175,16 @@ def test_nothing_is_cut_any_more_where_another_worker_can_serve_all_of_it() -> N
     (sampling,) = asked_for(submit(at, "r", "gold"))
     assert sampling.max_tokens == 4
     at.handle(WorkerJoined(hello=hello("e", Role.DECODE)), 1.1)
-    at.workers[Incarnation("e")].times = PerToken()
-    refused = ReserveRefused(key=at.requests["r"].key, at_s=1.2, reason="kv_exhausted")
+    at.state.workers[Incarnation("e")].times = PerToken()
+    refused = ReserveRefused(key=at.state.requests["r"].key, at_s=1.2, reason="kv_exhausted")
     (sampling,) = asked_for(says(at, "d", refused, now_s=1.2))
-    assert (sampling.max_tokens, at.requests["r"].capped_tokens) == (40, None)
+    assert (sampling.max_tokens, at.state.requests["r"].capped_tokens) == (40, None)
 
 
 def test_nothing_is_cut_when_it_need_not_be_or_does_not_help() -> None:
     at = core(PerToken(context_s=0.001))
     (sampling,) = asked_for(submit(at, "r", "gold"))
-    assert (sampling.max_tokens, at.requests["r"].capped_tokens) == (40, None)
+    assert (sampling.max_tokens, at.state.requests["r"].capped_tokens) == (40, None)
     at = core(PerToken(sequence_s=0.3))
     (refusal,) = refusals(submit(at, "r", "gold"))
     assert (refusal.reason, refusal.hopeless) == ("tpot_unreachable", True)
@@ -195,13 +195,13 @@ def test_a_deferred_request_is_served_once_it_can_be() -> None:
     submit(at, "first", "gold")
     says(at, "d", reserved("first"))
     assert submit(at, "r", "free") == []
-    assert "r" in at.waiting
+    assert "r" in at.state.waiting
     at.validate()
     says(at, "p", tokens(0, 1, name="first", reason=FinishReason.LENGTH), now_s=1.5)
     commands = says(at, "d", released("first"), now_s=1.51)
     assert len(asked_for(commands)) == 1, "at once"
     says(at, "d", reserved("r", attempt=1), now_s=2)
-    assert "r" not in at.waiting
+    assert "r" not in at.state.waiting
 
 
 def test_two_slots_that_come_free_together_are_taken_together() -> None:
@@ -224,7 +224,7 @@ def test_a_deferred_request_is_refused_when_its_patience_is_over() -> None:
     assert says(at, "p", now_s=1.9) == []
     (refusal,) = refusals(says(at, "p", now_s=2.2))
     assert refusal.reason == "slots_exhausted"
-    assert "r" not in at.requests and "r" not in at.waiting
+    assert "r" not in at.state.requests and "r" not in at.state.waiting
 
 
 def test_deferred_requests_of_a_tier_wait_for_the_first_of_them() -> None:
@@ -248,7 +248,7 @@ def test_a_deferred_request_whose_workers_are_all_gone_is_refused() -> None:
     at.handle(WorkerLost(incarnation=D), 1.1)
     commands = at.handle(WorkerLost(incarnation=Incarnation("p")), 1.3)
     assert "r" in [c.request_id for c in commands if isinstance(c, Refuse)]
-    assert "r" not in at.requests and "r" not in at.waiting
+    assert "r" not in at.state.requests and "r" not in at.state.waiting
 
 
 def test_without_patience_it_is_refused_at_once() -> None:
@@ -260,7 +260,7 @@ def test_without_patience_it_is_refused_at_once() -> None:
 
 def slow_down(at: RouterCore, now_s: float) -> list[Command]:
     for _ in range(100):
-        at.ladders.saw_tpot("gold", 0.6, begun_s=now_s, now_s=now_s)
+        at.state.ladders.saw_tpot("gold", 0.6, begun_s=now_s, now_s=now_s)
     return says(at, "p", now_s=now_s)
 
 
@@ -274,7 +274,7 @@ def test_the_ladder_tightens_then_caps_then_trips() -> None:
     (refusal,) = refusals(submit(at, "tight", "gold", now_s=2.1))
     assert (refusal.reason, refusal.hopeless) == ("tpot_unreachable", False)
     assert refusal.retry_after_s is not None
-    at.workers[D].times = PerToken(sequence_s=0.01)
+    at.state.workers[D].times = PerToken(sequence_s=0.01)
     assert slow_down(at, 3.2) == [LadderStepped(tier="gold", step=2, cause=cause)]
     assert len(asked_for(submit(at, "other", "free", now_s=3.25))) == 1
     (sampling,) = asked_for(submit(at, "a", "gold", now_s=3.3))
@@ -321,11 +321,11 @@ def test_latencies_of_requests_with_their_own_objectives_do_not_count() -> None:
     own = replace(request("own"), qos_tier="gold", objectives=Objectives(tpot_s=9.0))
     for name, asked in (("own", own), ("r", replace(request("r"), qos_tier="gold"))):
         at.handle(Submitted(request=asked), 1)
-        attempt = at.requests[name].attempt
+        attempt = at.state.requests[name].attempt
         says(at, "d", reserved(name, attempt))
         says(at, "p", tokens(0, 1, name=name, attempt=attempt), now_s=2)
         last = tokens(1, 2, 3, 4, name=name, attempt=attempt, reason=FinishReason.LENGTH)
         says(at, "d", last, now_s=5)
-    (gold,) = at.ladders
+    (gold,) = at.state.ladders
     assert list(gold.tpot._ascending) == [1.0]
     assert len(gold.ttft._ascending) == 2

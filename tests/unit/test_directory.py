@@ -188,7 +188,7 @@ def _core() -> RouterCore:
     """Two workers prefill, and the router sends prompts to `p`."""
     core = core_with(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE)
     ahead = Ahead(seconds=100, tokens=100)
-    core.workers[Incarnation("q")].queue.add(key("elsewhere"), ahead, 0)
+    core.state.workers[Incarnation("q")].queue.add(key("elsewhere"), ahead, 0)
     return core
 
 
@@ -243,7 +243,7 @@ def _pooled(
         blocks=(BlockChanges(tier=Tier.HOST, stored=hashes),),
     )
     core.handle(PoolNodeSaid(update=update), 0)
-    core.directory.validate()
+    core.state.directory.validate()
 
 
 def _in_node(blocks: int) -> PrefixSource:
@@ -275,7 +275,7 @@ def test_a_pool_node_that_can_not_be_reached_or_is_asked_anyway_is_not_named() -
     hidden, own = _core(), _core()
     _pooled(hidden, "q", _chain(LONG), addresses=())
     _pooled(own, "p", _chain(LONG))
-    assert hidden.directory.longest(_chain(LONG)) == {NODE: 2}
+    assert hidden.state.directory.longest(_chain(LONG)) == {NODE: 2}
     assert _source(hidden) is None
     assert _source(own) is None
 

@@ -92,7 +92,7 @@ def test_what_was_said_before_a_rejected_event_is_delivered() -> None:
         async with asyncio.timeout(10):
             assert [t.token_ids async for t in ended] == [(10,)]
         assert (await anext(aiter(other))).token_ids == (20,)
-        assert s.dispatcher.core.requests["other"].choices[0].delivered == [20]
+        assert s.dispatcher.core.state.requests["other"].choices[0].delivered == [20]
 
     play(scene)
 

@@ -67,9 +67,9 @@ def test_what_other_routers_have_sent_is_ahead_too() -> None:
     queue.add(key("a"), Ahead(seconds=2, tokens=25, cached=5), now_s=0)
     assert queue.wait_s(0, 1, waiting_tokens=25) == 1, "all that waits there is ours"
     assert queue.wait_s(0, 1, waiting_tokens=50) == pytest.approx(4)
-    queue.lived(Lifetime(key=key("a"), at_s=1, name="prefill_started", tokens=5))
+    queue.on_lifetime(Lifetime(key=key("a"), at_s=1, name="prefill_started", tokens=5))
     assert queue.wait_s(0, 1, waiting_tokens=45) == pytest.approx(4)
-    queue.lived(Lifetime(key=key("a"), at_s=1.5, name="prefill_chunk", tokens=10))
+    queue.on_lifetime(Lifetime(key=key("a"), at_s=1.5, name="prefill_chunk", tokens=10))
     assert queue.wait_s(0, 1.5, waiting_tokens=35) == pytest.approx(3)
     queue.remove(key("a"), 3)
     assert queue.wait_s(0, 3, waiting_tokens=25) == pytest.approx(2)

@@ -12,7 +12,7 @@ from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core.core import RouterCore
 from router.core.events import Submitted
-from router.core.lifecycle import TOO_LATE
+from router.core.lifecycle import MAX_LATENESS
 from router.core.load.output_lengths import OutputLengths
 from router.core.load.step_times import WorkerTimes
 from router.core.request import Request
@@ -119,7 +119,7 @@ def follow(core: RouterCore) -> Request:
     """A request of 5 tokens: the first after 2 s, the last after 10 s."""
     submit(core, now_s=0)
     says(core, "d", reserved())
-    request = core.requests["r"]
+    request = core.state.requests["r"]
     assert request.predicted is not None
     request.predicted = replace(request.predicted, ttft_s=1.0, tpot_s=3.0)
     return request
@@ -148,22 +148,22 @@ def test_without_a_prediction_there_is_no_error() -> None:
     core = split()
     follow(core).predicted = None
     says(core, "p", tokens(0, 7), now_s=2.0)
-    assert core.requests["r"].prediction_errors() == {}
+    assert core.state.requests["r"].prediction_errors() == {}
 
 
 def test_what_a_token_took_is_compared_with_the_batch_as_it_grew() -> None:
     """It was admitted alone, and shared its steps with another: the router had expected that."""
     core = split()
     submit(core, "r")
-    alone_s = core.requests["r"].predicted.tpot_s  # type: ignore[union-attr]
+    alone_s = core.state.requests["r"].predicted.tpot_s  # type: ignore[union-attr]
     submit(core, "other", now_s=1.1)
-    grown_s = core.requests["other"].predicted.decode.step_s  # type: ignore[union-attr]
+    grown_s = core.state.requests["other"].predicted.decode.step_s  # type: ignore[union-attr]
     says(core, "d", reserved())
     says(core, "p", tokens(0, 5))
     says(core, "d", tokens(1, 5, 5, 5, 5, 5, 5, 5, reason=FinishReason.LENGTH), now_s=3)
-    assert "r" not in core.requests
-    assert core.forecast.tpot.usual_s == pytest.approx(grown_s, rel=0.2)
-    assert core.forecast.tpot.usual_s > 1.2 * alone_s
+    assert "r" not in core.state.requests
+    assert core.state.forecast.tpot.usual_s == pytest.approx(grown_s, rel=0.2)
+    assert core.state.forecast.tpot.usual_s > 1.2 * alone_s
 
 
 def margin_of(ended_s: float, stood_back_s: float) -> dict[int, list[float]]:
@@ -174,8 +174,8 @@ def margin_of(ended_s: float, stood_back_s: float) -> dict[int, list[float]]:
     says(core, "p", tokens(0, 5))
     last = tokens(1, 5, 5, 5, 5, 5, 5, 5, reason=FinishReason.LENGTH)
     says(core, "d", replace(last, stood_back_s=stood_back_s), now_s=ended_s)
-    assert "r" not in core.requests
-    return core.forecast.tpot._bands
+    assert "r" not in core.state.requests
+    return core.state.forecast.tpot._bands
 
 
 def test_to_have_stood_back_for_others_is_no_want_of_speed() -> None:
@@ -188,16 +188,16 @@ def learnt_ttft_s(first_s: float, objective_s: float | None) -> float:
     core = split()
     asked = replace(request("r"), objectives=Objectives(ttft_s=objective_s))
     core.handle(Submitted(request=asked), 1.0)
-    predicted = core.requests["r"].predicted
+    predicted = core.state.requests["r"].predicted
     assert predicted is not None
     says(core, "d", reserved(), now_s=1.0)
     says(core, "p", tokens(0, 5), now_s=1.0 + first_s)
-    delay_s = core.workers[Incarnation("p")].dispatching.usual_s
+    delay_s = core.state.workers[Incarnation("p")].dispatching.usual_s
     return delay_s + predicted.prompt.first_token_s
 
 
 def test_who_came_too_late_counts_as_a_tenth_too_late() -> None:
     """It went behind all that could be in time: that is no error of the prediction."""
     assert learnt_ttft_s(0.9, 1.0) == pytest.approx(0.9)
-    assert learnt_ttft_s(3.0, 1.0) == pytest.approx(1.0 * TOO_LATE)
+    assert learnt_ttft_s(3.0, 1.0) == pytest.approx(1.0 * MAX_LATENESS)
     assert learnt_ttft_s(3.0, None) == pytest.approx(3.0), "nothing was to be kept"

@@ -14,6 +14,7 @@ from router.core.load.prefill_queue import Ahead
 from router.core.policy.forecast import Forecast
 from router.core.policy.kv_aware import MOST_CHUNKS, KvAware, LocalPrefill
 from router.core.policy.placement import PlacementPolicy
+from router.core.router_state import RouterState
 from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.worker_view import WorkerView
@@ -192,19 +193,19 @@ def test_pauses_since_then() -> None:
 
 
 def test_a_local_prefill_from_submission_to_release() -> None:
-    core = RouterCore(placing=LOCAL)
+    core = RouterCore(RouterState(placing=LOCAL))
     for name, role in (("p", P), ("d", D)):
         core.handle(WorkerJoined(hello=hello(name, role)), 0)
-    core.workers[Incarnation("p")].queue.add(key("long"), Ahead(seconds=9, tokens=1), 1)
+    core.state.workers[Incarnation("p")].queue.add(key("long"), Ahead(seconds=9, tokens=1), 1)
     (sent,) = core.handle(Submitted(request=request()), 1)
     assert isinstance(sent, Send) and isinstance(sent.message, Generate)
-    decode = core.workers[Incarnation("d")]
+    decode = core.state.workers[Incarnation("d")]
     assert (decode.queue.tokens, decode.outlook.sequences) == (3, 1)
     assert says(core, "d", reserved()) == [Admit(request_id="r")]
-    assert core.local_prefills == 1
+    assert core.state.local_prefills == 1
     says(core, "d", tokens(0, 10))
     assert len(decode.queue) == 0
-    one = core.requests["r"]
+    one = core.state.requests["r"]
     assert "local_prefill" in one.ledger.phases() and "prefill" not in one.ledger.phases()
     says(core, "d", released())
     assert decode.outlook.sequences == 0

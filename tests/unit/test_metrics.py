@@ -45,11 +45,11 @@ def test_a_handoff_makes_its_pair_recent_until_a_worker_is_gone() -> None:
     core = split()
     submit(core)
     says(core, "d", reserved())
-    assert core.recent_pairs.lately(2) == ()
+    assert core.state.recent_pairs.lately(2) == ()
     says(core, "d", lifetime("handoff_committed"), now_s=3)
-    assert core.recent_pairs.lately(3) == (Pair(P, D),)
-    core.recent_pairs.forget(D)
-    assert core.recent_pairs.lately(3) == ()
+    assert core.state.recent_pairs.lately(3) == (Pair(P, D),)
+    core.state.recent_pairs.forget(D)
+    assert core.state.recent_pairs.lately(3) == ()
 
 
 def links_shown(snapshot: ClusterSnapshot) -> list[tuple[str, str]]:

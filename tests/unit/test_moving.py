@@ -18,7 +18,8 @@ from router.core.events import (
     WorkerLost,
     WorkerSaid,
 )
-from router.core.migration import LOOK_S, Moving, no_moves
+from router.core.migration import LOOK_S, Moving, next_spec
+from router.core.router_state import NoMoves, RouterState
 from router.core.state.quarantine import Pair
 from tests.unit.router_kit import (
     PROMPT,
@@ -47,7 +48,7 @@ def asked(attempt: int, *emitted: int) -> RequestSpec:
 
 def decoding(*, moves: bool = True) -> RouterCore:
     """One request with three tokens at d; d2 comes when all is full there."""
-    core = RouterCore(open_moves=Moving if moves else no_moves)
+    core = RouterCore(RouterState(moves=Moving() if moves else NoMoves()))
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=wide(name, role)), 0)
     core.handle(Submitted(request=request(max_tokens=MOST)), 1)
@@ -90,13 +91,13 @@ def test_it_decodes_on_until_the_target_has_room_then_goes() -> None:
     assert says(core, "d", tokens(4, 14), released()) == []  # the old attempt is over
     last = says(core, "d2", lifetime("handoff_committed", attempt=1), tokens(4, 14, attempt=1))
     assert delivered(last) == [(14,)]
-    assert core.requests["r"].legs == (D2,)
+    assert core.state.requests["r"].legs == (D2,)
     end = says(core, "d2", tokens(5, 15, attempt=1, reason=FinishReason.STOP))
     assert delivered(end) == [(15,)]
     says(core, "d", released(attempt=1))
     says(core, "d2", released(attempt=1))
     assert_no_books(core)
-    assert core.moving.moved == 1
+    assert core.state.moves.moved == 1
 
 
 def test_a_second_move_takes_all_that_was_delivered_as_prompt() -> None:
@@ -104,27 +105,26 @@ def test_a_second_move_takes_all_that_was_delivered_as_prompt() -> None:
     says(core, "d", tokens(3, 13))
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
     says(core, "d2", tokens(4, 14, attempt=1))
-    assert core.requests["r"].spec.resumed == ((13,),)
-    assert isinstance(core.moving, Moving)
-    again = core.moving._spec(core.requests["r"])
+    assert core.state.requests["r"].spec.resumed == ((13,),)
+    again = next_spec(core.state, core.state.requests["r"])
     assert (again.emitted_ids, again.resumed) == ((10, 11, 12, 13, 14), ())
 
 
 def test_what_the_move_finds_cached_is_none_of_the_clients() -> None:
     """The worker that it leaves has all of it."""
     core = moving(decoding())
-    core.requests["r"].found_tokens = 1
+    core.state.requests["r"].found_tokens = 1
     says(core, "d2", reserved(attempt=1))
     says(core, "d", replace(lifetime("prefill_started", attempt=1), tokens=6))
-    assert core.requests["r"].cached_tokens == 1
+    assert core.state.requests["r"].cached_tokens == 1
 
 
 def test_refused_it_stays_as_it_was() -> None:
     core = moving(decoding())
     assert says(core, "d2", refused("kv_exhausted", attempt=1)) == []
     assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
-    assert core.workers[D2].outlook.sequences == len(core.workers[D].queue) == 0
-    assert core.moving.moved == 0
+    assert core.state.workers[D2].outlook.sequences == len(core.state.workers[D].queue) == 0
+    assert core.state.moves.moved == 0
 
 
 def test_what_ends_meanwhile_gives_the_new_place_back() -> None:
@@ -152,7 +152,7 @@ def test_a_lost_target_changes_nothing() -> None:
     core = moving(decoding())
     assert core.handle(WorkerLost(incarnation=D2), 4) == []
     assert delivered(says(core, "d", tokens(3, 13))) == [(13,)]
-    assert len(core.workers[D].queue) == 0
+    assert len(core.state.workers[D].queue) == 0
 
 
 def test_a_lost_source_is_an_ordinary_loss() -> None:
@@ -162,7 +162,7 @@ def test_a_lost_source_is_an_ordinary_loss() -> None:
     assert says(core, "d2", reserved(attempt=1)) == [
         Send(worker=D2, message=Abort(key=key(attempt=1)))
     ]
-    assert core.requests["r"].key == key(attempt=2)
+    assert core.state.requests["r"].key == key(attempt=2)
 
 
 def test_a_failed_handoff_resumes_behind_all_that_was_delivered() -> None:
@@ -170,7 +170,7 @@ def test_a_failed_handoff_resumes_behind_all_that_was_delivered() -> None:
     says(core, "d", tokens(3, 13))
     says(core, "d2", reserved(attempt=1))
     says(core, "d", failed("transfer_failed", attempt=1))
-    assert core.requests["r"].spec == asked(2, 10, 11, 12, 13)
+    assert core.state.requests["r"].spec == asked(2, 10, 11, 12, 13)
 
 
 def test_no_second_move_while_one_is_under_way_and_no_look_at_every_message() -> None:
@@ -181,12 +181,12 @@ def test_no_second_move_while_one_is_under_way_and_no_look_at_every_message() ->
 
 def test_never_over_a_pair_that_is_quarantined_or_failed_for_it() -> None:
     core, pair = decoding(), Pair(D, D2)
-    back_off_s = core.quarantine.failed(pair, "transfer_failed", 2)
+    back_off_s = core.state.quarantine.failed(pair, "transfer_failed", 2)
     assert back_off_s is not None
     assert pressed(core, 3) == []
-    core.requests["r"].avoided.add(pair)
+    core.state.requests["r"].avoided.add(pair)
     assert pressed(core, 2 + back_off_s) == []
-    core.requests["r"].avoided.clear()
+    core.state.requests["r"].avoided.clear()
     assert len(pressed(core, 2 + back_off_s + LOOK_S)) == 1
 
 
@@ -195,12 +195,12 @@ def test_never_to_or_from_a_worker_that_drains(worker: Incarnation) -> None:
     """Which its refusal of some other request has told."""
     core = decoding()
     core.handle(Submitted(request=request("other", max_tokens=MOST)), 2)
-    at = core.requests["other"]
+    at = core.state.requests["other"]
     if at.legs[0] != worker:  # it asks that one next
         says(core, at.legs[0], refused("kv_exhausted", "other", at.attempt))
     assert worker in at.legs
     says(core, worker, refused("draining", "other", at.attempt))
-    assert core.workers[worker].draining
+    assert core.state.workers[worker].draining
     assert all(not isinstance(one.message, Reserve) for one in sends(pressed(core, 3)))
 
 

@@ -12,6 +12,7 @@ from kvrelay.types import Incarnation, Objectives, Role
 from router.core.core import RouterCore
 from router.core.events import Aborted, Command, Refuse, Send, Submitted, WorkerJoined
 from router.core.load.margins import Margin
+from router.core.router_state import RouterState
 from router.core.state.promises import GRACE_S, NOTHING_PROMISED, Claims, Promised, Promises, Share
 from tests.unit.router_kit import PerToken, hello, key, request, says
 
@@ -171,12 +172,12 @@ def prompt(number: int) -> tuple[int, ...]:
 
 def busy(tiers: QosTiers = ONE_TIER) -> RouterCore:
     """A prefill worker that takes 0.1 s per token and has two prompts."""
-    core = RouterCore(tiers=tiers)
-    core.promises.delay_s = core.forecast.ttft.at_first = 0.0
+    core = RouterCore(RouterState(tiers=tiers))
+    core.state.promises.delay_s = core.state.forecast.ttft.at_first = 0.0
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role, places=64)), 0)
-    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
-    core.workers[Incarnation("d")].times = PerToken()
+    core.state.workers[Incarnation("p")].times = PerToken(token_s=0.1)
+    core.state.workers[Incarnation("d")].times = PerToken()
     for i in range(2):
         assert isinstance(submit(core, f"r{i}", prompt(i), 0)[0], Send)
     return core
@@ -197,7 +198,7 @@ def finish(core: RouterCore, name: str, attempt: int, now_s: float) -> None:
 
 def test_later_ones_are_promised_later_times() -> None:
     core = busy()
-    core.promises.claims.first.value = 1.0
+    core.state.promises.claims.first.value = 1.0
     times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
     assert times == pytest.approx([0.5, 1.5, 2.5], abs=0.02)
 
@@ -205,7 +206,7 @@ def test_later_ones_are_promised_later_times() -> None:
 def test_others_are_told_as_many_times() -> None:
     """Two sequences of its own beside two of another router's, which tells times as well."""
     core = busy()
-    core.promises.claims.first.value = 1.0
+    core.state.promises.claims.first.value = 1.0
     says(core, "d", running=4, now_s=0)
     times = [retry_of(submit(core, f"x{i}", prompt(10 + i), 0)) for i in range(3)]
     assert times == pytest.approx([0.5, 2.5, 4.5], abs=0.02)
@@ -216,7 +217,7 @@ def test_others_are_told_as_many_times() -> None:
 
 def test_who_comes_back_in_time_goes_before_who_comes_anew() -> None:
     core = busy()
-    core.promises.claims.first.value = 1.0
+    core.state.promises.claims.first.value = 1.0
     again_s = retry_of(submit(core, "x", prompt(10), 0))
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Refuse), "its place is promised"
@@ -228,7 +229,7 @@ def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None
         tiers=(QosTier(name="premium"), QosTier(name="free", priority=1)), default="free"
     )
     core = busy(tiers)
-    core.promises.claims.first.value = 1.0
+    core.state.promises.claims.first.value = 1.0
     assert retry_of(submit(core, "x", prompt(10), 0)) == pytest.approx(0.5, abs=0.02)
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "equal", prompt(20), 0.6)[0], Refuse), "its place is promised"
@@ -239,21 +240,21 @@ def test_what_a_lower_tier_is_to_come_back_for_keeps_no_higher_one_out() -> None
 def test_what_became_of_promises_is_counted() -> None:
     core = busy()
     again_s = retry_of(submit(core, "x", prompt(10), 0))
-    core.workers[Incarnation("p")].times = PerToken(token_s=0.2)
+    core.state.workers[Incarnation("p")].times = PerToken(token_s=0.2)
     at_s = again_s + retry_of(submit(core, "x", prompt(10), again_s))
-    assert (core.promises.kept, core.promises.broken) == (0, 1), "it takes longer now"
-    core.workers[Incarnation("p")].times = PerToken(token_s=0.1)
+    assert (core.state.promises.kept, core.state.promises.broken) == (0, 1), "it takes longer now"
+    core.state.workers[Incarnation("p")].times = PerToken(token_s=0.1)
     finish(core, "r0", 0, at_s)
     finish(core, "r1", 1, at_s)
     (ask,) = submit(core, "x", prompt(10), at_s)
     assert isinstance(ask, Send)
-    says(core, "d", Reserved(key=core.requests["x"].key, at_s=at_s), now_s=at_s)
-    assert (core.promises.kept, core.promises.broken) == (1, 1)
+    says(core, "d", Reserved(key=core.state.requests["x"].key, at_s=at_s), now_s=at_s)
+    assert (core.state.promises.kept, core.state.promises.broken) == (1, 1)
 
 
 def test_when_nobody_comes_back_new_ones_are_taken() -> None:
     core = busy()
-    core.promises.claims.first.value = 0.0
+    core.state.promises.claims.first.value = 0.0
     retry_of(submit(core, "x", prompt(10), 0))
     finish(core, "r0", 0, 0.6)
     assert isinstance(submit(core, "new", prompt(20), 0.6)[0], Send)

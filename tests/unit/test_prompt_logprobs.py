@@ -244,8 +244,8 @@ def test_a_sequence_that_decodes_is_not_scored_again() -> None:
     step = the_step(scheduler.handle(StepWanted(), 0))
     assert step.batch.slices[0].scoring is not None
     scheduler.handle(ran(list(step.batch.slices)), 0)
-    (sequence,) = scheduler.batch.roster.running
-    scheduler.batch.roster.park(sequence)
+    (sequence,) = scheduler.batch.running_set.running
+    scheduler.batch.running_set.preempt(sequence)
     (again,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert again.scoring is None
 
@@ -273,9 +273,9 @@ def test_a_request_without_output_needs_a_prefill_worker_alone() -> None:
     spec = replace(router_kit.spec(n=2), sampling=asked)
     alone = Prefill(spec=spec, target_addresses=(), target=None)
     assert submit(core, max_tokens=0, n=2) == [Send(worker=P, message=alone)]
-    request = core.requests["r"]
+    request = core.state.requests["r"]
     assert says(core, "p", reserved()) == [Admit(request_id="r")]
-    assert core.workers[D].outlook.sequences == 0
+    assert core.state.workers[D].outlook.sequences == 0
     ends = [tokens(0, choice=choice, reason=FinishReason.LENGTH) for choice in range(2)]
     commands = says(core, "p", scores(1, len(router_kit.PROMPT) - 1), *ends, released())
     assert commands == [
@@ -287,8 +287,8 @@ def test_a_request_without_output_needs_a_prefill_worker_alone() -> None:
         for choice in range(2)
     ]
     assert len(request.prompt_logprobs) == len(router_kit.PROMPT) - 1
-    assert not core.requests
-    assert len(core.workers[P].queue) == core.workers[P].outlook.sequences == 0
+    assert not core.state.requests
+    assert len(core.state.workers[P].queue) == core.state.workers[P].outlook.sequences == 0
 
 
 @pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
@@ -307,14 +307,14 @@ def test_it_takes_no_place_of_those_that_decode() -> None:
         (asked,) = core.handle(Submitted(request=plain), 1)
         assert isinstance(asked, Send), asked
         says(core, "p", reserved(f"r{i}"), running=1)
-    assert len(core.workers[P].queue) == 5
+    assert len(core.state.workers[P].queue) == 5
 
 
 def test_another_attempt_tells_them_again_and_each_counts_once() -> None:
     core = core_with(p=Role.PREFILL, d=Role.DECODE)
     submit(core, max_tokens=8)
     says(core, "d", reserved())
-    request = core.requests["r"]
+    request = core.state.requests["r"]
     says(core, "p", scores(1, 1))
     core.handle(WorkerJoined(hello=hello("p2", Role.PREFILL)), 2)
     core.handle(WorkerLost(incarnation=P), 3)
@@ -335,4 +335,4 @@ def test_what_is_known_is_not_asked_for_again() -> None:
         -1:
     ]
     assert not isinstance(asked.message, Generate)
-    assert core.requests["r"].spec.sampling.prompt_logprobs is None
+    assert core.state.requests["r"].spec.sampling.prompt_logprobs is None

@@ -171,7 +171,7 @@ def test_other_failures_say_nothing_of_the_pair() -> None:
     submit(core)
     says(core, "d", reserved())
     assert told(says(core, "d", failed("bad_request"))) == []
-    assert not core.quarantine.active(2)
+    assert not core.state.quarantine.active(2)
 
 
 def test_the_only_pair_serves_on_and_a_success_clears_it() -> None:
@@ -183,7 +183,7 @@ def test_the_only_pair_serves_on_and_a_success_clears_it() -> None:
     assert told(says(core, "d", lifetime("handoff_committed", attempt=1))) == [
         PairTrusted(pair=ONE)
     ]
-    assert not core.quarantine.active(2.2)
+    assert not core.state.quarantine.active(2.2)
 
 
 def test_wrong_kv_is_cleared_by_the_canary_alone() -> None:
@@ -210,4 +210,4 @@ def test_a_lost_worker_is_forgotten() -> None:
     says(core, "d", reserved())
     says(core, "d", failed("peer_lost"))
     core.handle(WorkerLost(incarnation=Incarnation("d")), 3)
-    assert not core.quarantine.active(3)
+    assert not core.state.quarantine.active(3)

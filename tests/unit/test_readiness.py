@@ -75,7 +75,7 @@ def test_a_worker_of_both_roles_needs_no_pair() -> None:
 
 
 def test_decode_workers_that_prefill_too_need_no_pair() -> None:
-    workers = begin(Beginning(policies=Policies(local_prefill=True))).workers
+    workers = begin(Beginning(policies=Policies(local_prefill=True))).state.workers
     workers.join(hello("d", Role.DECODE))
     assert obstacle(workers, ()) is None
     workers[Incarnation("d")].draining = True

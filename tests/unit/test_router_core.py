@@ -8,6 +8,7 @@ import pytest
 from kvrelay.messages import Abort, Generate, Lifetime, Prefill, Reserve, Stop
 from kvrelay.types import FinishReason, Incarnation, Objectives, Role
 from router.core.core import RouterCore
+from router.core.decision import demand_of
 from router.core.events import (
     Aborted,
     Admit,
@@ -23,6 +24,7 @@ from router.core.events import (
     WorkerLost,
 )
 from router.core.lifecycle import MAX_ATTEMPTS
+from router.core.router_state import RouterState
 from router.core.state.promises import NO_CAPACITY, Refusal
 from router.core.state.waiting import ASK_AGAIN_S, PATIENCE_S
 from tests.unit.router_kit import (
@@ -64,8 +66,8 @@ def delivered(commands: list[Command]) -> list[tuple[int, ...]]:
 
 
 def assert_no_books(core: RouterCore) -> None:
-    assert not core.requests
-    for view in core.workers.values():
+    assert not core.state.requests
+    for view in core.state.workers.values():
         assert view.outlook.sequences == len(view.queue) == 0, view
 
 
@@ -196,7 +198,7 @@ def test_abort_while_reserving_leaves_no_books() -> None:
         Send(worker=D, message=Abort(key=key())),
         Send(worker=P, message=Abort(key=key())),
     ]
-    assert key() in core.workers[D].outlook  # until the worker says so
+    assert key() in core.state.workers[D].outlook  # until the worker says so
     says(core, "d", reserved(), released())
     assert_no_books(core)
 
@@ -264,9 +266,9 @@ def test_a_lost_decode_worker_costs_no_token() -> None:
     (prefill,) = says(core, "d2", reserved(attempt=1))  # no second Admit
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
     assert prefill.message.spec == resumed
-    assert len(core.workers[P].queue) == 1
+    assert len(core.state.workers[P].queue) == 1
     assert delivered(says(core, "p", tokens(3, 13, attempt=1))) == [(13,)]
-    assert len(core.workers[P].queue) == 0
+    assert len(core.state.workers[P].queue) == 0
     assert delivered(says(core, "d2", tokens(4, 14, attempt=1, reason=LENGTH))) == [(14,)]
     says(core, "p", released(attempt=1))
     says(core, "d2", released(attempt=1))
@@ -302,7 +304,7 @@ def test_a_prefill_worker_that_drains_costs_no_attempt(tells: str) -> None:
         assert asked.message.source != source
         says(core, "d", released(attempt=attempt))
         core.validate()
-    assert core.requests["r"].tries == 1
+    assert core.state.requests["r"].tries == 1
 
 
 def test_nothing_new_goes_to_a_prefill_worker_that_drains() -> None:
@@ -328,7 +330,7 @@ def test_a_prefill_worker_lost_with_its_first_token_is_missed() -> None:
     says(core, "p", tokens(0, 10, choice=0))
     assert core.handle(WorkerLost(incarnation=P), 3) == [Send(worker=D, message=Abort(key=key()))]
     core.handle(WorkerJoined(hello=hello("p2", Role.PREFILL)), 4)
-    assert core.requests["r"].legs == (D, P2)
+    assert core.state.requests["r"].legs == (D, P2)
 
 
 def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
@@ -336,10 +338,10 @@ def test_a_resumed_request_still_needs_its_prefill_worker() -> None:
     core = running(core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
     core.handle(WorkerLost(incarnation=D), 3)
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
-    prefill = core.requests["r"].legs[1]
+    prefill = core.state.requests["r"].legs[1]
     lost = core.handle(WorkerLost(incarnation=prefill), 4)
     assert Send(worker=D2, message=Abort(key=key(attempt=1))) in lost
-    assert core.requests["r"].key == key(attempt=2)
+    assert core.state.requests["r"].key == key(attempt=2)
 
 
 def test_each_choice_goes_on_behind_its_own_tokens() -> None:
@@ -351,7 +353,7 @@ def test_each_choice_goes_on_behind_its_own_tokens() -> None:
         Send(worker=D2, message=Reserve(spec=resumed, source=P))
     ]
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
-    assert core.requests["r"].legs == (D2,), "the prefill worker draws nothing"
+    assert core.state.requests["r"].legs == (D2,), "the prefill worker draws nothing"
     again = says(core, "d2", tokens(2, 22, choice=1, attempt=1), tokens(3, 13, attempt=1))
     assert delivered(again) == [(22,), (13,)]
 
@@ -362,19 +364,19 @@ def test_a_choice_without_a_token_is_still_drawn_by_the_prefill_worker() -> None
     says(core, "d", reserved())
     says(core, "p", tokens(0, 10))
     core.handle(WorkerLost(incarnation=D), 3)
-    assert core.requests["r"].spec.resumed == ((10,), ())
+    assert core.state.requests["r"].spec.resumed == ((10,), ())
     says(core, "d2", reserved(attempt=1), lifetime("handoff_committed", attempt=1))
-    assert core.requests["r"].legs == (D2, P)
+    assert core.state.requests["r"].legs == (D2, P)
     assert delivered(says(core, "p", tokens(0, 20, choice=1, attempt=1))) == [(20,)]
-    assert core.requests["r"].legs == (D2,)
+    assert core.state.requests["r"].legs == (D2,)
 
 
 def test_what_was_emitted_counts_as_prompt_and_no_more_as_output() -> None:
     core = running(split())
-    demand = core.deciding.demand(core.requests["r"], core.requests["r"].spec, 3)
+    demand = demand_of(core.state, core.state.requests["r"], core.state.requests["r"].spec, 3)
     assert (demand.prompt_tokens, demand.longest_tokens) == (3, 11)
-    core.requests["r"].try_again(1)
-    resumed = core.deciding.demand(core.requests["r"], core.requests["r"].spec, 3)
+    core.state.requests["r"].try_again(1)
+    resumed = demand_of(core.state, core.state.requests["r"], core.state.requests["r"].spec, 3)
     assert (resumed.prompt_tokens, resumed.longest_tokens) == (4, 11)
     assert resumed.output_tokens == demand.output_tokens - 1
 
@@ -386,8 +388,8 @@ def test_choices_that_ended_are_not_decoded_again() -> None:
     commands = says(core, "d2", reserved(attempt=1))
     stop = Stop(key=key(attempt=1), choice=1, valid_tokens=2)
     assert commands[0] == Send(worker=D2, message=stop)
-    assert core.requests["r"].spec.finished_choices == (1,)
-    assert core.requests["r"].spec.resumed == ((10,), ())
+    assert core.state.requests["r"].spec.finished_choices == (1,)
+    assert core.state.requests["r"].spec.resumed == ((10,), ())
 
 
 def test_after_the_last_attempt_it_fails_with_the_reason() -> None:
@@ -441,7 +443,7 @@ def test_a_waiting_request_is_asked_for_again_but_not_at_every_message() -> None
     assert says(core, "p", now_s=4 + ASK_AGAIN_S) == [again]
     (prefill,) = says(core, "d2", reserved(attempt=1), now_s=5)
     assert isinstance(prefill, Send) and isinstance(prefill.message, Prefill)
-    assert "r" not in core.waiting
+    assert "r" not in core.state.waiting
 
 
 def test_a_waiting_request_can_be_stopped_and_aborted() -> None:
@@ -479,12 +481,12 @@ def test_an_id_that_comes_again_gets_another_key() -> None:
     (send,) = submit(core)
     assert send == Send(worker=D, message=Reserve(spec=spec(attempt=1), source=P))
     assert says(core, "d", reserved(), tokens(0, 99), released()) == []  # of its first life
-    assert key(attempt=1) in core.workers[D].outlook
-    assert core.workers[D].outlook.sequences == 1
+    assert key(attempt=1) in core.state.workers[D].outlook
+    assert core.state.workers[D].outlook.sequences == 1
 
 
 def test_routers_number_their_attempts_from_where_they_are_told() -> None:
-    core = RouterCore(attempts=count(700))
+    core = RouterCore(RouterState(attempts=count(700)))
     core.handle(WorkerJoined(hello=hello("b", Role.BOTH)), 0)
     (send,) = core.handle(Submitted(request=request()), 1)
     assert isinstance(send, Send) and isinstance(send.message, Generate)
@@ -496,7 +498,7 @@ def test_forecasts_count_what_asking_and_telling_the_workers_takes() -> None:
     request that allows less than these, and its prompt, is refused for good."""
     core = split()
     submit(core, "a", now_s=1)
-    placed = core.requests["a"].predicted
+    placed = core.state.requests["a"].predicted
     assert placed is not None and placed.prompt.messages_s == 0
     says(core, "d", reserved("a"), now_s=1.02)
     says(core, "p", tokens(0, 10, name="a"), now_s=1.07 + placed.prompt.prefill_s)
@@ -505,7 +507,7 @@ def test_forecasts_count_what_asking_and_telling_the_workers_takes() -> None:
     (refuse,) = core.handle(Submitted(request=again), 9)
     assert isinstance(refuse, Refuse) and refuse.refusal.hopeless
     submit(core, "c", now_s=9)
-    predicted = core.requests["c"].predicted
+    predicted = core.state.requests["c"].predicted
     assert predicted is not None
     assert predicted.prompt.messages_s == pytest.approx(0.07)
     assert predicted.ttft_s == pytest.approx(placed.prompt.prefill_s + 0.07)
@@ -521,7 +523,7 @@ def test_a_prompt_of_which_no_token_is_wanted_is_done_with_its_prefill() -> None
     asked = replace(request(max_tokens=0), objectives=Objectives(deadline_s=1.0))
     (send,) = core.handle(Submitted(request=asked), 1)
     assert isinstance(send, Send) and isinstance(send.message, Prefill)
-    predicted = core.requests["r"].predicted
+    predicted = core.state.requests["r"].predicted
     assert predicted is not None
     assert predicted.completes_in_s == predicted.prompt.first_token_s
 
@@ -531,9 +533,9 @@ def served(core: RouterCore, name: str, objective_s: float | None, *, late_s: fl
     now_s = 10.0 * next(moments)
     asked = replace(request(name, max_tokens=1), objectives=Objectives(ttft_s=objective_s))
     core.handle(Submitted(request=asked), now_s)
-    if name not in core.requests:
+    if name not in core.state.requests:
         return False
-    placed, mine = core.requests[name].predicted, core.requests[name].key
+    placed, mine = core.state.requests[name].predicted, core.state.requests[name].key
     assert placed is not None
     says(core, "d", replace(reserved(), key=mine), now_s=now_s)
     now_s += placed.prompt.prefill_s + late_s
@@ -569,12 +571,12 @@ class TestCachedTokens:
         core = core_with(p=Role.PREFILL, p2=Role.PREFILL, d=Role.DECODE)
         submit(core, n=n)
         says(core, "d", reserved())
-        first = core.requests["r"].legs[1]
+        first = core.state.requests["r"].legs[1]
         core.handle(WorkerLost(incarnation=first), 3)
         says(core, "d", reserved(attempt=1))
-        assert core.requests["r"].cached_tokens == 0
-        says(core, core.requests["r"].legs[1], self.started(2, attempt=1))
-        assert core.requests["r"].cached_tokens == 2
+        assert core.state.requests["r"].cached_tokens == 0
+        says(core, core.state.requests["r"].legs[1], self.started(2, attempt=1))
+        assert core.state.requests["r"].cached_tokens == 2
 
     @pytest.mark.parametrize("n", [1, 3])
     def test_what_a_later_attempt_finds_does_not_count(self, n: int) -> None:
@@ -585,11 +587,11 @@ class TestCachedTokens:
         core.handle(WorkerLost(incarnation=D), 3)
         says(core, "d2", reserved(attempt=1))
         says(core, "p", self.started(3, attempt=1))
-        assert core.requests["r"].cached_tokens == 1
+        assert core.state.requests["r"].cached_tokens == 1
 
     def test_emitted_tokens_are_none_of_the_prompt(self) -> None:
         core = running(core_with(p=Role.PREFILL, d=Role.DECODE, d2=Role.DECODE))
         core.handle(WorkerLost(incarnation=D), 3)
         says(core, "d2", reserved(attempt=1))
         says(core, "p", self.started(4, attempt=1))
-        assert core.requests["r"].cached_tokens == 3
+        assert core.state.requests["r"].cached_tokens == 3

@@ -13,6 +13,7 @@ from kvrelay.qos import QosTier, QosTiers
 from kvrelay.types import Incarnation, Objectives, Role
 from router.core.core import RouterCore
 from router.core.events import Aborted, Admit, Command, Send, Submitted, WorkerJoined, WorkerLost
+from router.core.router_state import RouterState
 from router.core.shared_queue import (
     LOOKED_AT,
     Queued,
@@ -23,6 +24,7 @@ from router.core.shared_queue import (
 )
 from router.core.state.generation import GenerationRequest
 from router.core.state.quarantine import Pair
+from router.core.workers import Workers
 from tests.unit.router_kit import (
     failed,
     hello,
@@ -43,7 +45,9 @@ LONG = tuple(range(20))
 
 
 def shared(*prefills: str, tiers: QosTiers | None = None) -> RouterCore:
-    core = RouterCore(open_dispatch=open_shared_queue, tiers=tiers or QosTiers())
+    workers, tiers = Workers(), tiers or QosTiers()
+    dispatch = open_shared_queue(workers, tiers)
+    core = RouterCore(RouterState(dispatch=dispatch, tiers=tiers, workers=workers))
     for name in prefills:
         core.handle(WorkerJoined(hello=hello(name, P)), 0)
     core.handle(WorkerJoined(hello=hello("d", D, places=40)), 0)
@@ -59,7 +63,7 @@ def take(core: RouterCore, *requests: GenerationRequest) -> list[Command]:
     commands = []
     for one in requests:
         core.handle(Submitted(request=one), 1)
-        attempt = core.requests[one.request_id].attempt
+        attempt = core.state.requests[one.request_id].attempt
         commands += says(core, "d", reserved(one.request_id, attempt))
     return commands
 
@@ -89,7 +93,7 @@ def test_the_place_comes_first_and_then_a_free_worker() -> None:
     admit, send = says(core, "d", reserved())
     assert admit == Admit(request_id="r")
     assert isinstance(send, Send) and isinstance(send.message, Prefill)
-    assert "router_queue" in core.requests["r"].ledger.phases()
+    assert "router_queue" in core.state.requests["r"].ledger.phases()
     core.validate()
 
 
@@ -101,7 +105,7 @@ def test_a_worker_gets_the_next_when_a_chunk_is_left() -> None:
     assert prefills(says(core, "p", ran("a", 0, CHUNK))) == []
     assert prefills(says(core, "p", ran("a", 0, CHUNK))) == [("p", "b")]
     assert prefills(says(core, "p", *ended("a", 0))) == []  # type: ignore[arg-type]
-    assert core.dispatch.waiting == 1
+    assert core.state.dispatch.waiting == 1
     core.validate()
 
 
@@ -119,7 +123,7 @@ def test_a_worker_that_does_not_go_on_gets_no_more() -> None:
     (mine,) = (name for worker, name in prefills(given) if worker == "p")
     found = []
     for _ in range(4):
-        attempt = core.requests[mine].attempt
+        attempt = core.state.requests[mine].attempt
         commands = says(core, "p", *ended(mine, attempt))  # type: ignore[arg-type]
         found += prefills(commands)
         ((_, mine),) = prefills(commands)
@@ -130,9 +134,9 @@ def test_a_dead_worker_holds_only_what_it_had() -> None:
     core = shared("p", "doomed")
     given = take(core, *(asked(str(n)) for n in range(4)))
     (lost,) = (name for worker, name in prefills(given) if worker == "doomed")
-    attempts = {name: one.attempt for name, one in core.requests.items()}
+    attempts = {name: one.attempt for name, one in core.state.requests.items()}
     commands = core.handle(WorkerLost(incarnation=Incarnation("doomed")), 3)
-    changed = {name for name, one in core.requests.items() if one.attempt != attempts[name]}
+    changed = {name for name, one in core.state.requests.items() if one.attempt != attempts[name]}
     assert changed == {lost}
     assert [c.message.key for c in commands if isinstance(c, Send) if isinstance(c.message, Abort)]
     core.validate()
@@ -142,8 +146,8 @@ def test_without_any_prefill_worker_they_ask_again() -> None:
     core = shared("p")
     take(core, asked("a"), asked("b"))
     core.handle(WorkerLost(incarnation=Incarnation("p")), 3)
-    assert {*core.waiting} == {"a", "b"}
-    assert not core.dispatch.waiting
+    assert {*core.state.waiting} == {"a", "b"}
+    assert not core.state.dispatch.waiting
     core.validate()
 
 
@@ -160,10 +164,10 @@ def test_who_is_given_up_waits_no_more() -> None:
     assert isinstance(abort, Send) and abort.worker == "d"
     assert prefills(says(core, "p", *ended("a", 0))) == [("p", "c")]  # type: ignore[arg-type]
     core.handle(Submitted(request=asked("e")), 3)
-    attempt = core.requests["e"].attempt
+    attempt = core.state.requests["e"].attempt
     says(core, "d", refused("slots_exhausted", "e", attempt))
-    assert isinstance(core.dispatch, SharedQueueDispatch)
-    assert key("e", attempt) not in core.dispatch.queue
+    assert isinstance(core.state.dispatch, SharedQueueDispatch)
+    assert key("e", attempt) not in core.state.dispatch.queue
     core.validate()
 
 
@@ -189,7 +193,7 @@ def test_a_suspected_pair_waits_for_another_worker() -> None:
     ((worker, _),) = given.items()
     other = "q" if worker == "p" else "p"
     says(core, worker, failed("transfer_failed", "a", 0))
-    attempt = core.requests["a"].attempt
+    attempt = core.state.requests["a"].attempt
     assert prefills(says(core, "d", reserved("a", attempt))) == [(other, "a")]
 
 
@@ -201,14 +205,14 @@ def test_those_that_no_free_worker_may_have_hold_up_nobody() -> None:
     heads = [f"head{i}" for i in range(LOOKED_AT + 2)]
     assert not prefills(take(core, *map(asked, heads), asked("behind")))
     for name in heads:
-        core.requests[name].avoided.add(Pair(Incarnation(busy), Incarnation("d")))
+        core.state.requests[name].avoided.add(Pair(Incarnation(busy), Incarnation("d")))
     assert prefills(says(core, busy, *ended("y", 1))) == [(busy, "behind")]  # type: ignore[arg-type]
     assert not prefills(says(core, busy))
 
 
 def running(core: RouterCore) -> list[tuple[str, str]]:
     """(prefill worker, request)"""
-    return [(leg, one.request_id) for one in core.requests.values() for leg in one.legs[1:]]
+    return [(leg, one.request_id) for one in core.state.requests.values() for leg in one.legs[1:]]
 
 
 def test_a_trial_of_a_worker_is_counted() -> None:
@@ -218,14 +222,14 @@ def test_a_trial_of_a_worker_is_counted() -> None:
 
     def ask(name: str, now_s: float) -> bool:
         core.handle(Submitted(request=asked(name, objectives=hasty)), now_s)
-        if name not in core.requests:
+        if name not in core.state.requests:
             return False
-        attempt = core.requests[name].attempt
+        attempt = core.state.requests[name].attempt
         says(core, "d", reserved(name, attempt), now_s=now_s)
         core.handle(Aborted(request_id=name), now_s)
         for worker in ("p", "d"):
             says(core, worker, released(name, attempt), now_s=now_s)
-        assert all(view.is_idle for view in core.workers.values())
+        assert all(view.is_idle for view in core.state.workers.values())
         return True
 
     tried_s = [now_s for now_s in range(1, 30) if ask(str(now_s), now_s)]
@@ -237,9 +241,9 @@ def test_admission_knows_of_the_queue() -> None:
     core = shared("p", "q")
     take(core, *(asked(str(n)) for n in range(12)))
     core.handle(Submitted(request=asked("late", objectives=Objectives(ttft_s=0.25))), 1)
-    assert "late" not in core.requests
+    assert "late" not in core.state.requests
     core.handle(Submitted(request=asked("patient", objectives=Objectives(ttft_s=5.0))), 1)
-    predicted = core.requests["patient"].predicted
+    predicted = core.state.requests["patient"].predicted
     assert predicted is not None and 0.25 < predicted.prompt.queue_s < 0.45
 
 

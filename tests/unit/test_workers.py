@@ -11,6 +11,7 @@ from router.core.events import Submitted, WorkerJoined
 from router.core.load.decode_outlook import Expected
 from router.core.policy.admission_baselines import Unlimited
 from router.core.policy.choice import Policies
+from router.core.router_state import RouterState
 from router.core.start import Beginning, begin
 from router.core.state.promises import Promised
 from router.core.workers import Workers
@@ -44,14 +45,14 @@ def test_the_longest_sequence_is_what_a_pair_or_one_of_both_can_hold(
 
 
 def test_decode_workers_that_prefill_too_need_no_others() -> None:
-    alone = begin(Beginning(policies=Policies(local_prefill=True))).workers
+    alone = begin(Beginning(policies=Policies(local_prefill=True))).state.workers
     assert alone.longest_tokens == 0
     alone.join(hello("p", Role.PREFILL, max_model_len=5))
     assert alone.longest_tokens == 0
     alone.join(hello("d", Role.DECODE, max_model_len=7))
     assert alone.longest_tokens == 7
     in_turn = Policies(local_prefill=True, placement="round_robin")
-    split = begin(Beginning(policies=in_turn)).workers
+    split = begin(Beginning(policies=in_turn)).state.workers
     split.join(hello("d", Role.DECODE, max_model_len=7))
     assert split.longest_tokens == 0, "only kv_aware suggests them"
 
@@ -63,10 +64,10 @@ def test_nobody_is_refused_for_a_pace_that_no_one_could_keep(
     tpot_s: float | None, strictest_s: float | None
 ) -> None:
     """One sequence takes 100 ms a step. Who admits whatever comes takes the impossible too."""
-    core = RouterCore(admitting=Unlimited())
+    core = RouterCore(RouterState(admitting=Unlimited()))
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
         core.handle(WorkerJoined(hello=hello(name, role)), 0)
-    decode = core.workers[Incarnation("d")]
+    decode = core.state.workers[Incarnation("d")]
     decode.times = PerToken(sequence_s=0.1)
     asked = replace(request(), objectives=Objectives(tpot_s=tpot_s))
     core.handle(Submitted(request=asked), 1)
@@ -75,11 +76,11 @@ def test_nobody_is_refused_for_a_pace_that_no_one_could_keep(
 
 
 def test_a_pace_counts_where_nothing_is_known_of_steps() -> None:
-    core = RouterCore(admitting=Unlimited())
+    core = RouterCore(RouterState(admitting=Unlimited()))
     core.handle(WorkerJoined(hello=replace(hello("b", Role.BOTH), step_times=NOTHING_KNOWN)), 0)
     asked = replace(request(), objectives=Objectives(tpot_s=0.01))
     core.handle(Submitted(request=asked), 1)
-    assert core.workers[Incarnation("b")].outlook.strictest_tpot_s == 0.01
+    assert core.state.workers[Incarnation("b")].outlook.strictest_tpot_s == 0.01
 
 
 def test_a_model_is_known_before_it_can_be_served() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from kvrelay.messages import Lifetime
+from kvrelay.messages import Lifetime, LifetimeMoment
 from kvrelay.types import RequestKey
 
 _LAST = inf
@@ -43,6 +44,9 @@ class PrefillQueue:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._ahead
 
+    def __iter__(self) -> Iterator[RequestKey]:
+        return iter(self._ahead)
+
     def add(self, key: RequestKey, ahead: Ahead, now_s: float) -> None:
         assert key not in self._ahead, f"{key} waits here already"
         if not self._ahead:
@@ -77,14 +81,14 @@ class PrefillQueue:
         begun = sum([self._ahead[key].tokens - self._left[key] for key in self._told])
         return max(0, waiting_tokens - self.tokens + begun)
 
-    def lived(self, moment: Lifetime) -> None:
-        """The worker has found or computed some of a prompt."""
+    def on_lifetime(self, moment: Lifetime) -> None:
+        """The worker has found or computed some of the prompt."""
         key = moment.key
         if key not in self._ahead:
             return
-        if moment.name == "prefill_started":
+        if moment.name == LifetimeMoment.PREFILL_STARTED:
             self._left[key] = self._ahead[key].tokens - moment.tokens
-        elif moment.name == "prefill_chunk":
+        elif moment.name == LifetimeMoment.PREFILL_CHUNK:
             self._left[key] = max(0, self._left[key] - moment.tokens)
         else:
             return

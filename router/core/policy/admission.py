@@ -3,7 +3,7 @@
 What of a decode worker is a tier's own, though others may have borrowed it. Pure.
 
 Who takes what is its tier's own gets it whoever is there: those on lent places yield, with the next
-step, and go on later (`decode_worker.shares`).
+step, and go on later (`decode_worker.running_set`).
 
 Take what has a place at a decode worker now. Pure; for requests that were admitted before.
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.errors import RefusalReason
 from router.core.load.decode_outlook import BatchThen
 from router.core.policy.forecast import Forecast
 from router.core.state.candidate import Candidate, Prediction
@@ -96,7 +97,8 @@ def no_place(demand: Demand, worker: WorkerView) -> Refusal | None:
         return None
     places = worker.hello.max_running_requests
     return Refusal(
-        reason="slots_exhausted", message=f"all {places} places of every decode worker are taken"
+        reason=RefusalReason.SLOTS_EXHAUSTED,
+        message=f"all {places} places of every decode worker are taken",
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
+from kvrelay.errors import RefusalReason
 from router.core.policy.admission import (
     ANY_NUMBER,
     Admitted,
@@ -62,13 +63,15 @@ class EarlyRejection:
         ttft_s = demand.objectives.ttft_s
         if ttft_s is not None and prediction.ttft_s > ttft_s:
             return Refusal(
-                reason="ttft_unreachable", message="the prefill queues are too long for its TTFT"
+                reason=RefusalReason.TTFT_UNREACHABLE,
+                message="the prefill queues are too long for its TTFT",
             )
         now = forecast.decode(demand, candidate.decode, 0.0, now_s)
         tpot_s = demand.objectives.tpot_s
         if tpot_s is not None and now.step_s > tpot_s:
             return Refusal(
-                reason="tpot_unreachable", message="the decode workers are too busy for its TPOT"
+                reason=RefusalReason.TPOT_UNREACHABLE,
+                message="the decode workers are too busy for its TPOT",
             )
         return None
 
@@ -101,7 +104,7 @@ class QueueLimit:
         if max(len(worker.queue), worker.counters.waiting) < self.limit:
             return None
         return Refusal(
-            reason="ttft_unreachable",
+            reason=RefusalReason.TTFT_UNREACHABLE,
             message=f"{self.limit} prompts wait at every prefill worker already",
         )
 

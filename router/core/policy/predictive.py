@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
+from kvrelay.errors import RefusalReason
 from kvrelay.types import Incarnation
 from router.core.load.decode_outlook import BatchThen
 from router.core.policy.admission import Admitted, Verdict, is_own, no_place, own_batch
@@ -34,7 +35,9 @@ MOST_ROOM = 0.75
 """Of the pace of a worker that nobody uses: what a long prompt is to leave free at most."""
 LOOKED_AT = 16
 """Ways to serve a request; the first ones are the best."""
-DECODE_REASONS = frozenset({"slots_exhausted", "tpot_unreachable", "kv_exhausted"})
+DECODE_REASONS = frozenset(
+    {RefusalReason.SLOTS_EXHAUSTED, RefusalReason.TPOT_UNREACHABLE, RefusalReason.KV_EXHAUSTED}
+)
 
 
 class AdmissionObjection(NamedTuple):
@@ -95,7 +98,7 @@ class _KnownAnswers:
         if reason in DECODE_REASONS and not candidate.decode.is_idle:
             self._full.add(candidate.decode.incarnation)
         prefiller = candidate.prefiller
-        if reason == "ttft_unreachable" and not prefiller.is_idle:
+        if reason == RefusalReason.TTFT_UNREACHABLE and not prefiller.is_idle:
             self._late.add((prefiller.incarnation, candidate.prefill is None))
 
 
@@ -193,14 +196,14 @@ class _Look:
             over_s = min((ttft_s - objective_s) / growth, prompt.queue_s)
             in_line_s = self.demand.line.prefill_s - self.demand.promised.prefill_s
             return self._refusal(
-                "ttft_unreachable",
+                RefusalReason.TTFT_UNREACHABLE,
                 f"its first token would take {ttft_s * 1e3:.0f} ms, "
                 f"{alone_s * 1e3:.0f} ms without a queue; asked for {objective_s * 1e3:g} ms",
                 over_s + max(0.0, in_line_s),
                 hopeless=alone_s > objective_s,
             )
 
-        return AdmissionObjection("ttft_unreachable", tell)
+        return AdmissionObjection(RefusalReason.TTFT_UNREACHABLE, tell)
 
     def tpot(self) -> AdmissionObjection | None:
         """Its own objective, which its handoff counts to, and the strictest of those that decode
@@ -223,14 +226,14 @@ class _Look:
             own = bound_s == self.demand.objectives.tpot_s and not self.worker.queue
             hopeless = own and not fits(BatchThen(0, 0))
             return self._refusal(
-                "tpot_unreachable",
+                RefusalReason.TPOT_UNREACHABLE,
                 f"a token would take {tpot_s * 1e3:.1f} ms, "
                 f"more than {bound_s * 1e3:.1f} ms" + (" even alone" if hopeless else ""),
                 None if hopeless else self._when(fits),
                 hopeless=hopeless,
             )
 
-        return AdmissionObjection("tpot_unreachable", tell)
+        return AdmissionObjection(RefusalReason.TPOT_UNREACHABLE, tell)
 
     def _own_tpot(self) -> AdmissionObjection | None:
         objective_s = self.demand.objectives.tpot_s
@@ -241,14 +244,14 @@ class _Look:
 
         def tell() -> Refusal:
             return self._refusal(
-                "tpot_unreachable",
+                RefusalReason.TPOT_UNREACHABLE,
                 f"a token would take {step_s * 1e3:.1f} ms beside those on their own places, "
                 f"more than {objective_s * 1e3:.1f} ms",
                 None,
                 hopeless=not batch.sequences,
             )
 
-        return AdmissionObjection("tpot_unreachable", tell)
+        return AdmissionObjection(RefusalReason.TPOT_UNREACHABLE, tell)
 
     def deadline(self) -> AdmissionObjection | None:
         """Until its last token."""
@@ -260,14 +263,14 @@ class _Look:
         def tell() -> Refusal:
             queue_s = self.prediction.prompt.queue_s
             return self._refusal(
-                "deadline_unreachable",
+                RefusalReason.DEADLINE_UNREACHABLE,
                 f"it would be done in {_time(in_s)}, {_time(in_s - queue_s)} without a queue; "
                 f"its deadline is {_time(deadline_s)} after it was received",
                 in_s - deadline_s,
                 hopeless=in_s - queue_s > deadline_s,
             )
 
-        return AdmissionObjection("deadline_unreachable", tell)
+        return AdmissionObjection(RefusalReason.DEADLINE_UNREACHABLE, tell)
 
     def blocks(self) -> AdmissionObjection | None:
         """An idle worker takes what fits it at all. Where nobody has asked for a pace, sequences
@@ -285,13 +288,13 @@ class _Look:
 
         def tell() -> Refusal:
             return self._refusal(
-                "kv_exhausted",
+                RefusalReason.KV_EXHAUSTED,
                 f"it needs {decode.needed_blocks} KV blocks, "
                 f"and {max(0, decode.free_blocks)} will be free",
                 self._when(fits),
             )
 
-        return AdmissionObjection("kv_exhausted", tell)
+        return AdmissionObjection(RefusalReason.KV_EXHAUSTED, tell)
 
     @property
     def _pace_counts(self) -> bool:

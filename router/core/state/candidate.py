@@ -8,7 +8,7 @@ from kvrelay.messages import PrefixSource
 from kvrelay.types import Incarnation, Role, value
 from router.core.load.decode_outlook import BatchThen, Likely
 from router.core.state.promises import Promised
-from router.core.state.quarantine import Placement
+from router.core.state.quarantine import Pair, Placement
 from router.core.state.worker_view import WorkerView
 
 Way = tuple[Incarnation, Incarnation | None, Incarnation | None]
@@ -30,6 +30,13 @@ class Candidate:
     def placement(self) -> Placement:
         prefill = None if self.prefill is None else self.prefill.incarnation
         return Placement(decode=self.decode.incarnation, prefill=prefill)
+
+    @property
+    def pair(self) -> Pair | None:
+        """None where one worker does all."""
+        if self.prefill is None:
+            return None
+        return Pair(self.prefill.incarnation, self.decode.incarnation)
 
     @property
     def way(self) -> Way:

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 from operator import itemgetter
 
+from kvrelay.errors import RefusalReason
 from kvrelay.types import value
 from router.core.state.generation import GenerationRequest
 
@@ -136,6 +137,7 @@ class Promises:
 
     claims: Claims = field(default_factory=Claims)
     delay_s: float = _STEP_S
+    claimed: int = 0  # neither kept, broken nor given up yet
     kept: int = 0
     broken: int = 0
     expired: int = 0
@@ -188,6 +190,7 @@ class Promises:
     def settle(self, *, kept: bool) -> None:
         """One that was claimed. The delay is where `KEPT_SHARE` of them are kept: a quantile
         that is followed (Robbins and Monro, 1951)."""
+        self.claimed -= 1
         self.kept += kept
         self.broken += not kept
         step_s = _STEP_S * (KEPT_SHARE - kept)
@@ -201,7 +204,12 @@ class Promises:
             return None
         self._take(digest)
         self.claims.of(promise.again).learn(True)
+        self.claimed += 1
         return promise
+
+    def give_up(self) -> None:
+        """A request with a claimed promise has ended before it was kept or broken."""
+        self.claimed -= 1
 
     def line(self, priority: int = 0) -> Promised:
         """All that was promised, by any router, of this priority or before it."""
@@ -280,10 +288,9 @@ class ReleaseClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """`reason` is one of ttft_unreachable, tpot_unreachable, deadline_unreachable, kv_exhausted,
-    slots_exhausted, tier_share_exhausted, draining, no_capacity. `retry_after_s`: when it would
-    be taken, where that can be told, and `work` how much that would be; `hopeless`: never, as the
-    cluster is."""
+    """`reason` is a RefusalReason, or what a worker has named. `retry_after_s`: when the request
+    would be taken, if that is known, and `work` how much work that would be. `hopeless`: never, as
+    the cluster is."""
 
     reason: str
     message: str
@@ -293,17 +300,19 @@ class Refusal:
 
 
 NO_CAPACITY = Refusal(
-    reason="no_capacity", message="no prefill and decode worker is ready to serve"
+    reason=RefusalReason.NO_CAPACITY, message="no prefill and decode worker is ready to serve"
 )
-DRAINING = Refusal(reason="draining", message="every worker that could serve it is draining")
+DRAINING = Refusal(
+    reason=RefusalReason.DRAINING, message="every worker that could serve it is draining"
+)
 
 
 def refused_by_worker(reason: str) -> Refusal:
-    messages = {
-        "slots_exhausted": "all places of every decode worker are taken",
-        "kv_exhausted": "no decode worker has KV blocks left for this prompt",
-        "tpot_unreachable": "every decode worker has too much to decode",
-        "tier_share_exhausted": "the places that are left are those of other tiers",
-        "draining": "the worker is draining",
+    messages: Mapping[str, str] = {
+        RefusalReason.SLOTS_EXHAUSTED: "all places of every decode worker are taken",
+        RefusalReason.KV_EXHAUSTED: "no decode worker has KV blocks left for this prompt",
+        RefusalReason.TPOT_UNREACHABLE: "every decode worker has too much to decode",
+        RefusalReason.TIER_SHARE_EXHAUSTED: "the places that are left are those of other tiers",
+        RefusalReason.DRAINING: "the worker is draining",
     }
     return Refusal(reason=reason, message=messages.get(reason, reason))

@@ -19,6 +19,7 @@ from enum import IntEnum
 from functools import partial
 from itertools import takewhile
 
+from kvrelay.errors import FailureReason
 from kvrelay.types import Incarnation, value
 
 
@@ -56,9 +57,15 @@ def trusted(_: Pair | None) -> Against:
 
 FIRST_BACK_OFF_S = 5.0
 LONGEST_BACK_OFF_S = 300.0
-MISMATCH = "kv_mismatch"
+MISMATCH = FailureReason.KV_MISMATCH
 SUSPICIOUS = frozenset(
-    {MISMATCH, "transfer_failed", "transfer_cancelled", "handoff_timeout", "peer_lost"}
+    {
+        MISMATCH,
+        FailureReason.TRANSFER_FAILED,
+        FailureReason.TRANSFER_CANCELLED,
+        FailureReason.HANDOFF_TIMEOUT,
+        FailureReason.PEER_LOST,
+    }
 )
 """Reasons of a failed request that tell of the link between its two workers. Each worker says why;
 `transfer_cancelled` is what the prefill worker says when the decode worker has found out first."""

@@ -43,6 +43,13 @@ class WaitingRoom:
     def __iter__(self) -> Iterator[str]:
         return iter(self._waits)
 
+    def __len__(self) -> int:
+        return len(self._waits)
+
+    def due(self) -> Iterator[str]:
+        """Those for which no worker is being asked."""
+        return (name for name, wait in self._waits.items() if wait.next_s < inf)
+
     def try_wait(
         self, request_id: str, line: str, refusal: Refusal, patience_s: float, now_s: float
     ) -> bool:

@@ -121,6 +121,9 @@ class WorkerView:
     own_usually: float = 0.0  # sequences here, lately: from this router
     all_usually: float = 0.0  # and from all
     draining: bool = False
+    unreleased: set[RequestKey] = field(default_factory=set)
+    """Attempts that have ended here, and hold a slot or a queue entry until the worker says
+    Released."""
     incarnation: Incarnation = field(init=False)
     naming: Naming = field(init=False)
     _speed: tuple[ToldTimes, Speed] | None = None
@@ -236,6 +239,13 @@ class WorkerView:
         told = (load.running for load in self.counters.tiers if load.tier == tier)
         return max(self.outlook.of_tier[tier], *told, 0)
 
-    def forget(self, key: RequestKey, now_s: float) -> None:
+    def give_back(self, key: RequestKey, now_s: float) -> None:
+        """The worker holds nothing of it any more."""
         self.outlook.remove(key)
         self.queue.remove(key, now_s)
+        self.unreleased.discard(key)
+
+    def await_release(self, key: RequestKey) -> None:
+        """The attempt has ended; what it holds here is given back by Released."""
+        if key in self.outlook or key in self.queue:
+            self.unreleased.add(key)

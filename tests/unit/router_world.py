@@ -1,0 +1,258 @@
+"""A router core among workers that answer in a random order, fail, drain and die; without devices.
+
+After every event the laws of the router's state are checked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from kvrelay.messages import (
+    Abort,
+    Counters,
+    Generate,
+    Lifetime,
+    Prefill,
+    Released,
+    RequestFailed,
+    Reserve,
+    Reserved,
+    ReserveRefused,
+    Tokens,
+    ToWorker,
+    WorkerEvent,
+)
+from kvrelay.types import FinishReason, Incarnation, RequestKey, RequestSpec, Role
+from router.core.core import RouterCore
+from router.core.events import (
+    Aborted,
+    ChoiceStopped,
+    DeadlinePassed,
+    Deliver,
+    Event,
+    Fail,
+    Refuse,
+    Send,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSaid,
+)
+from router.core.router_state import RouterState
+from router.core.state.generation import GenerationRequest
+from tests.unit.router_kit import hello
+
+REFUSALS = ("slots_exhausted", "kv_exhausted", "tpot_unreachable", "draining")
+FAILURES = ("transfer_failed", "handoff_timeout", "internal")
+SETTLE_S = 10.0
+"""Longer than any patience."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """`says`: # request |-> what it will say, in that order; other orders are drawn."""
+
+    role: Role
+    holds: set[RequestKey] = field(default_factory=set)
+    says: dict[RequestKey, deque[WorkerEvent]] = field(default_factory=lambda: defaultdict(deque))
+    draining: bool = False
+
+
+class World:
+    def __init__(self, seed: int, state: RouterState, *, pressed: bool = False) -> None:
+        """`pressed`: decode workers say that nearly all of their blocks are taken."""
+        self.random = Random(seed)
+        self.core = RouterCore(state)
+        self.pressed = pressed
+        self.now_s = 1.0
+        self.workers: dict[Incarnation, Worker] = {}
+        self.ended: dict[str, str] = {}
+        self._lives = 0
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def join(self, role: Role) -> None:
+        self._lives += 1
+        name = f"{role}-{self._lives}"
+        self.workers[Incarnation(name)] = Worker(role)
+        told = replace(hello(name, role, max_model_len=128), total_blocks=20, kv_token_bytes=1)
+        self.tell(WorkerJoined(hello=told))
+
+    def kill(self) -> None:
+        worker = self.random.choice([*self.workers])
+        role = self.workers.pop(worker).role
+        self.tell(WorkerLost(incarnation=worker))
+        self.join(role)
+
+    def drain(self) -> None:
+        """Another worker takes its place."""
+        worker = self.random.choice([*self.workers.values()])
+        if not worker.draining:
+            worker.draining = True
+            self.join(worker.role)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.tell(Submitted(request=request))
+
+    def disturb(self) -> None:
+        """A client gives up, its time is over, or it has seen a stop string."""
+        names = [*self.core.state.requests]
+        if not names:
+            return
+        name, drawn = self.random.choice(names), self.random.random()
+        if drawn < 0.4:
+            self.tell(Aborted(request_id=name))
+        elif drawn < 0.6:
+            self.tell(DeadlinePassed(request_id=name))
+        else:
+            choice = self.random.randrange(len(self.core.state.requests[name].choices))
+            self.tell(ChoiceStopped(request_id=name, choice=choice, valid_tokens=0))
+
+    def answer(self) -> bool:
+        """Some worker says what is next of one of its requests; False: none has anything to say."""
+        speaking = [name for name, worker in self.workers.items() if any(worker.says.values())]
+        if not speaking:
+            return False
+        name = self.random.choice(speaking)
+        worker = self.workers[name]
+        key = self.random.choice([key for key, events in worker.says.items() if events])
+        event = worker.says[key].popleft()
+        if isinstance(event, Released | ReserveRefused):
+            worker.holds.discard(key)
+        self.report(name, event)
+        return True
+
+    def report(self, name: Incarnation, *events: WorkerEvent) -> None:
+        worker = self.workers[name]
+        running = 0 if worker.role is Role.PREFILL else min(4, len(worker.holds))
+        active = 19 if self.pressed and running else 0
+        counters = Counters(running=running, active_blocks=active, draining=worker.draining)
+        self.tell(WorkerSaid(incarnation=name, events=events, counters=counters))
+
+    def tell(self, event: Event) -> None:
+        self.now_s += self.random.uniform(0.001, 0.05)
+        for command in self.core.handle(event, self.now_s):
+            match command:
+                case Send(worker=worker, message=message):
+                    self._hear(worker, message)
+                case Refuse(request_id=request_id):
+                    self._end(request_id, "refused")
+                case Fail(request_id=request_id):
+                    self._end(request_id, "failed")
+                case Deliver(request_id=request_id, done=True):
+                    self._end(request_id, "done")
+        self.core.validate()
+
+    def _end(self, request_id: str, how: str) -> None:
+        assert request_id not in self.ended, f"{request_id} was {self.ended[request_id]}"
+        assert request_id not in self.core.state.requests
+        self.ended[request_id] = how
+
+    def finish(self) -> None:
+        """Nothing disturbs any more: all ends, and all is given back."""
+        for worker in self.workers.values():
+            worker.draining = False
+        for role in {worker.role for worker in self.workers.values()}:
+            self.join(role)
+        until_s = self.now_s + SETTLE_S
+        while self.answer() or (self.core.state.requests and self.now_s < until_s):
+            self.report(self.random.choice([*self.workers]))
+        state = self.core.state
+        assert not state.requests and not state.waiting, [*state.requests.values()]
+        assert not state.moves.pending and not state.promises.claimed
+        for view in state.workers.values():
+            assert not view.outlook.sequences and not len(view.queue), view.incarnation
+            assert not view.unreleased, view.incarnation
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def _hear(self, name: Incarnation, message: ToWorker) -> None:
+        worker = self.workers.get(name)
+        if worker is None:
+            return
+        match message:
+            case Reserve(spec=spec):
+                self._take(worker, spec, Reserved(key=spec.key, at_s=self.now_s))
+            case Generate(spec=spec) if self._take(
+                worker, spec, Reserved(key=spec.key, at_s=self.now_s)
+            ):
+                worker.says[spec.key] += [*self._tokens(spec, 0), self._released(spec)]
+            case Prefill(spec=spec, target=target):
+                self._prefill(worker, spec, target)
+            case Abort(key=key):
+                on_its_way = (Reserved, ReserveRefused)
+                said = [one for one in worker.says[key] if isinstance(one, on_its_way)]
+                worker.says[key] = deque(said)
+                if key in worker.holds:
+                    worker.says[key].append(Released(key=key, at_s=self.now_s))
+            case _:
+                pass
+
+    def _take(self, worker: Worker, spec: RequestSpec, answer: WorkerEvent) -> bool:
+        refuses = worker.draining or self.random.random() < 0.1
+        if refuses:
+            reason = "draining" if worker.draining else self.random.choice(REFUSALS[:3])
+            answer = ReserveRefused(key=spec.key, at_s=self.now_s, reason=reason)
+        else:
+            worker.holds.add(spec.key)
+        worker.says[spec.key].append(answer)
+        return not refuses
+
+    def _prefill(self, worker: Worker, spec: RequestSpec, target: Incarnation | None) -> None:
+        says, key = worker.says[spec.key], spec.key
+        if worker.draining:
+            says.append(ReserveRefused(key=key, at_s=self.now_s, reason="draining"))
+            return
+        worker.holds.add(key)
+        if target is None:
+            says.append(Reserved(key=key, at_s=self.now_s))
+        says.append(Lifetime(key=key, at_s=self.now_s, name="prefill_started"))
+        if self.random.random() < 0.1:
+            reason = self.random.choice(FAILURES)
+            says.append(RequestFailed(key=key, at_s=self.now_s, reason=reason, message="why"))
+        else:
+            says += self._first_tokens(spec)
+            self._decode(target, spec)
+        says.append(self._released(spec))
+
+    def _first_tokens(self, spec: RequestSpec) -> list[WorkerEvent]:
+        if not spec.sampling.max_tokens:
+            return [self._piece(spec, choice, 0, 0) for choice in range(spec.sampling.n)]
+        open_ = set(range(spec.sampling.n)) - {*spec.finished_choices}
+        fresh = [choice for choice in sorted(open_) if not spec.resumed_by(choice)]
+        return [self._piece(spec, choice, len(spec.emitted_ids), 1) for choice in fresh]
+
+    def _decode(self, target: Incarnation | None, spec: RequestSpec) -> None:
+        worker = None if target is None else self.workers.get(target)
+        if worker is None or spec.key not in worker.holds:
+            return
+        committed = Lifetime(key=spec.key, at_s=self.now_s, name="handoff_committed")
+        worker.says[spec.key] += [committed, *self._tokens(spec, 1), self._released(spec)]
+
+    def _tokens(self, spec: RequestSpec, drawn: int) -> list[WorkerEvent]:
+        """Of all choices, in pieces; `drawn` of each by the prefill worker, where it draws any."""
+        events: list[WorkerEvent] = []
+        for choice in range(spec.sampling.n):
+            resumed = len(spec.resumed_by(choice))
+            at = len(spec.emitted_ids) + (resumed or drawn)
+            while choice not in spec.finished_choices and at < spec.sampling.max_tokens:
+                count = min(self.random.randint(1, 8), spec.sampling.max_tokens - at)
+                events.append(self._piece(spec, choice, at, count))
+                at += count
+        return events
+
+    def _piece(self, spec: RequestSpec, choice: int, at: int, count: int) -> Tokens:
+        is_last = at + count >= spec.sampling.max_tokens
+        return Tokens(
+            key=spec.key,
+            at_s=self.now_s,
+            choice=choice,
+            first_index=at,
+            token_ids=(7,) * count,
+            finish_reason=FinishReason.LENGTH if is_last else None,
+        )
+
+    def _released(self, spec: RequestSpec) -> Released:
+        return Released(key=spec.key, at_s=self.now_s)

@@ -1,0 +1,212 @@
+"""Between two events, all that a router holds belongs to exactly one request in a fitting state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvrelay.qos import LadderRules, QosTier, QosTiers
+from kvrelay.types import Incarnation, Objectives, Role
+from router.core.core import RouterCore
+from router.core.events import Submitted
+from router.core.load.prefill_queue import Ahead
+from router.core.migration import Moving
+from router.core.request import TRANSITIONS, RequestState
+from router.core.router_state import RouterState
+from router.core.shared_queue import open_shared_queue
+from router.core.state.promises import NO_CAPACITY, Promise, Promised
+from router.core.workers import Workers
+from tests.unit.router_kit import key, request, reserved, says, split, submit, tokens
+from tests.unit.router_world import World
+
+P, D = Incarnation("p"), Incarnation("d")
+LONG = tuple(range(20))
+SPLIT = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
+TIERS = QosTiers(
+    tiers=(
+        QosTier(name="gold", share=0.25, objectives=Objectives(ttft_s=0.5, tpot_s=0.25)),
+        QosTier(name="free", priority=1, patience_s=0.5, capped_tokens=4),
+    ),
+    default="free",
+    ladder=LadderRules(hold_s=0.5, calm_s=1),
+)
+
+
+def plain() -> RouterState:
+    return RouterState()
+
+
+def shared() -> RouterState:
+    workers = Workers()
+    return RouterState(workers=workers, dispatch=open_shared_queue(workers, TIERS), tiers=TIERS)
+
+
+def moving() -> RouterState:
+    return RouterState(moves=Moving())
+
+
+def tiers() -> RouterState:
+    state = RouterState(tiers=TIERS)
+    state.promises.claims.first.value = 1.0
+    return state
+
+
+SCHEDULES = {
+    "plain": (plain, SPLIT, 8),
+    "both": (plain, (Role.BOTH, Role.BOTH), 8),
+    "mixed": (plain, (*SPLIT, Role.BOTH), 8),
+    "shared": (shared, SPLIT, 8),
+    "moves": (moving, SPLIT, 60),
+    "tiers": (tiers, SPLIT, 8),
+}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_laws_hold_after_every_event(name: str, seed: int) -> None:
+    open_state, roles, most = SCHEDULES[name]
+    world = World(seed, open_state(), pressed=name == "moves")
+    for role in roles:
+        world.join(role)
+    for number in range(60):
+        n, max_tokens = world.random.choice(((1, most), (1, most), (2, most), (1, 0)))
+        asked = request(str(number), n=n, max_tokens=max_tokens)
+        tier = world.random.choice(("", "gold")) if name in ("tiers", "shared") else ""
+        if name == "shared":
+            asked = replace(asked, prompt_ids=LONG)  # they wait for each other
+        world.submit(replace(asked, qos_tier=tier))
+        for _ in range(world.random.randrange(12)):
+            world.answer()
+        for chance, happens in ((0.15, world.disturb), (0.06, world.kill), (0.04, world.drain)):
+            if world.random.random() < chance:
+                happens()
+    world.finish()
+
+
+def test_schedules_reach_every_transition() -> None:
+    """But SEEKING to GONE by a failure, which is in SEEKING to GONE by a refusal."""
+    seen: set[tuple[RequestState, RequestState]] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.core.request.Request.enter", recording(seen))
+        for name in SCHEDULES:
+            for seed in range(6):
+                test_the_laws_hold_after_every_event(name, seed)
+    allowed = {(one, then) for one, after in TRANSITIONS.items() for then in after}
+    assert seen == allowed
+
+
+def recording(seen: set[tuple[RequestState, RequestState]]) -> Callable[..., None]:
+    from router.core.request import Request
+
+    enter = Request.enter
+
+    def recorded(request: Request, state: RequestState) -> None:
+        seen.add((request.state, state))
+        enter(request, state)
+
+    return recorded
+
+
+def test_a_transition_that_is_not_in_the_table_is_refused() -> None:
+    core = split()
+    submit(core)
+    says(core, "d", reserved())
+    with pytest.raises(AssertionError, match=r"r \(attempt 0\) can't go from prefilling to asked"):
+        core.state.requests["r"].enter(RequestState.ASKED)
+
+
+# --- each law can be broken -----------------------------------------------------------------------
+
+
+def running() -> RouterCore:
+    core = split()
+    submit(core)
+    says(core, "d", reserved())
+    core.validate()
+    return core
+
+
+def waiting() -> RouterCore:
+    core = split(places=1)
+    submit(core)
+    core.state.tiers = TIERS
+    core.handle(Submitted(request=request("w")), 1)
+    return core
+
+
+def break_state(state: RouterState) -> None:
+    state.requests["r"].state = RequestState.SEEKING
+
+
+def break_waiting(state: RouterState) -> None:
+    state.requests["r"].state = RequestState.WAITING
+
+
+def break_room(state: RouterState) -> None:
+    state.waiting.try_wait("nobody", "", NO_CAPACITY, 5.0, 2)
+
+
+def break_turn(state: RouterState) -> None:
+    """In the waiting room, though it has its slot."""
+    state.waiting.try_wait("r", "", NO_CAPACITY, 5.0, 2)
+    state.waiting.take_next(9.0)
+
+
+def break_queue(state: RouterState) -> None:
+    state.requests["r"].state = RequestState.QUEUED
+
+
+def break_request(state: RouterState) -> None:
+    """Forgotten, but for its slots."""
+    del state.requests["r"]
+
+
+def break_slot(state: RouterState) -> None:
+    """Owned twice."""
+    state.workers[D].unreleased.add(key())
+
+
+def break_entry(state: RouterState) -> None:
+    state.workers[P].queue.add(key("other"), Ahead(seconds=1, tokens=1), 2)
+
+
+def break_released(state: RouterState) -> None:
+    state.workers[P].unreleased.add(key("other"))
+
+
+def break_worker(state: RouterState) -> None:
+    state.workers.leave(P)
+
+
+def break_promise(state: RouterState) -> None:
+    """Claimed, and not counted."""
+    work = Promised(prefill_s=1)
+    promise = Promise(due_s=1, until_s=2, work=work, likely=work, priority=0, again=False)
+    state.requests["r"].promise = promise
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        *(break_state, break_waiting, break_room, break_turn, break_queue, break_request),
+        *(break_slot, break_entry, break_released, break_worker, break_promise),
+    ],
+)
+def test_a_broken_law_is_noticed(broken: Callable[[RouterState], None]) -> None:
+    core = running()
+    broken(core.state)
+    with pytest.raises(AssertionError):
+        core.validate()
+
+
+def test_slots_of_those_that_have_left_are_named() -> None:
+    core = running()
+    says(core, "p", tokens(0, 10))
+    core.state.requests["r"].choices[0].finished = True
+    from router.core import lifecycle
+
+    lifecycle.abort(core.state, "r", 3)
+    assert core.state.workers[D].unreleased == {key()}
+    core.validate()
