@@ -14,8 +14,8 @@ COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
-    plain_request: Counts(files=77, calls=2548, across=1610, naming=1120),
-    hard_request: Counts(files=77, calls=9045, across=5249, naming=1686),
+    plain_request: Counts(files=78, calls=2561, across=1623, naming=1120),
+    hard_request: Counts(files=78, calls=9078, across=5282, naming=1686),
 }
 CALLS_PER_TOKEN = 138.875
 
