@@ -154,7 +154,7 @@ class RouterCore:
                 request.add_prompt_logprobs(event)
                 return []
             case RequestFailed(reason=reason, message=message):
-                suspected = [*lifecycle.suspect(state, request, event, now_s)]
+                suspected = lifecycle.suspect(state, request, event, now_s)
                 return suspected + lifecycle.fail_attempt(state, request, reason, message, now_s)
             case Released():
                 return []
@@ -166,7 +166,9 @@ class RouterCore:
         view.queue.on_lifetime(moment)
         if moment.name == LifetimeMoment.HANDOFF_COMMITTED:
             self.state.recent_pairs.used(request.links(), now_s)
-        return [*lifecycle.trust(self.state, request, moment)]
+        if moment.name in lifecycle.SHOWS_A_GOOD_LINK:
+            return lifecycle.trust(self.state, request, moment)
+        return []
 
     def _on_worker_lost(self, incarnation: Incarnation, now_s: float) -> list[Command]:
         state = self.state

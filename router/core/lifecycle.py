@@ -19,7 +19,6 @@ on elsewhere goes on behind the tokens that were delivered: random draws are cou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, isfinite
 
@@ -456,26 +455,25 @@ def _expected_tpot_s(state: RouterState, request: Request) -> float | None:
 
 def suspect(
     state: RouterState, request: Request, failed: RequestFailed, now_s: float
-) -> Iterator[Command]:
+) -> list[Command]:
     """Quarantines the link between its workers, if the reason tells of it."""
-    pair = request.pair
-    if pair is None or failed.reason not in SUSPICIOUS:
-        return
+    pair, reason = request.pair, failed.reason
+    if pair is None or reason not in SUSPICIOUS:
+        return []
     request.avoided.add(pair)
-    seconds = state.quarantine.failed(pair, failed.reason, now_s)
-    if seconds is not None:
-        reason, message = failed.reason, failed.message
-        yield PairQuarantined(pair=pair, seconds=seconds, reason=reason, message=message)
+    seconds = state.quarantine.failed(pair, reason, now_s)
+    if seconds is None:
+        return []
+    return [PairQuarantined(pair=pair, seconds=seconds, reason=reason, message=failed.message)]
 
 
-def trust(state: RouterState, request: Request, moment: Lifetime) -> Iterator[Command]:
+SHOWS_A_GOOD_LINK = (LifetimeMoment.HANDOFF_COMMITTED, LifetimeMoment.KV_CHECKED)
+
+
+def trust(state: RouterState, request: Request, moment: Lifetime) -> list[Command]:
     """Its KV was handed over, or even checked."""
-    pair = request.pair
-    if pair is None or moment.name not in (
-        LifetimeMoment.HANDOFF_COMMITTED,
-        LifetimeMoment.KV_CHECKED,
-    ):
-        return
-    checked = moment.name == LifetimeMoment.KV_CHECKED
-    if state.quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked):
-        yield PairTrusted(pair=pair)
+    pair, checked = request.pair, moment.name == LifetimeMoment.KV_CHECKED
+    if pair is None:
+        return []
+    trusted = state.quarantine.succeeded(pair, begun_s=request.placed_s, checked=checked)
+    return [PairTrusted(pair=pair)] if trusted else []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from math import inf, isfinite
+from typing import NamedTuple
 
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Incarnation, Role
@@ -27,6 +28,14 @@ MOST_ALIKE = 3.0
 _ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
+class ByRole(NamedTuple):
+    """`both` prefill and decode."""
+
+    prefills: tuple[WorkerView, ...]
+    decodes: tuple[WorkerView, ...]
+    both: tuple[WorkerView, ...]
+
+
 class Workers(dict[Incarnation, WorkerView]):
     """Those connected. A place stays taken until the worker says that it is free. `decode_alone`:
     decode workers can do without prefill workers."""
@@ -39,22 +48,23 @@ class Workers(dict[Incarnation, WorkerView]):
     ) -> None:
         super().__init__(views or {})
         self.decode_alone = decode_alone
-        self._of_role: dict[Role, tuple[WorkerView, ...]] = {}
+        self._by_role: ByRole | None = None
 
     def __setitem__(self, worker: Incarnation, view: WorkerView) -> None:
         super().__setitem__(worker, view)
-        self._of_role.clear()
+        self._by_role = None
 
     def leave(self, worker: Incarnation) -> WorkerView | None:
         """None where it isn't here."""
-        self._of_role.clear()
+        self._by_role = None
         return self.pop(worker, None)
 
-    def of_role(self, role: Role) -> tuple[WorkerView, ...]:
-        """In the order in which they joined."""
-        if role not in self._of_role:
-            self._of_role[role] = tuple(v for v in self.values() if v.hello.role is role)
-        return self._of_role[role]
+    def by_role(self) -> ByRole:
+        """Each in the order in which they joined."""
+        if self._by_role is None:
+            of = [tuple(v for v in self.values() if v.hello.role is role) for role in _ROLES]
+            self._by_role = ByRole(*of)
+        return self._by_role
 
     @property
     def longest_tokens(self) -> int:
@@ -118,7 +128,7 @@ class Workers(dict[Incarnation, WorkerView]):
         forecast: Forecast,
     ) -> WorkerChoice:
         """Those that could serve it, without the decode workers `tried` and those that drain."""
-        prefills, decodes, both = (fitting(self.of_role(role), demand) for role in _ROLES)
+        prefills, decodes, both = [fitting(views, demand) for views in self.by_role()]
         if demand.is_prompt_only:
             prefills, decodes, both = [], [], [*prefills, *both] or decodes
         return WorkerChoice(
@@ -133,7 +143,7 @@ class Workers(dict[Incarnation, WorkerView]):
 
     def per_worker(self, promised: Promised) -> Promised:
         """Spread evenly over those of each role."""
-        prefills, decodes, both = (len(self.of_role(role)) for role in _ROLES)
+        prefills, decodes, both = map(len, self.by_role())
         prefills, decodes = prefills + both, decodes + both
         return Promised(
             prefill_s=promised.prefill_s / max(1, prefills),
@@ -144,7 +154,8 @@ class Workers(dict[Incarnation, WorkerView]):
     def all_by_own(self) -> float:
         """Sequences of all routers by those of this one, lately; 1 before it has any. Their
         promises are taken to be as many more."""
-        decoding = (*self.of_role(Role.DECODE), *self.of_role(Role.BOTH))
+        _, decodes, both = self.by_role()
+        decoding = (*decodes, *both)
         own = sum([view.own_usually for view in decoding])
         told = sum([view.all_usually for view in decoding])
         return min(MOST_ALIKE, told / own) if own else 1.0
@@ -214,7 +225,6 @@ def _known(seconds: float) -> float:
     return seconds if isfinite(seconds) else 0.0
 
 
-_NEEDED_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 _QUARANTINED = "handoffs failed lately between all prefill and decode workers: they are quarantined"
 
 
@@ -224,7 +234,7 @@ def obstacle(workers: Workers, quarantined: Collection[Pair]) -> str | None:
         return "no worker has joined yet"
     if not workers.longest_tokens:
         return _missing(workers)
-    prefills, decodes, alone = (_taking(workers, role) for role in _NEEDED_ROLES)
+    prefills, decodes, alone = map(_taking, workers.by_role())
     if alone or (decodes and workers.decode_alone):
         return None
     if not prefills and not decodes:
@@ -235,12 +245,13 @@ def obstacle(workers: Workers, quarantined: Collection[Pair]) -> str | None:
     return _QUARANTINED if all(pair in quarantined for pair in pairs) else None
 
 
-def _taking(workers: Workers, role: Role) -> list[WorkerView]:
-    """Those of this role that take requests."""
-    return [view for view in workers.of_role(role) if not view.draining]
+def _taking(views: Iterable[WorkerView]) -> list[WorkerView]:
+    """Those that take requests."""
+    return [view for view in views if not view.draining]
 
 
 def _missing(workers: Workers) -> str:
     """No pair of them can serve."""
-    missing = [role for role in (Role.PREFILL, Role.DECODE) if not workers.of_role(role)]
+    here = {view.hello.role for view in workers.values()}
+    missing = [role for role in (Role.PREFILL, Role.DECODE) if role not in here]
     return f"no {' and no '.join(missing)} worker has joined yet"

@@ -125,6 +125,7 @@ class WorkerView:
     """Attempts that have ended here, and hold a slot or a queue entry until the worker says
     Released."""
     incarnation: Incarnation = field(init=False)
+    prefills: bool = field(init=False)  # and does nothing else
     naming: Naming = field(init=False)
     _speed: tuple[ToldTimes, Speed] | None = None
     _links: dict[Incarnation, LinkState] = field(default_factory=dict)
@@ -136,6 +137,7 @@ class WorkerView:
         names = (hello.fingerprint, hello.physical_format, hello.rope_border_tokens)
         self.naming = (*names, hello.block_size)
         self.incarnation = hello.incarnation
+        self.prefills = hello.role is Role.PREFILL
 
     @staticmethod
     def of(hello: WorkerHello) -> WorkerView:
@@ -207,10 +209,6 @@ class WorkerView:
     def slowest_bytes_per_s(self) -> float | None:
         """Of the links that were measured, as of the last `link`."""
         return self._slowest
-
-    @property
-    def prefills(self) -> bool:
-        return self.hello.role is Role.PREFILL
 
     @property
     def is_idle(self) -> bool:
