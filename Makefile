@@ -53,6 +53,7 @@ bench: $(STAMP)  ## the benchmarks of this machine, with their limits and peers
 	$(BIN)/python -m bench.router
 	$(BIN)/python -m bench.trace_request
 	$(BIN)/python -m bench.metrics
+	$(BIN)/python -m bench.wire
 	$(BIN)/python -m bench.prefix_live
 	$(BIN)/python -m bench.transfer
 	$(BIN)/python -m bench.transfer --handoff
@@ -74,7 +75,7 @@ bench-gpu: $(STAMP)  ## the benchmarks that need a CUDA device
 
 proto: $(STAMP)  ## regenerate the committed gRPC stubs
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=proto --grpc_python_out=proto --pyi_out=proto proto/kvrelay/v1/*.proto
-	rm proto/kvrelay/v1/peer_pb2_grpc.py proto/kvrelay/v1/pool_pb2_grpc.py  # messages only, no service
+	rm proto/kvrelay/v1/counters_pb2_grpc.py proto/kvrelay/v1/peer_pb2_grpc.py proto/kvrelay/v1/pool_pb2_grpc.py  # messages only, no service
 
 format: $(STAMP)  ## format and fix what ruff can
 	$(BIN)/ruff check --fix .

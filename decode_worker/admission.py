@@ -1,19 +1,18 @@
-"""Which requests a decode worker takes, and at whose cost. Pure.
+"""Which requests a decode worker accepts, and which sequences lose their blocks for them. Pure.
 
-Every place that is free is lent to whoever asks. A tier that holds less than its share of the
-places always gets one: when all are taken, a sequence on a lent place loses its own at the next
-step, and waits until one is free (`Standing`); and those on lent places step back for its pace
-(`Pace`). Refused are, in this order:
+Any tier may use any free slot. A tier below its reservation always gets a slot: when all are taken,
+a borrower is preempted at the next step and resumes later; borrowers also pause for the pace of
+others (`Packing`). A request is refused for the first of these reasons:
 
-    tier_share_exhausted   beyond its share, no place is free, another tier would still get one
-    slots_exhausted        beyond its share, no place is free, nobody would get one
-    tpot_unreachable       beyond its share, steps would take longer than it or another may bear,
-                           by a tenth
-    kv_exhausted           no blocks; within its share also none of those on lent places
+    tier_share_exhausted   no slot is free, beyond its tier's reservation; another tier gets one
+    slots_exhausted        the same, but no other tier would get one either
+    tpot_unreachable       beyond its tier's reservation, steps would take longer than its own
+                           TPOT, or that of others, by more than a tenth
+    kv_exhausted           no blocks; within its tier's reservation, none from borrowers either
 
-What is running, waiting, on its way and asking counts. Only requests that bring a
-TPOT of their own are refused for it, and only where there are more than their router has counted:
-of those it knows how many will have ended by then. The margin is for them, too.
+Sequences that run, wait, are reserved or ask count. Only requests with a TPOT objective are refused
+for it, and only where there are more sequences than their router has counted: the router knows how
+many of those will have ended by then. The margin of a tenth allows for them, too.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.packing import strictest_kept_s
+from decode_worker.reservations import Reservations
 from decode_worker.sequence import Sequence
-from decode_worker.shares import Standing, strictest_kept_s
 from engine.core.step_times import NotCovered, decode_work
 from kvrelay.types import RequestSpec
 
@@ -34,71 +33,60 @@ TPOT_MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    receiver: Receiver
+    reservations: Reservations
     batch: Batch
 
-    @property
-    def standing(self) -> Standing:
-        return self.batch.roster.standing
-
     def held(self) -> Counter[str]:
-        """# tier |-> sequences: those here and those on their way"""
+        """# tier |-> its sequences that run, wait or are reserved"""
         held: Counter[str] = Counter()
+        shares = self.batch.shares
         for sequence in self._here():
-            held[self.standing.tier_of(sequence.spec)] += len(sequence.choices)
-        for spec in self._coming():
-            held[self.standing.tier_of(spec)] += spec.sampling.n
+            held[shares.tier_of(sequence.spec)] += len(sequence.choices)
+        for spec in self.reservations.specs():
+            held[shares.tier_of(spec)] += spec.sampling.n
         return held
 
-    @property
-    def sequences(self) -> int:
-        """All that are `held`."""
-        return self.batch.roster.choices + self.receiver.reserved_choices
-
     def _here(self) -> Iterator[Sequence]:
-        yield from self.batch.roster.running
-        yield from self.batch.roster.awaiting_prefill
-
-    def _coming(self) -> Iterator[RequestSpec]:
-        yield from self.receiver.reserved_specs
+        yield from self.batch.running_set.running
+        yield from self.batch.running_set.awaiting_prefill
 
     # --- judging --------------------------------------------------------------------------------
 
     def refusal(
         self, spec: RequestSpec, asking: Iterable[RequestSpec] = (), counted: int | None = None
     ) -> str | None:
-        """Why not, blocks apart; the `asking` ones came before. Beside `counted` sequences its
-        router has judged its pace."""
+        """Why not, blocks apart. Those `asking` came before it. Its router has judged its pace
+        beside `counted` sequences."""
         held = self.held()
         for other in asking:
-            held[self.standing.tier_of(other)] += other.sampling.n
-        if self._is_own(spec, held):
+            held[self.batch.shares.tier_of(other)] += other.sampling.n
+        if self._is_within_reservation(spec, held):
             return None
-        if held.total() + spec.sampling.n > self.standing.places:
+        if held.total() + spec.sampling.n > self.batch.shares.slots:
             return self._all_taken(spec, held)
-        if self.batch.roster.lacks_blocks:
+        if self.batch.running_set.lacks_blocks:
             return "kv_exhausted"
         if counted is not None and held.total() <= counted:
             return None
         return "tpot_unreachable" if self._breaks_tpot(spec, held.total()) else None
 
-    def _is_own(self, spec: RequestSpec, held: Counter[str]) -> bool:
-        tier = self.standing.tier_of(spec)
-        return held[tier] + spec.sampling.n <= self.standing.own_places(tier)
+    def _is_within_reservation(self, spec: RequestSpec, held: Counter[str]) -> bool:
+        tier = self.batch.shares.tier_of(spec)
+        return held[tier] + spec.sampling.n <= self.batch.shares.reserved_slots(tier)
 
     def _all_taken(self, spec: RequestSpec, held: Counter[str]) -> str:
-        others = self.standing.others_may_come(self.standing.tier_of(spec), held)
+        others = self.batch.shares.others_below_share(self.batch.shares.tier_of(spec), held)
         return "tier_share_exhausted" if others else "slots_exhausted"
 
     def _breaks_tpot(self, spec: RequestSpec, sequences: int) -> bool:
         if spec.tpot_s is None or self.batch.times is None:
             return False
-        coming = [spec, *self._coming()]
+        coming = [spec, *self.reservations.specs()]
         others_s = strictest_kept_s(self._asked_by_others(), self.batch.times)
         strictest_s = spec.tpot_s if others_s is None else min(spec.tpot_s, others_s)
         kv_tokens = sum(s.context_tokens * s.sampling.n for s in coming)
         kv_tokens += sum(sequence.length for sequence in self._here())
-        together = min(sequences + spec.sampling.n, self.standing.places)
+        together = min(sequences + spec.sampling.n, self.batch.shares.slots)
         try:
             step_s = self.batch.times.step_s(decode_work(together, kv_tokens))
         except NotCovered:
@@ -107,30 +95,30 @@ class Admission:
 
     def _asked_by_others(self) -> Iterator[tuple[float | None, int]]:
         """(time per token, context)"""
-        yield from ((spec.tpot_s, spec.context_tokens) for spec in self._coming())
+        yield from ((spec.tpot_s, spec.context_tokens) for spec in self.reservations.specs())
         yield from ((sequence.spec.tpot_s, sequence.length) for sequence in self._here())
 
     # --- blocks ---------------------------------------------------------------------------------
 
     def may_reclaim(self, spec: RequestSpec) -> bool:
-        """Whether blocks of those on lent places are its tier's to have, and enough."""
-        if not self._is_own(spec, self.held()):
+        """Whether it may have blocks of borrowers, and they would be enough."""
+        if not self._is_within_reservation(spec, self.held()):
             return False
         tables = self.batch.tables
-        lent_tokens = sum(tables.capacity(s.holder) for s in self._lenders())
+        borrowed_tokens = sum(tables.capacity(s.holder) for s in self._borrowers())
         free_tokens = tables.free_blocks * tables.layout.block_size
-        return spec.context_tokens < free_tokens + lent_tokens
+        return spec.context_tokens < free_tokens + borrowed_tokens
 
     def try_reclaim(self) -> bool:
-        """Takes the blocks of one on a lent place, between two steps."""
-        assert not self.batch.roster.on_device, "a step is on the device"
-        for sequence in self._lenders():
-            self.batch.roster.preempt(sequence)
+        """Takes the blocks of a borrower, between two steps."""
+        assert not self.batch.running_set.on_device, "a step is on the device"
+        for sequence in self._borrowers():
+            self.batch.running_set.preempt_for_blocks(sequence)
             return True
         return False
 
-    def _lenders(self) -> Iterator[Sequence]:
+    def _borrowers(self) -> Iterator[Sequence]:
         tables, openings = self.batch.tables, self.batch.openings
-        for sequence in self.standing.borrowers(self._here()):
+        for sequence in self.batch.shares.least_protected_first(self._here()):
             if sequence.holder in tables and not openings.waits(sequence.holder):
                 yield sequence

@@ -1,300 +1,204 @@
-"""Continuous batching: how sequences join, what of them runs in each step, how they part. Pure.
+"""Continuous batching: how sequences join, which step runs next, and how sequences part. Pure.
 
-try_enqueue -> awaiting_prefill -> running -> drop
-join    --------------------------/
+    try_enqueue -> awaiting_prefill -> running -> dropped
+    join    --------------------------/
 
-One step being put together: which sequences run, and how many tokens of each. Pure.
+Multi-step: a step may be run several times in a row, up to the first end of a sequence. The result
+is that of as many single steps, wherever the run is cut; room for steps that did not come is given
+back.
 
-The next token of each decoding sequence, and chunks of those to be computed yet. When blocks run
-out the last in standing, among equals the newest, is preempted and later recomputed, so the first
-always advances. Those on places that their owners ask back wait, and those on lent places step
-back for the pace of those on their own.
+Overlap scheduling: the next step is launched before the tokens of the step on the device are known.
+All decoding sequences take one more token each. A sequence that may end with the step on the device
+is in the next one too, unless its length says that it will end; if it does end, its entry there is
+void. When prompts wait, or sequences may be preempted, the device must be free first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from decode_worker.reservations import Arrived
-from decode_worker.roster import Roster
-from decode_worker.run_ahead import RunAhead, followers
+from decode_worker.incoming import Arrived
+from decode_worker.packing import Packing
+from decode_worker.running_set import RunningSet, TierShares
 from decode_worker.sequence import Sequence
-from decode_worker.shares import Pace, Standing
-from engine.core.step import MOST_SCORED_TOKENS, RunStep, SequenceSlice, StepBatch
+from engine.core.step import RunStep, SequenceSlice, StepBatch
 from engine.core.step_times import StepTimes
-from kvpool.core.blocks.holding import CopyPairs
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.fetch.openings import Openings
+from kvpool.core.layout.layout import Tables
 from kvrelay.types import PrefixOrigin, RequestSpec
+
+Taken = Ordered[tuple[Sequence, int]]
+"""sequence, its tokens in the step"""
 
 
 @dataclass(slots=True, kw_only=True)
-class Packing:
-    """`budget` is what prefill chunks may still take, in tokens, and `scored` those of prompts that
-    are scored; `times` None: nothing is known of steps."""
+class MultiStep:
+    """No run goes over `rope_border_tokens`, where a sequence is computed anew."""
 
-    roster: Roster
-    now_s: float
-    budget: int
-    scored: int = MOST_SCORED_TOKENS
-    times: StepTimes | None = None
+    running_set: RunningSet
     rope_border_tokens: int | None = None
-    chosen: list[tuple[Sequence, int]] = field(default_factory=list)
-    copies: list[CopyPairs] = field(default_factory=list)
-    _running: list[Sequence] = field(default_factory=list)  # who yields last first
-    _taken: set[Sequence] = field(default_factory=set)
-    _lent: set[Sequence] = field(default_factory=set)
-    _stepped_back: set[Sequence] = field(default_factory=set)
-    _pace: Pace | None = None
+    has_spare_room: bool = False
 
-    def pack(self) -> None:
-        self._park_outgrown()
-        self._keep_seated()
-        self._keep_pace()
-        preempted_before = self.roster.preemptions
-        for sequence in self._running:
-            if sequence.holder not in self.roster.tables:
-                break  # preempted just now, as are all behind it
-            self._choose(sequence)
-        if self.roster.preemptions == preempted_before or not self.chosen:
-            self._start_waiting(self._seated_waiting())
-        self._note_who_stands_back()
+    def steps(self, chosen: Taken, most_steps: int, now_s: float) -> int:
+        """How often a step that takes `chosen` may run: up to the first end of a sequence."""
+        self.has_spare_room = most_steps > 1 and self._is_steady(chosen)
+        if not self.has_spare_room:
+            return 1
+        steps = min(most_steps, *[self._left(sequence) for sequence, _ in chosen])
+        while steps > 1 and not self._try_room(chosen, steps, now_s):
+            steps //= 2
+        return steps
 
-    def _note_who_stands_back(self) -> None:
-        """Who decodes, or did before it was parked, and isn't in the step."""
-        roster = self.roster
-        if len(self.chosen) == len(roster.running) and not roster.awaiting_prefill:
-            return
-        parked = (s for s in roster.awaiting_prefill if s.parked)
-        for sequence in (*roster.running, *parked):
-            if sequence not in self._taken:
-                sequence.stands_back(self.now_s)
+    def _is_steady(self, chosen: Taken) -> bool:
+        """No sequence waits or pauses, and all take the next token of one choice."""
+        here = len(self.running_set.running) + len(self.running_set.awaiting_prefill)
+        return len(chosen) == here and all(sequence.decodes_one for sequence, _ in chosen)
 
-    def _park_outgrown(self) -> None:
-        """With the short factors of LongRoPE their KV is of no use any more, but to others."""
-        for sequence in [s for s in self.roster.running if self._is_outgrown(s)]:
-            self.roster.park(sequence)
-
-    def _is_outgrown(self, sequence: Sequence) -> bool:
-        """Its names are those of short sequences."""
+    def _left(self, sequence: Sequence) -> int:
         border = self.rope_border_tokens
-        return border is not None and border < sequence.length and sequence.names.limit is not None
+        if border is None or border < sequence.computed:
+            return sequence.tokens_left
+        return min(sequence.tokens_left, max(1, border - sequence.computed))
 
-    def _keep_seated(self) -> None:
-        """Those whose places are asked back wait again."""
-        seated = self.roster.seated()
-        if self._all_run(seated):
-            self._running = seated
-            return
-        running, kept = {*self.roster.running}, {*seated}
-        self._running = [s for s in seated if s in running]
-        for sequence in [s for s in reversed(self.roster.running) if s not in kept]:
-            self.roster.park(sequence)
-
-    def _keep_pace(self) -> None:
-        """Those on lent places that can't take their next token in time step back."""
-        roster = self.roster
-        if not roster.standing.any_own:
-            return
-        self._lent = roster.standing.lent((*roster.running, *roster.awaiting_prefill))
-        own = [s for s in self._running if s not in self._lent]
-        self._pace = Pace.of(own, self.times)
-        if self._pace is None:
-            return
-        for sequence in self._lent:
-            sequence.advanced_s = self.now_s if sequence.advanced_s is None else sequence.advanced_s
-        decoding = [s for s in self._running if s.needed == 1]
-        self._pace.take(s for s in decoding if s not in self._lent)
-        self._stepped_back = {*self._who_steps_back([s for s in decoding if s in self._lent])}
-
-    def _who_steps_back(self, lent: list[Sequence]) -> list[Sequence]:
-        """The last of those on lent places, as many as the pace can't bear; but none for so long
-        that it stands still."""
-        pace = self._pace
-        assert pace is not None
-        overdue: set[Sequence] = set()
-        if pace.bears(lent) < len(lent):
-            overdue = {s for s in lent if pace.overdue(s, self.now_s)}
-            pace.take(overdue)
-        others = [s for s in lent if s not in overdue]
-        count = pace.bears(others)
-        pace.take(others[:count])
-        return others[count:]
-
-    def _all_run(self, seated: Ordered[Sequence]) -> bool:
-        return not self.roster.awaiting_prefill and len(seated) == len(self.roster.running)
-
-    def _seated_waiting(self) -> list[Sequence]:
-        if not self.roster.awaiting_prefill:
-            return []
-        running = {*self.roster.running}
-        return [s for s in self.roster.seated() if s not in running]
-
-    # --- those that run -------------------------------------------------------------------------
-
-    def _choose(self, sequence: Sequence) -> None:
-        if sequence in self._stepped_back:
-            return
-        prefills = sequence.needed > 1
-        take = self._chunk(sequence) if prefills else 1
-        if take and self._make_room(sequence, take):
-            if prefills:
-                self._take_chunk(sequence, take)
-            self._take(sequence, take)
-
-    def _take(self, sequence: Sequence, tokens: int) -> None:
-        self.chosen.append((sequence, tokens))
-        self._taken.add(sequence)
-        sequence.advanced_s = self.now_s
-        if sequence.back_since_s is not None and tokens == sequence.needed:
-            sequence.goes_on(self.now_s)
-
-    def _chunk(self, sequence: Sequence) -> int:
-        """Tokens of it that the step may take."""
-        take = min(sequence.needed, self.budget)
-        if sequence.is_scored:
-            take = min(take, self.scored)
-        if self._pace is None or sequence not in self._lent:
-            return take
-        return self._pace.bears_chunk(sequence, take, self.now_s)
-
-    def _take_chunk(self, sequence: Sequence, take: int) -> None:
-        self.budget -= take
-        if sequence.is_scored:
-            self.scored -= take
-        if self._pace is not None:
-            self._pace.chunk(take, sequence.computed)
-
-    def _make_room(self, sequence: Sequence, take: int) -> bool:
-        """Blocks for `take` more tokens, at the cost of those behind it; False if it had to go."""
-        while not self._try_room(sequence, take):
-            last = next(filter(self._may_go, reversed(self._by_standing())))
-            self.roster.preempt(last)
-            if last is sequence:
-                return False
-        return True
-
-    def _by_standing(self) -> list[Sequence]:
-        """Also those that wait with blocks of their own, held back for the pace of others."""
-        roster = self.roster
-        return roster.standing.order((*roster.running, *roster.awaiting_prefill))
-
-    def _may_go(self, sequence: Sequence) -> bool:
-        if sequence.holder not in self.roster.tables or sequence in self._taken:
-            return False
-        return not self.roster.openings.waits(sequence.holder)
-
-    def _try_room(self, sequence: Sequence, take: int) -> bool:
-        tables, end = self.roster.tables, sequence.computed + take
-        if not tables.try_grow(sequence.holder, end, now_s=self.now_s):
-            return False
-        if sequence.spec.sampling.n == 1:
-            return True
-        pairs = tables.try_own(sequence.holder, sequence.computed)
-        if pairs is None:
-            return False
-        if any(pairs):
-            self.copies.append(pairs)
-        return True
-
-    # --- those that wait ------------------------------------------------------------------------
-
-    def _start_waiting(self, waiting: Ordered[Sequence]) -> None:
-        """In order; where the head lacks blocks, those behind it that hold theirs still go on."""
-        starved = False
-        for sequence in waiting:
-            if self.budget == 0:
-                return
-            if starved and sequence.holder not in self.roster.tables:
-                continue
-            found = self._try_resume(sequence)
-            starved |= not found
-            self.roster.starved = starved
-            if found and not self.roster.openings.waits(sequence.holder):
-                self._start(sequence)
-
-    def _start(self, sequence: Sequence) -> None:
-        take = self._chunk(sequence)
-        if take:
-            self.roster.run(sequence)
-            self._take_chunk(sequence, take)
-            self._take(sequence, take)
-
-    def _try_resume(self, sequence: Sequence) -> bool:
-        """Blocks for all of it; one that was preempted finds again what is still cached."""
-        tables = self.roster.tables
-        if sequence.holder not in tables:
-            if self._is_outgrown(sequence):
-                sequence.names = tables.chain(sequence.spec.tenant, sequence.length)
-            return self.roster.try_open(sequence, sequence.length, self.budget, self.now_s)
-        end = min(sequence.length, sequence.computed + self.budget)
-        return tables.try_grow(
-            sequence.holder, sequence.length, window_tokens=end, now_s=self.now_s
+    def _try_room(self, chosen: Taken, steps: int, now_s: float) -> bool:
+        """Where one gets none, the others keep theirs until the step is over."""
+        tables = self.running_set.tables
+        return all(
+            tables.try_grow(sequence.holder, sequence.computed + steps, now_s=now_s)
+            for sequence, _ in chosen
         )
+
+    def give_back(self, ran: Iterable[tuple[Sequence, int]]) -> None:
+        """The step is over, after however many times."""
+        for sequence, _ in ran:
+            if not sequence.dropped:
+                self.running_set.tables.shrink(sequence.holder, sequence.computed)
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """A sequence in the overlapped step. `follows` is its slice in the step on the device; None: it
+    has none there."""
+
+    sequence: Sequence
+    follows: int | None
+
+    @property
+    def start(self) -> int:
+        return self.sequence.computed + (self.follows is not None)
+
+    def slice(self, tables: Tables) -> SequenceSlice:
+        sequence, is_known = self.sequence, self.follows is None
+        (request,) = sequence.samples()
+        index = request.index if is_known else request.index + 1
+        prefills = sequence.needed > 1
+        return SequenceSlice(
+            key=sequence.key,
+            choice=sequence.choices[0],
+            token_ids=sequence[self.start : self.start + 1] if is_known else (0,),
+            start=self.start,
+            tables=tables,
+            samples=(replace(request, index=index),),
+            prompt_tokens=sequence.length if prefills else sequence.context_tokens,
+            follows=self.follows,
+        )
+
+
+def followers(running_set: RunningSet, now_s: float) -> list[Follower]:
+    """Empty where the device must be free first."""
+    if not _may_overlap(running_set):
+        return []
+    slices = {one: i for i, (one, _) in enumerate(running_set.on_device)}
+    found = [Follower(one, slices.get(one)) for one in running_set.running]
+    found = [one for one in found if one.follows is None or one.sequence.tokens_left > 1]
+    tables = running_set.tables
+    has_room = all(
+        tables.try_grow(one.sequence.holder, one.start + 1, now_s=now_s) for one in found
+    )
+    return found if has_room else []
+
+
+def _may_overlap(running_set: RunningSet) -> bool:
+    """No sequence waits, or pauses for others, and all take the next token of one choice."""
+    if not running_set.on_device or running_set.overlapped or running_set.awaiting_prefill:
+        return False
+    shares = running_set.shares
+    if shares.any_reserved or running_set.choices > shares.slots:
+        return False
+    here = (*running_set.running, *[sequence for sequence, _ in running_set.on_device])
+    return all(_only_decodes(sequence) for sequence in here)
+
+
+def _only_decodes(sequence: Sequence) -> bool:
+    """A sequence that ended while on the device needs no more tokens."""
+    is_one = sequence.spec.sampling.n == 1 and sequence.needed <= 1
+    return is_one and not sequence.needs_history
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """`chunk_tokens` bounds the prefill tokens mixed into a step; `times` are the
-    worker's own, as corrected at the moment; None: nothing is known.
+    """`chunk_tokens` bounds the prefill tokens in a step. `times` are the worker's own step times,
+    as corrected at the moment; None: they are unknown.
 
     A sequence that outgrows `rope_border_tokens` is computed anew (LongRoPE).
     """
 
     openings: Openings
     chunk_tokens: int
-    standing: Standing
+    shares: TierShares
     times: StepTimes | None = None
     rope_border_tokens: int | None = None
-    roster: Roster = field(init=False)
-    ahead: RunAhead = field(init=False)
+    tables: BlockTables = field(init=False)
+    running_set: RunningSet = field(init=False)
+    _multi_step: MultiStep = field(init=False)
 
     def __post_init__(self) -> None:
-        self.roster = Roster(openings=self.openings, standing=self.standing)
-        self.ahead = RunAhead(roster=self.roster, rope_border_tokens=self.rope_border_tokens)
-
-    @property
-    def tables(self) -> BlockTables:
-        return self.openings.tables
+        self.tables = self.openings.tables
+        self.running_set = RunningSet(openings=self.openings, shares=self.shares)
+        self._multi_step = MultiStep(
+            running_set=self.running_set, rope_border_tokens=self.rope_border_tokens
+        )
 
     # --- coming ---------------------------------------------------------------------------------
 
     def try_enqueue(self, spec: RequestSpec, now_s: float) -> bool:
         """To be prefilled here; False and nothing changed when its blocks have run out."""
-        sequence = self.roster.sequence(spec, self.tables.names_of(spec))
-        if not self.roster.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
+        sequence = self.running_set.sequence(spec, self.tables.names_of(spec))
+        if not self.running_set.try_open(sequence, sequence.length + 1, self.chunk_tokens, now_s):
             return False
         sequence.cached = sequence.computed
         sequence.origin = PrefixOrigin.DEVICE if sequence.cached else PrefixOrigin.COMPUTED
-        self.roster.expect(spec.key)
-        self.roster.wait(sequence)
+        self.running_set.expect(spec.key)
+        self.running_set.wait(sequence)
         return True
 
     def join(self, arrived: Arrived, now_s: float) -> None:
-        """Its prompt's KV is in the holder's blocks; if it has none, it is got as after a
-        preemption."""
-        spec = arrived.message.spec
-        whole = self.roster.sequence(spec, arrived.names)
+        """Its prompt's KV is in the holder's blocks. If it has none, it waits for its KV like a
+        preempted sequence."""
+        spec = arrived.spec
+        whole = self.running_set.sequence(spec, arrived.names)
         ids = [
             spec.resumed_by(choice) or arrived.resumed_ids or (token,)
             for choice, token in enumerate(arrived.first_token_ids)
         ]
-        self.roster.expect(spec.key)
+        self.running_set.expect(spec.key)
         if whole.holder in self.tables:
             self.advance(whole, spec.context_tokens)
             self._part(whole, ids, arrived.finished, now_s)
             return
         for choice, begun in zip(whole.choices, ids, strict=True):
             if choice not in arrived.finished:
-                self.roster.wait(whole.part(choice, begun))
+                self.running_set.wait(whole.part(choice, begun))
 
     def split(
         self, whole: Sequence, tokens: tuple[int, ...], finished: frozenset[int], now_s: float
     ) -> None:
         """The choices of a prompt that was prefilled here part at their first `tokens`, or go on
-        behind those of earlier attempts."""
-        self.roster.replaced(whole)
+        after those of earlier attempts."""
+        self.running_set.replaced(whole)
         drawn = zip(whole.choices, tokens, strict=True)
         begun = [whole.spec.resumed_by(choice) or (token,) for choice, token in drawn]
         self._part(whole, begun, finished, now_s)
@@ -313,19 +217,20 @@ class Batch:
             sequence = whole.part(choice, token_ids)
             if sequence.holder != whole.holder:
                 self.tables.fork(whole.holder, sequence.holder, now_s=now_s)
-            self.roster.join(sequence)
+            self.running_set.join(sequence)
         if whole.choices[0] in finished:
             self.tables.release(whole.holder)
 
     # --- steps ----------------------------------------------------------------------------------
 
     def next_step(self, now_s: float, most_steps: int = 1) -> RunStep | None:
-        """With `most_steps` above 1 the step may be one that can be run so often."""
-        assert not self.roster.on_device, "a step is on the device"
-        if self.roster.is_empty:
+        """With `most_steps` above 1 the step may be one that can run that often."""
+        running_set = self.running_set
+        assert not running_set.on_device, "a step is on the device"
+        if running_set.is_empty:
             return None
         step = Packing(
-            roster=self.roster,
+            running_set=running_set,
             now_s=now_s,
             budget=self.chunk_tokens,
             times=self.times,
@@ -334,45 +239,44 @@ class Batch:
         step.pack()
         if not step.chosen:
             return None
-        self.roster.on_device = tuple(step.chosen)
-        steps = self.ahead.steps(step.chosen, most_steps, now_s)
-        slices = tuple(self._slice(sequence, take) for sequence, take in step.chosen)
-        return RunStep(batch=StepBatch(slices=slices), copies=tuple(step.copies), steps=steps)
+        running_set.on_device = tuple(step.chosen)
+        steps = self._multi_step.steps(step.chosen, most_steps, now_s) if most_steps > 1 else 1
+        tables = self.tables
+        slices = [
+            sequence.slice(take, tables.tables(sequence.holder)) for sequence, take in step.chosen
+        ]
+        batch = StepBatch(slices=tuple(slices))
+        return RunStep(batch=batch, copies=tuple(step.copies), steps=steps)
 
-    def step_behind(self, now_s: float) -> RunStep | None:
+    def overlapped_step(self, now_s: float) -> RunStep | None:
         """The step after the one on the device, where it needs none of that one's tokens."""
         if self.rope_border_tokens is not None:
             return None
-        found = followers(self.roster, now_s)
+        found = followers(self.running_set, now_s)
         if not found:
             return None
-        self.roster.behind = tuple((one.sequence, 1) for one in found)
+        self.running_set.overlapped = tuple((one.sequence, 1) for one in found)
         slices = tuple(one.slice(self.tables.tables(one.sequence.holder)) for one in found)
         return RunStep(batch=StepBatch(slices=slices))
 
-    def _slice(self, sequence: Sequence, take: int) -> SequenceSlice:
-        return SequenceSlice(
-            key=sequence.key,
-            choice=sequence.choices[0],
-            token_ids=sequence[sequence.computed : sequence.computed + take],
-            start=sequence.computed,
-            tables=self.tables.tables(sequence.holder),
-            samples=sequence.samples() if take == sequence.needed else (),
-            prompt_tokens=sequence.whole_tokens,
-            scoring=sequence.scoring(take),
-        )
-
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """The KV of `tokens` more tokens is in its blocks."""
-        size = self.tables.layout.block_size
-        full_before = sequence.computed // size
+        layout = self.tables.layout
+        full_before = sequence.computed // layout.block_size
         sequence.computed += tokens
-        if sequence.computed // size > full_before:
+        if sequence.computed // layout.block_size > full_before:
             self.tables.fill(sequence.holder, sequence.filled)
-        self.tables.trim(sequence.holder, sequence.computed)
+        if layout.has_windows:
+            self.tables.trim(sequence.holder, sequence.computed)
+
+    def step_over(self, ran: Taken) -> None:
+        """Blocks that it took for steps that did not come are given back."""
+        if self._multi_step.has_spare_room:
+            self._multi_step.has_spare_room = False
+            self._multi_step.give_back(ran)
 
     def end(self, sequence: Sequence) -> None:
         """It has drawn its last token. All its full blocks get names, also those that came from a
         pool."""
         self.tables.fill(sequence.holder, sequence.filled)
-        self.roster.drop(sequence)
+        self.running_set.drop(sequence)

@@ -1,228 +1,121 @@
 """Decides what a decode worker does next. Pure; one per worker.
 
-Continuous batching: at every step requests join and leave. They arrive by handoff with their
-prompt's KV, or are prefilled here (role both).
-
-Handoffs as a decode worker sees them: from peers' messages to sequences that run. Pure.
-
-reserved -> received -> checked, if it came with a digest -> joins the batch, or failed
+Continuous batching: at every step requests join and leave. They come by handoff with their prompt's
+KV, or are prefilled here (role both).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
-from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
-from decode_worker.reservations import Failure
-from decode_worker.run_ahead import Taken
+from decode_worker.batch import Batch, Taken
+from decode_worker.reservations import HandoffEvent, Reservations
 from decode_worker.sequence import Sequence
 from engine.core.step import (
     Command,
     Emit,
+    RunStep,
     Sampled,
     StepBehindWanted,
     StepDone,
     StepWanted,
-    Tick,
     scored_event,
 )
 from kvpool.core.fetch.pool_fetch import Restored
-from kvpool.core.transfer.commands import (
-    FromPeer,
-    LinkMeasured,
-    PeerLost,
-    PieceFetched,
-    SlabReplaced,
-    SlabScattered,
-)
-from kvpool.core.transfer.messages import (
-    BlocksDigested,
-    Commit,
-    PeerHello,
-    PieceComputed,
-    PiecesAhead,
-    RenewLeases,
-    SlabFilled,
-    TransferCancelled,
-)
 from kvrelay.messages import (
     Abort,
     Generate,
     Lifetime,
     Released,
-    RequestFailed,
     Reserve,
     Reserved,
     ReserveRefused,
     Stop,
+    Tokens,
     WorkerEvent,
 )
 from kvrelay.types import RequestKey
 
-Moved = PieceFetched | SlabScattered | SlabReplaced | BlocksDigested
-ArrivalEvent = FromPeer | PeerLost | LinkMeasured | Moved | Tick
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    receiver: Receiver
-    batch: Batch
-
-    def handle(self, event: ArrivalEvent, now_s: float) -> list[Command]:
-        match event:
-            case FromPeer():
-                return self._from_peer(event, now_s)
-            case SlabScattered(key=key):
-                commands, failures = self.receiver.scattered(event, now_s)
-                return [*commands, *_failed(failures, now_s), *self._join_complete([key], now_s)]
-            case PieceFetched(key=key):
-                commands, failures = self.receiver.fetched(event, now_s)
-                return [*commands, *_failed(failures, now_s), *self._join_complete([key], now_s)]
-            case BlocksDigested():
-                return self._digested(event, now_s)
-            case LinkMeasured(peer=peer, cost=cost):
-                self.receiver.pools.measured(peer, cost)
-                return []
-            case SlabReplaced():
-                return self.receiver.replaced(event, now_s)
-            case PeerLost(peer=peer, reason=reason):
-                commands, failures = self.receiver.peer_lost(peer, reason)
-                return [*commands, *_failed(failures, now_s)]
-            case Tick():
-                commands, failures = self.receiver.expire(now_s)
-                return [*commands, *_failed(failures, now_s)]
-
-    def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
-        match event.message:
-            case PeerHello(kv=kv):
-                self.receiver.pools.met(event.peer, kv)
-                return []
-            case PiecesAhead() as ahead:
-                return self.receiver.ahead(event.peer, ahead, now_s)
-            case PieceComputed() as computed:
-                return self.receiver.computed(event.peer, computed, now_s)
-            case SlabFilled() as filled:
-                return self.receiver.filled(filled, now_s)
-            case Commit() as commit:
-                commands = self.receiver.commit(event.peer, commit, now_s)
-                return [*commands, *self._join_complete([commit.key], now_s)]
-            case TransferCancelled(key=key):
-                return self.receiver.fenced(key, now_s)
-            case RenewLeases(keys=keys):
-                self.receiver.renew(keys, now_s)
-                return []
-            case _:
-                return []
-
-    def settle(self, now_s: float) -> list[Command]:
-        """After every event: blocks for those that await them, and who holds nothing any more."""
-        commands: list[Command] = []
-        if self.receiver.awaits_blocks and not self.batch.roster.lacks_blocks:
-            taken, keys = self.receiver.take_blocks(now_s)
-            commands = [*taken, *self._join_complete(keys, now_s)]
-        if freed := self.receiver.take_freed():
-            commands.append(Emit(events=tuple(Released(key=key, at_s=now_s) for key in freed)))
-        return commands
-
-    # --- joining --------------------------------------------------------------------------------
-
-    def _join_complete(self, keys: Iterable[RequestKey], now_s: float) -> list[Command]:
-        return [command for key in keys for command in self._join_if_complete(key, now_s)]
-
-    def _join_if_complete(self, key: RequestKey, now_s: float) -> list[Command]:
-        if (check := self.receiver.check(key)) is not None:
-            return [check]
-        arrived = self.receiver.take_complete(key)
-        if arrived is None:
-            return []
-        committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
-        self.batch.join(arrived, now_s)
-        ended = self.batch.roster.released_if_done(key, now_s)
-        return [arrived.answer, Emit(events=(committed, *ended))]
-
-    def _digested(self, event: BlocksDigested, now_s: float) -> list[Command]:
-        key = event.holder.key
-        commands, failures = self.receiver.digested(event)
-        if failures or key not in self.receiver:
-            return [*commands, *_failed(failures, now_s)]
-        checked = Emit(events=(Lifetime(key=key, at_s=now_s, name="kv_checked"),))
-        return [checked, *self._join_if_complete(key, now_s)]
-
-
-def _failed(failures: list[Failure], now_s: float) -> list[Command]:
-    events = tuple(_failure(failure, now_s) for failure in failures)
-    return [Emit(events=events)] if events else []
-
-
-def _failure(failure: Failure, now_s: float) -> RequestFailed:
-    return RequestFailed(
-        key=failure.key, at_s=now_s, reason=failure.reason, message=failure.message
-    )
-
-
 Ask = Reserve | Generate
-
-FromWorker = StepWanted | StepBehindWanted | StepDone | Restored
-Event = Reserve | Generate | Abort | Stop | FromWorker | ArrivalEvent
+StepEvent = StepWanted | StepBehindWanted | StepDone | Restored
+DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | HandoffEvent
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodeScheduler:
-    """`asking` waits for the step to end, and for the blocks of others."""
+    """`asking` are requests that wait for the step to end, and for the blocks of others."""
 
-    receiver: Receiver
+    reservations: Reservations
     batch: Batch
     prompt_tokens: int = 0
     generated_tokens: int = 0
     asking: list[Ask] = field(default_factory=list)
     admission: Admission = field(init=False)
-    _arrivals: Arrivals = field(init=False)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(receiver=self.receiver, batch=self.batch)
-        self._arrivals = Arrivals(receiver=self.receiver, batch=self.batch)
+        self.admission = Admission(reservations=self.reservations, batch=self.batch)
 
-    def handle(self, event: Event, now_s: float) -> list[Command]:
-        commands = self._handle(event, now_s)
-        if self.asking:
-            commands += self._answer_asking(now_s)
-        commands += self._arrivals.settle(now_s)
-        return commands
-
-    def _handle(self, event: Event, now_s: float) -> list[Command]:
+    def handle(self, event: DecodeEvent, now_s: float) -> list[Command]:
         match event:
             case StepWanted(most_steps=most_steps):
-                return self._next_step(most_steps, now_s)
+                commands = self._next_step(most_steps, now_s)
             case StepBehindWanted():
-                return self._step_behind(now_s)
-            case Restored(holder=holder):
-                self.batch.roster.restored(event)
-                return self._release_if_done(holder.key, now_s)
+                commands = self._overlapped_step(now_s)
             case StepDone():
-                return self._step_done(event, now_s)
+                commands = self._step_done(event, now_s)
             case Reserve() | Generate():
-                return self._ask(event, now_s)
+                commands = self._ask(event, now_s)
+            case Restored(holder=holder):
+                self.batch.running_set.restored(event)
+                commands = self._release_if_done(holder.key, now_s)
             case Abort(key=key):
-                return self._abort(key, now_s)
+                commands = self._abort(key, now_s)
             case Stop():
-                return self._stop(event, now_s)
+                commands = self._stop(event, now_s)
             case _:
-                return self._arrivals.handle(event, now_s)
+                commands = self.reservations.on_handoff_event(event, now_s)
+                if self.reservations.arrived:
+                    commands += self._join_arrived(now_s)
+        if self.asking:
+            commands += self._answer_asking(now_s)
+        if self.reservations.awaiting_blocks or self.reservations.freed:
+            commands += self._settle_reservations(now_s)
+        return commands
+
+    def _settle_reservations(self, now_s: float) -> list[Command]:
+        """Blocks for those that await them, and word of those that hold nothing any more."""
+        commands: list[Command] = []
+        if self.reservations.awaiting_blocks and not self.batch.running_set.lacks_blocks:
+            commands = self.reservations.take_blocks(now_s)
+            commands += self._join_arrived(now_s)
+        if freed := self.reservations.take_freed():
+            commands.append(Emit(events=tuple(Released(key=key, at_s=now_s) for key in freed)))
+        return commands
+
+    def _join_arrived(self, now_s: float) -> list[Command]:
+        """Those whose KV is here now are in the batch from the next step on."""
+        commands: list[Command] = []
+        for arrived in self.reservations.take_arrived():
+            key = arrived.spec.key
+            self.batch.join(arrived, now_s)
+            ended = self.batch.running_set.released_if_done(key, now_s)
+            committed = Lifetime(key=key, at_s=now_s, name="handoff_committed")
+            commands += [arrived.answer, Emit(events=(committed, *ended))]
+        return commands
 
     @property
     def has_work(self) -> bool:
         """There may be a step to run."""
-        return not self.batch.roster.is_empty
+        here = self.batch.running_set
+        return bool(here.running or here.awaiting_prefill)
 
     # --- admission ------------------------------------------------------------------------------
 
     @property
     def sequences(self) -> int:
-        """Running, waiting and on their way."""
-        return self.admission.sequences
+        """Running, waiting and reserved."""
+        return self.batch.running_set.choices + self.reservations.choices
 
     def _ask(self, message: Ask, now_s: float) -> list[Command]:
         counted = message.counted if isinstance(message, Reserve) else None
@@ -239,7 +132,7 @@ class DecodeScheduler:
 
     def _answer_asking(self, now_s: float) -> list[Command]:
         """Between two steps, when the blocks of others can be taken."""
-        if self.batch.roster.on_device:
+        if self.batch.running_set.on_device:
             return []
         asking, self.asking = self.asking, []
         return [self._reclaim(message, now_s) for message in asking]
@@ -254,15 +147,15 @@ class DecodeScheduler:
         """None when blocks have run out."""
         key = message.spec.key
         if isinstance(message, Reserve):
-            reservation = self.receiver.try_reserve(message, now_s)
-            return self._taken(key, now_s, reservation.held_tokens) if reservation else None
+            held_tokens = self.reservations.try_reserve(message, now_s)
+            return None if held_tokens is None else self._taken(key, now_s, held_tokens)
         if self._waits_behind(message):
             return None
         return self._taken(key, now_s) if self.batch.try_enqueue(message.spec, now_s) else None
 
     def _waits_behind(self, message: Ask) -> bool:
-        """What was computed already comes first."""
-        return isinstance(message, Generate) and self.receiver.awaits_blocks
+        """Prompts that were computed elsewhere get blocks first."""
+        return isinstance(message, Generate) and bool(self.reservations.awaiting_blocks)
 
     @staticmethod
     def _taken(key: RequestKey, now_s: float, held_tokens: int = 0) -> Emit:
@@ -276,30 +169,30 @@ class DecodeScheduler:
 
     def _next_step(self, most_steps: int, now_s: float) -> list[Command]:
         step = self.batch.next_step(now_s, most_steps)
-        return [] if step is None else [*self._joined(self.batch.roster.on_device, now_s), step]
+        return [] if step is None else self._launch(step, self.batch.running_set.on_device, now_s)
 
-    def _step_behind(self, now_s: float) -> list[Command]:
-        """Who waits for the device to be free is not kept waiting."""
-        if self.asking:
-            return []
-        step = self.batch.step_behind(now_s)
-        return [] if step is None else [*self._joined(self.batch.roster.behind, now_s), step]
+    def _overlapped_step(self, now_s: float) -> list[Command]:
+        """None while requests wait for the device to be free."""
+        step = None if self.asking else self.batch.overlapped_step(now_s)
+        return [] if step is None else self._launch(step, self.batch.running_set.overlapped, now_s)
 
-    def _joined(self, taken: Taken, now_s: float) -> list[Command]:
-        chosen = [sequence for sequence, _ in taken]
-        fresh = [s for s in chosen if not s.joined]
+    def _launch(self, step: RunStep, taken: Taken, now_s: float) -> list[Command]:
+        """Tells of each request that is in a step for the first time."""
+        fresh = [sequence for sequence, _ in taken if not sequence.joined]
+        if not fresh:
+            return [step]
         for sequence in fresh:
             sequence.joined = True
         events = {sequence.key: sequence.joined_event(now_s) for sequence in fresh}
-        return [Emit(events=tuple(events.values()))] if events else []
+        return [Emit(events=tuple(events.values())), step]
 
     def _step_done(self, done: StepDone, now_s: float) -> list[Command]:
         events: list[WorkerEvent] = []
-        ran, scores = self.batch.roster.take_ran(), done.outcome.prompt_logprobs
+        ran, scores = self.batch.running_set.take_ran(), done.outcome.prompt_logprobs
         for i, (sequence, take) in enumerate(ran):
             sampled = done.outcome.sampled[i]
             if sequence.dropped:
-                events += self.batch.roster.released_if_done(sequence.key, now_s)
+                events += self.batch.running_set.released_if_done(sequence.key, now_s)
                 continue
             if done.steps > 1:
                 events += self._advance_run(sequence, sampled, now_s)
@@ -312,60 +205,67 @@ class DecodeScheduler:
                 events.append(told)
             if sampled:
                 events += self._advance(sequence, sampled, now_s)
-        self.batch.ahead.give_back(ran)
+        self.batch.step_over(ran)
         return [Emit(events=tuple(events))] if events else []
 
     def _advance(
         self, sequence: Sequence, sampled: tuple[Sampled, ...], now_s: float
     ) -> list[WorkerEvent]:
-        tokens = [
-            sequence.tokens_event(choice, (one,), now_s)
-            for choice, one in zip(sequence.choices, sampled, strict=True)
-        ]
+        """One token of each choice."""
         if len(sequence.choices) > 1:
-            tokens = [event for event in tokens if self._is_drawn_first(sequence, event.choice)]
-        self.generated_tokens += len(tokens)
-        finished = frozenset(event.choice for event in tokens if event.finish_reason is not None)
-        if len(sequence.choices) > 1:
-            ids = tuple(one.token_id for one in sampled)
-            self.batch.split(sequence, ids, finished | sequence.stopped, now_s)
-        elif finished:
-            self.batch.end(sequence)
-        else:
-            sequence.emitted.append(sampled[0].token_id)
-        return [*tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
+            return self._part(sequence, sampled, now_s)
+        event = sequence.tokens_event(sequence.choices[0], sampled, now_s)
+        self.generated_tokens += 1
+        if event.finish_reason is not None:
+            return self._finish(sequence, event, now_s)
+        sequence.emitted.append(event.token_ids[0])
+        return [event]
 
-    @staticmethod
-    def _is_drawn_first(whole: Sequence, choice: int) -> bool:
-        """Not of a choice that goes on behind what it has emitted, nor of one that has ended."""
+    def _finish(self, sequence: Sequence, last: Tokens, now_s: float) -> list[WorkerEvent]:
+        self.batch.end(sequence)
+        return [last, *self.batch.running_set.released_if_done(sequence.key, now_s)]
+
+    def _part(
+        self, whole: Sequence, sampled: tuple[Sampled, ...], now_s: float
+    ) -> list[WorkerEvent]:
+        """The first token of each choice, but for those that ended in an earlier attempt, or go on
+        after its tokens."""
         spec = whole.spec
-        return not spec.resumed_by(choice) and choice not in spec.finished_choices
+        tokens = [
+            whole.tokens_event(choice, (one,), now_s)
+            for choice, one in zip(whole.choices, sampled, strict=True)
+            if not spec.resumed_by(choice) and choice not in spec.finished_choices
+        ]
+        self.generated_tokens += len(tokens)
+        finished = frozenset([one.choice for one in tokens if one.finish_reason is not None])
+        ids = tuple([one.token_id for one in sampled])
+        self.batch.split(whole, ids, finished | whole.stopped, now_s)
+        return [*tokens, *self.batch.running_set.released_if_done(whole.key, now_s)]
 
     def _advance_run(
         self, sequence: Sequence, drawn: tuple[Sampled, ...], now_s: float
     ) -> list[WorkerEvent]:
-        """One token of one choice for each step; only the last can end it."""
+        """One token of one choice for each step; only the last token can end it."""
         self.generated_tokens += len(drawn)
         tokens = sequence.tokens_event(sequence.choices[0], drawn, now_s)
         sequence.emitted += tokens.token_ids[:-1]
         self.batch.advance(sequence, len(drawn))
         if tokens.finish_reason is not None:
-            self.batch.end(sequence)
-            return [tokens, *self.batch.roster.released_if_done(sequence.key, now_s)]
+            return self._finish(sequence, tokens, now_s)
         sequence.emitted.append(tokens.token_ids[-1])
         return [tokens]
 
     # --- endings --------------------------------------------------------------------------------
 
     def _release_if_done(self, key: RequestKey, now_s: float) -> list[Command]:
-        events = self.batch.roster.released_if_done(key, now_s)
+        events = self.batch.running_set.released_if_done(key, now_s)
         return [Emit(events=tuple(events))] if events else []
 
     def _stop(self, message: Stop, now_s: float) -> list[Command]:
-        self.receiver.stop(message.key, message.choice)
-        for sequence in self.batch.roster.of(message.key):
+        self.reservations.stop(message.key, message.choice)
+        for sequence in self.batch.running_set.of(message.key):
             if sequence.choices == (message.choice,):
-                self.batch.roster.drop(sequence)
+                self.batch.running_set.drop(sequence)
             else:
                 sequence.stopped |= {message.choice} & {*sequence.choices}
         return self._release_if_done(message.key, now_s)
@@ -374,13 +274,13 @@ class DecodeScheduler:
         if any(ask.spec.key == key for ask in self.asking):
             self.asking = [ask for ask in self.asking if ask.spec.key != key]
             return [Emit(events=(Released(key=key, at_s=now_s),))]
-        if key in self.receiver:
-            return self.receiver.cancel(key, "aborted", now_s)
-        for sequence in self.batch.roster.of(key):
-            self.batch.roster.drop(sequence)
+        if key in self.reservations:
+            return self.reservations.cancel(key, "aborted", now_s)
+        for sequence in self.batch.running_set.of(key):
+            self.batch.running_set.drop(sequence)
         return self._release_if_done(key, now_s)
 
     def validate(self) -> None:
         self.batch.tables.validate()
-        self.batch.roster.validate()
-        self.receiver.validate()
+        self.batch.running_set.validate()
+        self.reservations.validate()

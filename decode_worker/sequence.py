@@ -1,4 +1,4 @@
-"""One sequence being decoded: a choice of a request, or a prompt whose choices are still one. Pure.
+"""A sequence of a decode worker: a choice of a request, or a prompt until its choices part. Pure.
 
 prompt ids | emitted ids
 [0 ............ computed)   KV is in the blocks
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from engine.core.step import (
     Sampled,
     SampleRequest,
-    Scoring,
+    SequenceSlice,
     finish_reason,
     needs_history,
     scoring_of,
@@ -22,18 +22,21 @@ from engine.core.step import (
 from kvpool.core.blocks.holding import Holder
 from kvpool.core.layout.block_names import HashChain
 from kvpool.core.layout.hashes import BlockHash
+from kvpool.core.layout.layout import Tables
 from kvrelay.messages import Lifetime, Tokens
 from kvrelay.types import FinishReason, PrefixOrigin, RequestKey, RequestSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """`arrival` orders sequences: the newest is preempted first. `choices` share all so far;
-    those `stopped` end with the token that the choices part at. Of `computed` tokens the first
-    `cached` were found in the blocks when it began. While it decodes it may stand back for others:
-    so far for `stood_back_s`, and now since `back_since_s`; `parked`: then it lost its place or its
-    blocks.
-    While others may hold it up, `advanced_s` is the time of the last step that it was in."""
+    """`arrival` orders sequences: the newest is preempted first. `choices` share all tokens so far;
+    those `stopped` end with the token at which the choices part. Of the `computed` tokens the first
+    `cached` were found when it began.
+
+    A sequence that decodes may have to pause for others: for `paused_s` so far, and now since
+    `paused_since_s`. `preempted`: it also lost its slot or its blocks. While others may hold it up,
+    `advanced_s` is the time of its last step.
+    """
 
     spec: RequestSpec
     choices: tuple[int, ...]
@@ -47,40 +50,42 @@ class Sequence:
     joined: bool = False
     dropped: bool = False
     stopped: set[int] = field(default_factory=set)
-    parked: bool = False
-    stood_back_s: float = 0.0
-    back_since_s: float | None = None
+    preempted: bool = False
+    paused_s: float = 0.0
+    paused_since_s: float | None = None
     advanced_s: float | None = None
+    key: RequestKey = field(init=False)
+    prompt_tokens: int = field(init=False)
+    needs_history: bool = field(init=False)
+    _has_scored_prompt: bool = field(init=False)
 
-    @property
-    def key(self) -> RequestKey:
-        return self.spec.key
+    def __post_init__(self) -> None:
+        self.key = self.spec.key
+        self.prompt_tokens = len(self.spec.prompt_ids)
+        self.needs_history = needs_history(self.spec.sampling)
+        self._has_scored_prompt = self.spec.is_scored
 
     @property
     def length(self) -> int:
-        return len(self.spec.prompt_ids) + len(self.emitted)
+        return self.prompt_tokens + len(self.emitted)
 
     @property
     def needed(self) -> int:
-        return self.end - self.computed
+        """Tokens to be run before the next one is drawn."""
+        return self.prompt_tokens + len(self.emitted) - self.computed
 
-    @property
-    def end(self) -> int:
-        """What is to be run next ends here."""
-        return self.length
+    def pause(self, now_s: float) -> None:
+        if self.emitted and self.paused_since_s is None:
+            self.paused_since_s = now_s
 
-    def stands_back(self, now_s: float) -> None:
-        if self.emitted and self.back_since_s is None:
-            self.back_since_s = now_s
-
-    def goes_on(self, now_s: float) -> None:
+    def resume(self, now_s: float) -> None:
         """It is to yield its next token."""
-        assert self.back_since_s is not None
-        self.stood_back_s += now_s - self.back_since_s
-        self.back_since_s = None
+        assert self.paused_since_s is not None
+        self.paused_s += now_s - self.paused_since_s
+        self.paused_since_s = None
 
     def part(self, choice: int, token_ids: tuple[int, ...]) -> Sequence:
-        """One choice of it, that goes on with `token_ids`: the first one drawn, or all that it has
+        """One of its choices, which goes on with `token_ids`: the first token drawn, or all that it
         emitted in earlier attempts. Their KV is computed here."""
         return Sequence(
             spec=self.spec,
@@ -95,29 +100,23 @@ class Sequence:
 
     def __getitem__(self, positions: slice) -> tuple[int, ...]:
         """Token ids at `[start, stop)`, of the prompt and emitted ones."""
-        prompt = self.spec.prompt_ids
-        start, end, _ = positions.indices(self.length)
-        if start >= len(prompt):
-            return tuple(self.emitted[start - len(prompt) : end - len(prompt)])
-        return (*prompt[start:end], *self.emitted[: max(0, end - len(prompt))])
+        border = self.prompt_tokens
+        start, end, _ = positions.indices(border + len(self.emitted))
+        if start >= border:
+            return tuple(self.emitted[start - border : end - border])
+        return (*self.spec.prompt_ids[start:end], *self.emitted[: max(0, end - border)])
 
     @property
     def reusable(self) -> abc.Sequence[BlockHash]:
-        """What may be found in the cache: at least the last token is run, for its logits; all are
-        where all are scored."""
+        """The names of what may be taken from the cache. The last token is always run, for its
+        logits; all tokens are run where all are scored."""
         self.names.extend(self, self.length)
-        return self.names.full(0 if self.is_scored else self.end - 1)
+        return self.names.full(0 if self.is_scored else self.length - 1)
 
     @property
     def is_scored(self) -> bool:
         """The log probabilities of its prompt are wanted, and come before its first token."""
-        return self.spec.is_scored and len(self.emitted) == len(self.spec.emitted_ids)
-
-    def scoring(self, take: int) -> Scoring | None:
-        """Of its next `take` tokens."""
-        if not self.is_scored:
-            return None
-        return scoring_of(self.spec, self.computed, self.computed + take)
+        return self._has_scored_prompt and len(self.emitted) == len(self.spec.emitted_ids)
 
     @property
     def filled(self) -> abc.Sequence[BlockHash]:
@@ -125,28 +124,49 @@ class Sequence:
         self.names.extend(self, self.computed)
         return self.names.full(self.computed)
 
-    @property
-    def whole_tokens(self) -> int:
-        """What is being computed as one prompt: after a preemption the emitted tokens too."""
-        return self.end if self.needed > 1 else self.spec.context_tokens
-
-    def samples(self) -> tuple[SampleRequest, ...]:
-        """What to draw once all tokens are run; with the history where it matters."""
-        history = needs_history(self.spec.sampling)
-        return tuple(
-            SampleRequest(
-                sampling=self.spec.sampling,
-                choice=choice,
-                index=len(self.emitted),
-                prompt_ids=self.spec.prompt_ids if history else (),
-                emitted_ids=tuple(self.emitted) if history else (),
-            )
-            for choice in self.choices
+    def slice(self, take: int, tables: Tables) -> SequenceSlice:
+        """Its next `take` tokens; with the last of them, a token of each choice is drawn."""
+        start, needed = self.computed, self.needed
+        return SequenceSlice(
+            key=self.key,
+            choice=self.choices[0],
+            token_ids=self[start : start + take],
+            start=start,
+            tables=tables,
+            samples=self.samples() if take == needed else (),
+            prompt_tokens=self.length if needed > 1 else self.context_tokens,
+            scoring=scoring_of(self.spec, start, start + take) if self.is_scored else None,
         )
 
     @property
+    def context_tokens(self) -> int:
+        """The tokens that it began with."""
+        return self.prompt_tokens + len(self.spec.emitted_ids)
+
+    def samples(self) -> tuple[SampleRequest, ...]:
+        """What to draw once all tokens are run; with the history where it matters."""
+        history = self.needs_history
+        return tuple(
+            [
+                SampleRequest(
+                    sampling=self.spec.sampling,
+                    choice=choice,
+                    index=len(self.emitted),
+                    prompt_ids=self.spec.prompt_ids if history else (),
+                    emitted_ids=tuple(self.emitted) if history else (),
+                )
+                for choice in self.choices
+            ]
+        )
+
+    @property
+    def decodes_one(self) -> bool:
+        """Its next step runs one token of one choice."""
+        return len(self.choices) == 1 and self.needed == 1
+
+    @property
     def tokens_left(self) -> int:
-        """The most that it may still yield."""
+        """The most tokens that it may still yield."""
         return self.spec.sampling.max_tokens - len(self.emitted)
 
     def joined_event(self, now_s: float) -> Lifetime:
@@ -162,8 +182,8 @@ class Sequence:
         )
 
     def tokens_event(self, choice: int, drawn: tuple[Sampled, ...], now_s: float) -> Tokens:
-        """Of one step or of several, the last of which may end it. The emitted ones are as before
-        the first."""
+        """The tokens of one step, or of several in a row, whose last one may end it. `emitted` does
+        not have them yet."""
         last = drawn[-1]
         reason = finish_reason(
             self.spec.sampling, token_id=last.token_id, emitted=len(self.emitted) + len(drawn)
@@ -177,5 +197,5 @@ class Sequence:
             logprobs=tuple([one.logprobs for one in drawn if one.logprobs is not None]),
             finish_reason=reason,
             stop_token_id=last.token_id if reason is FinishReason.STOP else None,
-            stood_back_s=0.0 if reason is None else self.stood_back_s,
+            stood_back_s=0.0 if reason is None else self.paused_s,
         )

@@ -1,4 +1,4 @@
-"""One prompt on its way through a prefill worker. Pure.
+"""One prompt that a prefill worker computes and hands over. Pure.
 
 prompt ids, and those emitted by earlier attempts
 [0 ...... computed)  KV is in the blocks; first what was found, then what was run
@@ -8,7 +8,7 @@ prompt ids, and those emitted by earlier attempts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.core.step import (
     Sampled,
@@ -28,10 +28,10 @@ from prefill_worker.sender import Sender
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Job:
-    """`cached` tokens were found. `first` is the first token drawn of each choice,
-    `finished` are the choices that end with it. It came `arrival`-th, and alone it would take
-    `left_s` more."""
+class PrefillJob:
+    """`cached` tokens were found, and not computed. `first` has the first token drawn of each
+    choice; the `finished` choices end with it. The order of prompts sets `arrival`, `deadline_s`
+    and `left_s`: how long the rest of it would take alone."""
 
     sender: Sender
     holder: Holder
@@ -46,34 +46,24 @@ class Job:
     first: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
     committing: bool = False
+    message: Prefill = field(init=False)
+    key: RequestKey = field(init=False)
+    tenant: str = field(init=False)
+    qos_tier: str = field(init=False)
+    within_s: float | None = field(init=False)
+    prompt: Sequence[int] = field(init=False)
+    prompt_tokens: int = field(init=False)
 
-    @property
-    def message(self) -> Prefill:
-        return self.sender.message
-
-    @property
-    def key(self) -> RequestKey:
-        return self.message.spec.key
-
-    @property
-    def tenant(self) -> str:
-        return self.message.spec.tenant
-
-    @property
-    def qos_tier(self) -> str:
-        return self.message.spec.qos_tier
-
-    @property
-    def within_s(self) -> float | None:
-        return self.message.within_s
-
-    @property
-    def prompt(self) -> Sequence[int]:
-        return self.message.spec.context_ids
+    def __post_init__(self) -> None:
+        self.message = self.sender.message
+        spec = self.message.spec
+        self.key, self.tenant, self.qos_tier = spec.key, spec.tenant, spec.qos_tier
+        self.within_s = self.message.within_s
+        self.prompt, self.prompt_tokens = spec.context_ids, spec.context_tokens
 
     @property
     def first_index(self) -> int:
-        """Of the token to be drawn."""
+        """The index of the token to be drawn."""
         return len(self.message.spec.emitted_ids)
 
     @property
@@ -82,23 +72,23 @@ class Job:
 
     @property
     def remaining(self) -> int:
-        return len(self.prompt) - self.computed
+        return self.prompt_tokens - self.computed
 
     def end(self, take: int) -> int:
-        """What is computed when a step with `take` tokens of it has run."""
+        """Up to here it is computed when a step has run `take` more tokens."""
         return self.computed + take
 
     @property
     def seen_from(self) -> int:
-        """Neither a query to come nor the decode worker needs what one at this position doesn't
-        see."""
+        """No later query needs KV that the query at this position doesn't see; nor does the decode
+        worker."""
         return min(self.computed, self.sender.next_position)
 
     @property
     def reusable(self) -> Sequence[BlockHash]:
-        """What may be found in the cache: at least the last token is run, for its logits; all are
-        where all are scored."""
-        return () if self.is_scored else self.names.full(len(self.prompt) - 1)
+        """The names of what may be taken from the cache. The last token is always run, for its
+        logits; all tokens are run where all are scored."""
+        return () if self.is_scored else self.names.full(self.prompt_tokens - 1)
 
     @property
     def is_scored(self) -> bool:
@@ -112,7 +102,7 @@ class Job:
 
     @property
     def cancelled(self) -> str | None:
-        """Why no more is done for it."""
+        """The reason, when it was cancelled."""
         return self.sender.cancelled
 
     @property
@@ -152,27 +142,28 @@ class Job:
             start=start,
             tables=tables,
             samples=self._samples() if take == self.remaining else (),
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=self.prompt_tokens,
             scoring=scoring_of(self.message.spec, start, start + take),
         )
 
     def _samples(self) -> tuple[SampleRequest, ...]:
         spec, has_history = self.message.spec, needs_history(self.sampling)
         return tuple(
-            SampleRequest(
-                sampling=self.sampling,
-                choice=choice,
-                index=self.first_index,
-                prompt_ids=spec.prompt_ids if has_history else (),
-                emitted_ids=spec.emitted_ids if has_history else (),
-            )
-            for choice in range(self.sampling.n)
+            [
+                SampleRequest(
+                    sampling=spec.sampling,
+                    choice=choice,
+                    index=len(spec.emitted_ids),
+                    prompt_ids=spec.prompt_ids if has_history else (),
+                    emitted_ids=spec.emitted_ids if has_history else (),
+                )
+                for choice in range(spec.sampling.n)
+            ]
         )
 
     def take_first(self, sampled: tuple[Sampled, ...], now_s: float) -> list[Tokens]:
-        """The first token drawn of each choice, as the router is told; an end where no token is
-        wanted. Of choices that go on behind tokens of earlier attempts, and of those that ended
-        then, it knows it."""
+        """Events of the first token of each choice, or of its end where no token is wanted. There
+        is none for choices that ended in an earlier attempt, or go on after its tokens."""
         if not self.sampling.max_tokens:
             self.finished = tuple(range(self.sampling.n))
             return [self._end(choice, now_s) for choice in self.finished]

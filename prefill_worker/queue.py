@@ -1,14 +1,13 @@
-"""Prompts whose KV is still to be computed, and what of them runs next. Pure.
+"""The prompts of a prefill worker, from arrival to release, and which of them run next. Pure.
 
-Prompts are chunked under a token budget, so memory is bounded whatever their length. A prompt's
-blocks are taken all at once before its first chunk (in groups with a window, those of one chunk).
-One that is half computed keeps its blocks when another goes before it, and that one takes all of
-its own at once, window or not: so at most one asks for more, and all others can end without. Where
-the first in order lacks blocks, none behind it takes any: those it waits for are on their way out.
+    awaiting_prefill -> prefilling -> handing_over -> gone
 
-The prompts of a prefill worker, from arrival to release, and how they end early. Pure.
-
-awaiting_prefill -> prefilling -> handing_over -> gone
+A step runs chunks of prompts, under a token budget. A prompt takes all its blocks before its first
+chunk; in layer groups with a window it takes those of one chunk. When another prompt goes before a
+half-computed one, the half-computed one keeps its blocks, and the other takes all of its own at
+once, window or not. So at most one prompt asks for more blocks, and all others can end without
+more. When the first prompt in order lacks blocks, no prompt after it takes any: blocks will come
+free for it.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from kvpool.core.layout.layout import Tables
 from kvpool.core.transfer.commands import SendPeer
 from kvrelay.messages import Released, RequestFailed
 from kvrelay.types import Incarnation, PrefixOrigin, RequestKey
-from prefill_worker.job import Job
+from prefill_worker.job import PrefillJob
 
 
 @dataclass(slots=True)
 class PromptQueue:
-    order: Order[Job] = field(default_factory=Order)
-    awaiting_prefill: dict[RequestKey, Job] = field(default_factory=dict)
-    on_device: tuple[tuple[Job, int], ...] = ()  # job, its tokens in the step
-    _opened: dict[RequestKey, Job] = field(default_factory=dict)  # of those that wait
-    _growing: Job | None = None
-    """It has yet to ask for some of its blocks."""
+    order: Order[PrefillJob] = field(default_factory=Order)
+    awaiting_prefill: dict[RequestKey, PrefillJob] = field(default_factory=dict)
+    on_device: tuple[tuple[PrefillJob, int], ...] = ()  # job, its tokens in the step
+    _opened: dict[RequestKey, PrefillJob] = field(default_factory=dict)  # of those that wait
+    _growing: PrefillJob | None = None
+    """It has not asked for all its blocks yet."""
 
     def __len__(self) -> int:
         return len(self.awaiting_prefill)
@@ -43,12 +42,12 @@ class PromptQueue:
     def tokens(self) -> int:
         return sum([job.remaining for job in self.awaiting_prefill.values()])
 
-    def add(self, job: Job, now_s: float) -> None:
+    def add(self, job: PrefillJob, now_s: float) -> None:
         self.awaiting_prefill[job.key] = job
         self.order.add(job, now_s)
 
-    def remove(self, job: Job) -> None:
-        """Removing what doesn't wait is fine."""
+    def remove(self, job: PrefillJob) -> None:
+        """Nothing happens when it does not wait."""
         if self.awaiting_prefill.pop(job.key, None) is not None:
             self.order.remove(job)
             self._opened.pop(job.key, None)
@@ -59,7 +58,7 @@ class PromptQueue:
 
     def pack(
         self, openings: Openings, *, budget_tokens: int, now_s: float
-    ) -> tuple[tuple[Job, int], ...]:
+    ) -> tuple[tuple[PrefillJob, int], ...]:
         """The next step: chunks of the first prompts that have blocks and wait for no prefix."""
         assert not self.on_device, "a step is on the device"
         step = _Step(openings=openings, now_s=now_s, budget_tokens=budget_tokens)
@@ -72,7 +71,7 @@ class PromptQueue:
         self.on_device = tuple(step.chosen.items())
         return self.on_device
 
-    def _try_choose(self, job: Job, step: _Step) -> bool:
+    def _try_choose(self, job: PrefillJob, step: _Step) -> bool:
         """False when it lacks blocks."""
         if job.holder in step.openings.tables:
             return step.try_go_on(job)
@@ -84,22 +83,22 @@ class PromptQueue:
         return step.try_go_on(job)
 
     def _choose_opened(self, step: _Step) -> None:
-        """Only what has its blocks goes on."""
+        """Only prompts that hold their blocks go on."""
         for job in self._opened.values():
             if step.budget_tokens and job not in step.chosen:
                 step.try_go_on(job)
 
     # --- afterwards -----------------------------------------------------------------------------
 
-    def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[Job, int], ...]:
-        """A step is over that took so long."""
+    def take_ran(self, seconds: float, now_s: float) -> tuple[tuple[PrefillJob, int], ...]:
+        """A step is over, which took `seconds`."""
         ran, self.on_device = self.on_device, ()
         for job, take in ran:
             job.ran(take)
         self.order.ran(ran, seconds, now_s)
         return ran
 
-    def runs(self, job: Job) -> bool:
+    def runs(self, job: PrefillJob) -> bool:
         return any(job is running for running, _ in self.on_device)
 
     def validate(self) -> None:
@@ -112,22 +111,22 @@ class PromptQueue:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """One step being put together; `budget_tokens` are left, and of prompts that are scored
-    `scored_tokens`."""
+    """One step being put together. It may run `budget_tokens` more, and `scored_tokens` more of
+    prompts that are scored."""
 
     openings: Openings
     now_s: float
     budget_tokens: int
     scored_tokens: int = MOST_SCORED_TOKENS
-    chosen: dict[Job, int] = field(default_factory=dict)  # its tokens in the step
+    chosen: dict[PrefillJob, int] = field(default_factory=dict)  # its tokens in the step
 
-    def try_open(self, job: Job, *, whole: bool) -> bool:
+    def try_open(self, job: PrefillJob, *, whole: bool) -> bool:
         """Blocks for its next chunk, or the `whole` of it; what was cached counts as computed."""
         found = self.openings.try_open(
             job.holder,
-            len(job.prompt),
+            job.prompt_tokens,
             hashes=job.reusable,
-            ahead_tokens=len(job.prompt) if whole else self.budget_tokens,
+            ahead_tokens=job.prompt_tokens if whole else self.budget_tokens,
             now_s=self.now_s,
             source=None if job.is_scored else job.message.prefix_source,
         )
@@ -136,20 +135,21 @@ class _Step:
         job.opened(found, PrefixOrigin.DEVICE if found else PrefixOrigin.COMPUTED)
         return True
 
-    def has_all_blocks(self, job: Job) -> bool:
-        return self.openings.tables.capacity(job.holder) >= len(job.prompt)
+    def has_all_blocks(self, job: PrefillJob) -> bool:
+        return self.openings.tables.capacity(job.holder) >= job.prompt_tokens
 
-    def try_go_on(self, job: Job) -> bool:
+    def try_go_on(self, job: PrefillJob) -> bool:
         """Takes its next chunk, unless its prefix is on its way; False when it lacks blocks."""
         tables = self.openings.tables
-        end = min(len(job.prompt), job.computed + self.budget_tokens)
-        if not tables.try_grow(job.holder, len(job.prompt), window_tokens=end, now_s=self.now_s):
+        length = job.prompt_tokens
+        end = min(length, job.computed + self.budget_tokens)
+        if not tables.try_grow(job.holder, length, window_tokens=end, now_s=self.now_s):
             return False
         if not self.openings.waits(job.holder):
             self._take(job)
         return True
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: PrefillJob) -> None:
         take = min(self.budget_tokens, job.remaining)
         if job.is_scored:
             take = min(take, self.scored_tokens)
@@ -160,53 +160,53 @@ class _Step:
 
 
 @dataclass(slots=True, kw_only=True)
-class Jobs:
+class PrefillJobs:
     openings: Openings
     queue: PromptQueue = field(default_factory=PromptQueue)
-    _jobs: dict[RequestKey, Job] = field(default_factory=dict)
+    block_tables: BlockTables = field(init=False)
+    _jobs: dict[RequestKey, PrefillJob] = field(default_factory=dict)
 
-    @property
-    def block_tables(self) -> BlockTables:
-        return self.openings.tables
+    def __post_init__(self) -> None:
+        self.block_tables = self.openings.tables
 
     @property
     def handing_over(self) -> int:
-        return len(self._jobs) - len(self.queue)
+        return len(self._jobs) - len(self.queue.awaiting_prefill)
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._jobs
 
-    def __getitem__(self, key: RequestKey) -> Job:
+    def __getitem__(self, key: RequestKey) -> PrefillJob:
         return self._jobs[key]
 
-    def add(self, job: Job, now_s: float) -> None:
+    def add(self, job: PrefillJob, now_s: float) -> None:
         assert job.key not in self._jobs, f"{job.key} is here already"
         self._jobs[job.key] = job
         self.queue.add(job, now_s)
 
-    def live(self) -> Iterator[Job]:
-        """Those not cancelled, though they may be while this is read."""
-        return (job for job in [*self._jobs.values()] if job.cancelled is None)
+    def live(self) -> Iterator[PrefillJob]:
+        """Those that are not cancelled; some may be while this is read."""
+        return (job for job in [*self._jobs.values()] if job.sender.cancelled is None)
 
-    def live_for(self, peer: str) -> Iterator[Job]:
+    def live_for(self, peer: str) -> Iterator[PrefillJob]:
         return (job for job in self.live() if job.message.target == peer)
 
-    def find(self, key: RequestKey, peer: str) -> Job | None:
+    def find(self, key: RequestKey, peer: str) -> PrefillJob | None:
         """The live job of that key, if it is for this peer."""
         job = self._jobs.get(key)
         if job is None or job.cancelled is not None or job.message.target != peer:
             return None
         return job
 
-    def tables(self, job: Job) -> Tables:
-        """None yet for one that waits: nothing of it is planned either."""
+    def tables(self, job: PrefillJob) -> Tables:
+        """A waiting prompt has none yet; nothing of it is planned either."""
         held = job.holder in self.block_tables
         return self.block_tables.tables(job.holder) if held else ()
 
     # --- endings --------------------------------------------------------------------------------
 
     def cancel(self, key: RequestKey, reason: str, now_s: float) -> list[Command]:
-        """Stop at once; the blocks and the fence wait for a step or writes in flight."""
+        """Stops it at once. Its blocks and the fence wait for the step or writes in flight."""
         job = self._jobs.get(key)
         if job is None:
             return []
@@ -217,7 +217,7 @@ class Jobs:
             return []
         return [*job.sender.fence(reason), *self.gone(key, now_s)]
 
-    def fail(self, job: Job, reason: str, message: str, now_s: float) -> list[Command]:
+    def fail(self, job: PrefillJob, reason: str, message: str, now_s: float) -> list[Command]:
         failed = RequestFailed(key=job.key, at_s=now_s, reason=reason, message=message)
         return [Emit(events=(failed,)), *self.cancel(job.key, reason, now_s)]
 

@@ -2,9 +2,7 @@
 
     awaiting_prefill -> prefilling -> handing_over -> (Committed) gone
 
-Pieces of a prompt's KV are sent while the rest of it is computed.
-
-Handoffs as a prefill worker sees them: what decode workers and its own transfers say. Pure.
+Pieces of a prompt's KV are sent while the rest of it is computed (`Handoffs`).
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ from kvpool.core.transfer.messages import (
 from kvpool.core.transfer.pool_map import KvFacts
 from kvrelay.messages import Abort, Lifetime, Prefill, Reserved, WorkerEvent
 from kvrelay.types import Incarnation, RequestKey
-from prefill_worker.job import Job
-from prefill_worker.queue import Jobs, PromptQueue
+from prefill_worker.job import PrefillJob
+from prefill_worker.queue import PrefillJobs, PromptQueue
 from prefill_worker.sender import Sender
 
 HandoffEvent = (
@@ -56,10 +54,11 @@ HandoffEvent = (
 
 @dataclass(slots=True, kw_only=True)
 class Handoffs:
-    """`peers` are connected and have said hello. The KV of one request in `canary_every` is checked
-    by the decode worker (0: of none)."""
+    """What follows from events of decode workers and of this worker's transfers. `peers` are
+    connected and have said hello. The decode worker checks the KV of one request in `canary_every`
+    (0: of none)."""
 
-    jobs: Jobs
+    jobs: PrefillJobs
     mode: HandoffMode
     canary_every: int = 0
     transfers: int = 0
@@ -86,7 +85,8 @@ class Handoffs:
                 return [told for job in self.jobs.live() for told in job.sender.renew()]
 
     def _from_peer(self, event: FromPeer, now_s: float) -> list[Command]:
-        """What comes for a job that is over, or from another than its target, changes nothing."""
+        """A message for a job that is over, or from a worker that is not its target, changes
+        nothing."""
         match event.message:
             case SlabLent(key=key) as lent if job := self.jobs.find(key, event.peer):
                 return [*job.sender.lent(lent, self.jobs.tables(job))]
@@ -112,7 +112,8 @@ class Handoffs:
     def _cancelled_by(
         self, peer: Incarnation, key: RequestKey, reason: str, now_s: float
     ) -> list[Command]:
-        """The decode worker won't have it. Its router is told: no one else may tell it why."""
+        """The decode worker refuses it. The router is told from here, because nobody else may know
+        why."""
         if key not in self.jobs:
             return [SendPeer(peer=peer, message=TransferCancelled(key=key, reason=reason))]
         job = self.jobs.find(key, peer)
@@ -140,8 +141,8 @@ class Handoffs:
         self.transfer_s += event.seconds
         return self._commit(job)
 
-    def after_chunk(self, job: Job, now_s: float) -> list[Command]:
-        """What it has computed is sent, and it ends when nothing is left to do."""
+    def after_chunk(self, job: PrefillJob, now_s: float) -> list[Command]:
+        """Its computed KV is sent; it ends when nothing is left to do."""
         if job.cancelled is not None:
             return self.jobs.cancel(job.key, job.cancelled, now_s)
         if job.all_finished:
@@ -149,7 +150,7 @@ class Handoffs:
         writes = job.sender.computed(job.computed, self.jobs.tables(job))
         return [*writes, *self._commit(job)]
 
-    def _commit(self, job: Job) -> list[Command]:
+    def _commit(self, job: PrefillJob) -> list[Command]:
         """If it is ready."""
         if job.cancelled is not None or not job.may_commit or not self._is_stored(job):
             return []
@@ -160,53 +161,51 @@ class Handoffs:
         return [DigestBlocks(holder=job.holder, span=span, tables=self.jobs.tables(job))]
 
     def _digested(self, event: BlocksDigested) -> list[Command]:
-        """The blocks of a job that is over may be others' by now."""
+        """When the job is over, its blocks may belong to other jobs by now."""
         key = event.holder.key
         if key not in self.jobs or self.jobs[key].cancelled is not None:
             return []
         job = self.jobs[key]
         return [job.sender.commit(job.first, job.finished, event.digests[0])]
 
-    def _is_stored(self, job: Job) -> bool:
-        """With `pool`, what the decode worker is to fetch there."""
+    def _is_stored(self, job: PrefillJob) -> bool:
+        """With `pool`: the decode worker can fetch it from there."""
         return self.mode is not HandoffMode.POOL or self.jobs.openings.is_stored(job.filled)
 
 
-Event = Prefill | Abort | StepWanted | StepDone | Restored | HandoffEvent
+PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | HandoffEvent
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillScheduler:
-    """`chunk_tokens` bounds one step's tokens. `canary_every` is that of Handoffs. `order` says who
-    goes first."""
+    """`chunk_tokens` bounds the tokens of a step. `canary_every` is that of Handoffs. `order` says
+    which prompt goes first."""
 
     openings: Openings
     chunk_tokens: int
     mode: InitVar[HandoffMode] = HandoffMode.PUSH
     canary_every: InitVar[int] = 0
-    order: InitVar[Order[Job] | None] = None
+    order: InitVar[Order[PrefillJob] | None] = None
     prompt_tokens: int = 0
-    jobs: Jobs = field(init=False)
+    tables: BlockTables = field(init=False)
+    queue: PromptQueue = field(init=False)
+    jobs: PrefillJobs = field(init=False)
     handoffs: Handoffs = field(init=False)
 
-    def __post_init__(self, mode: HandoffMode, canary_every: int, order: Order[Job] | None) -> None:
-        self.jobs = Jobs(openings=self.openings, queue=PromptQueue(order or Order()))
+    def __post_init__(
+        self, mode: HandoffMode, canary_every: int, order: Order[PrefillJob] | None
+    ) -> None:
+        self.tables = self.openings.tables
+        self.queue = PromptQueue(order or Order())
+        self.jobs = PrefillJobs(openings=self.openings, queue=self.queue)
         self.handoffs = Handoffs(jobs=self.jobs, mode=mode, canary_every=canary_every)
-
-    @property
-    def tables(self) -> BlockTables:
-        return self.openings.tables
 
     @property
     def has_work(self) -> bool:
         """There may be a step to run."""
         return bool(self.queue.awaiting_prefill)
 
-    @property
-    def queue(self) -> PromptQueue:
-        return self.jobs.queue
-
-    def handle(self, event: Event, now_s: float) -> list[Command]:
+    def handle(self, event: PrefillEvent, now_s: float) -> list[Command]:
         match event:
             case Prefill():
                 return self._accept(event, now_s)
@@ -232,7 +231,7 @@ class PrefillScheduler:
             peer=None if target is None else self.handoffs.peers.get(target),
         )
         names = self.tables.names_of(message.spec)
-        job = Job(sender=sender, holder=Holder("prefill", key), names=names)
+        job = PrefillJob(sender=sender, holder=Holder("prefill", key), names=names)
         self.jobs.add(job, now_s)
         moment = Lifetime(key=key, at_s=now_s, name="prefill_received")
         if target is None:
@@ -252,26 +251,26 @@ class PrefillScheduler:
         return [*self._started(fresh, now_s), *ahead, step]
 
     def _restored(self, event: Restored, now_s: float) -> list[Command]:
-        """Its prefix has come, or what there was of it."""
+        """Its prefix has come, or as much of it as there was."""
         job = self.jobs[event.holder.key]
         job.opened(event.tokens, event.origin)
         self.tables.trim(job.holder, job.seen_from)
         return [] if job.cancelled is None else self.jobs.cancel(job.key, job.cancelled, now_s)
 
-    def _announce(self, chosen: Iterable[tuple[Job, int]]) -> Iterator[Command]:
-        """What is about to be computed."""
+    def _announce(self, chosen: Iterable[tuple[PrefillJob, int]]) -> Iterator[Command]:
+        """The tokens that are about to be computed."""
         for job, take in chosen:
             tables = self.tables.tables(job.holder)
             yield from job.sender.plan(job.computed, job.end(take), tables)
 
-    def _announce_cached(self, fresh: list[Job]) -> Iterator[Command]:
-        """What was found here travels too, and at once."""
+    def _announce_cached(self, fresh: list[PrefillJob]) -> Iterator[Command]:
+        """KV that was found here is handed over too, and at once."""
         for job in fresh:
             tables = self.tables.tables(job.holder)
             yield from job.sender.plan(0, job.computed, tables)
             yield from job.sender.computed(job.computed, tables)
 
-    def _started(self, fresh: list[Job], now_s: float) -> list[Command]:
+    def _started(self, fresh: list[PrefillJob], now_s: float) -> list[Command]:
         for job in fresh:
             job.started = True
         return [Emit(events=tuple(job.started_event(now_s) for job in fresh))] if fresh else []

@@ -1,14 +1,14 @@
-"""One request's handoff as the prefill worker sees it: pieces of KV out, then the commit. Pure.
+"""One request's handoff at the prefill worker: it sends pieces of KV, then the commit. Pure.
 
-A piece is one write of the cut of a span of tokens, by what the peer's slabs hold. It goes through
+Each span of tokens is cut into pieces, as large as the peer's slabs allow. A piece goes through
 
     planned -> announced (PiecesAhead) -> computed and lent  -> writing ------> done
                                      `-> computed and awaited -> being read --'
 
-lent or awaited as the decode worker chooses, before or after it is computed. Spans wait for the
-peer's hello. With `pool` there are none.
+The decode worker chooses whether a piece is lent a slab or awaited, before or after it is computed.
+Spans wait for the peer's hello. With `pool` there are no pieces.
 
-The blocks stay the prefill worker's until the decode worker says Committed, and while a write of
+The prefill worker holds the blocks until the decode worker says Committed, and while a write of
 them is in flight: `settled` says when they may be freed.
 """
 
@@ -38,12 +38,12 @@ from kvpool.core.transfer.write import SlabWrite, TokenSpan
 from kvrelay.messages import Prefill
 from kvrelay.types import Incarnation, value
 
-Moves = list[SendPeer | WriteSlab]
+SendCommands = list[SendPeer | WriteSlab]
 
 
 @value
 class _Announced:
-    """Of tokens up to `end`, in layers up to `last_layer`."""
+    """It has tokens up to `end`, in layers up to `last_layer`."""
 
     piece: Piece
     write: SlabWrite
@@ -53,7 +53,7 @@ class _Announced:
 
 @dataclass(slots=True, kw_only=True)
 class Sender:
-    """`peer` is None until the target has said hello."""
+    """`peer` is None until the target has said hello. `cancelled` is the reason."""
 
     message: Prefill
     layout: KvLayout
@@ -73,7 +73,7 @@ class Sender:
 
     @property
     def has_target(self) -> bool:
-        """There is somebody to hand over to."""
+        """There is a decode worker to hand over to."""
         return self.message.target is not None
 
     @property
@@ -88,9 +88,9 @@ class Sender:
     # --- what is to be sent ---------------------------------------------------------------------
 
     def plan(self, start: int, end: int, tables: Tables) -> list[SendPeer]:
-        """Tokens `[start, end)` are about to be computed, or are here already: announce them. The
-        blocks that `tables` has for them stay theirs until the end. Those that the decode worker
-        holds are not sent."""
+        """Announces tokens `[start, end)`, which are about to be computed, or are here already. The
+        blocks that `tables` has for them must stay theirs until the end. Tokens that the decode
+        worker holds are not sent."""
         start = max(start, self.message.held_tokens)
         if start >= end or self.mode is HandoffMode.POOL or not self.has_target:
             return []
@@ -100,7 +100,7 @@ class Sender:
         return self._announce(tables)
 
     def met(self, peer: KvFacts, tables: Tables) -> list[SendPeer]:
-        """The target has said hello. `tables` cover what was planned."""
+        """The target has said hello. `tables` cover all planned spans."""
         self.peer = peer
         return self._announce(tables)
 
@@ -109,7 +109,7 @@ class Sender:
 
     @property
     def next_position(self) -> int:
-        """What the query there sees is handed over."""
+        """KV that the query at this position sees is handed over."""
         return self.message.spec.context_tokens
 
     def _announce(self, tables: Tables) -> list[SendPeer]:
@@ -141,7 +141,7 @@ class Sender:
 
     # --- what is there --------------------------------------------------------------------------
 
-    def computed(self, end: int, tables: Tables) -> Moves:
+    def computed(self, end: int, tables: Tables) -> SendCommands:
         """The KV of tokens `[0, end)` is in the blocks of `tables`."""
         self._computed = end
         return self._moves(tables)
@@ -152,21 +152,21 @@ class Sender:
         computed = self._computed
         return {p.last_layer for p in self._pieces if computed < p.end <= end} - {final}
 
-    def layers_written(self, end: int, layer: int, tables: Tables) -> Moves:
+    def layers_written(self, end: int, layer: int, tables: Tables) -> SendCommands:
         """The step on the device, up to token `end`, has written all layers up to this one."""
         self._running = (end, layer)
         return self._moves(tables)
 
     # --- what the decode worker says ------------------------------------------------------------
 
-    def lent(self, lent: SlabLent, tables: Tables) -> Moves:
-        """A slab for a piece that never was, or has one already, is left to its lease."""
+    def lent(self, lent: SlabLent, tables: Tables) -> SendCommands:
+        """A slab for an unknown piece, or for one that has a way already, is left to its lease."""
         if self._is_waiting(lent.piece):
             self._lent[lent.piece] = lent
         return self._moves(tables)
 
-    def awaited(self, numbers: Iterable[int], tables: Tables) -> Moves:
-        """The decode worker reads them itself."""
+    def awaited(self, numbers: Iterable[int], tables: Tables) -> SendCommands:
+        """The decode worker will read them itself."""
         self._awaited.update(number for number in numbers if self._is_waiting(number))
         return self._moves(tables)
 
@@ -181,7 +181,7 @@ class Sender:
         begun = number in self._writing or number in self._readable or number in self._done
         return number < len(self._pieces) and not chosen and not begun
 
-    def _moves(self, tables: Tables) -> Moves:
+    def _moves(self, tables: Tables) -> SendCommands:
         writes = [n for n in self._lent if self._is_computed(n)]
         reads = [n for n in self._awaited if self._is_computed(n)]
         return [*(self._write(n, tables) for n in writes), *map(self._offer, sorted(reads))]
@@ -215,7 +215,7 @@ class Sender:
 
     @property
     def handed_over(self) -> TokenSpan | None:
-        """What the decode worker did not hold; None: nothing is sent."""
+        """The tokens that the decode worker did not hold; None: nothing is sent."""
         if not self._pieces:
             return None
         return prompt_from(self.message.held_tokens, self.next_position)

@@ -1,8 +1,7 @@
 """`kvrelay status`: what a cluster's controller and routers say, for people or programs.
 
-Whether a worker's step times and links are good or bad, in words. Pure.
-
-docs/latency-model.md and docs/links.md say where the limits come from.
+The verdicts on step times and links have their limits from docs/latency-model.md and docs/links.md.
+Which counters of a worker have a column is said in `kvrelay.messages.Counters`.
 
 `kvrelay status --kv`: who holds which KV of a cluster, as its routers tell it.
 """
@@ -25,7 +24,7 @@ from cluster.on_ray.actor import RouterAt
 from cluster.process.admin import ask
 from kvpool.core.layout.hashes import tenant_label
 from kvrelay.errors import ConfigError, KvrelayError
-from kvrelay.messages import speed_text
+from kvrelay.messages import SHOWN, speed_text
 from kvrelay.requests import server_info_of
 from kvrelay.v1 import admin_pb2 as pb
 from kvrelay.v1.inference_pb2 import GetServerInfoRequest
@@ -81,7 +80,8 @@ WIDTH = 400
 """A row stays in one line, whatever the terminal: some names are long."""
 
 WORKER_COLUMNS = ("name", "role", "device", "cpus", "transport")
-TRAFFIC_COLUMNS = ("in_tok/s", "out_tok/s", "running", "waiting")
+TRAFFIC_COLUMNS = ("in_tok/s", "out_tok/s")
+COUNTER_COLUMNS = tuple(shown.column for _, shown in SHOWN if shown.column)
 KV_COLUMNS = ("KV_used", "hits", "KV_moved", "blocks")
 
 Facts = dict[str, object]
@@ -177,8 +177,9 @@ def _print_router(console: Console, name: str, server: Facts | None) -> None:
 
 def _print_workers(console: Console, workers: object) -> None:
     assert isinstance(workers, list | tuple)
-    columns = (*WORKER_COLUMNS, *TRAFFIC_COLUMNS, *KV_COLUMNS)
-    console.print(_table([{**worker, **_activity(worker)} for worker in workers], columns))
+    columns = (*WORKER_COLUMNS, *TRAFFIC_COLUMNS, *COUNTER_COLUMNS, *KV_COLUMNS)
+    rows = [{**worker, **_activity(worker), **_counted(worker)} for worker in workers]
+    console.print(_table(rows, columns))
     for worker in workers:
         console.print(f"{worker['name']} {_times(worker)}", highlight=False)
     _print_links(console, workers)
@@ -195,6 +196,17 @@ def _activity(worker: Facts) -> Facts:
         "hits": None if hit_rate is None else f"{_number(hit_rate):.0%}",
         "KV_moved": speed_text(_number(worker["transfer_bytes_per_s"])),
         "blocks": f"{blocks} of {worker['total_blocks']}",
+    }
+
+
+def _counted(worker: Facts) -> Facts:
+    """# column |-> what the worker has counted"""
+    counters = worker["counters"]
+    assert isinstance(counters, dict)
+    found = {shown.column: counters[name] for name, shown in SHOWN if shown.column}
+    return {
+        column: f"{value:.1f}" if isinstance(value, float) else value
+        for column, value in found.items()
     }
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from cluster.config.qos import Qos, TierSection
 from cluster.core.settings import WorkerSettings
-from decode_worker.shares import Standing
+from decode_worker.running_set import TierShares
 from engine.core.prompt_order import Order
 from engine.core.step_times import StepTimes
 from kvrelay.qos import ONE_TIER, LadderRules, QosTier, QosTiers
 from kvrelay.types import Objectives
-from prefill_worker.job import Job
+from prefill_worker.job import PrefillJob
 from router.text.request_fields import TierMatch
 
 
@@ -63,10 +63,10 @@ def tier_match(qos: Qos) -> TierMatch:
     )
 
 
-def standing(settings: WorkerSettings) -> Standing:
-    return Standing(places=settings.max_running_requests, qos=settings.qos)
+def tier_shares(settings: WorkerSettings) -> TierShares:
+    return TierShares(slots=settings.max_running_requests, qos=settings.qos)
 
 
-def prefill_order(settings: WorkerSettings, times: StepTimes) -> Order[Job]:
+def prefill_order(settings: WorkerSettings, times: StepTimes) -> Order[PrefillJob]:
     weights = dict(settings.tenant_weights)
     return Order(qos=settings.qos, tenant_weights=weights, times=times)

@@ -12,10 +12,10 @@ import grpc
 
 from kvpool.core.node.events import RouterCall, RouterHungUp, RouterTook
 from kvrelay.messages import PoolUpdate
-from kvrelay.reports_wire import encode_update
 from kvrelay.types import WIRE_VERSION
 from kvrelay.v1 import pool_node_pb2 as pb
 from kvrelay.v1 import pool_node_pb2_grpc
+from kvrelay.wire import encode_update
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,13 +43,13 @@ class Timeline:
     def _now(self) -> Look:
         loops = [worker.loop for worker in self.workers if not worker.is_dead]
         queues = [queue for loop in loops if len(queue := loop.prefill.queue)]
-        rosters = [loop.decode.batch.roster for loop in loops]
-        busy = [roster for roster in rosters if not roster.is_empty]
+        running_sets = [loop.decode.batch.running_set for loop in loops]
+        busy = [running_set for running_set in running_sets if not running_set.is_empty]
         return Look(
             at_s=self.clock.now_s,
             awaiting_prefill=sum(len(queue) for queue in queues),
             prefill_tokens=sum(queue.tokens for queue in queues),
-            decoding=sum(len(roster.running) for roster in busy),
-            awaiting_decode=sum(len(roster.awaiting_prefill) for roster in busy),
-            free_blocks=sum([roster.tables.free_blocks for roster in rosters]),
+            decoding=sum(len(running_set.running) for running_set in busy),
+            awaiting_decode=sum(len(running_set.awaiting_prefill) for running_set in busy),
+            free_blocks=sum([running_set.tables.free_blocks for running_set in running_sets]),
         )

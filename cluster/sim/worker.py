@@ -7,7 +7,7 @@ import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.core.qos import prefill_order, standing
+from cluster.core.qos import prefill_order, tier_shares
 from cluster.core.settings import WorkerSettings
 from cluster.sim.clock import Clock
 from cluster.sim.device import SimDevice
@@ -17,7 +17,7 @@ from cluster.worker.build import open_caches
 from cluster.worker.events import Incoming
 from cluster.worker.loop import WorkerLoop
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.correction import StepPace
 from engine.core.step_times import LinearTimes, StepTimes
@@ -133,7 +133,7 @@ class SimWorker:
     def _is_wanted_otherwise(self) -> bool:
         """The next step is not to be as the one that runs."""
         decode, prefill = self.loop.decode, self.loop.prefill
-        settled = decode.batch.roster.is_settled and not decode.asking
+        settled = decode.batch.running_set.is_settled and not decode.asking
         return not settled or prefill.has_work
 
     def _tick(self, _: None) -> None:
@@ -179,7 +179,7 @@ class SimWorker:
     def _decode(
         self, settings: WorkerSettings, staging: Staging, openings: Openings, times: StepTimes
     ) -> DecodeScheduler:
-        receiver = Receiver(
+        reservations = Reservations(
             tables=openings.tables,
             slabs=SlabPool(staging.payload_bytes, staging.slabs),
             regions={SlabId(i): f"{self.incarnation}-{i}" for i in range(staging.slabs)},
@@ -189,10 +189,10 @@ class SimWorker:
         batch = Batch(
             openings=openings,
             chunk_tokens=settings.own_chunk_tokens,
-            standing=standing(settings),
+            shares=tier_shares(settings),
             times=times,
         )
-        return DecodeScheduler(receiver=receiver, batch=batch)
+        return DecodeScheduler(reservations=reservations, batch=batch)
 
     def _peer_hello(self, staging: Staging) -> PeerHello:
         layout = self.hardware.layout
@@ -239,7 +239,7 @@ class SimWorker:
 
     def assert_nothing_held(self) -> None:
         self.validate()
-        tables, slabs = self.loop.decode.batch.tables, self.loop.decode.receiver.slabs
+        tables, slabs = self.loop.decode.batch.tables, self.loop.decode.reservations.slabs
         held = [str(one.holder) for one in tables.held()]
         assert not held, f"{self.incarnation} holds {held}"
         counts = tables.counts()

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from uuid import uuid4
 
-from cluster.core.qos import prefill_order, standing
+from cluster.core.qos import prefill_order, tier_shares
 from cluster.core.settings import WorkerSettings
 from cluster.process.host_cpus import Pinned, pin, ranges
 from cluster.process.trace import NO_TRACE, Trace, open_trace
@@ -28,7 +28,7 @@ from cluster.worker.peers import PeerLinks
 from cluster.worker.pool.side import PoolSide
 from cluster.worker.pool.turns import PoolTurns
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from engine.core.activity import Report, unheard
 from engine.core.correction import StepPace
@@ -80,25 +80,25 @@ def decode_scheduler(
     mover: Mover,
     times: StepTimes,
 ) -> DecodeScheduler:
-    receiver = Receiver(
+    reservations = Reservations(
         tables=openings.tables,
         slabs=SlabPool(staging.payload_bytes, staging.slabs),
         regions={slab: region.name for slab, region in mover.regions.items()},
         leases=LeaseTable(settings.lease_ttl_s),
         mode=HandoffMode(settings.handoff),
+        offer=offer,
+        ranks=engine.memory.map.ranks,
     )
-    receiver.pools.offer = offer
-    receiver.pools.ranks = engine.memory.map.ranks
     longrope = engine.model.longrope
     batch = Batch(
         openings=openings,
         chunk_tokens=settings.own_chunk_tokens,
-        standing=standing(settings),
+        shares=tier_shares(settings),
         times=times,
         rope_border_tokens=longrope.border_tokens if longrope is not None else None,
     )
     return DecodeScheduler(
-        receiver=receiver,
+        reservations=reservations,
         batch=batch,
     )
 

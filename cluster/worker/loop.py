@@ -261,7 +261,7 @@ class WorkerLoop:
                 self._pooled(self._pulls.handle(event))
             case LinkMeasured(peer=peer, name=name):
                 self._outlet.execute(self.decode.handle(event, self._now()))
-                if choice := self.decode.receiver.pools.choice(peer).reason:
+                if choice := self.decode.reservations.peers.choice(peer).reason:
                     log.info("KV from %s: %s", name, choice)
             case LayersWritten():
                 if self._turns.stepping is self.prefill:

@@ -29,20 +29,19 @@ from cluster.process.net import bind_port, grpc_server
 from cluster.worker.build import WorkerParts, build_worker
 from cluster.worker.events import Close, FromRouter, Incoming, RouterJoined, RouterLost, RunOnLoop
 from cluster.worker.reports import PERIOD_S, ActivityLog, BlockReports
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
 from engine.core.activity import Stage, StartActivity
 from engine.device.threads import run_apart, use_threads
 from kvpool.core.blocks.pool import BlockState
 from kvpool.core.blocks.tables import BlockTables
 from kvpool.core.layout.hashes import TenantBlocks, most_of
 from kvpool.wire.pool import cached_blocks
-from kvrelay.commands_wire import decode_to_worker
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, WorkerEvent, WorkerHello
-from kvrelay.reports_wire import encode_batch, encode_hello
 from kvrelay.types import WIRE_VERSION
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire import decode_to_worker, encode_batch, encode_hello
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +132,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 def kv_report(
     hello: WorkerHello,
     tables: BlockTables,
-    receiver: Receiver,
+    reservations: Reservations,
     reports: BlockReports,
     now_s: float,
 ) -> pb.DebugKvResponse:
@@ -150,7 +149,7 @@ def kv_report(
     ]
     slabs = [
         pb.HeldSlab(slab_id=s.slab_id, state=s.state, holder=s.holder, age_s=s.age_s)
-        for s in receiver.slabs.held(now_s)
+        for s in reservations.slabs.held(now_s)
     ]
     return pb.DebugKvResponse(
         worker=hello.name,
@@ -163,7 +162,7 @@ def kv_report(
         orphaned_blocks=tables.orphaned(),
         held=held,
         slabs=slabs,
-        total_slabs=receiver.slabs.count,
+        total_slabs=reservations.slabs.count,
         cached=map(cached_blocks, most_of(_cached(tables, reports, now_s))),
     )
 
@@ -284,12 +283,12 @@ class WorkerProcess:
         parts = self._parts
         if parts is None:
             return pb.DebugKvResponse(worker=self._settings.name)
-        receiver = parts.loop.decode.receiver
+        reservations = parts.loop.decode.reservations
 
         def take() -> None:
             now_s = time.monotonic()
             reports = parts.loop.reports
-            answer.set_result(kv_report(parts.hello, parts.tables, receiver, reports, now_s))
+            answer.set_result(kv_report(parts.hello, parts.tables, reservations, reports, now_s))
 
         self._inbox.put(RunOnLoop(take))
         return answer.result(timeout=30)

@@ -102,9 +102,9 @@ def count(
     draining: bool,
 ) -> Counters:
     origins = openings.origins
-    tables, restores, receiver = openings.tables, openings.restores, decode.receiver
-    pool, roster = tables.scarcest, decode.batch.roster
-    queue, handoffs, pieces = prefill.queue, prefill.handoffs, receiver.pieces
+    tables, restores, reservations = openings.tables, openings.restores, decode.reservations
+    pool, running_set = tables.scarcest, decode.batch.running_set
+    queue, handoffs = prefill.queue, prefill.handoffs
     return Counters(
         free_blocks=pool.free,
         leased_blocks=pool.leased,
@@ -126,23 +126,23 @@ def count(
         prefixes_remote=origins[PrefixOrigin.REMOTE],
         prefixes_computed=origins[PrefixOrigin.COMPUTED],
         running=decode.sequences + prefill.jobs.handing_over,
-        waiting=len(roster.awaiting_prefill) + len(queue),
-        prefill_waiting_tokens=queue.tokens + roster.waiting_tokens,
-        decode_sequences=len(roster.running),
-        decode_kv_tokens=sum([sequence.computed for sequence in roster.running]),
-        reserved_sequences=receiver.reserved_choices,
+        waiting=len(running_set.awaiting_prefill) + len(queue),
+        prefill_waiting_tokens=queue.tokens + running_set.waiting_tokens,
+        decode_sequences=len(running_set.running),
+        decode_kv_tokens=sum([sequence.computed for sequence in running_set.running]),
+        reserved_sequences=reservations.choices,
         prefill_correction=pace.prefill.factor,
         decode_correction=pace.decode.factor,
         steps=totals.steps,
         prompt_tokens=prefill.prompt_tokens + decode.prompt_tokens,
         generated_tokens=decode.generated_tokens,
-        preemptions=roster.preemptions,
-        transfers=handoffs.transfers + pieces.transfers,
-        transfer_bytes=handoffs.transfer_bytes + pieces.transfer_bytes,
-        transfer_s=handoffs.transfer_s + pieces.transfer_s,
+        preemptions=running_set.preemptions,
+        transfers=handoffs.transfers + reservations.transfers,
+        transfer_bytes=handoffs.transfer_bytes + reservations.transfer_bytes,
+        transfer_s=handoffs.transfer_s + reservations.transfer_s,
         busy_s=totals.busy_s,
-        canaries_passed=decode.receiver.canaries_passed,
-        canaries_mismatched=decode.receiver.canaries_mismatched,
+        canaries_passed=reservations.canaries_passed,
+        canaries_mismatched=reservations.canaries_mismatched,
         links=links,
         tiers=tier_loads(prefill, decode),
         draining=draining,
@@ -154,15 +154,15 @@ def count(
 
 def tier_loads(prefill: PrefillScheduler, decode: DecodeScheduler) -> tuple[TierLoad, ...]:
     """In the order of the configuration."""
-    standing = decode.admission.standing
-    tiers = standing.qos.tiers
+    shares = decode.batch.shares
+    tiers = shares.qos.tiers
     if len(tiers) == 1:
         return ()
     running, waiting = decode.admission.held(), Counter[str]()
-    for sequence in decode.batch.roster.awaiting_prefill:
-        waiting[standing.tier_of(sequence.spec)] += len(sequence.choices)
+    for sequence in decode.batch.running_set.awaiting_prefill:
+        waiting[shares.tier_of(sequence.spec)] += len(sequence.choices)
     for job in prefill.queue.awaiting_prefill.values():
-        waiting[standing.tier_of(job.message.spec)] += 1
+        waiting[shares.tier_of(job.message.spec)] += 1
     return tuple(
         TierLoad(tier=tier.name, running=running[tier.name], waiting=waiting[tier.name])
         for tier in tiers

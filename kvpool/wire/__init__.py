@@ -1,1 +1,1 @@
-"""Messages about KV to protobuf and back."""
+"""Messages about KV to bytes and back."""

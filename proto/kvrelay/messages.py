@@ -1,19 +1,19 @@
-"""What routers and workers say to each other, as values. `wire.py` turns them into protobuf.
+"""What routers and workers say to each other, as values; `wire.py` turns them into protobuf. And
+what a worker did lately, from two readings of its counters. Pure.
 
-Pure. A message is a past noun, a command an imperative. Times are the sender's own clock; only
-ages cross the wire.
-
-What a worker did lately, from two readings of its counters. Pure.
+A message is a past noun, a command an imperative. Times are the sender's own clock; only ages cross
+the wire.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from kvrelay.types import (
     FinishReason,
     Incarnation,
+    PrefixOrigin,
     PromptLogprob,
     RequestKey,
     RequestSpec,
@@ -271,60 +271,141 @@ class TierLoad:
     waiting: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """How one of the counters is shown: in /metrics as `kvrelay:{metric}` with the help `text`, and
+    in `kvrelay status` under `column`, if it has one. Counters of the same metric follow one
+    another, each with its own `label`: a name and a value."""
+
+    metric: str
+    text: str
+    is_total: bool
+    label: tuple[str, str] | None = None
+    column: str = ""
+
+
+def _gauge(metric: str, text: str, column: str = "") -> dict[str, Shown]:
+    return {"shown": Shown(metric=metric, text=text, is_total=False, column=column)}
+
+
+def _total(
+    metric: str, text: str, column: str = "", label: tuple[str, str] | None = None
+) -> dict[str, Shown]:
+    """What only grows while the worker lives."""
+    return {"shown": Shown(metric=metric, text=text, is_total=True, label=label, column=column)}
+
+
+def _canaries(result: str) -> dict[str, Shown]:
+    text = "Handed-over KV whose digest was compared with that of the prefill worker."
+    return _total("canary_checks", text, label=("result", result))
+
+
+def _prefixes(source: PrefixOrigin) -> dict[str, Shown]:
+    text = "Sequences begun, by where the KV of their prefix came from."
+    return _total("prefix_source", text, label=("source", source))
+
+
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Counters:
-    """A worker's own state, sent with every batch of events, so routers agree unprompted. A value,
-    but not frozen: of so many fields that takes thrice as long to make.
+    """A worker's own state, sent with every batch of events, so that all routers see the same. It
+    is not frozen, because making a frozen one of so many fields takes three times as long.
 
-    Steps take the hello's times multiplied by the corrections, as the worker finds. Of `running`
-    decode steps take `decode_sequences` now, whose contexts sum to `decode_kv_tokens`, and
-    `reserved_sequences` are on their way. `tiers` is empty where there is one only.
+    A field with metadata appears in /metrics, and perhaps in `kvrelay status` (see Shown). The
+    message Counters in counters.proto has the same fields.
+
+    The worker's steps take the hello's times multiplied by the corrections. Of the `running`
+    sequences, `decode_sequences` are in each decode step; their contexts sum to `decode_kv_tokens`.
+    `reserved_sequences` are on their way. `tiers` is empty where there is one tier only.
     A worker that is `draining` finishes what it has and takes nothing new.
     """
 
-    free_blocks: int = 0
+    running: int = field(
+        default=0,
+        metadata=_gauge("worker_requests_running", "Requests running at the worker.", "running"),
+    )
+    waiting: int = field(
+        default=0,
+        metadata=_gauge("num_requests_waiting", "Requests waiting at the worker.", "waiting"),
+    )
+    free_blocks: int = field(
+        default=0, metadata=_gauge("kv_blocks_free", "KV blocks neither held nor cached.")
+    )
+    cached_blocks: int = field(
+        default=0, metadata=_gauge("kv_blocks_cached", "KV blocks kept for reuse.")
+    )
     leased_blocks: int = 0
     active_blocks: int = 0
-    cached_blocks: int = 0
     orphaned_blocks: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    pool_queried_tokens: int = 0
-    pool_host_tokens: int = 0
-    pool_disk_tokens: int = 0
-    pool_declined_tokens: int = 0
-    pool_remote_tokens: int = 0
-    peer_tokens: int = 0
-    prefixes_device: int = 0
-    prefixes_host: int = 0
-    prefixes_disk: int = 0
-    prefixes_peer: int = 0
-    prefixes_remote: int = 0
-    prefixes_computed: int = 0
-    running: int = 0
-    waiting: int = 0
+    steps: int = field(default=0, metadata=_total("worker_steps", "Engine steps."))
+    busy_s: float = field(
+        default=0.0, metadata=_total("worker_busy_seconds", "Time spent in engine steps.")
+    )
+    prompt_tokens: int = field(
+        default=0, metadata=_total("worker_prompt_tokens", "Prompt tokens computed.")
+    )
+    generated_tokens: int = field(
+        default=0, metadata=_total("worker_generated_tokens", "Tokens decoded.")
+    )
+    preemptions: int = field(default=0, metadata=_total("num_preemptions", "Sequences preempted."))
+    prefix_queried_tokens: int = field(
+        default=0, metadata=_total("prefix_cache_queries", "Prompt tokens looked up.")
+    )
+    prefix_hit_tokens: int = field(
+        default=0, metadata=_total("prefix_cache_hits", "Prompt tokens found cached.")
+    )
+    pool_queried_tokens: int = field(
+        default=0, metadata=_total("pool_queries", "Prompt tokens sought in a pool.")
+    )
+    pool_host_tokens: int = field(
+        default=0, metadata=_total("pool_host_hits", "Fetched from a host tier.")
+    )
+    pool_disk_tokens: int = field(
+        default=0, metadata=_total("pool_disk_hits", "Fetched from a disk tier.")
+    )
+    pool_remote_tokens: int = field(
+        default=0, metadata=_total("pool_remote_hits", "Fetched from another host's pool.")
+    )
+    pool_declined_tokens: int = field(
+        default=0, metadata=_total("pool_declined", "There, but faster computed.")
+    )
+    peer_tokens: int = field(
+        default=0, metadata=_total("peer_hits", "Pulled out of another worker's cache.")
+    )
+    transfers: int = field(
+        default=0, metadata=_total("kv_transfers", "Slabs written or scattered.")
+    )
+    transfer_bytes: int = field(
+        default=0, metadata=_total("kv_transfer_bytes", "KV bytes written or scattered.")
+    )
+    transfer_s: float = field(
+        default=0.0, metadata=_total("kv_transfer_seconds", "Time in gather and scatter.")
+    )
+    canaries_passed: int = field(default=0, metadata=_canaries("passed"))
+    canaries_mismatched: int = field(default=0, metadata=_canaries("mismatched"))
+    prefixes_device: int = field(default=0, metadata=_prefixes(PrefixOrigin.DEVICE))
+    prefixes_host: int = field(default=0, metadata=_prefixes(PrefixOrigin.HOST))
+    prefixes_disk: int = field(default=0, metadata=_prefixes(PrefixOrigin.DISK))
+    prefixes_peer: int = field(default=0, metadata=_prefixes(PrefixOrigin.PEER))
+    prefixes_remote: int = field(default=0, metadata=_prefixes(PrefixOrigin.REMOTE))
+    prefixes_computed: int = field(default=0, metadata=_prefixes(PrefixOrigin.COMPUTED))
     decode_sequences: int = 0
     decode_kv_tokens: int = 0
     reserved_sequences: int = 0
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
     prefill_waiting_tokens: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    transfers: int = 0
-    transfer_bytes: int = 0
-    transfer_s: float = 0.0
-    busy_s: float = 0.0
-    canaries_passed: int = 0
-    canaries_mismatched: int = 0
     links: tuple[LinkState, ...] = ()
     tiers: tuple[TierLoad, ...] = ()
     draining: bool = False
     gc_pauses: int = 0
     gc_pause_s: float = 0.0
     gc_longest_pause_s: float = 0.0
+
+
+SHOWN: tuple[tuple[str, Shown], ...] = tuple(
+    (one.name, one.metadata["shown"]) for one in fields(Counters) if "shown" in one.metadata
+)
+"""(field of Counters, how it is shown)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

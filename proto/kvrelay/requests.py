@@ -13,29 +13,27 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, cleandoc, signature
 from textwrap import fill
 from typing import Generic, TypedDict, TypeVar
 
+from kvrelay.codec import MessageCodec
 from kvrelay.errors import InvalidRequest, KvrelayError, Refused, RequestFailedError
-from kvrelay.reports_wire import decode_step_times
 from kvrelay.results import (
     ChatMessage,
     Choice,
     Chunk,
     Generated,
-    LinkInfo,
     ModelInfo,
-    QuarantinedPair,
     ServerInfo,
     Slo,
-    WorkerInfo,
 )
 from kvrelay.status import LEDGER_KEY, Metadata
-from kvrelay.types import FinishReason, PromptLogprob, TokenLogprobs
+from kvrelay.types import FinishReason, PromptLogprob
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire import logprobs_from_wire
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -304,7 +302,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         index=response.index,
         text=response.text,
         token_ids=tuple(response.token_ids),
-        logprobs=tuple(_logprobs(entry) for entry in response.logprobs),
+        logprobs=tuple(map(logprobs_from_wire, response.logprobs)),
         finish_reason=finish,
         stop_string=response.stop_string if reason == "stop_string" else None,
         stop_token_id=response.stop_token_id if reason == "stop_token_id" else None,
@@ -321,11 +319,6 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
 def _prompt_logprob(entry: pb.PromptLogprob) -> PromptLogprob:
     top = tuple((best.token_id, best.logprob) for best in entry.top)
     return PromptLogprob(entry.token.token_id, entry.token.logprob, entry.rank, top)
-
-
-def _logprobs(entry: pb.TokenLogprobs) -> TokenLogprobs:
-    top = tuple((best.token_id, best.logprob) for best in entry.top)
-    return TokenLogprobs(entry.chosen.token_id, entry.chosen.logprob, top)
 
 
 def generated_of(chunks: Sequence[Chunk], ledger_ms: Mapping[str, float]) -> Generated:
@@ -364,72 +357,5 @@ def ledger_of(trailing: Metadata | None) -> dict[str, float]:
     return json.loads(found[0]) if found else {}
 
 
-def model_info_of(response: pb.GetModelInfoResponse) -> ModelInfo:
-    return ModelInfo(
-        model=response.model,
-        architecture=response.architecture,
-        vocab_size=response.vocab_size,
-        max_model_len=response.max_model_len,
-        eos_token_ids=tuple(response.eos_token_ids),
-        fingerprint=response.fingerprint,
-    )
-
-
-def server_info_of(response: pb.GetServerInfoResponse) -> ServerInfo:
-    return ServerInfo(
-        version=response.version,
-        cluster=response.cluster,
-        uptime_s=response.uptime_s,
-        ready=response.ready,
-        running_requests=response.running_requests,
-        workers=tuple(_workers(response.workers)),
-        quarantined=tuple(_quarantined(pair) for pair in response.quarantined),
-    )
-
-
-def _workers(workers: Iterable[pb.WorkerInfo]) -> Iterable[WorkerInfo]:
-    for w in workers:
-        yield WorkerInfo(
-            name=w.name,
-            address=w.address,
-            incarnation=w.incarnation,
-            role=w.role,
-            device=w.device,
-            cpus=w.cpus,
-            transport=w.transport,
-            total_blocks=w.total_blocks,
-            free_blocks=w.free_blocks,
-            cached_blocks=w.cached_blocks,
-            block_size=w.block_size,
-            running=w.running,
-            waiting=w.waiting,
-            links=tuple(_link(link) for link in w.links),
-            step_times=decode_step_times(w.step_times),
-            prefill_correction=w.prefill_correction,
-            decode_correction=w.decode_correction,
-            prompt_tokens_per_s=w.prompt_tokens_per_s,
-            generated_tokens_per_s=w.generated_tokens_per_s,
-            kv_used=w.kv_used,
-            hit_rate=w.hit_rate if w.HasField("hit_rate") else None,
-            transfer_bytes_per_s=w.transfer_bytes_per_s,
-            kv_token_bytes=w.kv_token_bytes,
-        )
-
-
-def _quarantined(pair: pb.QuarantinedPair) -> QuarantinedPair:
-    return QuarantinedPair(
-        prefill=pair.prefill,
-        decode=pair.decode,
-        reason=pair.reason,
-        failures=pair.failures,
-        remaining_s=pair.remaining_s,
-    )
-
-
-def _link(link: pb.LinkInfo) -> LinkInfo:
-    return LinkInfo(
-        peer=link.peer,
-        transport=link.transport,
-        bytes_per_s=link.bytes_per_s,
-        latency_s=link.latency_s,
-    )
+model_info_of = MessageCodec(ModelInfo, pb.GetModelInfoResponse, "a router").decode
+server_info_of = MessageCodec(ServerInfo, pb.GetServerInfoResponse, "a router").decode

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvrelay.messages import Counters
 from kvrelay.types import FinishReason, PromptLogprob, StepCoefficients, TokenLogprobs
 
 
@@ -115,7 +116,7 @@ class WorkerInfo:
 
     Rates and `hit_rate` are means over about the last 10 s; `hit_rate` is None when no prompt was
     looked up. `kv_used` is the share of KV blocks that requests hold, 0 to 1. `kv_token_bytes` is
-    the KV of one token.
+    the KV of one token. `counters` are all that it counts, but for its links.
     """
 
     name: str
@@ -141,6 +142,7 @@ class WorkerInfo:
     hit_rate: float | None = None
     transfer_bytes_per_s: float = 0.0
     kv_token_bytes: int = 0
+    counters: Counters = field(default_factory=Counters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import inf
 
 from google.protobuf.json_format import MessageToDict
 
+from kvrelay.codec import MessageCodec
 from kvrelay.errors import InvalidRequest
-from kvrelay.reports_wire import encode_step_times
-from kvrelay.types import Objectives, TokenLogprobs
+from kvrelay.results import WorkerInfo
+from kvrelay.types import Objectives
 from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.wire import logprobs_to_wire
 from router.core.state.generation import QuarantinedPair, WorkerStatus
 from router.text.request_fields import FIELDS, objectives_of
 from router.text.sampling import RequestedSampling
@@ -29,6 +31,9 @@ OPTIONAL_FIELDS = (
     "prompt_logprobs",
     "seed",
 )
+
+_WORKER_INFO = MessageCodec(WorkerInfo, pb.WorkerInfo, "a router")
+quarantined_pair = MessageCodec(QuarantinedPair, pb.QuarantinedPair, "a router").encode
 
 
 def sampling_of(message: pb.SamplingParams) -> RequestedSampling:
@@ -117,7 +122,7 @@ def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResp
         index=delta.choice,
         token_ids=delta.token_ids,
         text=delta.text,
-        logprobs=[_logprobs(entry) for entry in delta.logprobs],
+        logprobs=map(logprobs_to_wire, delta.logprobs),
         finish_reason=delta.finish_reason or "",
         prompt_tokens=len(generation.prompt_ids),
         cached_tokens=generation.cached_tokens,
@@ -133,40 +138,12 @@ def response_of(generation: TextGeneration, delta: TextDelta) -> pb.GenerateResp
     return response
 
 
-def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(
-        chosen=pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob),
-        top=[pb.TokenLogprob(token_id=i, logprob=logprob) for i, logprob in entry.top],
-    )
-
-
 def worker_info(worker: WorkerStatus) -> pb.WorkerInfo:
-    return pb.WorkerInfo(
-        name=worker.name,
-        address=worker.address,
-        incarnation=worker.incarnation,
-        role=worker.role,
-        device=worker.device,
-        cpus=worker.cpus,
-        transport=worker.transport,
-        total_blocks=worker.total_blocks,
-        free_blocks=worker.counters.free_blocks,
-        cached_blocks=worker.counters.cached_blocks,
-        block_size=worker.block_size,
-        running=worker.counters.running,
-        waiting=worker.counters.waiting,
-        links=[pb.LinkInfo(**asdict(link)) for link in worker.links],
-        step_times=encode_step_times(worker.step_times),
-        prefill_correction=worker.counters.prefill_correction,
-        decode_correction=worker.counters.decode_correction,
-        prompt_tokens_per_s=worker.activity.prompt_tokens_per_s,
-        generated_tokens_per_s=worker.activity.generated_tokens_per_s,
-        kv_used=worker.activity.kv_used,
-        hit_rate=worker.activity.hit_rate,
-        transfer_bytes_per_s=worker.activity.transfer_bytes_per_s,
-        kv_token_bytes=worker.kv_token_bytes,
-    )
-
-
-def quarantined_pair(pair: QuarantinedPair) -> pb.QuarantinedPair:
-    return pb.QuarantinedPair(**asdict(pair))
+    """Each field from where the router has it: of the worker, its counters or its activity."""
+    parts = (worker, worker.counters, worker.activity)
+    found = {
+        name: next(getattr(part, name) for part in parts if hasattr(part, name))
+        for name in WorkerInfo.__dataclass_fields__
+    }
+    counters = replace(worker.counters, links=())
+    return _WORKER_INFO.encode(WorkerInfo(**found | {"counters": counters}))

@@ -13,13 +13,18 @@ from typing import Protocol
 
 import grpc
 
-from kvrelay.commands_wire import encode_to_worker
 from kvrelay.errors import PeerError
 from kvrelay.messages import BlockChanges, Counters, ToWorker, WorkerEvent, WorkerHello
-from kvrelay.reports_wire import decode_changes, decode_counters, decode_event, decode_hello
 from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.wire import (
+    decode_changes,
+    decode_counters,
+    decode_event,
+    decode_hello,
+    encode_to_worker,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,15 @@
-"""What `/metrics` says of requests, by vLLM's names and units under the prefix `kvrelay:`.
+"""What a router's `/metrics` says, by vLLM's names and units under the prefix `kvrelay:`.
 
-Metrics of the workers, as a router knows them: a series for each, or for each of their links.
-
-Metrics of the cluster that a router knows: workers, pool nodes, tiers, promises.
+The router measures its requests itself (`RouterMetrics`). What it knows of workers, links, pool
+nodes and tiers is read at each scrape (`ClusterGauges`). Which counters of a worker appear, and by
+which names, is said in `kvrelay.messages.Counters`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -22,60 +22,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvrelay.gc_pauses import GcPauses
-from kvrelay.messages import Counters, LinkState, kv_used
-from kvrelay.types import PrefixOrigin
+from kvrelay.messages import SHOWN, LinkState, Shown, kv_used
 from router.core.state.generation import ClusterSnapshot, WorkerStatus
 from router.core.state.quarantine import Pair
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 LABELS = ("model_name", "worker", "role")
-
-
-def _usage(worker: WorkerStatus) -> float:
-    return kv_used(worker.counters, worker.total_blocks)
-
-
-WORKER_GAUGES: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
-    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", _usage),
-    ("num_requests_waiting", "Requests waiting at the worker.", lambda w: w.counters.waiting),
-    ("worker_requests_running", "Requests running at the worker.", lambda w: w.counters.running),
-    ("kv_blocks_total", "KV blocks of the worker.", lambda w: w.total_blocks),
-    ("kv_blocks_free", "KV blocks neither held nor cached.", lambda w: w.counters.free_blocks),
-    ("kv_blocks_cached", "KV blocks kept for reuse.", lambda w: w.counters.cached_blocks),
-)
-
-WORKER_COUNTERS: tuple[tuple[str, str, Callable[[WorkerStatus], float]], ...] = (
-    ("worker_steps", "Engine steps.", lambda w: w.counters.steps),
-    ("worker_busy_seconds", "Time spent in engine steps.", lambda w: w.counters.busy_s),
-    ("worker_prompt_tokens", "Prompt tokens computed.", lambda w: w.counters.prompt_tokens),
-    ("worker_generated_tokens", "Tokens decoded.", lambda w: w.counters.generated_tokens),
-    ("num_preemptions", "Sequences preempted.", lambda w: w.counters.preemptions),
-    (
-        "prefix_cache_queries",
-        "Prompt tokens looked up.",
-        lambda w: w.counters.prefix_queried_tokens,
-    ),
-    ("prefix_cache_hits", "Prompt tokens found cached.", lambda w: w.counters.prefix_hit_tokens),
-    ("pool_queries", "Prompt tokens sought in a pool.", lambda w: w.counters.pool_queried_tokens),
-    ("pool_host_hits", "Fetched from a host tier.", lambda w: w.counters.pool_host_tokens),
-    ("pool_disk_hits", "Fetched from a disk tier.", lambda w: w.counters.pool_disk_tokens),
-    (
-        "pool_remote_hits",
-        "Fetched from another host's pool.",
-        lambda w: w.counters.pool_remote_tokens,
-    ),
-    ("pool_declined", "There, but faster computed.", lambda w: w.counters.pool_declined_tokens),
-    ("peer_hits", "Pulled out of another worker's cache.", lambda w: w.counters.peer_tokens),
-    ("kv_transfers", "Slabs written or scattered.", lambda w: w.counters.transfers),
-    ("kv_transfer_bytes", "KV bytes written or scattered.", lambda w: w.counters.transfer_bytes),
-    ("kv_transfer_seconds", "Time in gather and scatter.", lambda w: w.counters.transfer_s),
-)
-
-
-CANARY_RESULTS: tuple[tuple[str, Callable[[Counters], int]], ...] = (
-    ("passed", lambda c: c.canaries_passed),
-    ("mismatched", lambda c: c.canaries_mismatched),
-)
 
 
 MOST_LINKS = 1000
@@ -89,14 +41,30 @@ LINK_GAUGES: tuple[tuple[str, str, Callable[[LinkState], float]], ...] = (
 
 def of_workers(workers: Sequence[WorkerStatus], model_name: str) -> Iterator[Metric]:
     """All but the orphaned blocks, which pool nodes have too."""
-    for name, text, value in WORKER_GAUGES:
-        gauge = GaugeMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
-        yield _per_worker(gauge, value, workers, model_name)
-    for name, text, value in WORKER_COUNTERS:
-        counter = CounterMetricFamily(f"kvrelay:{name}", text, labels=LABELS)
-        yield _per_worker(counter, value, workers, model_name)
-    yield _canaries(workers, model_name)
-    yield _prefix_sources(workers, model_name)
+    text = "Share of KV blocks in use, 0 to 1."
+    usage = GaugeMetricFamily("kvrelay:kv_cache_usage_perc", text, labels=LABELS)
+    yield _per_worker(usage, lambda w: kv_used(w.counters, w.total_blocks), workers, model_name)
+    text = "KV blocks of the worker."
+    total = GaugeMetricFamily("kvrelay:kv_blocks_total", text, labels=LABELS)
+    yield _per_worker(total, lambda w: w.total_blocks, workers, model_name)
+    for _, counted in groupby(SHOWN, lambda one: one[1].metric):
+        yield _counted([*counted], workers, model_name)
+
+
+def _counted(
+    counted: Sequence[tuple[str, Shown]], workers: Sequence[WorkerStatus], model_name: str
+) -> Metric:
+    """One metric, of one counter or of several with a label each."""
+    shown = counted[0][1]
+    kind = CounterMetricFamily if shown.is_total else GaugeMetricFamily
+    labels = LABELS if shown.label is None else (*LABELS, shown.label[0])
+    family = kind(f"kvrelay:{shown.metric}", shown.text, labels=labels)
+    for worker in workers:
+        own = (model_name, worker.name, worker.role)
+        for name, one in counted:
+            label = () if one.label is None else one.label[1:]
+            family.add_metric((*own, *label), float(getattr(worker.counters, name)))
+    return family
 
 
 def of_links(
@@ -136,30 +104,6 @@ def orphaned_blocks(workers: Sequence[WorkerStatus], model_name: str) -> GaugeMe
     text = "KV blocks that no one holds."
     gauge = GaugeMetricFamily("kvrelay:blocks_orphaned", text, labels=LABELS)
     return _per_worker(gauge, lambda w: w.counters.orphaned_blocks, workers, model_name)
-
-
-def _canaries(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
-    """By worker, as the decode side counts them."""
-    text = "Handed-over KV whose digest was compared with that of the prefill worker."
-    checks = CounterMetricFamily("kvrelay:canary_checks", text, labels=(*LABELS, "result"))
-    for worker in workers:
-        labels = (model_name, worker.name, worker.role)
-        for result, count in CANARY_RESULTS:
-            checks.add_metric((*labels, result), float(count(worker.counters)))
-    return checks
-
-
-def _prefix_sources(workers: Sequence[WorkerStatus], model_name: str) -> Metric:
-    counter = CounterMetricFamily(
-        "kvrelay:prefix_source",
-        "Sequences begun, by where the KV of their prefix came from.",
-        labels=(*LABELS, "source"),
-    )
-    for worker in workers:
-        for origin in PrefixOrigin:
-            labels = (model_name, worker.name, worker.role, origin)
-            counter.add_metric(labels, getattr(worker.counters, f"prefixes_{origin}"))
-    return counter
 
 
 def _per_worker(

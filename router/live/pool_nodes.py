@@ -14,10 +14,10 @@ import grpc
 
 from kvrelay.errors import PeerError
 from kvrelay.gc_pauses import GcPauses
-from kvrelay.reports_wire import decode_update
 from kvrelay.types import WIRE_VERSION, Incarnation
 from kvrelay.v1 import pool_node_pb2 as pb
 from kvrelay.v1 import pool_node_pb2_grpc
+from kvrelay.wire import decode_update
 from router.core.events import PoolNodeLost, PoolNodeSaid
 from router.core.state.generation import PoolNodeStatus
 from router.live.link import channel_options
@@ -69,7 +69,7 @@ class PoolNodeLink:
         stream = self._stub.Watch(pb.WatchRequest(wire_version=WIRE_VERSION))
         try:
             async for message in stream:
-                nodes.add(Incarnation(message.incarnation))
+                nodes.add(Incarnation(message.node))
                 self._post(PoolNodeSaid(update=decode_update(message)))
         except grpc.aio.AioRpcError as error:
             is_silent = error.code() is grpc.StatusCode.UNAVAILABLE

@@ -20,6 +20,8 @@ from router.text.tokenizer import read_json
 T = TypeVar("T", int, float)
 
 MAX_CHOICES = 128
+MAX_TOP_K = 2**31 - 1
+"""More than any vocabulary. The message to workers takes no more."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
@@ -104,7 +106,7 @@ def resolve(
         seed=_seed(asked.seed),
         temperature=_number("temperature", _default(asked.temperature, defaults.temperature), 0),
         top_p=_top_p(_default(asked.top_p, defaults.top_p)),
-        top_k=max(_whole("top_k", top_k, -1), 0),
+        top_k=min(max(_whole("top_k", top_k, -1), 0), MAX_TOP_K),
         min_p=_number("min_p", _default(asked.min_p, defaults.min_p), 0, 1),
         frequency_penalty=_penalty("frequency_penalty", asked.frequency_penalty),
         presence_penalty=_penalty("presence_penalty", asked.presence_penalty),

@@ -197,7 +197,7 @@ def test_the_peers_slabs_may_be_larger_than_the_writers_own(hosts: Hosts, model:
     with serving(hosts, model, None, prefill, decode) as cluster:
         for _ in range(2):
             answers(cluster, hosts)
-        sizes = [host.loop.decode.receiver.slabs.slab_bytes for host in hosts]
+        sizes = [host.loop.decode.reservations.slabs.slab_bytes for host in hosts]
         assert sizes[0] < sizes[1]
         layout = hosts[0].loop.decode.batch.tables.layout
         sent = 2 * sum(formula(layout, length) for length in LENGTHS)

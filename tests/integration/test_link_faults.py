@@ -11,10 +11,11 @@ import grpc
 import pytest
 
 from kvrelay.errors import Refused, RequestFailedError
-from kvrelay.reports_wire import encode_hello
 from kvrelay.types import Role
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.v1.counters_pb2 import Counters
+from kvrelay.wire import encode_hello
 from router.core.core import RouterCore
 from router.core.events import Command, Event
 from router.core.policy.choice import Policies
@@ -23,7 +24,7 @@ from tests.integration.faces_kit import in_loop
 from tests.unit.router_kit import hello, request
 
 Answer = Callable[[pb.Key], list[pb.Event]]
-COUNTERS = pb.Counters(free_blocks=16, prefill_correction=1, decode_correction=1)
+COUNTERS = Counters(free_blocks=16, prefill_correction=1, decode_correction=1)
 
 
 def good(key: pb.Key) -> list[pb.Event]:

@@ -38,7 +38,8 @@ def formula(layout: KvLayout, tokens: int) -> int:
 
 def moved_bytes(hosts: tuple[LocalHost, LocalHost]) -> tuple[int, int]:
     """(through slabs, into the decode worker's blocks) so far."""
-    sender, receiver = hosts[0].loop.prefill.handoffs, hosts[1].loop.decode.receiver.pieces
+    sender = hosts[0].loop.prefill.handoffs
+    receiver = hosts[1].loop.decode.reservations
     return sender.transfer_bytes, receiver.transfer_bytes
 
 

@@ -140,7 +140,7 @@ def assert_nothing_held(cluster: Cluster) -> None:
         pinned = {b for held in worker.tables.held() for b in held.tables[0]}
         assert worker.tables.pools[0].available + len(pinned) == worker.tables.blocks
         assert worker.pool is None or worker.pool.client.idle, worker.incarnation
-        slabs = worker.decode.receiver.slabs
+        slabs = worker.decode.reservations.slabs
         assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(cluster.now_s)
         assert worker.decode.sequences == 0
         assert worker.prefill.jobs.handing_over == len(worker.prefill.queue) == 0

@@ -25,7 +25,6 @@ from kvpool.core.transfer.commands import (
     WriteSlab,
 )
 from kvpool.core.transfer.messages import DigestBlocks, HandoffMode
-from kvrelay.commands_wire import decode_to_worker, encode_to_worker
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -37,8 +36,8 @@ from kvrelay.messages import (
     ToWorker,
     WorkerEvent,
 )
-from kvrelay.reports_wire import decode_event, encode_event
 from kvrelay.types import Incarnation, RequestSpec
+from kvrelay.wire import decode_event, decode_to_worker, encode_event, encode_to_worker
 from prefill_worker.scheduler import PrefillScheduler
 from router.core.core import RouterCore
 from router.core.events import Command as RouterCommand

@@ -236,8 +236,8 @@ class Fabric(Simulation):
     def _write(self, job: WriteSlab) -> None:
         source = Side(tables=job.tables, block_size=self.p.shape.layout.block_size)
         lent, error = job.lent, None
-        is_connected = self.p.links.get(self.d.incarnation) not in self._broken | {None}
-        if not is_connected or lent.region not in self.d.regions:
+        is_broken = self.p.links.get(self.d.incarnation) in self._broken | {None}
+        if is_broken or lent.region not in self.d.regions:
             error = "the region is gone"
         else:
             filled = self.d.fill(job, self.p.memory.take(job.write, source))

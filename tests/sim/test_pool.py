@@ -112,7 +112,7 @@ class World:
             restores = worker.openings.restores
             assert restores is not None
             found.update(host_tokens=restores.host_tokens, disk_tokens=restores.disk_tokens)
-            found.update(preemptions=worker.decode.batch.roster.preemptions)
+            found.update(preemptions=worker.decode.batch.running_set.preemptions)
         for side in self.cluster.pools.sides.values():
             found.update(stored=side.counts.stored, damaged=side.counts.damaged)
         return found
@@ -310,8 +310,8 @@ def _narrow_world(seed: int, mode: HandoffMode) -> World:
 def _is_tight(world: World) -> bool:
     """Both prompts are on their way, and no one has a buffer for the next chunk."""
     *prefill, decode = world.cluster.workers.values()
-    receiver, tables = decode.decode.receiver, decode.tables
-    has_slab = receiver.slabs.counts()[SlabState.FREE] and world.mode is not HandoffMode.POOL
+    reservations, tables = decode.decode.reservations, decode.tables
+    has_slab = reservations.slabs.counts()[SlabState.FREE] and world.mode is not HandoffMode.POOL
     underway = all(w.prefill.queue or w.prefill.jobs.handing_over for w in prefill)
     return bool(
         underway and not has_slab and tables.free_blocks < 4 and world.storing_workers() > 0

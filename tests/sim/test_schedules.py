@@ -62,7 +62,7 @@ def assert_clean(fabric: Fabric) -> None:
     for tables in fabric.tables.values():
         tables.validate()
         assert tables.free_blocks == tables.blocks, list(tables.held())
-    slabs = fabric.d.decode.receiver.slabs
+    slabs = fabric.d.decode.reservations.slabs
     assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(fabric.now_s)
 
 
@@ -122,8 +122,8 @@ def test_pieces_of_any_size_through_slabs_and_directly(
         assert_right(fabric, spec)
     assert_clean(fabric)
     assert fabric.fetches > 0
-    assert fabric.d.decode.receiver.canaries_passed > 0
-    assert fabric.d.decode.receiver.canaries_mismatched == 0
+    assert fabric.d.decode.reservations.canaries_passed > 0
+    assert fabric.d.decode.reservations.canaries_mismatched == 0
     assert fabric.sent_bytes == sum(
         formula(LAYOUTS[layout], spec, driver.held[spec.key]) for spec in specs
     )
@@ -164,11 +164,11 @@ def test_pull_takes_blocks_when_the_prompt_is_announced_and_there_is_room() -> N
     Driver(fabric, specs, split=True)
     together = 0
     while fabric.step():
-        room = fabric.d.decode.receiver._room
-        held = list(fabric.d.decode.receiver._reservations)
+        reservations = fabric.d.decode.reservations
+        held = list(reservations._incoming.values())
         together = max(together, sum(len(r.message.spec.prompt_ids) + 1 for r in held))
         assert all(r.commit or r.announced for r in held if r.holder in fabric.d.tables)
-        assert len(room.awaiting_blocks) <= len(held)
+        assert len(reservations.awaiting_blocks) <= len(held)
     assert together > 12 * fabric.d.shape.layout.block_size
     for spec in specs:
         assert_right(fabric, spec)
@@ -186,7 +186,7 @@ def test_preemption_happens_and_is_harmless() -> None:
         for spec in specs:
             assert_right(fabric, spec)
         assert_clean(fabric)
-        preemptions += fabric.d.decode.batch.roster.preemptions
+        preemptions += fabric.d.decode.batch.running_set.preemptions
     assert preemptions > 0
 
 
@@ -260,5 +260,5 @@ def test_a_silent_prefill_worker_costs_its_requests_and_no_block(
     tables = fabric.tables["d"]
     tables.validate()
     assert tables.free_blocks == tables.blocks, list(tables.held())
-    slabs = fabric.d.decode.receiver.slabs
+    slabs = fabric.d.decode.reservations.slabs
     assert slabs.counts()[SlabState.FREE] == slabs.count, slabs.held(fabric.now_s)

@@ -19,14 +19,14 @@ def who_waits(cluster: Cluster) -> str:
 
 
 def _of_worker(worker: Worker) -> Iterator[str]:
-    tables, batch, receiver = worker.tables, worker.decode.batch, worker.decode.receiver
+    tables, batch, reservations = worker.tables, worker.decode.batch, worker.decode.reservations
     yield f"{tables.free_blocks} of {tables.blocks} blocks to be had"
     yield from (f"{held.holder} holds {held.tables}" for held in tables.held())
     for job in worker.prefill.queue.awaiting_prefill.values():
         yield f"{job.key} waits for prefill, {_prefix(worker, job.holder)}"
-    for sequence in batch.roster.awaiting_prefill:
+    for sequence in batch.running_set.awaiting_prefill:
         yield f"{sequence.holder} waits to be computed, {_prefix(worker, sequence.holder)}"
-    yield f"slabs {receiver.slabs.counts()}, {receiver.reserved_choices} choices reserved"
+    yield f"slabs {reservations.slabs.counts()}, {reservations.choices} choices reserved"
     if worker.pool is not None:
         yield f"pool: link {worker.pool.link}, idle {worker.pool.client.idle}"
 

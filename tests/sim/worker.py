@@ -8,9 +8,9 @@ from random import Random
 
 from cluster.worker.streams import Preloads
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
+from decode_worker.running_set import TierShares
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import Standing
 from engine.core.prompt_order import Order
 from engine.core.step_times import LinearTimes
 from kvpool.core.blocks.leases import LeaseTable
@@ -122,7 +122,7 @@ class Worker:
     def fill(self, job: WriteSlab, content: Content) -> SlabFilled:
         """A peer writes."""
         lent = job.lent
-        lease = self.decode.receiver.slabs._leases.get(lent.slab_id)
+        lease = self.decode.reservations.slabs._leases.get(lent.slab_id)
         assert lease is not None, "a slab was freed under its writer"
         assert lease.lease_id == lent.lease_id, "a slab was lent again under its writer"
         assert job.write.nbytes <= self.shape.slab_bytes
@@ -137,7 +137,9 @@ class Worker:
 
     def scatter(self, job: ScatterSlab) -> SlabScattered:
         filled = job.filled
-        lease, piece, content = self.regions[self.decode.receiver.regions[filled.slab_id]]
+        lease, piece, content = self.regions[
+            self.decode.reservations.grants.regions[filled.slab_id]
+        ]
         assert lease == filled.lease_id, "someone wrote into a slab that was not lent to it"
         assert piece == job.piece, "another piece than was announced"
         side = Side(tables=job.tables, block_size=self.shape.layout.block_size)
@@ -151,8 +153,11 @@ class Worker:
             seconds=0,
         )
 
+    def _region_of(self, slab_id: SlabId) -> str:
+        return self.decode.reservations.grants.regions[slab_id]
+
     def replace(self, slab_id: SlabId, region: str) -> SlabReplaced:
-        del self.regions[self.decode.receiver.regions[slab_id]]
+        del self.regions[self._region_of(slab_id)]
         self.regions[region] = EMPTY
         return SlabReplaced(slab_id=slab_id, region=region)
 
@@ -195,7 +200,7 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
     tables = BlockTables(shape.layout, shape.blocks)
     openings = _openings(tables, shape, life)
     regions = {SlabId(i): f"{incarnation}-{i}" for i in range(shape.slabs)}
-    receiver = Receiver(
+    reservations = Reservations(
         tables=tables,
         slabs=SlabPool(shape.slab_bytes, shape.slabs),
         regions=regions,
@@ -232,11 +237,11 @@ def make_worker(name: str, life: int, shape: Shape) -> Worker:
             order=Order(qos=TIERS, times=TIMES),
         ),
         decode=DecodeScheduler(
-            receiver=receiver,
+            reservations=reservations,
             batch=Batch(
                 openings=openings,
                 chunk_tokens=12,
-                standing=Standing(places=MAX_RUNNING, qos=TIERS),
+                shares=TierShares(slots=MAX_RUNNING, qos=TIERS),
                 times=TIMES,
             ),
         ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvrelay.errors import PeerError
-from kvrelay.messages import BlockChanges, PoolUpdate
-from kvrelay.reports_wire import decode_changes, decode_update, encode_changes, encode_update
+from kvrelay.messages import BlockChanges, Counters, PoolUpdate
 from kvrelay.types import Incarnation, Tier
 from kvrelay.v1 import pool_node_pb2 as pb
+from kvrelay.wire import decode_changes, decode_update, encode_batch, encode_update
 
 X, Y = (bytes([n]) * 32 for n in (1, 2))
 CHANGES = (
@@ -31,7 +31,7 @@ def test_updates_there_and_back() -> None:
 
 
 def test_changes_there_and_back() -> None:
-    assert decode_changes(map(encode_changes, CHANGES)) == CHANGES
+    assert decode_changes(encode_batch([], Counters(), 0.0, CHANGES).blocks) == CHANGES
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def assert_idle(scheduler: DecodeScheduler) -> None:
 
 
 def counts(scheduler: DecodeScheduler) -> tuple[int, int]:
-    return scheduler.receiver.canaries_passed, scheduler.receiver.canaries_mismatched
+    return scheduler.reservations.canaries_passed, scheduler.reservations.canaries_mismatched
 
 
 def cached(scheduler: DecodeScheduler, request: RequestSpec) -> int:

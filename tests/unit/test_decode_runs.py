@@ -87,7 +87,7 @@ def advance(scheduler: DecodeScheduler, steps: int, most_steps: int, rng: Random
 
 def held(scheduler: DecodeScheduler) -> dict[Holder, int]:
     """# holder |-> its blocks"""
-    return {one.holder: len(one.tables[0]) for one in scheduler.receiver.tables.held()}
+    return {one.holder: len(one.tables[0]) for one in scheduler.reservations.tables.held()}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -142,6 +142,6 @@ def test_what_comes_ends_a_run() -> None:
     scheduler = decode_scheduler()
     arrive(scheduler, a_spec("1", 3, max_tokens=30))
     the_step(scheduler.handle(StepWanted(most_steps=20), 0))
-    assert scheduler.batch.roster.is_settled
+    assert scheduler.batch.running_set.is_settled
     arrive(scheduler, a_spec("2", 3, max_tokens=30))
-    assert not scheduler.batch.roster.is_settled
+    assert not scheduler.batch.running_set.is_settled

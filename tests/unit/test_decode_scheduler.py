@@ -265,8 +265,8 @@ def test_the_newest_is_preempted() -> None:
     scheduler = preempting()
     (only,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert only.key == key("old")
-    assert scheduler.batch.roster.preemptions == 1
-    assert [s.key for s in scheduler.batch.roster.awaiting_prefill] == [key("new")]
+    assert scheduler.batch.running_set.preemptions == 1
+    assert [s.key for s in scheduler.batch.running_set.awaiting_prefill] == [key("new")]
 
 
 def test_nobody_new_is_taken_while_a_preempted_one_waits_for_blocks() -> None:
@@ -298,7 +298,7 @@ def test_a_prefix_on_its_way_lets_no_one_past_a_preempted_sequence(
     for name, tokens, most in (("old", 20, 40), ("preempted", 28, 30), ("fetched", 3, 4)):
         assert ask(name, tokens, most)
         step()
-    while key("preempted") not in [s.key for s in scheduler.batch.roster.awaiting_prefill]:
+    while key("preempted") not in [s.key for s in scheduler.batch.running_set.awaiting_prefill]:
         step()
     came = 0
     while "preempted" not in step():
@@ -371,9 +371,9 @@ def test_a_prompt_prefilled_here_runs_only_what_is_new() -> None:
 def test_blocks_from_a_pool_are_named_when_their_request_ends_at_once() -> None:
     scheduler = decode_scheduler()
     scheduler.handle(Generate(spec=spec("a", 9, max_tokens=1)), 0)
-    (sequence,) = scheduler.batch.roster.awaiting_prefill
+    (sequence,) = scheduler.batch.running_set.awaiting_prefill
     restored = Restored(holder=sequence.holder, tokens=8, origin=PrefixOrigin.HOST)
-    scheduler.batch.roster.restored(restored)
+    scheduler.batch.running_set.restored(restored)
     run(scheduler, (11,))
     assert_idle(scheduler)
     assert scheduler.batch.tables.counts()[BlockState.CACHED] == 2

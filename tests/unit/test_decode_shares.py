@@ -97,8 +97,8 @@ def test_an_owner_gets_its_place_back_with_the_next_step() -> None:
     assert running(one) == ["f0", "f1", "f2", "f3"]
     arrive(one, of("premium", "p"))
     assert running(one) == ["p", "f0", "f1", "f2"]
-    assert [s.key for s in one.batch.roster.awaiting_prefill] == [key("f3")]
-    assert one.batch.roster.preemptions == 1
+    assert [s.key for s in one.batch.running_set.awaiting_prefill] == [key("f3")]
+    assert one.batch.running_set.preemptions == 1
 
 
 def test_of_those_on_lent_places_the_last_priority_s_newest_yields() -> None:
@@ -162,19 +162,19 @@ def test_an_owner_gets_the_blocks_of_those_on_lent_places_between_two_steps() ->
 def test_at_once_where_no_step_runs() -> None:
     one = short_of_blocks()
     assert asked(one, of("premium", "p", 14)) == "taken"
-    assert [s.key for s in one.batch.roster.awaiting_prefill] == [key("f1")]
+    assert [s.key for s in one.batch.running_set.awaiting_prefill] == [key("f1")]
 
 
 def test_beyond_its_share_nobody_s_blocks_are_taken() -> None:
     one = short_of_blocks()
     assert asked(one, of("free", "f2", 14)) == "kv_exhausted"
-    assert one.batch.roster.preemptions == 0
+    assert one.batch.running_set.preemptions == 0
 
 
 def test_nobody_yields_for_what_would_not_fit_anyway() -> None:
     one = short_of_blocks()
     assert asked(one, of("premium", "p", 40)) == "kv_exhausted"
-    assert one.batch.roster.preemptions == 0
+    assert one.batch.running_set.preemptions == 0
 
 
 def test_to_be_prefilled_here_it_gets_its_blocks_too() -> None:
@@ -190,7 +190,7 @@ def test_one_that_asks_may_be_aborted_and_counts_meanwhile() -> None:
     assert asked(one, of("free", "f2", n=2)) == "tier_share_exhausted"
     assert one.handle(Abort(key=key("p")), 1) == [Emit(events=(Released(key=key("p"), at_s=1),))]
     done(one, (7,), (7,))
-    assert one.batch.roster.preemptions == 0
+    assert one.batch.running_set.preemptions == 0
     one.validate()
 
 

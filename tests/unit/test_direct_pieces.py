@@ -97,7 +97,7 @@ def commit(name: str = "a") -> Commit:
 def assert_free(scheduler: DecodeScheduler) -> None:
     scheduler.validate()
     assert scheduler.batch.tables.free_blocks == scheduler.batch.tables.blocks
-    assert scheduler.receiver.slabs.free == scheduler.receiver.slabs.count
+    assert scheduler.reservations.slabs.free == scheduler.reservations.slabs.count
     assert scheduler.sequences == 0
 
 
@@ -124,15 +124,16 @@ def test_it_reads_once_the_piece_is_computed_and_joins_once_it_is_committed() ->
     scheduler, fetch = reading()
     assert fetch.source.tables == ((0,),)
     assert (fetch.peer, fetch.kv) == (P, FACTS)
-    assert scheduler.receiver.slabs.free == scheduler.receiver.slabs.count
+    assert scheduler.reservations.slabs.free == scheduler.reservations.slabs.count
     assert scheduler.handle(fetched(), 1) == [
         SendPeer(peer=P, message=PiecesRead(key=key("a"), pieces=(0,)))
     ]
     commands = scheduler.handle(from_p(commit()), 2)
     assert to_peer(commands) == [Committed(key=key("a"))]
     assert names(commands) == ["handoff_committed"]
-    pieces = scheduler.receiver.pieces
-    assert (pieces.transfers, pieces.transfer_bytes, pieces.transfer_s) == (1, 12, 0.5)
+    reservations = scheduler.reservations
+    assert (reservations.transfers, reservations.transfer_bytes) == (1, 12)
+    assert reservations.transfer_s == 0.5
 
 
 @pytest.mark.parametrize("why", ["slow", "unmeasured", "unreadable", "lost before"])

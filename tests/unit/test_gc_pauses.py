@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.gc_pauses import GcPauses
 from kvrelay.messages import Counters
-from kvrelay.reports_wire import decode_counters, encode_batch
+from kvrelay.wire import decode_counters, encode_batch
 from router.core.state.generation import PoolNodeStatus
 from router.live.metrics import RouterMetrics
 from tests.unit.fake_dispatcher import WORKER, FakeDispatcher

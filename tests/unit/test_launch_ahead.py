@@ -105,7 +105,7 @@ def run(engine: Engine, asked: Sequence[RequestSpec], *, ahead: bool) -> Driver:
             driver.turn()
     while driver.turn():
         pass
-    assert not list(driver.scheduler.receiver.tables.held())
+    assert not list(driver.scheduler.reservations.tables.held())
     return driver
 
 
@@ -141,14 +141,14 @@ def test_hot_draws_are_launched_ahead_too(loaded: Engine) -> None:
 def test_few_blocks_and_steps_ahead(loaded: Engine) -> None:
     asked = requests([SAMPLINGS["greedy"]] * 6)
     plain = run(loaded, asked, ahead=False)
-    assert plain.scheduler.batch.roster.preemptions == 0
+    assert plain.scheduler.batch.running_set.preemptions == 0
     driver = Driver(loaded, ahead=True)
-    tables = driver.scheduler.receiver.tables
+    tables = driver.scheduler.reservations.tables
     taken = tables.free_blocks - 22
     assert tables.try_open(Holder("other", RequestKey("x", 0)), 16 * taken, now_s=0) is not None
     for request in asked:
         driver.add(request)
     while driver.turn():
         pass
-    assert driver.scheduler.batch.roster.preemptions > 0 and driver.behind > 0
+    assert driver.scheduler.batch.running_set.preemptions > 0 and driver.behind > 0
     assert driver.told == plain.told

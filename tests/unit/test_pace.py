@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from decode_worker.packing import LEAST_SHARE
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import LEAST_SHARE
 from engine.core.step import StepWanted
 from engine.core.step_times import LinearTimes, decode_work
 from kvrelay.messages import Generate, Tokens
@@ -95,7 +95,7 @@ def test_so_does_one_that_was_preempted() -> None:
     for name in ("old", "new"):
         arrive(one, spec(name, 3, max_tokens=6))
     told = stood_back(one)
-    assert one.batch.roster.preemptions > 0
+    assert one.batch.running_set.preemptions > 0
     assert told["old"] == 0
     assert told["new"] == 4
 
@@ -123,7 +123,7 @@ def test_who_steps_back_keeps_its_blocks_and_goes_on_later() -> None:
     blocks = one.batch.tables.free_blocks
     assert running(one) == ["p"]
     assert one.batch.tables.free_blocks == blocks
-    assert one.batch.roster.preemptions == 0
+    assert one.batch.running_set.preemptions == 0
     assert running(one) == ["p"]  # its last
     assert running(one) == ["f0", "f1", "f2"]
     while one.has_work:
@@ -288,7 +288,7 @@ def test_small_rests_of_a_prompt_go_on_too() -> None:
 def test_a_prompt_that_is_held_back_gives_its_blocks_to_whom_it_waits_for() -> None:
     one = with_a_prompt(0.012, 40, blocks=16)
     premium = 0
-    while one.batch.roster.of(key("p")):
+    while one.batch.running_set.of(key("p")):
         batch = the_step(one.handle(StepWanted(), 0)).batch
         first = batch.slices[0]
         assert (first.key, len(first.token_ids)) == (key("p"), 1)  # never preempted

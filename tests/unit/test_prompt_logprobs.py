@@ -244,8 +244,8 @@ def test_a_sequence_that_decodes_is_not_scored_again() -> None:
     step = the_step(scheduler.handle(StepWanted(), 0))
     assert step.batch.slices[0].scoring is not None
     scheduler.handle(ran(list(step.batch.slices)), 0)
-    (sequence,) = scheduler.batch.roster.running
-    scheduler.batch.roster.park(sequence)
+    (sequence,) = scheduler.batch.running_set.running
+    scheduler.batch.running_set.preempt(sequence)
     (again,) = the_step(scheduler.handle(StepWanted(), 0)).batch.slices
     assert again.scoring is None
 

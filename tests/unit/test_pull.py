@@ -109,10 +109,10 @@ def test_one_that_is_preempted_comes_before_those_that_wait() -> None:
     run(scheduler, (9,), (9,))
     run(scheduler, (9,), (9,))
     scheduler.handle(StepWanted(), 0)  # y makes room for x
-    assert scheduler.batch.roster.lacks_blocks
+    assert scheduler.batch.running_set.lacks_blocks
     assert free(scheduler) > 0
     assert to_peer(scheduler.handle(from_p(ahead("a", 3)), 0)) == []
-    assert scheduler.receiver.awaits_blocks
+    assert scheduler.reservations.awaiting_blocks
 
 
 @pytest.mark.parametrize("end", ["abort", "fence", "lease"])
@@ -129,7 +129,7 @@ def test_one_that_waits_for_blocks_may_end(end: str) -> None:
         case "lease":
             heard = names(scheduler.handle(Tick(), TTL_S))
             assert heard.count("RequestFailed") == 2
-    assert not scheduler.receiver.awaits_blocks
+    assert not scheduler.reservations.awaiting_blocks
     scheduler.validate()
 
 

@@ -83,7 +83,7 @@ def fence(name: str) -> TransferCancelled:
 
 def assert_free(scheduler: DecodeScheduler) -> None:
     scheduler.validate()
-    slabs = scheduler.receiver.slabs
+    slabs = scheduler.reservations.slabs
     assert scheduler.batch.tables.free_blocks == scheduler.batch.tables.blocks
     assert slabs.counts()[SlabState.FREE] == slabs.count
     assert scheduler.sequences == 0
@@ -124,7 +124,7 @@ def test_a_piece_that_is_not_of_the_prompts_cut_is_refused(wrong: PiecesAhead, r
     assert to_peer(scheduler.handle(from_p(wrong), 0)) == [
         CancelTransfer(key=key("a"), reason=reason)
     ]
-    assert scheduler.receiver.slabs.free == scheduler.receiver.slabs.count
+    assert scheduler.reservations.slabs.free == scheduler.reservations.slabs.count
 
 
 def test_a_piece_announced_twice_gets_one_slab() -> None:
@@ -147,9 +147,9 @@ def test_abort_fences_the_lent_slab_until_the_writer_says_so() -> None:
         SendPeer(peer=P, message=CancelTransfer(key=key("a"), reason="aborted")),
         Emit(events=(Released(key=key("a"), at_s=1),)),
     ]
-    assert scheduler.receiver.slabs.counts()[SlabState.FENCING] == 1
+    assert scheduler.reservations.slabs.counts()[SlabState.FENCING] == 1
     assert fill(scheduler, lent) == []  # its write was under way; it is not scattered
-    assert scheduler.receiver.slabs.counts()[SlabState.FENCING] == 1
+    assert scheduler.reservations.slabs.counts()[SlabState.FENCING] == 1
     assert scheduler.handle(from_p(fence("a")), 2) == []
     assert_free(scheduler)
 

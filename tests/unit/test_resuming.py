@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
+from decode_worker.running_set import TierShares
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import Standing
 from engine.core.sizing import EngineLimits
 from engine.core.step import Command, Emit, RunStep, StepDone, StepWanted
 from engine.load import load_engine
@@ -85,16 +85,16 @@ def tables_of(engine: Engine) -> BlockTables:
 
 def decoder(engine: Engine) -> DecodeScheduler:
     tables = tables_of(engine)
-    receiver = Receiver(
+    reservations = Reservations(
         tables=tables, slabs=SlabPool(1 << 20, 0), regions={}, leases=LeaseTable(30.0)
     )
     batch = Batch(
         openings=Openings(tables=tables),
         chunk_tokens=CHUNK_TOKENS,
-        standing=Standing(places=8, qos=ONE_TIER),
+        shares=TierShares(slots=8, qos=ONE_TIER),
         rope_border_tokens=tables.names.rope_border_tokens,
     )
-    return DecodeScheduler(receiver=receiver, batch=batch)
+    return DecodeScheduler(reservations=reservations, batch=batch)
 
 
 def run(

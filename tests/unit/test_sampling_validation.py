@@ -53,6 +53,7 @@ GOOD: list[tuple[str, Any, Any]] = [
     ("top_k", -1, 0),
     ("top_k", 0, 0),
     ("top_k", 10**6, 10**6),
+    ("top_k", 2**40, 2**31 - 1),
     ("min_p", 1, 1.0),
     ("frequency_penalty", -2, -2.0),
     ("presence_penalty", 2, 2.0),

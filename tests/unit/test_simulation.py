@@ -37,7 +37,7 @@ SHARED = (
     "WorkerLoop",
     "PrefillScheduler",
     "DecodeScheduler",
-    "Receiver",
+    "Reservations",
     "Batch",
     "BlockTables",
     "Openings",

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from cluster.cli.status import link_verdict, print_table, step_times_verdict
+from kvrelay.messages import Counters
 from kvrelay.results import LinkInfo, ServerInfo, WorkerInfo
 from tests.unit.router_kit import STEP_TIMES
 
@@ -35,6 +36,7 @@ def worker(name: str, *links: LinkInfo, **known: float) -> WorkerInfo:
         hit_rate=known.get("hit_rate"),
         transfer_bytes_per_s=1.5e9,
         kv_token_bytes=131_072,
+        counters=Counters(running=3, waiting=2),
     )
 
 

@@ -76,8 +76,8 @@ class Driver:
             self.hear(self.scheduler.handle(Generate(spec=request), 0))
             return
         arrive(self.scheduler, request)
-        if Holder("decode", request.key) in self.scheduler.receiver.tables:
-            tables = self.scheduler.receiver.tables.tables(Holder("decode", request.key))
+        if Holder("decode", request.key) in self.scheduler.reservations.tables:
+            tables = self.scheduler.reservations.tables.tables(Holder("decode", request.key))
             self.memory.write(tables, 0, list(request.prompt_ids))
 
     def turn(self) -> bool:
@@ -169,7 +169,7 @@ def test_as_many_single_steps(seed: int) -> None:
         assert driver.released.count(key("1")) <= 1
         assert {*driver.ends} <= {*driver.released}
         assert max(Counter(driver.released).values()) == 1
-        assert not list(driver.scheduler.receiver.tables.held())
+        assert not list(driver.scheduler.reservations.tables.held())
     assert ahead.behind > 5
 
 
@@ -229,9 +229,9 @@ def test_the_blocks_of_who_has_ended_come_back_after_the_step_behind() -> None:
     assert wanted(driver.scheduler)
     (told,) = events(end(driver, 55))
     assert isinstance(told, Tokens) and told.finish_reason is FinishReason.STOP
-    assert list(driver.scheduler.receiver.tables.held())
+    assert list(driver.scheduler.reservations.tables.held())
     assert [type(e) for e in events(end(driver, 56))] == [Released]
-    assert not list(driver.scheduler.receiver.tables.held())
+    assert not list(driver.scheduler.reservations.tables.held())
 
 
 def test_who_has_ended_holds_no_step_behind_up() -> None:
@@ -254,7 +254,7 @@ def test_who_is_dropped_keeps_its_blocks_for_both_steps(message: Abort | Stop) -
     the_step(driver.scheduler.handle(StepWanted(), 0))
     assert wanted(driver.scheduler)
     driver.scheduler.handle(message, 0)
-    held = driver.scheduler.receiver.tables.held
+    held = driver.scheduler.reservations.tables.held
     first = events(end(driver, 5, 6))
     assert [e.key.request_id for e in first] == ["2"] and len(list(held())) == 2
     second = events(end(driver, 7, 8))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from decode_worker.batch import Batch
-from decode_worker.receiver import Receiver
+from decode_worker.reservations import Reservations
+from decode_worker.running_set import TierShares
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.shares import Standing
 from engine.core.step import Command, Emit, RunStep, Sampled, StepDone, StepOutcome, StepWanted
 from engine.core.step_times import StepTimes
 from kvpool.core.blocks.leases import LeaseTable
@@ -97,14 +97,14 @@ def prefill_scheduler(
     return scheduler
 
 
-def receiver(
+def reservations(
     *,
     blocks: int = 16,
     slabs: int = 2,
     caching: bool = True,
     mode: HandoffMode = HandoffMode.PUSH,
-) -> Receiver:
-    return Receiver(
+) -> Reservations:
+    return Reservations(
         tables=BlockTables(LAYOUT, blocks, caching=caching),
         slabs=SlabPool(SLAB_TOKENS * TOKEN_BYTES, slabs),
         regions={SlabId(i): f"region-{i}" for i in range(slabs)},
@@ -125,14 +125,14 @@ def decode_scheduler(
     times: StepTimes | None = None,
 ) -> DecodeScheduler:
     """P has said hello to it."""
-    owner = receiver(blocks=blocks, slabs=slabs, caching=caching, mode=mode)
-    owner.pools.met(P, FACTS)
+    owner = reservations(blocks=blocks, slabs=slabs, caching=caching, mode=mode)
+    owner.peers.met(P, FACTS)
     return DecodeScheduler(
-        receiver=owner,
+        reservations=owner,
         batch=Batch(
             openings=Openings(tables=owner.tables),
             chunk_tokens=chunk,
-            standing=Standing(places=max_running, qos=qos),
+            shares=TierShares(slots=max_running, qos=qos),
             times=times,
         ),
     )

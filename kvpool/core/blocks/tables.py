@@ -176,6 +176,9 @@ class BlockTables:
         entry = self._entries.get(holder)
         if entry is None:
             return self.try_open(holder, tokens, now_s=now_s, leased=leased) is not None
+        layout = self.layout
+        if not layout.has_windows and tokens <= len(entry.tables[0]) * layout.block_size:
+            return True
         if not self._room.has(entry, tokens, window_tokens):
             return False
         self._room.extend(entry, tokens, window_tokens)

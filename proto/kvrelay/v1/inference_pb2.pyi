@@ -1,4 +1,5 @@
 from google.protobuf import struct_pb2 as _struct_pb2
+from kvrelay.v1 import counters_pb2 as _counters_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -239,7 +240,7 @@ class QuarantinedPair(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., reason: _Optional[str] = ..., failures: _Optional[int] = ..., remaining_s: _Optional[float] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("name", "address", "incarnation", "role", "device", "transport", "total_blocks", "free_blocks", "block_size", "running", "waiting", "cached_blocks", "links", "step_times", "prefill_correction", "decode_correction", "cpus", "prompt_tokens_per_s", "generated_tokens_per_s", "kv_used", "hit_rate", "transfer_bytes_per_s", "kv_token_bytes")
+    __slots__ = ("name", "address", "incarnation", "role", "device", "transport", "total_blocks", "free_blocks", "block_size", "running", "waiting", "cached_blocks", "links", "step_times", "prefill_correction", "decode_correction", "cpus", "prompt_tokens_per_s", "generated_tokens_per_s", "kv_used", "hit_rate", "transfer_bytes_per_s", "kv_token_bytes", "counters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +264,7 @@ class WorkerInfo(_message.Message):
     HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     incarnation: str
@@ -286,7 +288,8 @@ class WorkerInfo(_message.Message):
     hit_rate: float
     transfer_bytes_per_s: float
     kv_token_bytes: int
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., cpus: _Optional[str] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., kv_used: _Optional[float] = ..., hit_rate: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., kv_token_bytes: _Optional[int] = ...) -> None: ...
+    counters: _counters_pb2.Counters
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkInfo, _Mapping]]] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., cpus: _Optional[str] = ..., prompt_tokens_per_s: _Optional[float] = ..., generated_tokens_per_s: _Optional[float] = ..., kv_used: _Optional[float] = ..., hit_rate: _Optional[float] = ..., transfer_bytes_per_s: _Optional[float] = ..., kv_token_bytes: _Optional[int] = ..., counters: _Optional[_Union[_counters_pb2.Counters, _Mapping]] = ...) -> None: ...
 
 class StepTimes(_message.Message):
     __slots__ = ("prefill_overhead_s", "prefill_token_s", "prefill_pair_s", "prefill_sequence_s", "decode_knots", "decode_kv_token_s", "error")

@@ -1,21 +1,11 @@
 from kvrelay.v1 import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    CODEC_NONE: _ClassVar[Codec]
-    CODEC_FP8: _ClassVar[Codec]
-    CODEC_INT8: _ClassVar[Codec]
-CODEC_NONE: Codec
-CODEC_FP8: Codec
-CODEC_INT8: Codec
 
 class PeerMessage(_message.Message):
     __slots__ = ("hello", "pieces_ahead", "slab_lent", "slab_filled", "commit", "committed", "cancel_transfer", "transfer_cancelled", "renew_leases", "pieces_awaited", "piece_computed", "pieces_read", "ping", "pong", "link_probed", "pull_wanted", "pull_granted", "pull_read", "pull_settled")
@@ -76,14 +66,13 @@ class PeerHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvFacts, _Mapping]] = ..., name: _Optional[str] = ..., probe_region: _Optional[str] = ...) -> None: ...
 
 class KvFacts(_message.Message):
-    __slots__ = ("block_size", "blocks", "slab_bytes", "region", "dtype", "codecs", "codecs_only_if_faster", "mixed_precision", "ranks")
+    __slots__ = ("block_size", "blocks", "slab_bytes", "region", "dtype", "offer", "mixed_precision", "ranks")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLAB_BYTES_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    CODECS_FIELD_NUMBER: _ClassVar[int]
-    CODECS_ONLY_IF_FASTER_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
     MIXED_PRECISION_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
@@ -91,53 +80,70 @@ class KvFacts(_message.Message):
     slab_bytes: int
     region: str
     dtype: str
-    codecs: _containers.RepeatedCompositeFieldContainer[CodecSpeed]
-    codecs_only_if_faster: bool
+    offer: CodecOffer
     mixed_precision: bool
     ranks: int
-    def __init__(self, block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., region: _Optional[str] = ..., dtype: _Optional[str] = ..., codecs: _Optional[_Iterable[_Union[CodecSpeed, _Mapping]]] = ..., codecs_only_if_faster: _Optional[bool] = ..., mixed_precision: _Optional[bool] = ..., ranks: _Optional[int] = ...) -> None: ...
+    def __init__(self, block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., region: _Optional[str] = ..., dtype: _Optional[str] = ..., offer: _Optional[_Union[CodecOffer, _Mapping]] = ..., mixed_precision: _Optional[bool] = ..., ranks: _Optional[int] = ...) -> None: ...
+
+class CodecOffer(_message.Message):
+    __slots__ = ("speeds", "only_if_faster")
+    SPEEDS_FIELD_NUMBER: _ClassVar[int]
+    ONLY_IF_FASTER_FIELD_NUMBER: _ClassVar[int]
+    speeds: _containers.RepeatedCompositeFieldContainer[CodecSpeed]
+    only_if_faster: bool
+    def __init__(self, speeds: _Optional[_Iterable[_Union[CodecSpeed, _Mapping]]] = ..., only_if_faster: _Optional[bool] = ...) -> None: ...
 
 class CodecSpeed(_message.Message):
     __slots__ = ("codec", "encode_per_s", "decode_per_s")
     CODEC_FIELD_NUMBER: _ClassVar[int]
     ENCODE_PER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_PER_S_FIELD_NUMBER: _ClassVar[int]
-    codec: Codec
+    codec: str
     encode_per_s: float
     decode_per_s: float
-    def __init__(self, codec: _Optional[_Union[Codec, str]] = ..., encode_per_s: _Optional[float] = ..., decode_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, codec: _Optional[str] = ..., encode_per_s: _Optional[float] = ..., decode_per_s: _Optional[float] = ...) -> None: ...
 
 class PiecesAhead(_message.Message):
-    __slots__ = ("key", "number", "start", "tokens", "next_position", "index", "held", "count")
+    __slots__ = ("key", "number", "piece", "held", "count")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NEXT_POSITION_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.Key
     number: int
+    piece: Piece
+    held: _containers.RepeatedCompositeFieldContainer[PieceBlocks]
+    count: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., number: _Optional[int] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("span", "index")
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    span: TokenSpan
+    index: int
+    def __init__(self, span: _Optional[_Union[TokenSpan, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
+
+class TokenSpan(_message.Message):
+    __slots__ = ("start", "tokens", "next_position")
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_POSITION_FIELD_NUMBER: _ClassVar[int]
     start: int
     tokens: int
     next_position: int
-    index: int
-    held: _containers.RepeatedCompositeFieldContainer[PieceBlocks]
-    count: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., number: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[int] = ..., next_position: _Optional[int] = ..., index: _Optional[int] = ..., held: _Optional[_Iterable[_Union[PieceBlocks, _Mapping]]] = ..., count: _Optional[int] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[int] = ..., next_position: _Optional[int] = ...) -> None: ...
 
 class PieceBlocks(_message.Message):
-    __slots__ = ("group", "first", "starts", "counts")
+    __slots__ = ("group", "first", "runs")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
-    STARTS_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
     group: int
     first: int
-    starts: _containers.RepeatedScalarFieldContainer[int]
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, group: _Optional[int] = ..., first: _Optional[int] = ..., starts: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    runs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., first: _Optional[int] = ..., runs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SlabLent(_message.Message):
     __slots__ = ("key", "piece", "slab_id", "region", "lease_id", "codec")
@@ -152,8 +158,8 @@ class SlabLent(_message.Message):
     slab_id: int
     region: str
     lease_id: int
-    codec: Codec
-    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[str] = ..., lease_id: _Optional[int] = ..., codec: _Optional[_Union[Codec, str]] = ...) -> None: ...
+    codec: str
+    def __init__(self, key: _Optional[_Union[_worker_pb2.Key, _Mapping]] = ..., piece: _Optional[int] = ..., slab_id: _Optional[int] = ..., region: _Optional[str] = ..., lease_id: _Optional[int] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class SlabFilled(_message.Message):
     __slots__ = ("key", "piece", "slab_id", "lease_id")

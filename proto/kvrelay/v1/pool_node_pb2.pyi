@@ -13,18 +13,18 @@ class WatchRequest(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ...) -> None: ...
 
 class PoolUpdate(_message.Message):
-    __slots__ = ("sequence", "incarnation", "addresses", "workers", "blocks")
+    __slots__ = ("sequence", "node", "addresses", "workers", "blocks")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    incarnation: str
+    node: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     workers: _containers.RepeatedScalarFieldContainer[str]
     blocks: _containers.RepeatedCompositeFieldContainer[BlockChanges]
-    def __init__(self, sequence: _Optional[int] = ..., incarnation: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[str]] = ..., blocks: _Optional[_Iterable[_Union[BlockChanges, _Mapping]]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., node: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[str]] = ..., blocks: _Optional[_Iterable[_Union[BlockChanges, _Mapping]]] = ...) -> None: ...
 
 class BlockChanges(_message.Message):
     __slots__ = ("tier", "stored", "removed")

@@ -35,20 +35,26 @@ class PoolMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[PoolHello, _Mapping]] = ..., welcome: _Optional[_Union[PoolWelcome, _Mapping]] = ..., refused: _Optional[_Union[PoolRefused, _Mapping]] = ..., store_wanted: _Optional[_Union[StoreWanted, _Mapping]] = ..., store_granted: _Optional[_Union[StoreGranted, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., store_abandoned: _Optional[_Union[StoreAbandoned, _Mapping]] = ..., fetch_wanted: _Optional[_Union[FetchWanted, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., fetch_done: _Optional[_Union[FetchDone, _Mapping]] = ..., lookup_wanted: _Optional[_Union[LookupWanted, _Mapping]] = ..., looked_up: _Optional[_Union[LookedUp, _Mapping]] = ...) -> None: ...
 
 class PoolHello(_message.Message):
-    __slots__ = ("wire_version", "incarnation", "fingerprint", "physical_format", "block_bytes", "looks_up")
+    __slots__ = ("wire_version", "incarnation", "format", "looks_up")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
     LOOKS_UP_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     incarnation: str
+    format: PoolFormat
+    looks_up: bool
+    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., format: _Optional[_Union[PoolFormat, _Mapping]] = ..., looks_up: _Optional[bool] = ...) -> None: ...
+
+class PoolFormat(_message.Message):
+    __slots__ = ("fingerprint", "physical_format", "block_bytes")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PHYSICAL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     physical_format: str
     block_bytes: int
-    looks_up: bool
-    def __init__(self, wire_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., block_bytes: _Optional[int] = ..., looks_up: _Optional[bool] = ...) -> None: ...
+    def __init__(self, fingerprint: _Optional[str] = ..., physical_format: _Optional[str] = ..., block_bytes: _Optional[int] = ...) -> None: ...
 
 class PoolWelcome(_message.Message):
     __slots__ = ("wire_version", "incarnation", "region", "lease_ttl_s", "addresses")
@@ -71,16 +77,22 @@ class PoolRefused(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class StoreWanted(_message.Message):
-    __slots__ = ("request_no", "hashes", "parents", "tenants")
+    __slots__ = ("request_no", "blocks")
     REQUEST_NO_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
-    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     request_no: int
-    hashes: bytes
-    parents: bytes
-    tenants: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_no: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., tenants: _Optional[_Iterable[str]] = ...) -> None: ...
+    blocks: _containers.RepeatedCompositeFieldContainer[ChainBlock]
+    def __init__(self, request_no: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ChainBlock, _Mapping]]] = ...) -> None: ...
+
+class ChainBlock(_message.Message):
+    __slots__ = ("hash", "parent", "tenant")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    parent: bytes
+    tenant: str
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class StoreGranted(_message.Message):
     __slots__ = ("request_no", "indices", "places")

@@ -1,3 +1,4 @@
+from kvrelay.v1 import counters_pb2 as _counters_pb2
 from kvrelay.v1 import inference_pb2 as _inference_pb2
 from kvrelay.v1 import pool_node_pb2 as _pool_node_pb2
 from google.protobuf.internal import containers as _containers
@@ -60,13 +61,6 @@ class EmittedIds(_message.Message):
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "min_tokens", "stop_token_ids", "n", "logprobs", "seed", "logit_bias", "prompt_logprobs")
-    class LogitBiasEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: int
-        value: float
-        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -95,9 +89,17 @@ class Sampling(_message.Message):
     n: int
     logprobs: int
     seed: int
-    logit_bias: _containers.ScalarMap[int, float]
+    logit_bias: _containers.RepeatedCompositeFieldContainer[TokenBias]
     prompt_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+
+class TokenBias(_message.Message):
+    __slots__ = ("token_id", "bias")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    bias: float
+    def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class ToWorker(_message.Message):
     __slots__ = ("hello", "reserve", "prefill", "generate", "abort", "stop", "preload", "refused")
@@ -134,42 +136,42 @@ class RouterHello(_message.Message):
     def __init__(self, wire_version: _Optional[int] = ..., router_incarnation: _Optional[str] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("spec", "source_incarnation", "counted")
+    __slots__ = ("spec", "source", "counted")
     SPEC_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
-    source_incarnation: str
+    source: str
     counted: int
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source_incarnation: _Optional[str] = ..., counted: _Optional[int] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., source: _Optional[str] = ..., counted: _Optional[int] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("spec", "target_addresses", "target_incarnation", "held_tokens", "prefix_source", "within_s")
+    __slots__ = ("spec", "target_addresses", "target", "held_tokens", "prefix_source", "within_s")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TARGET_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    TARGET_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     WITHIN_S_FIELD_NUMBER: _ClassVar[int]
     spec: RequestSpec
     target_addresses: _containers.RepeatedScalarFieldContainer[str]
-    target_incarnation: str
+    target: str
     held_tokens: int
     prefix_source: PrefixSource
     within_s: float
-    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target_incarnation: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., within_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., target_addresses: _Optional[_Iterable[str]] = ..., target: _Optional[str] = ..., held_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
-    __slots__ = ("incarnation", "addresses", "blocks", "is_pool_node")
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("peer", "addresses", "blocks", "is_pool_node")
+    PEER_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IS_POOL_NODE_FIELD_NUMBER: _ClassVar[int]
-    incarnation: str
+    peer: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     blocks: int
     is_pool_node: bool
-    def __init__(self, incarnation: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., is_pool_node: _Optional[bool] = ...) -> None: ...
+    def __init__(self, peer: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., is_pool_node: _Optional[bool] = ...) -> None: ...
 
 class Generate(_message.Message):
     __slots__ = ("spec", "within_s")
@@ -209,9 +211,9 @@ class FromWorker(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    counters: Counters
+    counters: _counters_pb2.Counters
     blocks: _containers.RepeatedCompositeFieldContainer[_pool_node_pb2.BlockChanges]
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[_pool_node_pb2.BlockChanges, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., counters: _Optional[_Union[_counters_pb2.Counters, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[_pool_node_pb2.BlockChanges, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("wire_version", "name", "incarnation", "role", "device", "transfer_addresses", "fingerprint", "block_size", "total_blocks", "max_model_len", "max_running_requests", "vocab_size", "transport", "architecture", "prefill_chunk_tokens", "physical_format", "rope_border_tokens", "kv_token_bytes", "step_times", "cpus")
@@ -348,118 +350,6 @@ class RequestFailed(_message.Message):
 class Released(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class Counters(_message.Message):
-    __slots__ = ("free_blocks", "leased_blocks", "active_blocks", "cached_blocks", "running", "waiting", "steps", "prompt_tokens", "generated_tokens", "preemptions", "transfer_bytes", "transfers", "transfer_s", "busy_s", "prefill_waiting_tokens", "orphaned_blocks", "prefix_queried_tokens", "prefix_hit_tokens", "links", "pool_queried_tokens", "pool_host_tokens", "pool_disk_tokens", "pool_declined_tokens", "canaries_passed", "canaries_mismatched", "peer_tokens", "prefixes_device", "prefixes_host", "prefixes_disk", "prefixes_peer", "prefixes_computed", "decode_sequences", "decode_kv_tokens", "reserved_sequences", "prefill_correction", "decode_correction", "prefixes_remote", "pool_remote_tokens", "tiers", "draining", "gc_pauses", "gc_pause_s", "gc_longest_pause_s")
-    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
-    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
-    BUSY_S_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ORPHANED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LINKS_FIELD_NUMBER: _ClassVar[int]
-    POOL_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    POOL_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    POOL_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    POOL_DECLINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CANARIES_PASSED_FIELD_NUMBER: _ClassVar[int]
-    CANARIES_MISMATCHED_FIELD_NUMBER: _ClassVar[int]
-    PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFIXES_DEVICE_FIELD_NUMBER: _ClassVar[int]
-    PREFIXES_HOST_FIELD_NUMBER: _ClassVar[int]
-    PREFIXES_DISK_FIELD_NUMBER: _ClassVar[int]
-    PREFIXES_PEER_FIELD_NUMBER: _ClassVar[int]
-    PREFIXES_COMPUTED_FIELD_NUMBER: _ClassVar[int]
-    DECODE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    DECODE_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    RESERVED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_CORRECTION_FIELD_NUMBER: _ClassVar[int]
-    DECODE_CORRECTION_FIELD_NUMBER: _ClassVar[int]
-    PREFIXES_REMOTE_FIELD_NUMBER: _ClassVar[int]
-    POOL_REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
-    GC_PAUSES_FIELD_NUMBER: _ClassVar[int]
-    GC_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
-    GC_LONGEST_PAUSE_S_FIELD_NUMBER: _ClassVar[int]
-    free_blocks: int
-    leased_blocks: int
-    active_blocks: int
-    cached_blocks: int
-    running: int
-    waiting: int
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    preemptions: int
-    transfer_bytes: int
-    transfers: int
-    transfer_s: float
-    busy_s: float
-    prefill_waiting_tokens: int
-    orphaned_blocks: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    links: _containers.RepeatedCompositeFieldContainer[Link]
-    pool_queried_tokens: int
-    pool_host_tokens: int
-    pool_disk_tokens: int
-    pool_declined_tokens: int
-    canaries_passed: int
-    canaries_mismatched: int
-    peer_tokens: int
-    prefixes_device: int
-    prefixes_host: int
-    prefixes_disk: int
-    prefixes_peer: int
-    prefixes_computed: int
-    decode_sequences: int
-    decode_kv_tokens: int
-    reserved_sequences: int
-    prefill_correction: float
-    decode_correction: float
-    prefixes_remote: int
-    pool_remote_tokens: int
-    tiers: _containers.RepeatedCompositeFieldContainer[TierLoad]
-    draining: bool
-    gc_pauses: int
-    gc_pause_s: float
-    gc_longest_pause_s: float
-    def __init__(self, free_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., transfer_bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., transfer_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., prefill_waiting_tokens: _Optional[int] = ..., orphaned_blocks: _Optional[int] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., pool_queried_tokens: _Optional[int] = ..., pool_host_tokens: _Optional[int] = ..., pool_disk_tokens: _Optional[int] = ..., pool_declined_tokens: _Optional[int] = ..., canaries_passed: _Optional[int] = ..., canaries_mismatched: _Optional[int] = ..., peer_tokens: _Optional[int] = ..., prefixes_device: _Optional[int] = ..., prefixes_host: _Optional[int] = ..., prefixes_disk: _Optional[int] = ..., prefixes_peer: _Optional[int] = ..., prefixes_computed: _Optional[int] = ..., decode_sequences: _Optional[int] = ..., decode_kv_tokens: _Optional[int] = ..., reserved_sequences: _Optional[int] = ..., prefill_correction: _Optional[float] = ..., decode_correction: _Optional[float] = ..., prefixes_remote: _Optional[int] = ..., pool_remote_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierLoad, _Mapping]]] = ..., draining: _Optional[bool] = ..., gc_pauses: _Optional[int] = ..., gc_pause_s: _Optional[float] = ..., gc_longest_pause_s: _Optional[float] = ...) -> None: ...
-
-class TierLoad(_message.Message):
-    __slots__ = ("tier", "running", "waiting")
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    RUNNING_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    tier: str
-    running: int
-    waiting: int
-    def __init__(self, tier: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ...) -> None: ...
-
-class Link(_message.Message):
-    __slots__ = ("peer", "transport", "bytes_per_s", "latency_s")
-    PEER_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
-    peer: str
-    transport: str
-    bytes_per_s: float
-    latency_s: float
-    def __init__(self, peer: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., latency_s: _Optional[float] = ...) -> None: ...
 
 class DebugKvRequest(_message.Message):
     __slots__ = ()

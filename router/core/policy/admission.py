@@ -3,7 +3,7 @@
 What of a decode worker is a tier's own, though others may have borrowed it. Pure.
 
 Who takes what is its tier's own gets it whoever is there: those on lent places yield, with the next
-step, and go on later (`decode_worker.shares`).
+step, and go on later (`decode_worker.running_set`).
 
 Take what has a place at a decode worker now. Pure; for requests that were admitted before.
 """
