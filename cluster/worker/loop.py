@@ -49,6 +49,7 @@ from kvpool.core.transfer.commands import (
 )
 from kvpool.core.transfer.messages import TO_PREFILL, BlocksDigested, Commit, PeerHello
 from kvpool.core.transfer.pull import BlocksPulled, PullBlocks, PullMessage
+from kvrelay.errors import RefusalReason
 from kvrelay.messages import (
     Abort,
     Counters,
@@ -318,7 +319,7 @@ class WorkerLoop:
                 if spec.key in self._streams:
                     self._refuse(stream, spec.key, "duplicate_request")
                 elif self.draining:
-                    self._refuse(stream, spec.key, "draining")
+                    self._refuse(stream, spec.key, RefusalReason.DRAINING)
                 else:
                     self._start(stream, message)
             case Stop(key=key) if self._streams.is_from(stream, key):
