@@ -361,7 +361,7 @@ class Request:
         return True
 
     @property
-    def legs(self) -> tuple[Incarnation, ...]:
+    def workers(self) -> tuple[Incarnation, ...]:
         """The workers that this attempt still needs."""
         if self.placed is None:
             return ()

@@ -1,7 +1,4 @@
-"""The workers as this router sees them, and what it has placed there. Pure.
-
-Whether some request can be served now, and if not, why. Pure.
-"""
+"""The connected workers, what a router has booked at them, and why they can't serve. Pure."""
 
 from __future__ import annotations
 
@@ -37,8 +34,8 @@ class ByRole(NamedTuple):
 
 
 class Workers(dict[Incarnation, WorkerView]):
-    """Those connected. A place stays taken until the worker says that it is free. `decode_alone`:
-    decode workers can do without prefill workers."""
+    """# incarnation |-> view of a connected worker. `decode_alone`: decode workers can do without
+    prefill workers."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class Workers(dict[Incarnation, WorkerView]):
         self._by_role = None
 
     def leave(self, worker: Incarnation) -> WorkerView | None:
-        """None where it isn't here."""
+        """Returns None for a worker that is not here."""
         self._by_role = None
         return self.pop(worker, None)
 
@@ -68,8 +65,8 @@ class Workers(dict[Incarnation, WorkerView]):
 
     @property
     def longest_tokens(self) -> int:
-        """The longest sequence that some pair of workers, or one alone, can hold; 0 when none can
-        serve."""
+        """The longest sequence that some pair of workers, or one worker alone, can hold; 0 where
+        none can serve."""
         longest = dict.fromkeys(Role, 0)
         for view in self.values():
             role = view.hello.role
@@ -80,28 +77,28 @@ class Workers(dict[Incarnation, WorkerView]):
 
     @property
     def least_tokens(self) -> int:
-        """The longest sequence that each of them can hold; 0 without any."""
+        """The longest sequence that each worker can hold; 0 without any worker."""
         return min([view.hello.max_model_len for view in self.values()], default=0)
 
     @property
     def most_places(self) -> int:
-        """Of one worker that decodes; 0 without any."""
+        """The most slots of one worker that decodes; 0 without any."""
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return max((hello.max_running_requests for hello in hellos), default=0)
 
     @property
     def decode_places(self) -> int:
-        """Of all workers that decode."""
+        """The slots of all workers that decode."""
         hellos = [view.hello for view in self.values() if view.hello.role is not Role.PREFILL]
         return sum(hello.max_running_requests for hello in hellos)
 
     def held(self, tier: str) -> int:
-        """Its sequences at all workers that decode, also those of other routers."""
+        """The tier's sequences at all workers that decode, also those of other routers."""
         decoding = (view for view in self.values() if view.hello.role is not Role.PREFILL)
         return sum(view.held(tier) for view in decoding)
 
     def model(self) -> ModelFacts | None:
-        """What they serve, as the first one says; None without any."""
+        """The model that the first worker serves; None without any worker."""
         hello = next((view.hello for view in self.values()), None)
         if hello is None:
             return None
@@ -113,7 +110,7 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def name_of(self, worker: Incarnation) -> str:
-        """Its incarnation where it isn't here (any more)."""
+        """Its incarnation, if it is not here (any more)."""
         view = self.get(worker)
         return view.hello.name if view is not None else worker
 
@@ -127,7 +124,8 @@ class Workers(dict[Incarnation, WorkerView]):
         objections: Objections,
         forecast: Forecast,
     ) -> WorkerChoice:
-        """Those that could serve it, without the decode workers `tried` and those that drain."""
+        """The workers that could serve it, without decode workers that were `tried` and workers
+        that drain."""
         prefills, decodes, both = [fitting(views, demand) for views in self.by_role()]
         if demand.is_prompt_only:
             prefills, decodes, both = [], [], [*prefills, *both] or decodes
@@ -142,7 +140,7 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def per_worker(self, promised: Promised) -> Promised:
-        """Spread evenly over those of each role."""
+        """The work, spread evenly over the workers of each role."""
         prefills, decodes, both = map(len, self.by_role())
         prefills, decodes = prefills + both, decodes + both
         return Promised(
@@ -152,8 +150,8 @@ class Workers(dict[Incarnation, WorkerView]):
         )
 
     def all_by_own(self) -> float:
-        """Sequences of all routers by those of this one, lately; 1 before it has any. Their
-        promises are taken to be as many more."""
+        """Sequences of all routers by those of this one, lately; 1 before it has any. Other routers
+        are taken to have made promises in the same proportion."""
         _, decodes, both = self.by_role()
         decoding = (*decodes, *both)
         own = sum([view.own_usually for view in decoding])
@@ -199,7 +197,7 @@ def book_prefill(
 
 
 def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
-    """Those that could serve it when idle, and take requests."""
+    """The workers that could serve it when idle, and that take requests."""
     choices, tokens = demand.choices, demand.longest_tokens
     return [
         view
@@ -211,8 +209,8 @@ def fitting(views: Iterable[WorkerView], demand: Demand) -> list[WorkerView]:
 
 
 def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:
-    """What it asks for, unless the worker can't keep it even with this one alone: then nobody is
-    refused for it."""
+    """The objective that it asks for. None if the worker could not even keep it for this request
+    alone: then no other request is refused for it."""
     tpot_s = demand.objectives.tpot_s
     if tpot_s is None:
         return None
@@ -221,7 +219,7 @@ def _kept_tpot_s(demand: Demand, worker: WorkerView) -> float | None:
 
 
 def _known(seconds: float) -> float:
-    """What no measured time covers is booked as nothing."""
+    """A step that no measured time covers is booked as taking no time."""
     return seconds if isfinite(seconds) else 0.0
 
 
@@ -229,7 +227,7 @@ _QUARANTINED = "handoffs failed lately between all prefill and decode workers: t
 
 
 def obstacle(workers: Workers, quarantined: Collection[Pair]) -> str | None:
-    """Why nothing can be served; None: something can."""
+    """Why no request can be served; None: some can."""
     if not workers:
         return "no worker has joined yet"
     if not workers.longest_tokens:
