@@ -58,7 +58,7 @@ from kvrelay.errors import FailureReason, PeerError
 from kvrelay.messages import Lifetime, LifetimeMoment, RequestFailed, Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
-HandoffEvent = (
+IncomingEvent = (
     FromPeer
     | SlabScattered
     | PieceFetched
@@ -191,7 +191,7 @@ class Reservations:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def on_handoff_event(self, event: HandoffEvent, now_s: float) -> list[Command]:
+    def on_incoming_event(self, event: IncomingEvent, now_s: float) -> list[Command]:
         match event:
             case FromPeer(peer=peer, message=message):
                 return self._on_message(peer, message, now_s)

@@ -103,7 +103,7 @@ HELP: Mapping[str, str] = {
     "prompt_logprobs": "The same for the tokens of the prompt, which is then computed whole.",
     "seed": "The same seed draws the same tokens; absent: a random one, which the answer names.",
     "logit_bias": "Added to the logits, by token id.",
-    "request_id": "The id in logs and in `kvrelay status --kv`; absent: a random one.",
+    "request_id": "The id in logs and for `kvrelay trace`; absent: a random one.",
     "model": "Refuse to be served by any other model.",
     "chat_template_kwargs": "Variables for the chat template, such as enable_thinking.",
     "tenant": "Requests of different tenants share no cached KV.",

@@ -54,6 +54,7 @@ from router.core.state.candidate import Candidate
 from router.core.state.demand import Demand
 from router.core.state.generation import GenerationRequest
 from router.core.state.promises import NO_CAPACITY, Refusal
+from router.core.state.story import Moment, choice_end, held, plain, why
 from router.core.state.waiting import PATIENCE_S
 from router.core.state.worker_view import WorkerView
 from router.core.workers import book_decode, book_prefill
@@ -106,8 +107,10 @@ def ask(
     book_decode(demand, admitted, now_s)
     if state.dispatch.expect(request, demand, admitted):
         request.prefill_worker = None
+        request.story.note(Moment.ASKED, now_s, request.worker_names[-1:])
         return [ask_to_reserve(demand.spec, candidate.decode, None, admitted.counted)]
     book_prefill(demand, candidate.prefiller, prompt, now_s)
+    request.story.note(Moment.ASKED, now_s, request.worker_names)
     return [ask_for_slot(demand.spec, admitted, request.within_s(now_s))]
 
 
@@ -121,6 +124,7 @@ def wait(
     )
     if waits:
         request.enter(RequestState.WAITING)
+        request.story.note(Moment.WAITS, now_s, (), why(refusal.reason, refusal.message))
         return []
     if not request.admitted:
         return reject(state, request, refusal, now_s)
@@ -143,6 +147,7 @@ def retry_waiting(state: RouterState, now_s: float) -> list[Command]:
 
 def reject(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
     told = rejection_for(state, request, refusal, now_s)
+    request.story.note(Moment.REFUSED, now_s, (), why(told.reason, told.message))
     leave(state, request, now_s)
     return [Refuse(request_id=request.request_id, refusal=told)]
 
@@ -176,6 +181,7 @@ def rejection_for(state: RouterState, request: Request, refusal: Refusal, now_s:
 
 def ask_next(state: RouterState, request: Request, refusal: Refusal, now_s: float) -> list[Command]:
     """Its decode worker has said no and holds nothing; its prefill worker was not told yet."""
+    request.story.note(Moment.TURNED_DOWN, now_s, request.worker_names[-1:], plain(refusal.reason))
     end_attempt(state, request, now_s, freed=True)
     request.placed = None
     request.enter(RequestState.SEEKING)
@@ -189,6 +195,8 @@ def take_slot(
     assert request.placed is not None, f"{request.key} has a slot that nobody asked for"
     candidate = request.placed.candidate
     request.ledger.mark(LifetimeMoment.RESERVED, now_s)
+    there = held(held_tokens) if held_tokens else ""
+    request.story.note(Moment.RESERVED, now_s, request.worker_names[-1:], there)
     request.reserved_s = now_s
     if candidate.prefill is not None:
         candidate.decode.reserving.observe(now_s - request.placed_s)
@@ -197,6 +205,7 @@ def take_slot(
     commands: list[Command] = [] if request.admitted else [_admit(state, request)]
     if state.dispatch.keep(request, held_tokens, now_s):
         request.enter(RequestState.QUEUED)
+        request.story.note(Moment.QUEUED, now_s, (), f"{state.dispatch.waiting} at the router")
         return commands
     return commands + send_prompt(request, candidate, held_tokens, now_s)
 
@@ -214,6 +223,8 @@ def send_prompt(
     request: Request, candidate: Candidate, held_tokens: int, now_s: float
 ) -> list[Command]:
     request.enter(RequestState.PREFILLING)
+    if candidate.prefill is not None:
+        request.story.note(Moment.SENT_TO_PREFILL, now_s, request.worker_names)
     return prefill(request, candidate, held_tokens, request.within_s(now_s))
 
 
@@ -224,6 +235,7 @@ def place_elsewhere(
     state: RouterState, request: Request, refusal: Refusal, now_s: float
 ) -> list[Command]:
     """Its prefill worker takes no prompts any more. That is no failure."""
+    request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, refusal.message)
     aborts = abort_attempt(request, state.workers)
     end_attempt(state, request, now_s, freed=True)
     request.begin_attempt(next(state.attempts))
@@ -237,6 +249,7 @@ def deliver(
     """Tokens go to the client in order, each once."""
     view.outlook.grown(event.key, event.first_index + len(event.token_ids))
     if event.first_index == request.choices[event.choice].resumed:
+        request.story.note(Moment.FIRST_TOKEN, event.at_s, (view.hello.name,))
         start_decoding(state, request, event, now_s)
     request.ledger.mark(LifetimeMoment.LAST_TOKEN, event.at_s)
     request.ledger.mark(LifetimeMoment.LAST_TOKEN_RECEIVED, now_s)
@@ -245,6 +258,9 @@ def deliver(
         return []
     if event.finish_reason is not None:
         learn_length(state, request, event)
+        if len(request.choices) > 1:
+            end = choice_end(event.choice, event.finish_reason)
+            request.story.note(Moment.CHOICE_DONE, now_s, request.worker_names[-1:], end)
     done = request.done
     if done:
         finish(state, request, now_s)
@@ -278,6 +294,7 @@ def move(
     request.enter(RequestState.PREFILLING)
     request.move(spec)
     request.place(admitted, now_s)
+    request.story.note(Moment.MOVED, now_s, request.worker_names, "its worker would overflow")
     return aborts + prefill(request, admitted.candidate, held_tokens, None)
 
 
@@ -287,6 +304,7 @@ def move(
 def finish(state: RouterState, request: Request, now_s: float) -> None:
     """Its last token has come; its workers know."""
     learn_pace(state, request, now_s)
+    request.story.note(Moment.DONE, now_s, request.worker_names[-1:], request.outcome)
     leave(state, request, now_s)
     state.releases.released(now_s)
 
@@ -299,6 +317,8 @@ def fail_attempt(
     if request.tries >= MAX_ATTEMPTS:
         return aborts + fail(state, request, reason, message, now_s)
     end_attempt(state, request, now_s, freed=True)
+    cause = f"{why(reason, message)}; {request.outcome} so far"
+    request.story.note(Moment.TRIED_AGAIN, now_s, request.worker_names, cause)
     request.try_again(next(state.attempts))
     request.enter(RequestState.SEEKING)
     return aborts + seek(state, request, Refusal(reason=reason, message=message), now_s)
@@ -307,6 +327,7 @@ def fail_attempt(
 def fail(
     state: RouterState, request: Request, reason: str, message: str, now_s: float
 ) -> list[Command]:
+    request.story.note(Moment.FAILED, now_s, request.worker_names, why(reason, message))
     leave(state, request, now_s)
     return [Fail(request_id=request.request_id, reason=reason, message=message)]
 
@@ -317,7 +338,9 @@ def stop_choice(state: RouterState, event: ChoiceStopped, now_s: float) -> list[
         return []
     request.choices[event.choice].finished = True
     if request.done:
-        return abort(state, event.request_id, now_s)
+        request.story.note(Moment.DONE, now_s, request.worker_names[-1:], request.outcome)
+        return _end(state, request, now_s)
+    request.story.note(Moment.CHOICE_DONE, now_s, (), choice_end(event.choice, "stop string"))
     if request.placed is None:
         return []  # the next worker is told once it has taken the request
     decode = request.placed.candidate.decode.incarnation
@@ -328,6 +351,12 @@ def abort(state: RouterState, request_id: str, now_s: float) -> list[Command]:
     request = state.requests.get(request_id)
     if request is None:
         return []
+    request.story.note(Moment.ABORTED, now_s, request.worker_names, "by its client")
+    return _end(state, request, now_s)
+
+
+def _end(state: RouterState, request: Request, now_s: float) -> list[Command]:
+    """While workers still run it."""
     aborts = abort_attempt(request, state.workers)
     leave(state, request, now_s)
     state.releases.released(now_s)
@@ -341,13 +370,15 @@ def miss_deadline(state: RouterState, request_id: str, now_s: float) -> list[Com
     deadline_s = request.objectives.deadline_s or 0.0
     message = f"its deadline of {deadline_s:.3f} s has passed"
     failure = Fail(request_id=request_id, reason=FailureReason.DEADLINE_EXCEEDED, message=message)
-    return [*abort(state, request_id, now_s), failure]
+    request.story.note(Moment.FAILED, now_s, request.worker_names, message)
+    return [*_end(state, request, now_s), failure]
 
 
 def leave(state: RouterState, request: Request, now_s: float) -> None:
     """any -> GONE: undoes whatever the request holds in its state. Slots stay taken until their
     workers say Released. A pending move stays until its target answers."""
     request.enter(RequestState.GONE)
+    state.stories.keep(request.story)
     del state.requests[request.request_id]
     state.waiting.leave(request.request_id)
     if request.promise is not None:

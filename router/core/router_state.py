@@ -33,6 +33,7 @@ from router.core.state.directory import Directory
 from router.core.state.ladder import Ladders
 from router.core.state.promises import Promises, ReleaseClock
 from router.core.state.quarantine import Quarantine, RecentPairs
+from router.core.state.story import Story, StoryRing
 from router.core.state.waiting import WaitingRoom
 from router.core.state.worker_view import WorkerView
 from router.core.workers import Workers
@@ -173,11 +174,16 @@ class RouterState:
     lengths: OutputLengths = field(default_factory=OutputLengths)
     forecast: Forecast = field(init=False)
     ladders: Ladders = field(init=False)
+    stories: StoryRing = field(default_factory=StoryRing)
     local_prefills: int = 0  # prompts that decode workers took beside the prefill workers
 
     def __post_init__(self) -> None:
         self.forecast = open_forecast(self.workers, self.dispatch.turn_in_s, self.lengths)
         self.ladders = Ladders(self.tiers)
+
+    def stories_of(self, asked: str) -> list[Story]:
+        """What happened to the requests that a client knows as `asked`, in their order."""
+        return self.stories.find(asked, (one.story for one in self.requests.values()))
 
     # --- the laws, between events ---------------------------------------------------------------
 

@@ -14,8 +14,8 @@ COUNTED_BY = (3, 11)
 """Other versions of Python make other calls, for example none for what they inline."""
 SLACK = 1.02
 BUDGET: dict[Callable[[], Calls], Counts] = {
-    plain_request: Counts(files=77, calls=2497, across=1575, naming=1120),
-    hard_request: Counts(files=77, calls=8911, across=5155, naming=1686),
+    plain_request: Counts(files=78, calls=2510, across=1588, naming=1120),
+    hard_request: Counts(files=78, calls=8944, across=5188, naming=1686),
 }
 CALLS_PER_TOKEN = 136.625
 

@@ -1,4 +1,4 @@
-"""What a worker's loop does for its pool: asks, offers, and passes on what comes back.
+"""The pool's part of a worker's loop: lookups and offers go out, their results come back.
 
 Runs on the loop's thread.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from cluster.worker.pool.side import PoolEvent, PoolSide
+from cluster.worker.pool.side import PoolLinkEvent, PoolSide
 from kvpool.core.fetch.client_events import (
     ClientTick,
     OfferSettled,
@@ -21,13 +21,13 @@ from kvpool.core.fetch.pool_fetch import Restored
 from kvrelay.types import RequestKey
 
 PoolOutcome = Restored | OfferSettled
-"""What the schedulers hear of it."""
+"""Results for the schedulers."""
 
 
 class PoolTurns:
-    """`confirms`: the schedulers hear that an offer is settled once the node can be asked for it.
-    It hears what one worker says in order, so the answer to an empty question behind the store
-    tells."""
+    """`confirms`: schedulers learn that an offer is settled once the node can be asked for it. The
+    node handles a worker's messages in order, so the answer to an empty lookup behind the store
+    confirms the store."""
 
     def __init__(self, side: PoolSide, openings: Openings, *, confirms: bool) -> None:
         assert openings.write_behind is not None
@@ -38,7 +38,8 @@ class PoolTurns:
         self._write_behind = openings.write_behind
 
     def turn(self) -> list[PoolOutcome]:
-        """After the worker's own events: their questions, and what they have named."""
+        """Called after the worker's own events: sends their lookups, and offers the blocks that
+        they have named."""
         outcomes = [
             one for question in self._openings.take_outbox() for one in self.handle(question)
         ]
@@ -48,9 +49,9 @@ class PoolTurns:
     def tick(self) -> list[PoolOutcome]:
         return self.handle(ClientTick())
 
-    def handle(self, event: PoolEvent) -> list[PoolOutcome]:
+    def handle(self, event: PoolLinkEvent) -> list[PoolOutcome]:
         outcomes: list[PoolOutcome] = []
-        events: deque[PoolEvent] = deque([event])
+        events: deque[PoolLinkEvent] = deque([event])
         while events:
             for answer in self._side.handle(events.popleft()):
                 match answer:
