@@ -48,7 +48,7 @@ class PeerNet(Simulation):
 
     def validate(self) -> None:
         for worker in self.workers.values():
-            worker.core.validate()
+            worker.validate()
 
     # --- links ----------------------------------------------------------------------------------
 

@@ -317,7 +317,7 @@ class Worker:
         self.device, self.mover = Device(self), Mover(self)
         self.pool: PoolSide | None = net.open_pool(self)
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-        self._turn_is_due = False
+        self._turn_is_due = self._is_valid = False
         self.loop = WorkerLoop(
             self.core,
             self.device,
@@ -406,11 +406,17 @@ class Worker:
             self._turn_is_due = True
             self.net.by(self.incarnation, f"loop {self.incarnation}", self._turn)
         else:
-            self.loop.turn()
+            self._turn()
 
     def _turn(self) -> None:
-        self._turn_is_due = False
+        self._turn_is_due = self._is_valid = False
         self.loop.turn()
+
+    def validate(self) -> None:
+        """What must hold, if anything has happened since it was looked at."""
+        if not self._is_valid:
+            self.core.validate()
+            self._is_valid = True
 
     def tick(self) -> None:
         """Time has passed without an event."""
