@@ -17,6 +17,7 @@ from pathlib import Path
 from bench.mutations import seen
 
 TESTS = ("tests/unit", "tests/sim")
+PLUGINS = ("-p", "no:cacheprovider", "-p", "mutations_seen")
 LEFT_OUT = ("test_trace_request.py",)
 """It counts calls, so that it would notice every mutation, also one without effect."""
 MARKED = "not gpu and not families and not ray and not long and not processes"
@@ -68,7 +69,7 @@ class Copy:
         """Its exit code; None: it ran out of time, and is gone with all that it started."""
         places = (self.root, self.root / "proto", self._plugins)
         environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(map(str, places))}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+        command = [sys.executable, "-m", "pytest", "-q", *PLUGINS, *options]
         with (self.root.parent / "pytest.log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, f"--timeout={MOST_S}", "-m", MARKED],
@@ -125,7 +126,7 @@ class TestMap:
 def find_tests(copy: Copy, modules: Sequence[str], folders: Sequence[str], result: Path) -> None:
     """Runs all tests that import a module once, and writes down which functions they run."""
     files = [*_importing(copy, {module_name(path) for path in modules}, folders)]
-    copy.pytest([*files, "-p", "mutations_seen"], {seen.RESULT: str(result)})
+    copy.pytest(files, {seen.RESULT: str(result)})
     assert result.exists(), (copy.root.parent / "pytest.log").read_text()[-3000:]
 
 
