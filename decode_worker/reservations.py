@@ -58,7 +58,7 @@ from kvrelay.errors import PeerError
 from kvrelay.messages import Lifetime, RequestFailed, Reserve
 from kvrelay.types import Incarnation, RequestKey, RequestSpec
 
-HandoffEvent = (
+IncomingEvent = (
     FromPeer
     | SlabScattered
     | PieceFetched
@@ -140,10 +140,11 @@ class Reservations:
             names=self.tables.names_of(spec),
             source=message.source,
         )
+        prompt_tokens = incoming.prompt_tokens
         if self.mode is not HandoffMode.PUSH:
-            if spec.context_tokens >= self.tables.total_tokens:
+            if prompt_tokens >= self.tables.total_tokens:
                 return None
-        elif not self._try_lease(incoming, incoming.names.full(spec.context_tokens), now_s):
+        elif not self._try_lease(incoming, incoming.names.full(prompt_tokens), now_s):
             return None
         self._incoming[spec.key] = incoming
         self.choices += spec.sampling.n
@@ -191,7 +192,7 @@ class Reservations:
 
     # --- events ---------------------------------------------------------------------------------
 
-    def on_handoff_event(self, event: HandoffEvent, now_s: float) -> list[Command]:
+    def on_incoming_event(self, event: IncomingEvent, now_s: float) -> list[Command]:
         match event:
             case FromPeer(peer=peer, message=message):
                 return self._on_message(peer, message, now_s)
@@ -350,9 +351,8 @@ class Reservations:
 
     def _complete(self, incoming: IncomingHandoff) -> list[Command]:
         """When nothing is missing any more, it is checked, if it came with a digest, or joins."""
-        if not incoming.is_complete:
+        if incoming.commit is None or not incoming.is_complete:
             return []
-        assert incoming.commit is not None
         if (digest := incoming.commit.digest) is not None:
             return [incoming.begin_check(digest.start, self.tables.tables(incoming.holder))]
         self._end(incoming)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.admission import Admission
 from decode_worker.batch import Batch, Taken
-from decode_worker.reservations import HandoffEvent, Reservations
+from decode_worker.reservations import IncomingEvent, Reservations
 from decode_worker.sequence import Sequence
 from engine.core.step import (
     Command,
@@ -39,7 +39,7 @@ from kvrelay.types import RequestKey
 
 Ask = Reserve | Generate
 StepEvent = StepWanted | StepBehindWanted | StepDone | Restored
-DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | HandoffEvent
+DecodeEvent = Reserve | Generate | Abort | Stop | StepEvent | IncomingEvent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class DecodeScheduler:
             case Stop():
                 commands = self._stop(event, now_s)
             case _:
-                commands = self.reservations.on_handoff_event(event, now_s)
+                commands = self.reservations.on_incoming_event(event, now_s)
                 if self.reservations.arrived:
                     commands += self._join_arrived(now_s)
         if self.asking:

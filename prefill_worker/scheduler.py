@@ -47,7 +47,7 @@ from prefill_worker.job import PrefillJob
 from prefill_worker.queue import PrefillJobs, PromptQueue
 from prefill_worker.sender import Sender
 
-HandoffEvent = (
+OutgoingEvent = (
     FromPeer | PeerLost | SlabWritten | LayersWritten | OfferSettled | BlocksDigested | Tick
 )
 
@@ -66,7 +66,7 @@ class Handoffs:
     transfer_s: float = 0.0
     peers: dict[Incarnation, KvFacts] = field(default_factory=dict)
 
-    def handle(self, event: HandoffEvent, now_s: float) -> list[Command]:
+    def handle(self, event: OutgoingEvent, now_s: float) -> list[Command]:
         match event:
             case FromPeer():
                 return self._from_peer(event, now_s)
@@ -173,7 +173,7 @@ class Handoffs:
         return self.mode is not HandoffMode.POOL or self.jobs.openings.is_stored(job.filled)
 
 
-PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | HandoffEvent
+PrefillEvent = Prefill | Abort | StepWanted | StepDone | Restored | OutgoingEvent
 
 
 @dataclass(slots=True, kw_only=True)

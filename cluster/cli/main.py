@@ -1,4 +1,4 @@
-"""The `kvrelay` command: its entry point, and how errors end it; `kvrelay config`.
+"""The `kvrelay` command: its entry point, its error messages, and `kvrelay config`.
 
 Commands import what they need when they run, so that help is instant.
 """
@@ -45,7 +45,8 @@ config_app = typer.Typer(help="Look at the cluster file.", no_args_is_help=True)
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Show it.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Show it and exit."),
     ] = False,
 ) -> None:
     """Serve language models with prefill and decode on separate workers."""
@@ -87,7 +88,8 @@ app.add_typer(config_app, name="config")
 
 
 def main() -> None:
-    """Run one command: exit 0 when it did its work, 2 with one line on stderr when it can't."""
+    """Run one command. Exit code 0: it did its work; 2: it can't, and one line on stderr says
+    why."""
     try:
         code = app(prog_name="kvrelay", standalone_mode=False)
     except typer.Abort:
@@ -102,7 +104,7 @@ def main() -> None:
 
 
 def _usage(error: Exception) -> str:
-    """What click has to say, and where help is."""
+    """The message of click, and the command that shows help."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "kvrelay"
     text = error.format_message()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Asking a router's internal gRPC port, as commands do: kvrelay.v1.Admin."""
+"""Calls of a router's internal gRPC API, kvrelay.v1.Admin, for commands."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.v1 import admin_pb2, worker_pb2
 from router.core.state.generation import ClusterSnapshot
 from router.live.metrics import RouterMetrics
-from tests.integration.faces_kit import LIMIT_S, faces_over, in_loop, served
+from tests.integration.faces_kit import LIMIT_S, in_loop, served, servers_over
 from tests.integration.http_kit import checkpoint_folder as checkpoint_folder
 from tests.integration.split_kit import RouterThread
 from tests.unit.fake_dispatcher import FakeDispatcher
@@ -136,10 +136,10 @@ async def test_a_busy_internal_port_names_its_key(folder: Path) -> None:
             told = (
                 f"the internal {kind} port 127.0.0.1:{port} is in use: set router.{key} to another"
             )
-            faces = faces_over(FakeDispatcher(), folder, **{key: port})
+            servers = servers_over(FakeDispatcher(), folder, **{key: port})
             with pytest.raises(ConfigError, match=told):
-                await faces.start()
-            await faces.stop(grace_s=0.0)
+                await servers.start()
+            await servers.stop(grace_s=0.0)
 
 
 @in_loop

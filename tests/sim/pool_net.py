@@ -11,7 +11,7 @@ from itertools import count
 
 from kvpool.core.node.events import (
     DropWorker,
-    FromWorker,
+    FromPoolWorker,
     PoolCommand,
     PoolTick,
     PoolWorkerJoined,
@@ -32,6 +32,7 @@ from tests.sim.contents import GARBAGE
 from tests.sim.pool_node import Host, PoolNode
 from tests.sim.pool_side import Link, PoolSide
 from tests.sim.simulation import LEASE_S, Simulation
+from tests.sim.worker import Worker
 
 
 class PoolNet:
@@ -66,9 +67,10 @@ class PoolNet:
         restart = partial(self.start_node, host)
         self._simulation.after(f"restart {node.incarnation}", restart, 0.5)
 
-    def join(self, side: PoolSide) -> None:
-        self.sides[side.incarnation] = side
+    def join(self, worker: Worker) -> PoolSide:
+        side = self.sides[worker.incarnation] = PoolSide(worker, self.send)
         self._connect_later(side)
+        return side
 
     def worker_died(self, incarnation: Incarnation) -> None:
         side = self.sides.pop(incarnation, None)
@@ -154,7 +156,7 @@ class PoolNet:
             self._greeted(node, link, message)
         elif link.number in node.worker_of:
             worker = node.worker_of[link.number]
-            node.decide(FromWorker(worker=worker, message=message))  # type: ignore[arg-type]
+            node.decide(FromPoolWorker(worker=worker, message=message))  # type: ignore[arg-type]
 
     def _greeted(self, node: PoolNode, link: Link, hello: PoolHello) -> None:
         before = node.link_of.get(hello.incarnation)
